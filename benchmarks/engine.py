@@ -32,7 +32,7 @@ from replicas.cache.radix import RadixCache
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import STALL_WAIT_S
-from replicas.kernels.token_mask import masked
+from replicas.kernels.token_mask import mask_tokens
 from replicas.launch import load_engine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
 from replicas.types import Constraint
@@ -171,7 +171,7 @@ def constrained_rows(options: argparse.Namespace) -> list[Row]:
         vocab_size = engine.config.model.vocab_size
         mask, logits = np.zeros(-(-vocab_size // 32), np.int32), torch.zeros(1, vocab_size)
         table.add("a mask computed", [1e6 * each for each in timed(lambda: matcher.fill(mask), 100)], "us")
-        applied = timed(lambda: masked(logits, [mask]), 100)
+        applied = timed(lambda: mask_tokens(logits, [mask]), 100)
         table.add("a mask applied", [1e6 * each for each in applied], "us", target="< 20")
     finally:
         engine.close()

@@ -1,13 +1,14 @@
 """Chooses tokens from logits, and computes logprobs.
 
-Owns:      the order of edits: repetition penalty, frequency and presence penalties, logit bias, then the masks of
-           allowed_token_ids, bad_words and min_new_tokens, then the mask of the constraint. Then a greedy row takes the
+Owns:      the order of edits: the mask of the constraint, which no other undoes, repetition penalty, frequency and
+           presence penalties, logit bias, then the masks of allowed_token_ids, bad_words and min_new_tokens. Then a
+           greedy row takes the
            largest logit; the others go through temperature, top-k, top-p, min-p and the draw (draw.py). Logprobs are
            the natural logarithm of softmax(logits) of the model's own logits, before any edit (vLLM's
            ``raw_logprobs``), but for the mask: those of a constrained output are over the tokens that the constraint
            allows, as OpenAI's, and alternatives that it does not allow are left out.
 Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py) and `Readouts`; reads more of
-           a request than its SampleRow; changes the logits it is given.
+           a request than its SampleRow; changes the logits it is given, but for the mask of a constraint.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
 Thread:    engine thread of rank 0.
 
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from replicas.attention.page_lists import to_device
 from replicas.kernels.elementwise import argmax
-from replicas.kernels.token_mask import Words, masked
+from replicas.kernels.token_mask import Words, mask_tokens
 from replicas.runner.device_draw import sample_on_device
 from replicas.runner.draw import draw
 from replicas.runner.readouts import Readouts
@@ -85,13 +86,23 @@ def _left_by_stops(row: SampleRow, words: Words | None) -> Words | None:
         banned = row.stop_ids.difference(row.params.stop_token_ids) if row.params.ignore_eos else frozenset()
     if words is None or not banned:
         return words
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-    bits[list(banned)] = 0
-    left = bits.copy()
-    left[list(_bad_ends(row))] = 0
-    if row.params.allowed_token_ids is not None:
-        left = left[_ids(row.params.allowed_token_ids)]
-    return np.packbits(bits, bitorder="little").view(np.int32) if left.any() else words
+    kept = words.copy()
+    _clear(kept, banned)
+    bad, allowed = _bad_ends(row), row.params.allowed_token_ids
+    if allowed is not None:
+        left = any(kept[token // 32] >> token % 32 & 1 for token in allowed if token not in bad)
+    elif bad:
+        others = kept.copy()
+        _clear(others, bad)
+        left = bool(others.any())
+    else:
+        left = bool(kept.any())
+    return kept if left else words
+
+
+def _clear(words: Words, token_ids: frozenset[int]) -> None:
+    for token_id in token_ids:
+        words.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
 
 def edit_logits(
@@ -102,7 +113,7 @@ def edit_logits(
     masks: Sequence[Words | None] = (),
 ) -> Tensor:
     """Copy ``logits`` [S, V] and apply each row's parameters; penalties by ``counted``, if given; ``masks`` [S], if
-    any, are those of constraints.
+    any, are those of constraints, which were applied before.
 
     If the other masks leave a request no token but its stop ids, it cannot meet min_new_tokens: its stop ids stay.
     """
@@ -148,7 +159,7 @@ def edit_logits(
         edited[r, index] = kept
     if (found := banned_ids.on(logits.device)) is not None:
         edited.index_put_(found[0], found[1])
-    return masked(edited, masks, in_place=True) if masks else edited
+    return edited
 
 
 @lru_cache(maxsize=16)
@@ -253,12 +264,12 @@ class Sampler:
     def warm_up(self, logits: Tensor) -> None:
         """Compile the kernels, so that the first greedy or constrained request does not wait for them."""
         argmax(logits)
-        masked(logits, [np.zeros(-(-logits.shape[1] // 32), np.int32)] * len(logits))
+        mask_tokens(logits, [np.zeros(-(-logits.shape[1] // 32), np.int32)] * len(logits))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[TokenIds, tuple[TokenLogprob | None, ...]]:
         """Choose one token per row, with its logprob if the row asks for it.
 
-        Args:    logits: [S, V] float32; not changed.
+        Args:    logits: [S, V] float32; changed only where a constraint forbids a token.
         Returns: token ids [S], BROKEN for a row whose logits hold NaN or inf or are all masked: one request's overflow
                  must not end the others. logprobs [S], None for rows that did not ask (or are broken), or () if no row
                  asked. Greedy ties go to the lowest id.
@@ -267,10 +278,9 @@ class Sampler:
         if not rows:
             return np.empty(0, dtype=np.int32), ()
         masks = constraint_masks(rows)
-        if any(needs_edit(row) for row in rows):
-            edited = edit_logits(logits, rows, masks=masks)
-        else:
-            edited = masked(logits, masks) if masks else logits
+        if masks:
+            mask_tokens(logits, masks)
+        edited = edit_logits(logits, rows, masks=masks) if any(needs_edit(row) for row in rows) else logits
         best = argmax(edited)[:, None]  # [S, 1]; the first of equals, and a NaN before any number
         peaks = edited.gather(1, best)[:, 0].double().cpu().numpy()  # [S]
         sound = np.isfinite(peaks)
@@ -279,7 +289,7 @@ class Sampler:
         if drawn:
             chosen = edited if len(drawn) == len(rows) else edited[torch.tensor(drawn, device=edited.device)]
             token_ids[drawn] = draw(chosen, peaks[drawn], [rows[i] for i in drawn])
-        return token_ids, self._logprobs(logits, token_ids, rows, masks)
+        return token_ids, self._logprobs(logits, token_ids, rows)
 
     def sample_on_device(
         self, logits: Tensor, rows: Sequence[SampleRow], last_ids: Tensor | None = None
@@ -292,12 +302,13 @@ class Sampler:
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=logits.device), None
         masks, edits = constraint_masks(rows), any(needs_edit(row) for row in rows)
-        allowed = masked(logits, masks) if masks else logits
-        tokens = sample_on_device(edit_logits(logits, rows, self._counts, last_ids, masks) if edits else allowed, rows)
+        if masks:
+            mask_tokens(logits, masks)
+        tokens = sample_on_device(edit_logits(logits, rows, self._counts, last_ids, masks) if edits else logits, rows)
         if edits:
             self._counts.add(tokens)
         asks = any(row.return_logprobs for row in rows)
-        return tokens, DeviceLogprobs.of(allowed, tokens, rows) if asks else None
+        return tokens, DeviceLogprobs.of(logits, tokens, rows) if asks else None
 
     def prompt_logprobs(self, logits: Tensor, target_ids: TokenIds, top_n: int = 0) -> tuple[TokenLogprob, ...]:
         """Compute logprobs and ranks of prompt tokens, with the ``top_n`` most likely alternatives.
@@ -309,14 +320,12 @@ class Sampler:
         return tuple(token_logprobs(logits, target_ids, [top_n] * len(target_ids), ranked=True))
 
     def _logprobs(
-        self, logits: Tensor, token_ids: TokenIds, rows: Sequence[SampleRow], masks: Sequence[Words | None]
+        self, logits: Tensor, token_ids: TokenIds, rows: Sequence[SampleRow]
     ) -> tuple[TokenLogprob | None, ...]:
         if not any(row.return_logprobs for row in rows):
             return ()
         asked = [i for i, row in enumerate(rows) if row.return_logprobs and token_ids[i] != BROKEN]
         chosen = logits if len(asked) == len(rows) else logits[torch.tensor(asked, device=logits.device)]
-        if masks:
-            chosen = masked(chosen, [masks[i] for i in asked])
         found: list[TokenLogprob | None] = [None] * len(rows)
         made = token_logprobs(chosen, token_ids[asked], [rows[i].top_logprobs for i in asked])
         for i, logprob in zip(asked, made, strict=True):

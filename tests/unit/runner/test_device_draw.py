@@ -104,7 +104,7 @@ def test_masks_of_constraints_hold_on_the_device_too() -> None:
         bits[random.choice(1000, [1, 5, 500][index // 2 % 3], replace=False)] = True
         words = np.packbits(bits, bitorder="little").view(np.int32)
         rows.append(made._replace(mask=functools.partial(np.array, words)) if index % 2 else made)
-    host, _ = Sampler(1000, "cpu").sample(logits, rows)
+    host, _ = Sampler(1000, "cpu").sample(logits.clone(), rows)
     device, _ = Sampler(1000, "cpu").sample_on_device(logits, rows)
     assert device.tolist() == host.tolist()
     for made, token in zip(rows, host.tolist(), strict=True):

@@ -434,12 +434,12 @@ def test_a_stop_id_waits_for_min_tokens_and_with_ignore_eos_for_the_end_of_the_g
         held([0b101], ignore_eos=True, **stops),
         held([0b001], ignore_eos=True, **stops),
     ]
-    assert Sampler(3, "cpu").sample(logits, rows)[0].tolist() == [2, 0, 2, 0]
-    assert Sampler(3, "cpu").sample(logits[:1], [rows[0]._replace(num_output=2)])[0].tolist() == [0]
+    assert Sampler(3, "cpu").sample(logits.clone(), rows)[0].tolist() == [2, 0, 2, 0]
+    assert Sampler(3, "cpu").sample(logits[:1].clone(), [rows[0]._replace(num_output=2)])[0].tolist() == [0]
     both = held([0b111], min_new_tokens=2, max_new_tokens=9, allowed_token_ids=(0, 1), **stops)
-    assert Sampler(3, "cpu").sample(logits[:1], [both])[0].tolist() == [1]
+    assert Sampler(3, "cpu").sample(logits[:1].clone(), [both])[0].tolist() == [1]
     only = held([0b101], min_new_tokens=2, max_new_tokens=9, allowed_token_ids=(0, 1), **stops)
-    assert Sampler(3, "cpu").sample(logits[:1], [only])[0].tolist() == [0]
+    assert Sampler(3, "cpu").sample(logits[:1].clone(), [only])[0].tolist() == [0]
 
 
 def test_logprobs_of_a_constrained_row_are_over_what_is_allowed() -> None:
