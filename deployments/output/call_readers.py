@@ -35,6 +35,8 @@ class CallReader(TextMachine):
         return parts if self._num_calls or not self._gap else [*parts, TextPart("".join(self._gap))]
 
     def _text(self, text: str) -> None:
+        if self._ended and self._num_calls and self._gap is not None and "</tool_call>".startswith(text):
+            return  # the end tag of a call, cut
         if self._gap is not None:
             self._gap.append(text)
             if not text or text.isspace():

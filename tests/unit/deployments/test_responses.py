@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from deployments.http.http_app import make_app
@@ -168,6 +169,24 @@ async def test_a_call_comes_whole_and_in_events_alike(client: httpx.AsyncClient,
     assert (streamed.id, streamed.call_id) == (call["id"], call["call_id"])
     assert streamed.parsed_arguments == json.loads(call["arguments"])
     assert last.tool_choice.model_dump() == choice  # type: ignore[union-attr]
+
+
+class Place(pydantic.BaseModel):
+    """What the model is asked for."""
+
+    city: str = pydantic.Field(max_length=12)
+    is_capital: bool
+
+
+async def test_the_sdk_parses_an_answer_held_to_a_model(client: httpx.AsyncClient, sdk: openai.AsyncOpenAI) -> None:
+    response = await sdk.responses.parse(**ASK, text_format=Place, max_output_tokens=60)
+    assert isinstance(response.output_parsed, Place)
+    form = {"type": "json_schema", "name": "p", "strict": True, "schema": {"type": "object", "uniqueItems": 3}}
+    with pytest.raises(openai.BadRequestError, match=r"text.format") as refused:
+        await sdk.responses.create(**ASK, text={"format": form})  # type: ignore[call-overload]
+    assert refused.value.param == "text.format"
+    answer = await client.post(ROUTE, json={**ASK, "text": {"format": {"type": "json_object"}}, "max_output_tokens": 1})
+    assert answer.headers["x-manta-schema"] == "enforced"
 
 
 async def test_a_function_of_a_namespace_is_called_by_both_names(client: httpx.AsyncClient) -> None:

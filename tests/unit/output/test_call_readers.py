@@ -44,6 +44,8 @@ EXAMPLES: list[tuple[str, str, list[Short]]] = [
     # hermes: cut, and not what the format has
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, "x', [("f", '{"a": [1, "x')]),
     ("hermes", '<tool_call>{"name": "f", "argu', [("f", "")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_c', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_c!', [("f", "{}"), "\n</tool_c!"]),
     ("hermes", '<tool_call>{"name": "f', ['<tool_call>{"name": "f']),
     ("hermes", '<tool_call>{"arguments": {"a": 1}', ['<tool_call>{"arguments": {"a": 1}']),
     ("hermes", "<tool_call>", ["<tool_call>"]),
