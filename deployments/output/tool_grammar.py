@@ -134,7 +134,10 @@ class _Rules:
             elif values:
                 self._rules.append(f"{rule}: ({' | '.join(self._literal(str(value)) for value in values)}) {end}")
             else:
-                self._rules.append(f"{rule}[lazy]: {_ANY_TEXT} {end}")
+                _, tag, behind = self._form.parameter_end.partition(self._form.parameter_end.strip())
+                # the reader ends a text at the first such tag, whatever stands around it
+                self._rules.append(f"text_{rule}[lazy]: {_ANY_TEXT} {self._literal(tag)}")
+                self._rules.append(f"{rule}: text_{rule} {self._literal(behind)}")
             found.append(f"{begin} {rule}" if name in needed else f"({begin} {rule})?")
         return " ".join(found) or '""'
 
