@@ -70,7 +70,7 @@ class EngineLoop:
         self._sinks = Sinks()
         self._commands: collections.deque[Command] = collections.deque()
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._step_started_s: float | None = None
         self._stats = engine.stats()
         self._cache_events: collections.deque[CacheEvents] = collections.deque(maxlen=MAX_EVENT_STEPS)
@@ -112,7 +112,7 @@ class EngineLoop:
         self.engine.check(request)
         if self.error is not None:
             raise self.error
-        if self._stopping:
+        if self._stopping.is_set():
             raise EngineDead("this replica is shutting down: try another one")
         limit = self.engine.config.scheduler.max_queued_requests
         self._sinks.open(request, sink, on_end, max_waiting=limit, max_running=self._stats.max_running_requests)
@@ -182,17 +182,18 @@ class EngineLoop:
 
     def stop(self) -> None:
         """Stop both threads; open requests are answered with an error."""
-        self._stopping = True
+        self._stopping.set()
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
+        for thread in (self._thread, self._watchdog):  # one that outlives its engine's last owner frees the weights
+            if thread.is_alive():
+                thread.join(timeout=10)
         self._fail_commands()
         self._sinks.answer_all(EngineDead("this replica was stopped"))
         self.engine.close()
 
     def _main(self) -> None:
         try:
-            while not self._stopping and self.error is None:
+            while not self._stopping.is_set() and self.error is None:
                 self._take_commands()
                 if events := self.engine.drain_cache_events():
                     self._cache_events.append(events)
@@ -226,7 +227,7 @@ class EngineLoop:
     def _command(self, command: Command) -> None:
         self._commands.append(command)
         self._wake.set()
-        if self.error is not None or self._stopping:
+        if self.error is not None or self._stopping.is_set():
             self._fail_commands()  # the engine thread may have looked for the last time
 
     def _take_commands(self) -> None:
@@ -265,13 +266,13 @@ class EngineLoop:
     def _watch(self) -> None:
         """Answer every request and become unhealthy on a stuck step or a dead rank: the engine thread cannot."""
         limit_s = self.engine.config.scheduler.watchdog_s
-        while not self._stopping and self.error is None:
+        while not self._stopping.is_set() and self.error is None:
             if self.step_age_s > limit_s:
                 self._die(f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)")
             dead = self.engine.executor.dead_rank()
             if dead is not None:
                 self._die(dead)
-            time.sleep(min(1.0, limit_s / 4))
+            self._stopping.wait(min(1.0, limit_s / 4))
 
 
 def _tell(

@@ -46,6 +46,14 @@ async def test_generate_yields_the_answer() -> None:
         assert sum(loop.tallies().decode_step_s.counts) == 7  # asked from this thread, of the engine's
 
 
+def test_a_loop_that_has_stopped_has_no_thread_left() -> None:
+    """One that ends later may be the last that holds the engine, and frees its weights while the interpreter ends."""
+    before = set(threading.enumerate())
+    with running():
+        assert {each.name for each in set(threading.enumerate()) - before} >= {"manta-engine", "manta-watchdog"}
+    assert set(threading.enumerate()) <= before
+
+
 def test_what_is_not_refused_at_once_is_answered_however_many_came_between_two_steps() -> None:
     """2 run and 4 wait: a request that finds fewer open is accepted, on the caller's thread and on the engine's."""
     engine, _ = fake_engine(max_running=2, max_queued_requests=4)
