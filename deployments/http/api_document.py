@@ -206,7 +206,7 @@ def limits_of(service: Service) -> dict[str, Limits]:
         "rid": {"string": _NAME, "array": {"items": {"string": _NAME}}},
         "modalities": {"array": {"items": {"string": {"const": "text"}}, "minItems": 1, "maxItems": 1}},
         "suffix": {"string": {"maxLength": 0}},
-        "response_format": {"object": {"properties": {"type": {"enum": [None, "text", *sorted(FORM_TYPES)]}}}},
+        "response_format": {"object": {"properties": {"type": {"enum": [None, "text", *FORM_TYPES]}}}},
         **{name: {_ANYTHING: _form(*allowed)} for name, allowed in _FORMS.items()},
         **_of_responses(context),
     }

@@ -24,7 +24,7 @@ from replicas.types import Constraint
 _MAX_SHOWN = 5  # keywords in an error
 _ANY_OBJECT = '{"type":"object"}'
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "gbnf", "structural_tag": "tags"}
-FORM_TYPES = {"json_object", "json_schema", "json", "regex", "grammar", "structural_tag"}  # of response_format
+FORM_TYPES = ("grammar", "json", "json_object", "json_schema", "regex", "structural_tag")  # of response_format
 # fields that hold the thing itself, and what it is
 _PLAIN = {
     "regex": "regex", "ebnf": "gbnf", "json_schema": "json_schema", "structural_tag": "tags",
@@ -129,7 +129,7 @@ def _of_response_format(asked: Mapping[str, Any]) -> Iterator[_Wish]:
     if asked.get("type") not in FORM_TYPES:
         given = str(asked.get("type"))[:64]
         raise InvalidRequest(
-            f"{name}: type {given!r} is not supported by this server; supported: text, {', '.join(sorted(FORM_TYPES))}",
+            f"{name}: type {given!r} is not supported by this server; supported: text, {', '.join(FORM_TYPES)}",
             param=name,
         )
     yield from _of_typed(name, asked)

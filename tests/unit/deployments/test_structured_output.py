@@ -175,6 +175,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # what is asked, the field that 
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
     ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format", "must be an object"),
     ({"response_format": schema_format("{")}, "response_format", "not valid JSON"),
+    ({"response_format": {"type": ["json_object"]}}, "response_format", "not supported"),
+    ({"structural_tag": {"structures": [], "triggers": [[]]}}, "structural_tag", "no tag begins"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
     # bombs
     ({"guided_regex": "a" * 70_000}, "guided_regex", "70,000 bytes"),
