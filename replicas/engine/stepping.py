@@ -18,7 +18,7 @@ from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
 from replicas.request import ReqState
 from replicas.scheduler.admission import least_prompt_tokens
-from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, PendingStep, StepPlan
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import Counters, NewToken
 from replicas.types import EngineStats, TierStats
@@ -173,7 +173,10 @@ class Stepping:
         assert step is not None, "no step is under way"
         plan = self._scheduler.schedule_ahead() if ahead else None
         self._under_way = self._launched(plan) if plan is not None else None
-        return step, self._scheduler.apply(step.plan, step.pending.result())
+        tokens = self._scheduler.apply(step.plan, step.pending.result())
+        if plan is not None:
+            self._begin_masks()  # of the step that is under way: they follow from the tokens
+        return step, tokens
 
     def count(self, step: Launched) -> None:
         """Record the time of ``step``, which is over: from its launch, or from the end of the step before if later."""
@@ -188,9 +191,14 @@ class Stepping:
             tiers.compute_s_per_token = 1.0 / self.times.prefill_tokens_per_s
         self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
 
-    def _launched(self, plan: StepPlan) -> Launched:
-        launched_s = self._clock()
+    def _begin_masks(self) -> None:
+        """Compute the masks of the newest step beside its forward."""
         guides = [req.guide for req in self._scheduler.queues.under_way.newest if req.guide is not None]
         if guides:
             guides[0].begin_masks(guides[1:])
+
+    def _launched(self, plan: StepPlan) -> Launched:
+        launched_s = self._clock()
+        if not isinstance(plan, DecodePlan) or plan.follows is None:
+            self._begin_masks()
         return Launched(plan=plan, pending=self.launch(plan), launched_s=launched_s)

@@ -93,7 +93,8 @@ class ModelRunner:
             sparse_tokens=config.cache.sparse_tokens,
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
-        self._sampled: Tensor | None = None  # [S] of the step launched last; rank 0 only
+        # of the step launched last: its tokens [S], or the step itself while it waits for masks; rank 0 only
+        self._sampled: Tensor | LateSampling | None = None
         self._samples_on_device = self.device.type == "cuda" and gpu.kernels() is not None  # the host goes on meanwhile
         self._staging = Staging(self.device)
         self._graphs: DecodeGraphs | None = None
@@ -127,13 +128,30 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step and its sampling; rank 0 only. The next plan may be launched before this one's result is known,
-        and follow it (`DecodePlan.follows`). On a CPU the step is over when this returns."""
+        and follow it (`DecodePlan.follows`). On a CPU the step is over when this returns, unless it follows and has
+        constrained rows: their masks need the tokens of the step before, so it is sampled at the next launch, or when
+        its result is asked for."""
+        if isinstance(self._sampled, LateSampling):
+            self._sampled.sample()
         logits, batch = self.forward(plan)
+        if isinstance(plan, DecodePlan) and plan.follows is not None and any(row.mask for row in plan.sampling):
+            self._sampled = late = LateSampling(self, plan, logits, batch)
+            return late
+        return self._sample(plan, logits, batch)
+
+    def sample_late(self, step: "LateSampling") -> PendingStep:
+        """Sample ``step``, whose masks are known now."""
+        assert step is self._sampled, "steps are sampled in the order of their launch"
+        return self._sample(step.plan, step.logits, step.batch)
+
+    def _sample(self, plan: StepPlan, logits: Tensor, batch: batches.DeviceBatch) -> PendingStep:
+        """Start the sampling of a step whose forward was launched."""
         if self._samples_on_device and not _is_read_out(plan):
             wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
             last_ids = batch.input_ids if isinstance(plan, DecodePlan) else None
-            self._sampled, on_device = self._sampler.sample_on_device(wanted, plan.sampling, last_ids)
-            return PendingTokens(self._sampled, on_device)
+            tokens, on_device = self._sampler.sample_on_device(wanted, plan.sampling, last_ids)
+            self._sampled = tokens
+            return PendingTokens(tokens, on_device)
         prompt = _prompt_logprobs(self._sampler, logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
         pooled = {}
         if batch.hidden is not None:
@@ -162,7 +180,7 @@ class ModelRunner:
             return
         ids = batch.input_ids[: len(plan.follows)]
         if self.tp.rank == 0:
-            assert self._sampled is not None, "a plan follows a step, but no step has sampled yet"
+            assert isinstance(self._sampled, Tensor), "a plan follows a step, but no step has sampled yet"
             (index,) = self._staging.upload([plan.follows])
             ids.copy_(self._sampled[index].clamp_min(0))
         self.tp.broadcast(ids)
@@ -268,6 +286,24 @@ class ModelRunner:
         warm_up_s = time.monotonic() - started_s
         log.info("warm-up: %.1f s", warm_up_s)
         return warm_up_s
+
+
+class LateSampling:
+    """A step whose forward was launched and which is sampled once the tokens of the step before it are taken in."""
+
+    def __init__(self, runner: ModelRunner, plan: StepPlan, logits: Tensor, batch: batches.DeviceBatch) -> None:
+        self.plan, self.logits, self.batch = plan, logits, batch
+        self._runner = runner
+        self._pending: PendingStep | None = None
+
+    def sample(self) -> PendingStep:
+        """Start the sampling, unless that is done."""
+        if self._pending is None:
+            self._pending = self._runner.sample_late(self)
+        return self._pending
+
+    def result(self) -> StepResult:
+        return self.sample().result()
 
 
 class _LateAttention:

@@ -287,11 +287,11 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
 
 
 def _needs_host(req: Req) -> bool:
-    """Whether the token after the one under way needs the host: which bad words it may not end, and what its constraint
-    allows, depends on that token.
+    """Whether the token after the one under way needs the host: which bad words it may not end depends on that token.
     The launch of such a step would wait for the one before it, whose tokens would then be a step late. Penalties depend
-    on it too, but are counted where it is (runner/token_counts.py)."""
-    return bool(req.sampling.bad_words) or req.guide is not None
+    on it too, but are counted where it is (runner/token_counts.py). So do the masks of constraints, but sampling waits
+    for them, and the forward does not (runner/model_runner.py)."""
+    return bool(req.sampling.bad_words)
 
 
 def _places(reqs: list[Req], before: list[Req]) -> npt.NDArray[np.int32] | None:

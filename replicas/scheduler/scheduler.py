@@ -294,8 +294,8 @@ class Scheduler:
         assert req.guide is not None
         if not req.guide.consume(token_id):
             return (), not_allowed(str(req.guide.error))
-        if not self._config.mixed_steps:
-            return (), None  # running requests would wait for the step that computes the run
+        if not self._config.mixed_steps or len(self.queues.under_way):
+            return (), None  # others would wait for the run's step; or the step under way is making its first token
         queues, chunk_size = self.queues, self._config.chunked_prefill_size or 0
         left = least_prompt_tokens(chunk_size) - sum(each.extend_len for each in queues.forced) - 1
         forced, finish = take_forced(req, min(MAX_FORCED, left))

@@ -164,6 +164,29 @@ def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overla
     assert is_person(together[("json", 1)].text)
 
 
+def test_steps_made_ahead_hold_constrained_rows_to_their_grammar(engine: Engine) -> None:
+    """Every step but the first few is launched before the tokens of the one before it are known."""
+    overlapping, num_ahead = make_engine("on"), 0
+    asked = [
+        request(engine, GREEDY, "greedy", return_logprobs=True, top_logprobs=2),
+        request(engine, replace(SEEDED, n=2, repetition_penalty=1.1), "seeded"),
+        request(engine, replace(SEEDED, constraint=None, max_new_tokens=30), "plain"),
+    ]
+
+    def count() -> None:
+        nonlocal num_ahead
+        num_ahead += len(overlapping.scheduler.queues.under_way)
+
+    ahead = answers(overlapping, *asked, each_step=count)
+    wanted = answers(engine, *asked)
+    assert num_ahead > 20
+    for key, told in wanted.items():
+        assert ahead[key][:2] == told[:2]
+        assert ahead[key].finish == told.finish
+        made, theirs = ([each.logprob for each in answer.logprobs] for answer in (ahead[key], told))
+        assert made == pytest.approx(theirs, abs=1e-3)
+
+
 def test_a_long_prompt_in_chunks_beside_running_requests_changes_nothing(engine: Engine) -> None:
     asked = request(engine, SEEDED, "long", token_ids=np.concatenate((LONG, prompt(engine))))
     alone = one(engine, asked)
