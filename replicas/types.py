@@ -51,6 +51,9 @@ class Constraint:
     kind: Literal["json_schema", "regex", "lark"]
     text: str  # the schema as JSON, the regular expression, or the grammar in llguidance's dialect of Lark
     after: str = ""  # it begins behind the first of this text in the output, as "</think>"; before, any token may come
+    # with ``after``: the token that what stands before begins with, as "<think>"; an output that begins with another is
+    # held to the constraint at once. None: it has begun in the prompt, or no single token says so
+    opens: int | None = None
     lenient: bool = False  # of a schema: keywords that cannot be enforced are left out, instead of refused
 
 

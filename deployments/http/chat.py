@@ -231,6 +231,9 @@ async def _read_in_parts(
         after = _before_answer(service, request.token_ids)
         constraint = await tools_asked(service, use, content=sampling.constraint, after=after)
         sampling = replace(sampling, constraint=constraint)
+    if sampling.constraint is not None and not is_open:
+        opens = output.reasoning_token(tokenizer.id_of)
+        sampling = replace(sampling, constraint=replace(sampling.constraint, opens=opens))
     if output.needs_special:
         sampling = replace(sampling, skip_special_tokens=False)
     reader = partial(

@@ -6,7 +6,7 @@ Thread:    any; it is read-only, and its readers belong to one choice each.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -76,6 +76,13 @@ class OutputFormat:
     def end_of_reasoning(self) -> str:
         """The text behind which the answer begins (``Constraint.after``); empty for a model without reasoning."""
         return END if self.has_reasoning else ""
+
+    def reasoning_token(self, id_of: Callable[[str], int]) -> int | None:
+        """The token that reasoning begins with (``Constraint.opens``); None where it is no single one."""
+        try:
+            return id_of(BEGIN) if self.has_reasoning else None
+        except KeyError:
+            return None
 
     def opens_in_prompt(self, prompt_text: str) -> bool:
         """Whether the prompt, of which the end is enough, leaves reasoning open, so that the output goes on with it."""

@@ -59,7 +59,7 @@ class SchemaPromise:
         """What holds of finished outputs."""
         if not self.problems:
             return "enforced"
-        documents = [text.partition(self.after)[2] if self.after else text for text in texts]
+        documents = [text.partition(self.after)[2] if self.after and self.after in text else text for text in texts]
         until = time.monotonic() + DEADLINE_S
         check = asyncio.to_thread(lambda: all(is_valid(self.schema, each, until=until) for each in documents))
         try:

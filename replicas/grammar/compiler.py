@@ -66,7 +66,7 @@ class GrammarCompiler:
         core = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=LIMITS)
         if core.is_error():
             raise InvalidRequest(f"the {constraint.kind} cannot be compiled: {core.get_error()}"[:1000])
-        made = Matcher(core, vocabulary, after=constraint.after)
+        made = Matcher(core, vocabulary, after=constraint.after, opens=constraint.opens)
         with self._lock:
             self._keep(_digest(constraint), made, _bytes_of(grammar))
         return made.copy()
@@ -94,7 +94,7 @@ class GrammarCompiler:
 
 
 def _digest(constraint: Constraint) -> bytes:
-    fields = (constraint.kind, constraint.text, constraint.after, str(constraint.lenient))
+    fields = (constraint.kind, constraint.text, constraint.after, str(constraint.opens), str(constraint.lenient))
     return hashlib.sha256("\0".join(fields).encode(errors="surrogatepass")).digest()
 
 

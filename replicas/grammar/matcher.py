@@ -10,7 +10,8 @@ Thread:    one at a time. `begin_masks` gives matchers to another thread, until 
 
 A constraint with ``after`` begins behind the first occurrence of that text in the bytes of the output: before, all
 tokens are allowed, and an output that ends there is not constrained. The token in which the text ends may hold more:
-the grammar takes that if it can; if not, it begins behind the token.
+the grammar takes that if it can; if not, it begins behind the token. With ``opens`` the first token decides: if it is
+that one, the grammar begins late; any other must be the grammar's.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,13 @@ class Matcher:
     """The matcher of one output."""
 
     def __init__(
-        self, core: LLMatcher, vocabulary: Vocabulary, *, after: str = "", stop_ids: frozenset[int] = frozenset()
+        self,
+        core: LLMatcher,
+        vocabulary: Vocabulary,
+        *,
+        after: str = "",
+        opens: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         """``stop_ids``: ids besides the eos ids that end the output; allowed exactly where the grammar accepts."""
         self._core = core
@@ -51,14 +58,15 @@ class Matcher:
         self._after = after.encode()
         self._tail = b""  # the last bytes of the output that ``after`` may begin with
         self._stop_ids = stop_ids - vocabulary.eos_ids
-        self._begun = not self._after
+        self._opens = opens if after else None  # the token that may come first beside the grammar's
+        self._begun = not self._after or opens is not None
         self._filling: tuple[Future[Words], int] | None = None  # the masks of a step, and which of them is this one's
         self._refused: str | None = None
 
     def copy(self, stop_ids: frozenset[int] = frozenset()) -> "Matcher":
         """Return a matcher in the same place for another output, which ``stop_ids`` end too."""
         made = Matcher(self._core.deep_copy(), self._vocabulary, stop_ids=stop_ids)
-        made._after, made._tail, made._begun = self._after, self._tail, self._begun
+        made._after, made._tail, made._begun, made._opens = self._after, self._tail, self._begun, self._opens
         return made
 
     @property
@@ -75,7 +83,9 @@ class Matcher:
 
     def consume(self, token_id: int) -> bool:
         """Take in the next token. Returns: False if the grammar does not allow it; ``error`` says why then."""
-        self._filling = None
+        self._filling, opens, self._opens = None, self._opens, None
+        if token_id == opens:
+            self._begun = False
         if not self._begun:
             self._look_for_start(token_id)
             return True
@@ -91,7 +101,7 @@ class Matcher:
 
     def forced(self) -> int | None:
         """Return the token that alone may come next, where the grammar knows it without a mask; else None."""
-        if not self._begun or self.error is not None:
+        if not self._begun or self._opens is not None or self.error is not None:
             return None
         if self._core.is_stopped():
             ends = self._vocabulary.eos_ids | self._stop_ids
@@ -123,15 +133,16 @@ class Matcher:
         return row
 
     def _finish(self, row: Words) -> None:
-        """Correct what llguidance wrote: nothing after an error, and stop ids where the output may end."""
+        """Correct what llguidance wrote: nothing after an error, stop ids where the output may end, and ``opens``."""
         if self.error is not None:
             row.fill(0)
             return
         for token_id in self._stop_ids:
-            bit = np.int32(np.uint32(1 << token_id % 32).view(np.int32))
-            row[token_id // 32] &= ~bit
+            row[token_id // 32] &= ~_bit(token_id)
             if self._core.is_accepting():
-                row[token_id // 32] |= bit
+                row[token_id // 32] |= _bit(token_id)
+        if self._opens is not None:
+            row[self._opens // 32] |= _bit(self._opens)
 
     def _look_for_start(self, token_id: int) -> None:
         pieces = self._vocabulary.pieces
@@ -155,6 +166,10 @@ class Matcher:
             future = _HELPER.submit(_fill_all, wanted, self._vocabulary.num_words)
             for row, each in enumerate(ready):
                 each._filling = future, row
+
+
+def _bit(token_id: int) -> np.int32:
+    return np.int32(np.uint32(1 << token_id % 32).view(np.int32))
 
 
 def _fill_all(wanted: list[tuple[Any, int]], num_words: int) -> Words:

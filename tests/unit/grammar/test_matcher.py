@@ -129,6 +129,21 @@ def test_a_grammar_that_begins_later_allows_everything_before() -> None:
     assert matcher.is_accepting
 
 
+def test_an_output_that_may_begin_with_a_thought_is_held_to_the_grammar_where_it_does_not() -> None:
+    opens = ids("!")[0]
+    whole = Constraint(kind="regex", text="[0-9]+", after="</think>", opens=opens)
+    thinks, answers = compiler().compile(whole), compiler().compile(whole)
+    assert thinks.forced() is None
+    assert set(allowed(thinks)) == {*allowed(regex("[0-9]+")), opens}
+    assert thinks.consume(opens)
+    assert thinks.words() is None
+    assert feed(thinks, "any words</think>")
+    assert allowed(thinks) == allowed(regex("[0-9]+"))
+    assert feed(answers, "12")
+    assert not answers.consume(opens)
+    assert compiler().compile(whole).copy().consume(opens)
+
+
 @pytest.mark.parametrize(("pattern", "rest"), [("[a-z]+", "2"), ("k?[0-9]", "2"), ("[0-9]{2}", "12")])
 def test_more_text_in_the_token_where_it_begins_is_taken_if_it_can_be(pattern: str, rest: str) -> None:
     """The token " think" ends ``after`` and has "ink" left: no grammar here but the first takes that."""
