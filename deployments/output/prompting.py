@@ -100,6 +100,7 @@ class ChatPrompting:
         written: list[Mapping[str, Any]] = []
         results: list[str] = []
         for i, message in enumerate(messages):
+            called = calls_of(i, message)
             if message.get("role") == "tool":
                 result = f"<tool_response>\n{text_of(i, message)}\n</tool_response>"
                 if results:
@@ -108,11 +109,11 @@ class ChatPrompting:
                 written.append({"role": "user", "content": "\n".join(results)})
                 continue
             results = []
-            if not calls_of(i, message):
+            if not called:
                 written.append(message)
                 continue
             text = text_of(i, message)
-            calls = self._written(calls_of(i, message), marks)
+            calls = self._written(called, marks)
             written.append({"role": "assistant", "content": f"{text}\n{calls}" if text else calls})
         return written
 

@@ -173,6 +173,7 @@ def test_a_template_that_wants_short_ids_gets_them(tmp_path: Path) -> None:
     "message",
     [
         {"role": "user", "content": "a", "tool_calls": []},
+        {"role": "tool", "content": "a", "tool_calls": [{"function": {"name": "f"}}]},
         {"role": "assistant", "tool_calls": {}},
         {"role": "assistant", "tool_calls": ["a"]},
         {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
