@@ -14,6 +14,7 @@ the grammar takes that if it can; if not, it begins behind the token. With ``ope
 that one, the grammar begins late; any other must be the grammar's.
 """
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+log = logging.getLogger(__name__)
 Words = npt.NDArray[np.int32]  # [ceil(V / 32)] bit t % 32 of word t // 32: whether token t may come next
 
 
@@ -116,14 +118,18 @@ class Matcher:
             return
         row.fill(0)
         if self.error is None:
-            self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            try:
+                self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            except Exception as error:  # ends this output, and not the engine
+                log.exception("a mask could not be computed")
+                self._refused = f"no mask can be computed: {error!r}"
         self._finish(row)
 
     def words(self) -> Words | None:
         """Return the mask of the next token, once it is computed; None where every token may come."""
         if not self._begun:
             return None
-        if self._filling is None:
+        if self._filling is None or self._filling[0].exception() is not None:  # then the fault of one of the batch
             alone = np.empty(self._vocabulary.num_words, np.int32)
             self.fill(alone)
             return alone
