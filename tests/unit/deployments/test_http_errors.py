@@ -176,7 +176,7 @@ NOT_DONE: dict[str, Any] = {  # fields that would change the answer, with a valu
 }  # fmt: skip
 NOT_HERE: list[tuple[str, str, Any]] = [  # not done on one route
     (TEXT, "suffix", "x"), (CHAT, "echo", True), (CHAT, "best_of", 2), (CHAT, "add_special_tokens", True),
-    (CHAT, "tools", [{"type": "function"}]), (CHAT, "functions", [{"name": "f"}]), (NATIVE, "prompt_logprobs", 1),
+    (NATIVE, "prompt_logprobs", 1),
 ]  # fmt: skip
 NO_CHANGE: dict[str, Any] = {  # fields that change nothing here, or ask for what is so anyway
     "length_penalty": 2.0, "early_stopping": True, "spaces_between_special_tokens": True, "parallel_tool_calls": True,
