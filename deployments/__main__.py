@@ -1,23 +1,28 @@
-"""``python -m deployments COMMAND``: serve, check, settings; and for a Manta that runs, top, explain."""
+"""The `manta` command, also as ``python -m deployments``: serve, check, top, explain, chat, bench, dashboards, doctor.
+
+Never: imports what a command does not need: `manta top` starts without Ray and torch.
+"""
 
 import argparse
 import importlib
+import importlib.metadata
 import os
+import platform
+import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from deployments.command import haproxy
-from deployments.settings import settings_file
+from deployments.command import arguments
+from deployments.settings.keys import KEY_VARIABLE
+from deployments.settings.places import ROOT
 from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile, check_port
 from replicas.errors import InvalidConfig
 
-DEFAULT = "serve_config.yaml"
-URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "MANTA_ADMIN_KEY"  # as keys.py has it, which top and explain do without
+WORKLOADS = ("random", "shared-prefix", "multi-turn")  # of `manta bench`: the first two unless some are named
 
 
-def main() -> int:
-    args = _parser().parse_args()
+def main(words: Sequence[str] | None = None) -> int:
+    args = arguments.parse(words)
     try:
         return _run(args)
     except KeyboardInterrupt:  # while the modules are imported; afterwards cluster.py has its own
@@ -26,42 +31,94 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.command == "top":
-        from deployments.watch.terminal import top
+    if args.version:
+        print(_versions())
+        return 0
+    admin_key = os.environ.get(KEY_VARIABLE)
+    match args.command:
+        case "top":
+            from deployments.watch.terminal import top
 
-        options = top.Options(once=args.once, as_json=args.json, interval_s=args.interval)
-        return top.run(args.url, args.key or os.environ.get(KEY_VARIABLE), options)
-    if args.command == "explain":
-        from deployments.watch.terminal import explain
+            options = top.Options(once=args.once, as_json=args.json, interval_s=args.interval)
+            return top.run(args.url, args.key or admin_key, options)
+        case "explain":
+            from deployments.watch.terminal import explain
 
-        return explain.run(args.url, args.rid, args.key or os.environ.get(KEY_VARIABLE), as_json=args.json)
-    if args.command == "settings":
-        from deployments.command import settings_doc
+            return explain.run(args.url, args.rid, args.key or admin_key, as_json=args.json)
+        case "chat":
+            from deployments.watch.terminal import chat
 
-        return settings_doc.main()
+            asked = chat.ChatOptions(
+                model=args.model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature
+            )
+            key = args.key or os.environ.get(arguments.API_KEY_VARIABLE) or admin_key
+            return chat.run(args.url, key, admin_key, asked)
+        case "doctor":
+            from deployments.command import doctor
+
+            return doctor.report(doctor.judge(doctor.measure(args.config)), as_json=args.json)
+        case "settings":
+            from deployments.command import settings_doc
+
+            return settings_doc.main()
+        case "dashboards":
+            from dashboards import __main__ as dashboards
+
+            return dashboards.main(args.rest)
+        case "bench":
+            return _bench(args.rest)
+    return _serve_or_check(str(args.command), args.config)
+
+
+def _serve_or_check(command: str, config: str) -> int:
     try:
         importlib.import_module("replicas.kernels")  # holds what is imported from here on to MANTA_CPU
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    from deployments.command import haproxy
+    from deployments.settings import settings_file
+
     try:  # before Ray and torch are imported, which takes seconds
-        host = _host(settings_file.read(args.config), to_listen=args.command == "serve")
+        host = _host(settings_file.read(config), to_listen=command == "serve")
     except InvalidConfig as error:
-        print(f"{args.config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
+        print(f"{config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
         return 2
     haproxy.prepare_ray(host=host)
-    if args.command == "serve":
+    if command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn):
             from deployments.command import cluster, serve
 
-            status = serve.run(args.config)
+            status = serve.run(config)
         if status == cluster.AT_ONCE:
             sys.stderr.flush()
             os._exit(status)  # Ray's own end would ask processes that were killed
         return status
     from deployments.command import serve
 
-    return serve.check(args.config)
+    return serve.check(config)
+
+
+def _bench(rest: Sequence[str]) -> int:
+    """Run the benchmark of clients in a process of its own: benchmarks stand above this house, in the checkout only."""
+    if not (ROOT / "benchmarks" / "serving.py").exists():
+        print(f"there are no benchmarks in {ROOT}: run this from a checkout of Manta", file=sys.stderr)
+        return 1
+    parts = [] if {*WORKLOADS} & {*rest} else [*WORKLOADS[:2], "--quick"]
+    command = [sys.executable, "-m", "benchmarks", "serving", *parts, *rest]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    return subprocess.run(command, check=False, env=environment).returncode
+
+
+def _versions() -> str:
+    found = []
+    for name in ("ray", "torch", "transformers"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    ours = importlib.metadata.version("manta")
+    return f"manta {ours} ({', '.join([*found, f'Python {platform.python_version()}'])}) in {ROOT}"
 
 
 def _host(file: SettingsFile, *, to_listen: bool) -> str:
@@ -80,41 +137,6 @@ def _host(file: SettingsFile, *, to_listen: bool) -> str:
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deployments", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_text in (("serve", "serve until interrupted"), ("check", "check the settings and exit")):
-        command = commands.add_parser(name, help=help_text)
-        command.add_argument("config", nargs="?", default=DEFAULT, help=f"settings file (default {DEFAULT})")
-    top = commands.add_parser("top", help="a live table of replicas, pools and rates")
-    top.add_argument("--once", action="store_true", help="print once and exit")
-    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
-    commands.add_parser("settings", help="print the table of all settings (docs/settings.md)")
-    explain = commands.add_parser("explain", help="why a recent request went where it went, and where its time went")
-    explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
-    for command in (top, explain):
-        command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
-        command.add_argument("--json", action="store_true", help="print raw JSON")
-        help_text = f"file that holds the admin key (default: {KEY_VARIABLE} in the environment)"
-        command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=help_text)
-    return parser
-
-
-def _text_of(path: str) -> str:
-    """Read a file. A key on the command line itself could be read by every user of the machine while it runs."""
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _interval(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"must be between 0.1 and 3600 s, got {text}")
-    return value
 
 
 if __name__ == "__main__":

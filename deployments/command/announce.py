@@ -7,11 +7,13 @@ import http.client
 import importlib.metadata
 import json
 import os
+import shutil
 import sys
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
@@ -20,10 +22,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from deployments.command.arguments import URL as DEFAULT_URL
 from deployments.settings.keys import KEY_VARIABLE
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
-from deployments.watch.terminal.top import on_terminal
+from deployments.watch.terminal.keyboard import on_terminal
 from routing.types import Role
 
 OBSERVATORY = "deployments.watch.observatory.app:build"
@@ -56,6 +59,7 @@ def announce(
         say(f"ready: {config.model.name} on {counted(counts)} at {urls[name]}/v1")
         rows += [("model", f"{config.model.name} on {counted(counts)}"), *_engines(_replicas(urls[name]), config)]
         rows.append(("API", f"{urls[name]}/v1"))
+        rows.append(("try", f"{program()} chat{'' if urls[name] == DEFAULT_URL else f' --url {urls[name]}'}"))
     rows += [("live view", told) for told in watched_at]
     rows += [("metrics", f"{_url(schema, each.route_prefix)}/metrics")
              for each in schema.applications if each.import_path == OBSERVATORY]  # fmt: skip
@@ -159,6 +163,16 @@ def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
     if device == "the CPU" and dtype != "float32":
         dtype = f"float32 with {dtype} weights"
     return f"on {device} in {dtype}{products}{ranks}{threads}, attention: {replica['attention']}{why}"
+
+
+def program() -> str:
+    """Write how `manta` is called from here: by its name, its path, or as a module."""
+    script, here = Path(sys.executable).with_name("manta"), Path.cwd()
+    if shutil.which("manta"):
+        return "manta"
+    called = script if script.exists() else Path(sys.executable)
+    shown = str(called.relative_to(here)) if called.is_relative_to(here) else str(called)
+    return shown if called == script else f"{shown} -m deployments"
 
 
 def curl(url: str, model: str, *, with_key: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""``python -m deployments serve CONFIG``: like ``serve run``, with progress, and no process is left at the end.
+"""``manta serve CONFIG``: like ``serve run``, with progress, and no process is left at the end.
 
 Owns:      the Serve applications of the file.
 Invariant: Ctrl-C, SIGTERM or a failed start ends every process that it started (cluster.py).

@@ -1,4 +1,4 @@
-"""The table of all settings in Markdown, made from the classes that declare them: `python -m deployments settings`.
+"""The table of all settings in Markdown, made from the classes that declare them: `manta settings`.
 
 Owns:      the form of the table in docs/settings.md; names, types and defaults are those of the classes, a meaning is
            the comment behind a field or above it.

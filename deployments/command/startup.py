@@ -3,7 +3,7 @@
 Owns:      the phase of each replica, read from its log file on this machine. A replica on another machine, or without a
            readable file, is "starting", which is all that Serve knows.
 Never:     asks Ray or Serve (serve.py does); decides when the start is over.
-Thread:    the main thread of `python -m deployments serve`; on a terminal rich draws the block on its own thread.
+Thread:    the main thread of `manta serve`; on a terminal rich draws the block on its own thread.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deployments.logs import WAITS_FOR_REPLICA
-from deployments.watch.terminal.top import on_terminal
+from deployments.watch.terminal.keyboard import on_terminal
 
 READY = "ready"
 _LOADING = re.compile(rb"loading weights: (\d+ % \([^)]*\))")

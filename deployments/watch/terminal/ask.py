@@ -3,14 +3,17 @@
 Never: draws; imports Ray.
 """
 
+import contextlib
 import http.client
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 600.0  # between two parts of an answer: it may wait in a queue
 NOT_THERE, UNREACHABLE, REFUSED = 1, 3, 4  # exit statuses; 2 is argparse's
 
 
@@ -40,8 +43,7 @@ def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
 
     Raises: Unanswered.
     """
-    server, path = _parts(url)
-    bases = [server + path, server + path.rpartition("/")[0]] if path else [server]
+    bases = _bases(url)
     for each in bases:
         try:
             return _get(f"{each}/route/{urllib.parse.quote(rid)}", key)
@@ -54,6 +56,59 @@ def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
             if error.code >= 500:
                 raise Unanswered(f"{each} answers {error.code}: {said or error.reason}", UNREACHABLE) from error
     raise Unanswered(f"no router of Manta answers under {' or '.join(bases)}: give its address with --url", NOT_THERE)
+
+
+def objectives(url: str, key: str | None) -> tuple[float | None, float | None]:
+    """Return the objectives of TTFT and ITL in the settings, in seconds; None where the routers do not tell them."""
+    for each in _bases(url):
+        try:
+            told = _get(f"{each}/get_server_info", key).get("observability") or {}
+            return told.get("ttft_objective_s"), told.get("itl_objective_s")
+        except (urllib.error.HTTPError, Unanswered):
+            continue
+    return None, None
+
+
+def first_model(url: str, key: str | None) -> str:
+    """Return the name of the model that is served. Raises: Unanswered."""
+    try:
+        return str(_get(f"{_base(url)}/v1/models", key)["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        raise _chat_refused(error, url, key) from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise Unanswered(f"{url} lists no model: check --url", NOT_THERE) from error
+
+
+@contextlib.contextmanager
+def answer(url: str, body: Mapping[str, Any], key: str | None) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
+    """Send a chat request. Gives: the answer's headers, and its lines as they come. Raises: Unanswered."""
+    try:
+        with (
+            _understood(url),
+            _open(f"{_base(url)}/v1/chat/completions", key, body, timeout_s=ANSWER_TIMEOUT_S) as opened,
+        ):
+            yield opened.headers, iter(opened)
+    except urllib.error.HTTPError as error:
+        raise _chat_refused(error, url, key) from error
+
+
+def _chat_refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unanswered:
+    said = _error(error)[1] or str(error.reason)
+    if error.code in (401, 403):
+        wrong = "the API key is wrong" if key else "an API key is asked for"
+        advice = "give it in MANTA_API_KEY, or name a file that holds it: --key-file"
+        return Unanswered(f"{url}: {wrong}; {advice}", REFUSED)
+    return Unanswered(f"{url} answers {error.code}: {said}", UNREACHABLE if error.code >= 429 else NOT_THERE)
+
+
+def _base(url: str) -> str:
+    return "".join(_parts(url))
+
+
+def _bases(url: str) -> list[str]:
+    """Return where the routers may be: at ``url``, or one step above it, where it is the observatory's."""
+    server, path = _parts(url)
+    return [server + path, server + path.rpartition("/")[0]] if path else [server]
 
 
 def _parts(url: str) -> tuple[str, str]:
@@ -74,10 +129,25 @@ def _observatory(url: str) -> str:
 
 def _get(url: str, key: str | None = None) -> dict[str, Any]:
     """Fetch JSON. Raises: HTTPError for an error answer; Unanswered for none, or one that is not Manta's."""
+    with _understood(url), _open(url, key) as answer:
+        body = json.load(answer)
+    if not isinstance(body, dict):
+        raise Unanswered(f"{url} does not answer as Manta does: check --url", NOT_THERE)
+    return body
+
+
+def _open(url: str, key: str | None, body: Mapping[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S) -> Any:
     headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {_sendable(key)}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    headers |= {"Content-Type": "application/json"} if data is not None else {}
+    return urllib.request.urlopen(urllib.request.Request(url, data=data, headers=headers), timeout=timeout_s)
+
+
+@contextlib.contextmanager
+def _understood(url: str) -> Iterator[None]:
+    """Raise Unanswered for an error on the way to ``url``; an error answer (HTTPError) stays what it is."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-            body = json.load(answer)
+        yield
     except urllib.error.HTTPError:
         raise
     except (OSError, http.client.IncompleteRead) as error:  # RemoteDisconnected is both kinds
@@ -89,9 +159,6 @@ def _get(url: str, key: str | None = None) -> dict[str, Any]:
     except (ValueError, http.client.HTTPException) as error:  # the address, or the answer
         what = f"{type(error).__name__}: {str(error).strip()}"
         raise Unanswered(f"{url} does not answer as Manta does ({what}): check --url", NOT_THERE) from error
-    if not isinstance(body, dict):
-        raise Unanswered(f"{url} does not answer as Manta does: check --url", NOT_THERE)
-    return body
 
 
 def _sendable(key: str) -> str:

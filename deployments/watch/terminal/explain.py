@@ -1,4 +1,4 @@
-"""``python -m deployments explain RID``: the answer of ``GET /route/{rid}`` in words and tables.
+"""``manta explain RID``: the answer of ``GET /route/{rid}`` in words and tables.
 
 In order: where the request went and why, its candidates, each try, and where its time went. What an answer lacks (an
 older router's, a request that still runs) is left out, never drawn as 0.
@@ -14,11 +14,11 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from deployments.watch.terminal import ask
+from deployments.watch.terminal.keyboard import on_terminal
 from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds
-from deployments.watch.terminal.top import on_terminal
+from deployments.watch.terminal.words import STAGES
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, chosen
 
-STAGES = (("route", "magenta"), ("queue", "yellow"), ("prefill", "blue"), ("transfer", "cyan"), ("decode", "green"))
 _BAR_WIDTH = 48
 _FORM: Mapping[str, Callable[[float | None], str]] = {
     "s": seconds, "tokens": count, "tokens/s": count, "requests": count, "pages": count,
@@ -88,7 +88,7 @@ def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
         "role",
         *(f">{'= ' if term.field == 'ttft_s' else ''}{term.heading}" for term in shown),
     )
-    return Table(columns=columns, rows=rows, marked=marked[0] if marked else None, spare=_SPARE)
+    return Table(columns=columns, rows=rows, styles=dict.fromkeys(marked[:1], "bold"), spare=_SPARE)
 
 
 def _numbers(terms: Sequence[Term], values: Mapping[str, Any]) -> list[str]:
@@ -147,7 +147,7 @@ def _waterfall(body: Mapping[str, Any]) -> Table | None:
         return None
     rows: list[list[Cell]] = []
     start_s = 0.0
-    for name, colour in STAGES:
+    for name, _, colour in STAGES:
         duration_s = stages.get(f"{name}_s") or 0.0
         if duration_s or name != "transfer":  # most requests have no transfer
             parts = ((" ", "default", start_s / total_s), ("=", colour, duration_s / total_s))

@@ -1,11 +1,11 @@
-"""Tables of text, drawn as plain lines or by rich on a terminal; and how numbers are written.
+"""Tables, bars and sparklines of text, drawn as plain lines or by rich on a terminal; and how numbers are written.
 
 Never: knows what the numbers mean.
 """
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -37,7 +37,7 @@ class Bar:
         return [*drawn, (" " * (self.width - at), "default")]
 
 
-Cell = str | Bar
+Cell = str | Text | Bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,9 @@ class Table:
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Cell]]
-    marked: int | None = None  # row drawn in bold
+    styles: Mapping[int, str] = field(default_factory=dict)  # of rows, by index
     spare: tuple[str, ...] = ()  # columns to leave out on a narrow terminal, in this order
+    tells_left_out: bool = True  # name those columns in a line below
 
     def plain(self) -> str:
         """Return lines without any escape sequence."""
@@ -63,7 +64,7 @@ class Table:
             table = table._without(name)
             left_out.append(name.removeprefix(">"))
         yield table._drawn()
-        if left_out:
+        if left_out and self.tells_left_out:
             yield Text(f"(a wider terminal shows: {', '.join(left_out)})", style="bright_black")
 
     def _drawn(self) -> RichTable:
@@ -71,7 +72,7 @@ class Table:
         for name in self.columns:
             drawn.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
         for index, row in enumerate(self.rows):
-            drawn.add_row(*(_rich(cell) for cell in row), style="bold" if index == self.marked else None)
+            drawn.add_row(*(_rich(cell) for cell in row), style=self.styles.get(index))
         return drawn
 
     def _without(self, name: str) -> "Table":
@@ -112,9 +113,22 @@ def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """Draw the last ``width`` values from 0 to the largest of them, the newest on the right; a space for None."""
+    shown = list(values)[-width:]
+    most = max((value for value in shown if value is not None), default=0.0) or 1.0
+    drawn = (" " if value is None else _LEVELS[round(value / most * (len(_LEVELS) - 1))] for value in shown)
+    return "".join(drawn).rjust(width)
+
+
 def _rich(cell: Cell) -> Text:
     if isinstance(cell, str):
         return Text(cell)
+    if isinstance(cell, Text):
+        return cell
     drawn = Text()
     for text, colour in cell.pieces():
         drawn.append(text, style=colour)

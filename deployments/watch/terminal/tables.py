@@ -1,0 +1,173 @@
+"""The tables of `manta top`: replicas, requests, routers and links, from the observatory's state.
+
+Never:     asks, or draws on a screen.
+Invariant: what a state lacks is drawn as "-", never as 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from deployments.watch.terminal.health import device_pool, trouble_of, used_ratio, waiting
+from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds, share
+from deployments.watch.terminal.words import (
+    ID_CHARS,
+    POOL,
+    RUNNING,
+    STAGES,
+    STATE_COLOURS,
+    TROUBLE,
+    outcome,
+    outcome_colour,
+    short_id,
+)  # fmt: skip
+
+_NODE_CHARS = 8
+STAGES_WIDTH = 24
+_SO_FAR = (("p", "blue"), ("d", "green"))  # of a request that runs: before its first token, and since
+
+Row = Mapping[str, Any]
+
+
+def replica_table(replicas: Sequence[Row], *, styles: Mapping[int, str] | None = None, hints: bool = True) -> Table:
+    lower = any(each.get("tiers") for each in replicas)
+    below = (">host", ">loaded", ">saved") if lower else ()
+    columns = (
+        "replica", "role", "node", "state", ">running", ">waiting", "pool", *below, ">cached", ">prefill/s",
+        ">output/s",
+    )  # fmt: skip
+    spare = ("node", ">saved", ">cached", ">prefill/s", ">output/s", "role", ">loaded", ">host")
+    rows = [_replica(each, lower=lower) for each in replicas]
+    return Table(columns=columns, rows=rows, spare=spare, styles=styles or {}, tells_left_out=hints)
+
+
+def request_table(
+    requests: Sequence[Row],
+    *,
+    now_s: float,
+    stages_width: int = STAGES_WIDTH,
+    styles: Mapping[int, str] | None = None,
+    hints: bool = True,
+) -> Table:
+    """``now_s``: the state's time, for requests that run."""
+    columns = ("request", "outcome", "replica", ">prompt", ">cached", ">output", ">TTFT", ">total", "stages")
+    spare = (">output", ">cached", "replica", "outcome")
+    rows = [_request(each, now_s, stages_width) for each in requests]
+    return Table(columns=columns, rows=rows, spare=spare, styles=styles or {}, tells_left_out=hints)
+
+
+def router_table(routers: Sequence[Row]) -> Table:
+    return Table(
+        columns=("router", "node", ">open", "answering"),
+        rows=[
+            [
+                each["id"][:ID_CHARS],
+                (each.get("node") or "-")[:_NODE_CHARS],
+                count(each.get("open")),
+                "yes" if each["answering"] else Text("no", TROUBLE),
+            ]
+            for each in routers
+        ],
+    )
+
+
+def link_table(links: Sequence[Row]) -> Table:
+    return Table(
+        columns=("from", "to", ">hand-offs/s", ">failed/s", ">bytes/s"),
+        rows=[
+            [
+                short_id(each["from"]),
+                short_id(each["to"]),
+                count(each["hand_offs_per_s"]),
+                Text(count(each["failed_per_s"]), TROUBLE if each["failed_per_s"] else ""),
+                count(each["bytes_per_s"]),
+            ]
+            for each in links
+        ],
+    )
+
+
+def cached_share(replica: Row) -> float | None:
+    """Return the share of prompt tokens that came from the cache in the last seconds."""
+    rates = replica.get("rates") or {}
+    computed, cached = rates.get("prefill_tokens_per_s"), rates.get("cached_tokens_per_s")
+    return None if computed is None or cached is None else share(cached, cached + computed)
+
+
+def _replica(each: Row, *, lower: bool) -> list[Cell]:
+    rates = each.get("rates") or {}
+    colour = TROUBLE if trouble_of(each) else STATE_COLOURS.get(each["state"], TROUBLE)
+    return [
+        short_id(each["id"]),
+        each["role"],
+        (each.get("node") or "-")[:_NODE_CHARS],
+        Text(each["state"], colour),
+        f"{count(each.get('running'))}/{count(each.get('running_limit'))}",
+        count(waiting(each)),
+        _pool(each),
+        *(_lower(each) if lower else ()),
+        percent(cached_share(each)),
+        count(rates.get("prefill_tokens_per_s")),
+        count(rates.get("decode_tokens_per_s")),
+    ]
+
+
+def _lower(each: Row) -> tuple[str, str, str]:
+    """Return how full the host tier is, the tokens loaded from the lower tiers, and the seconds of prefill saved."""
+    tiers = each.get("tiers")
+    host = next((pool for pool in each.get("pools") or [] if pool["tier"] == "L2"), None)
+    if not tiers or host is None:
+        return "-", "-", "-"
+    wrong = f", {count(tiers['wrong_pages'])} WRONG" if tiers["wrong_pages"] else ""
+    loaded = count(tiers["host_hit_tokens"] + tiers["store_hit_tokens"]) + wrong
+    return percent(share(host["evictable"], host["capacity"])), loaded, seconds(tiers["saved_s"])
+
+
+def _pool(each: Row) -> str | Bar:
+    pool = device_pool(each)
+    if pool is None:
+        return "-"
+    capacity = pool["capacity"]
+    return Bar(
+        parts=tuple((character, colour, pool[state] / capacity) for state, character, colour in POOL),
+        words=f"{percent(used_ratio(each)):>5} of {count(capacity)}",
+    )
+
+
+def _request(row: Row, now_s: float, stages_width: int) -> list[Cell]:
+    word = outcome(row)
+    total_s = elapsed_s(row, now_s)
+    tries = f", {row['tries']} tries" if row["tries"] > 1 else ""
+    return [
+        row["rid"][-ID_CHARS:],
+        Text(word + tries, outcome_colour(word)),
+        short_id(row["replica"]),
+        count(row["prompt_tokens"]),
+        percent(None if row["cached_tokens"] is None else share(row["cached_tokens"], row["prompt_tokens"])),
+        count(row["output_tokens"]),
+        seconds(row["ttft_s"]),
+        seconds(total_s),
+        _stages(row, total_s, stages_width),
+    ]
+
+
+def elapsed_s(row: Row, now_s: float) -> float | None:
+    """Return how long a request took, or has run so far."""
+    if row["total_s"] is not None:
+        return float(row["total_s"])
+    return max(0.0, now_s - row["time"]) if outcome(row) == RUNNING else None
+
+
+def _stages(row: Row, total_s: float | None, width: int) -> str | Bar:
+    """Draw each stage's share of the request's own time; of one that runs, before and after its first token."""
+    if not total_s:
+        return "-"
+    if stages := row["stages"]:
+        parts = tuple((character, colour, stages[f"{name}_s"] / total_s) for name, character, colour in STAGES)
+        return Bar(parts=parts, words="", width=width)
+    if outcome(row) != RUNNING:
+        return "-"
+    first = 1.0 if row["ttft_s"] is None else min(1.0, row["ttft_s"] / total_s)
+    parts = tuple((*drawn, part) for drawn, part in zip(_SO_FAR, (first, 1.0 - first), strict=True))
+    return Bar(parts=parts, words="...", width=width)

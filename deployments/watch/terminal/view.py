@@ -1,0 +1,255 @@
+"""The screen of `manta top`: figures with their history, replicas, requests; and what each key does.
+
+Owns:      the last state, the history of the figures since the start, which table the keys act on, its order, its
+           chosen row.
+Never:     asks, reads keys or writes to the terminal (top.py does).
+Invariant: what is drawn has the height of the terminal: longer tables are scrolled to the chosen row.
+Thread:    the main thread.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.rule import Rule
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from deployments.watch.terminal.health import (
+    HealthFigure,
+    Objectives,
+    figures,
+    tpot_s,
+    trouble_of,
+    troubles,
+    used_ratio,
+    waiting,
+)  # fmt: skip
+from deployments.watch.terminal.table import Table, count, seconds, sparkline
+from deployments.watch.terminal.tables import elapsed_s, link_table, replica_table, request_table
+from deployments.watch.terminal.words import FAILED, LEGEND, STAGE_LEGEND, TROUBLE, WARNING, outcome
+
+HISTORY = 120  # points of each figure
+CHOSEN = "reverse"
+HEAD = 2  # lines
+FIGURES = 3
+ABOVE_ROWS = 2  # a table's title and its column names
+LEAST_STAGES, MOST_STAGES = 12, 60  # characters of a stage bar
+WIDE_ROWS = 38  # from this height on there is room for legend and links
+KEYS = "q quit  tab other table  s sort  ↑↓ choose  enter explain  p pause  ? help"
+HELP = f"""\
+q        quit
+tab      the keys act on the other table: replicas or requests
+s        sort it by the next key; S by the one before
+↑ ↓      choose a row (k and j too)
+enter    explain the chosen request; escape goes back
+p        pause: the screen keeps what it shows
+?        this text; any key goes back
+
+{LEGEND}
+{STAGE_LEGEND}
+The figures are of the last 60 s, failed and TPOT of the latest requests. Red is what an alert would tell."""
+
+Row = Mapping[str, Any]
+Order = tuple[str, Callable[[Row], Any]]
+
+
+def _falling(value: float | None) -> float:
+    return float("inf") if value is None else -value
+
+
+REPLICA_ORDERS: tuple[Order, ...] = (
+    ("trouble", lambda each: (not trouble_of(each), each["state"] == "accepting", _falling(used_ratio(each)))),
+    ("pool", lambda each: _falling(used_ratio(each))),
+    ("running", lambda each: _falling(each.get("running"))),
+    ("waiting", lambda each: _falling(waiting(each))),
+    ("output/s", lambda each: _falling((each.get("rates") or {}).get("decode_tokens_per_s"))),
+    ("name", lambda each: each["id"]),
+)
+
+
+def _request_orders(now_s: float) -> tuple[Order, ...]:
+    return (
+        ("newest", lambda row: -row["time"]),
+        ("trouble", lambda row: (outcome(row) not in FAILED, row["tries"] < 2, -row["time"])),
+        ("TTFT", lambda row: _falling(row["ttft_s"])),
+        ("TPOT", lambda row: _falling(tpot_s(row))),
+        ("total", lambda row: _falling(elapsed_s(row, now_s))),
+        ("prompt", lambda row: -row["prompt_tokens"]),
+    )
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the keys are in one table: its order, and the chosen row."""
+
+    order: int = 0
+    chosen: int = 0
+
+    def move(self, by: int, rows: int) -> None:
+        self.chosen = min(max(self.chosen + by, 0), max(rows - 1, 0))
+
+    def window(self, rows: int, room: int) -> range:
+        """Return the rows that are shown, the chosen one among them."""
+        self.move(0, rows)
+        first = min(max(self.chosen - room + 1, 0), max(rows - room, 0))
+        return range(first, min(first + room, rows))
+
+
+class View:
+    """The state and what was pressed; `drawn` makes the screen of both."""
+
+    def __init__(self, state: Row, objectives: Objectives, now_s: float) -> None:
+        self.quits = False
+        self.wants: str | None = None  # rid of the request to explain
+        self._objectives = objectives
+        self._history: dict[str, deque[float | None]] = {}
+        self._places = {"requests": Place(), "replicas": Place()}
+        self._on = "requests"
+        self._over: RenderableType | None = None  # drawn in the place of the tables
+        self._paused = False
+        self._note = ""
+        self.take(state, now_s)
+
+    def take(self, state: Row, now_s: float) -> None:
+        """Take a new state; while paused only its figures are kept."""
+        self._heard_s, self._note = now_s, ""
+        for each in figures(state, self._objectives):
+            self._history.setdefault(each.name, deque(maxlen=HISTORY)).append(each.value)
+        if not self._paused:
+            self._state = state
+
+    def lose(self, why: object, now_s: float) -> None:
+        """Note that there was no answer; the last state stays."""
+        self._note = f"no answer for {seconds(now_s - self._heard_s)} (asking again): {why}"
+
+    def show(self, over: RenderableType) -> None:
+        """Draw ``over`` in the place of the tables, until a key is pressed."""
+        self._over = over
+
+    def press(self, key: str) -> None:
+        """Do what a key says; one without a meaning does nothing."""
+        if key == "q":
+            self.quits = True
+        elif self._over is not None:
+            self._over = None
+        elif key == "tab":
+            self._on = "replicas" if self._on == "requests" else "requests"
+        elif key in ("s", "S"):
+            place, orders = self._places[self._on], self._orders(self._on)
+            place.order = (place.order + (1 if key == "s" else -1)) % len(orders)
+            place.chosen = 0
+        elif key in ("up", "k", "down", "j"):
+            self._places[self._on].move(-1 if key in ("up", "k") else 1, len(self._state[self._on]))
+        elif key == "p":
+            self._paused = not self._paused
+        elif key == "?":
+            self._over = Text(HELP)
+        elif key == "enter" and self._on == "requests" and (rows := self._sorted("requests")):
+            self.wants = rows[min(self._places["requests"].chosen, len(rows) - 1)]["rid"]
+
+    def drawn(self, width: int, height: int) -> RenderableType:
+        """Draw a screen of ``width`` x ``height`` characters."""
+        screen = Layout()
+        head = [Layout(self._head(), size=HEAD), Layout(self._figures(width), size=FIGURES)]
+        foot = Layout(Text(self._foot(), style="bright_black", no_wrap=True, overflow="ellipsis"), size=1)
+        if self._over is not None:
+            screen.split_column(head[0], Layout(self._over), foot)
+            return screen
+        extra = self._extra() if height >= WIDE_ROWS else []
+        taken = HEAD + FIGURES + 1 + sum(size for _, size in extra) + 2 * ABOVE_ROWS
+        replicas = min(max(len(self._state["replicas"]), 1), max((height - taken) // 2, 1))
+        requests = max(height - taken - replicas, 1)
+        screen.split_column(
+            *head,
+            Layout(self._table("replicas", replicas, width), size=replicas + ABOVE_ROWS),
+            Layout(self._table("requests", requests, width), size=requests + ABOVE_ROWS),
+            *(Layout(part, size=size) for part, size in extra),
+            foot,
+        )
+        return screen
+
+    def _head(self) -> RenderableType:
+        found = troubles(self._state, self._objectives)
+        more = f"  (and {len(found) - 1} more)" if len(found) > 1 else ""
+        if self._note:
+            well = Text(self._note, TROUBLE)
+        else:
+            well = Text(f"! {found[0]}{more}", TROUBLE) if found else Text("all well", "green")
+        title = Text(heading(self._state), "bold")
+        if self._paused:
+            title = Text("PAUSED  ", WARNING).append_text(title)
+        for line in (title, well):
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(title, well)
+
+    def _figures(self, width: int) -> RenderableType:
+        """Draw the figures side by side: name, value, history."""
+        shown = figures(self._state, self._objectives)
+        room = width // len(shown) - 1
+        grid = RichTable.grid(padding=(0, 1, 0, 0))
+        for _ in shown:
+            grid.add_column(width=room, no_wrap=True)
+        grid.add_row(*(Text(each.name, "bright_black") for each in shown))
+        grid.add_row(*(Text(each.text, TROUBLE if each.is_trouble else "bold") for each in shown))
+        grid.add_row(*(Text(self._line(each, room), TROUBLE if each.is_trouble else "cyan") for each in shown))
+        return grid
+
+    def _line(self, figure: HealthFigure, room: int) -> str:
+        return sparkline(self._history[figure.name], min(room, 30)).lstrip()
+
+    def _table(self, name: str, room: int, width: int) -> RenderableType:
+        place, rows, orders = self._places[name], self._sorted(name), self._orders(name)
+        window = place.window(len(rows), room)
+        shown = [rows[at] for at in window]
+        styles = {place.chosen - window.start: CHOSEN} if name == self._on and rows else {}
+        of = f"{window.start + 1}-{window.stop} of {len(rows)}" if len(rows) > room else str(len(rows))
+        title = f"{'> ' if name == self._on else ''}{name} ({of}), by {orders[place.order][0]}"
+        rule = Rule(title, align="left", style="bright_black")
+        if not rows:
+            return Group(rule, Text("none yet" if name == "requests" else "none", "bright_black"))
+        return Group(rule, self._cells(name, shown, styles, width))
+
+    def _cells(self, name: str, shown: list[Row], styles: dict[int, str], width: int) -> Table:
+        if name == "replicas":
+            return replica_table(shown, styles=styles, hints=False)
+        stages = min(max(width - 88, LEAST_STAGES), MOST_STAGES)
+        return request_table(shown, now_s=self._state["time"], stages_width=stages, styles=styles, hints=False)
+
+    def _extra(self) -> list[tuple[RenderableType, int]]:
+        """Return what only a high terminal has room for, each with its lines."""
+        links = self._state["links"]
+        legend = Text(f"{LEGEND}\n{STAGE_LEGEND}", style="bright_black")
+        found: list[tuple[RenderableType, int]] = [(legend, 2)]
+        if links:
+            found.insert(0, (Group(Rule("hand-offs", align="left", style="bright_black"), link_table(links[:6])),
+                             ABOVE_ROWS + min(len(links), 6)))  # fmt: skip
+        return found
+
+    def _orders(self, name: str) -> tuple[Order, ...]:
+        return REPLICA_ORDERS if name == "replicas" else _request_orders(self._state["time"])
+
+    def _sorted(self, name: str) -> list[Row]:
+        return sorted(self._state[name], key=self._orders(name)[self._places[name].order][1])
+
+    def _foot(self) -> str:
+        return "any key goes back  q quit" if self._over is not None else KEYS
+
+
+def heading(state: Row) -> str:
+    """Return what is served, how many processes there are, and when that was so."""
+    at = datetime.fromtimestamp(state["time"], tz=UTC).astimezone()
+    replicas, routers = state["replicas"], state["routers"]
+    rate = state["totals"]["requests_per_s"]
+    return (
+        f"{state['model']}, {state['mode']}: {many(replicas, 'replica')}, {many(routers, 'router')}, "
+        f"{count(rate)} requests/s  {at:%H:%M:%S}"
+    )
+
+
+def many(things: Any, name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
