@@ -1,11 +1,9 @@
-"""`top`: whole blocks of text, what it says when Manta does not answer, and that nothing is drawn where none looks."""
+"""`top`: whole snapshots of text, the program in a pseudo-terminal, and what it says when Manta does not answer."""
 
-import contextlib
 import io
 import json
 import os
 import pty
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,9 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deployments.watch.terminal import ask, top
-from deployments.watch.terminal.table import Bar, count, percent, seconds
+from dashboards.catalog import OUTCOMES, POOL_STATES, STAGES
+from deployments.watch.terminal import ask, top, words
+from deployments.watch.terminal.health import Objectives, figures, troubles
+from deployments.watch.terminal.keyboard import on_terminal
+from deployments.watch.terminal.table import Bar, count, percent, seconds, sparkline
+from deployments.watch.terminal.tables import replica_table, request_table
+from deployments.watch.terminal.view import View
 from tests.unit.deployments import listening
+from tests.unit.deployments.pseudo_terminal import manta
 
 pytestmark = pytest.mark.usefixtures("utc")
 
@@ -35,6 +39,17 @@ def replica(name: str, **changed: Any) -> dict[str, Any]:
     return {**body, **changed}
 
 
+def request(rid: str, **changed: Any) -> dict[str, Any]:
+    stages = {"route_s": 0.0, "queue_s": 0.25, "prefill_s": 0.25, "transfer_s": 0.0, "decode_s": 0.5}
+    body: dict[str, Any] = {
+        "rid": rid, "router": "r1", "time": 1763721990.0, "endpoint": "chat", "outcome": "finished",
+        "replica": "ModelReplica#abc", "prefill": None, "policy": "estimated_ttft", "reason": "soonest_first_token",
+        "tries": 1, "prompt_tokens": 400, "output_tokens": 11, "cached_tokens": 300, "predicted_tokens": 300,
+        "best_tokens": 300, "ttft_s": 0.5, "total_s": 1.0, "stages": stages,
+    }  # fmt: skip
+    return {**body, **changed}
+
+
 def state(**changed: Any) -> dict[str, Any]:
     body: dict[str, Any] = {
         "time": 1763722000.1, "version": 17, "model": "SmolLM2", "mode": "unified", "period_s": 1.0,
@@ -48,20 +63,38 @@ def state(**changed: Any) -> dict[str, Any]:
 
 
 BLOCK = """\
-SmolLM2, unified: 1 replica, 1 router  10:46:40
-requests/s 4 | TTFT p50 91 ms, p90 1.68 s | reused 75 % | running 3, waiting 2 | fullest pool 50 %
+SmolLM2, unified: 1 replica, 1 router, 4 requests/s  10:46:40
+TTFT p50 91 ms | TPOT p50 50 ms | output/s 88 | cached 75 % | failed 0 % | waiting 2 | KV pool 50 %
+all well
 
-replica  role     node      state      running  waiting  pool                                       hit  prefill/s  decode/s
-abc      unified  01234567  accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k  75 %        250        88
+replica  role     node      state      running  waiting  pool                                      cached  prefill/s  output/s
+abc      unified  01234567  accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k    75 %        250        88
+
+request  outcome  replica  prompt  cached  output    TTFT   total  stages
+one      ok       abc         400    75 %      11  500 ms  1.00 s  [qqqqqqppppppdddddddddddd]
 
 router  node      open  answering
 r1      01234567     5  yes
 
-pool: # protected, % reserved, x quarantined, o evictable, . free"""  # noqa: E501
+pool: # protected, % reserved, x quarantined, o evictable, . free
+stages: r route, q queue, p prefill, t transfer, d decode"""  # noqa: E501
+NONE = Objectives()
+
+
+def plain(**changed: Any) -> str:
+    return top.plain(state(**changed), NONE)
 
 
 def test_a_state_is_a_block_of_lines() -> None:
-    assert top.plain(state()) == BLOCK
+    assert plain(requests=[request("one")]) == BLOCK
+
+
+def test_the_words_are_those_of_the_metrics() -> None:
+    """docs/metrics.md is written from the catalogue."""
+    assert [name for name, _, _ in words.STAGES] == list(STAGES)
+    assert {name for name, _, _ in words.POOL} == set(POOL_STATES)
+    shown = {words.outcome({"outcome": each}) for each in ("finished", "aborted", "failed", *OUTCOMES)}
+    assert shown == set(OUTCOMES)
 
 
 def test_tiers_are_columns_where_a_replica_has_them() -> None:
@@ -71,25 +104,26 @@ def test_tiers_are_columns_where_a_replica_has_them() -> None:
              "store_error": None}  # fmt: skip
     pools = [L1, host]
     rows = [replica("abc", pools=pools, tiers=tiers), replica("x", pools=pools, tiers=tiers | {"wrong_pages": 3})]
-    text = top.plain(state(replicas=[*rows, replica("old")])).splitlines()
-    assert [line.split(" of 1.6k")[-1].split() for line in text[4:7]] == [
+    text = plain(replicas=[*rows, replica("old")]).splitlines()
+    assert [line.split(" of 1.6k")[-1].split() for line in text[5:8]] == [
         ["75", "%", "1.0k", "2.50", "s", "75", "%", "250", "88"],
         ["75", "%", "1.0k,", "3", "WRONG", "2.50", "s", "75", "%", "250", "88"],
         ["-", "-", "-", "75", "%", "250", "88"],
     ]
-    assert text[3].split()[7:10] == ["host", "loaded", "saved"]
+    assert text[2] == "! x is accepting: 3 pages from its lower tiers were wrong"
+    assert text[4].split()[7:10] == ["host", "loaded", "saved"]
 
 
 def test_what_is_not_known_is_a_dash_and_no_replica_is_explained() -> None:
     starting = replica("s", state="starting", pools=[], rates=None, running=None, running_limit=None, waiting=None)
-    line = top.plain(state(replicas=[starting])).splitlines()[4]
+    line = plain(replicas=[starting]).splitlines()[5]
     assert line.split() == ["s", "unified", "01234567", "starting", "-/-", "-", "-", "-", "-", "-"]
-    assert "no replica yet" in top.plain(state(replicas=[]))
+    assert "! no replica yet" in plain(replicas=[])
 
 
 def test_links_are_shown_where_prefill_and_decode_are_apart() -> None:
     link = {"from": "p", "to": "d", "bytes_per_s": 2_500_000.0, "hand_offs_per_s": 1.5, "failed_per_s": 0.0}
-    text = top.plain(state(mode="disaggregated", links=[link]))
+    text = plain(mode="disaggregated", links=[link])
     assert "from  to  hand-offs/s  failed/s  bytes/s\np     d           1.5         0     2.5M\n" in text
 
 
@@ -115,24 +149,128 @@ def test_times_and_shares_are_written_with_their_unit() -> None:
     assert [percent(x) for x in (None, 0.0, 0.914)] == ["-", "0 %", "91 %"]
 
 
-def test_rich_draws_the_same_cells() -> None:
-    out = Console(file=io.StringIO(), width=160, color_system=None)
-    out.print(top.drawn(state(), note="lost"))
-    text = out.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("abc", "accepting", "3/64", "[#########%%%oooooo......]", "50 % of 1.6k", "lost"):
-        assert words in text
+def test_a_sparkline_ends_with_the_newest_and_leaves_out_what_is_not_known() -> None:
+    assert sparkline([9.0, 0.0, 1.0, None, 2.0, 4.0], 5) == "▁▃ ▅█"
+    assert sparkline([0.0, 0.0], 4) == "  ▁▁"
+    assert sparkline([], 3) == "   "
+
+
+def test_a_request_that_runs_is_drawn_before_and_after_its_first_token() -> None:
+    running = {"outcome": "running", "total_s": None, "stages": None, "time": 1763722000.1 - 4}
+    rows = [request("new", ttft_s=None, **running), request("old", ttft_s=1.0, tries=2, **running)]
+    lines = request_table(rows, now_s=1763722000.1, stages_width=8).plain().splitlines()
+    assert lines[1].endswith("-  4.00 s  [pppppppp] ...")
+    assert lines[2].endswith("1.00 s  4.00 s  [ppdddddd] ...")
+    assert "running, 2 tries" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"replicas": [replica("M#abc", state="unhealthy", error="CUDA error")]}, "abc is unhealthy: CUDA error"),
+        ({"replicas": [replica("abc", report_age_s=31.0)]}, "abc is accepting: its last report is 31 s old"),
+        ({"replicas": [replica("abc", pools=[{**L1, "free": 0, "evictable": 60, "protected": 1340}])]},
+         "abc is accepting: its KV pool is 96 % in use"),
+        ({"replicas": [replica("abc", state="draining")]}, "no replica accepts requests"),
+        ({"routers": [{"id": "r1", "node": "x", "answering": False, "open": 0}]}, "router r1 does not answer"),
+        ({"routers": []}, "no router runs"),
+        ({"requests": [request(str(n), outcome="failed") for n in range(2)] + [request("a")] * 3},
+         "2 of the last 5 requests failed"),
+        ({"requests": [request("a", ttft_s=2.1, total_s=2.2)] * 2 + [request("b", output_tokens=101)] * 3},
+         "40 % of the last requests miss TTFT 2.00 s"),
+        ({"requests": [request("a", total_s=1.6)] * 2 + [request("b")] * 3},
+         "40 % of the last requests miss ITL 100 ms"),
+    ],
+)  # fmt: skip
+def test_each_trouble_is_a_sentence(changed: dict[str, Any], says: str) -> None:
+    objectives = Objectives(ttft_s=2.0, itl_s=0.1)
+    assert says in troubles(state(**changed), objectives)
+    assert troubles(state(requests=[request(str(n)) for n in range(5)]), objectives) == []
+
+
+def test_a_figure_is_red_by_the_rule_of_its_alert_and_few_requests_say_nothing() -> None:
+    def red(requests: list[dict[str, Any]]) -> list[str]:
+        told = figures(state(requests=requests), Objectives(ttft_s=0.4, itl_s=0.1))
+        return [each.name for each in told if each.is_trouble]
+
+    assert red([request("a", outcome="failed")] * 4) == []
+    assert red([request("a", outcome="failed")] * 5) == ["TTFT p50", "failed"]
+    assert red([request("a", ttft_s=0.4)] * 5) == []
+
+
+def screen(view: View, width: int = 80, height: int = 24) -> list[str]:
+    out = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    out.print(view.drawn(width, height), height=height)
+    return [line.rstrip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_the_screen_fits_a_small_terminal() -> None:
+    many = [replica(f"M#{n:02}") for n in range(30)]
+    view = View(state(replicas=many, requests=[request(f"req-{n}") for n in range(50)]), NONE, 0.0)
+    lines = screen(view)
+    assert len(lines) == 24
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("SmolLM2, unified: 30 replicas, 1 router")
+    assert lines[1] == "all well"
+    assert lines[5].startswith("replicas (1-7 of 30), by trouble ──")
+    assert lines[14].startswith("> requests (1-7 of 50), by newest ──")
+    assert "[qqqpppdddddd]" in lines[16]
+    assert lines[23].startswith("q quit")
+    assert any("pool: # protected" in line for line in screen(view, 200, 60))
+
+
+def test_keys_choose_sort_pause_and_ask_for_an_explanation() -> None:
+    rows = [request("slow", ttft_s=3.0, time=1.0), request("new", time=9.0), request("old", time=0.5)]
+    view = View(state(replicas=[replica("a"), replica("b", running=9)], requests=rows), NONE, 0.0)
+
+    def press(*keys: str) -> None:
+        for key in keys:
+            view.press(key)
+
+    def shown(column: str) -> list[str]:
+        lines = screen(view)
+        start = next(at for at, line in enumerate(lines) if line.startswith(column))
+        return [line.split()[0] for line in lines[start + 1 : start + 4] if line]
+
+    assert shown("request ") == ["new", "slow", "old"]
+    press("down", "enter")
+    assert view.wants == "slow"
+    press("s", "s")
+    assert "by TTFT" in "\n".join(screen(view))
+    assert shown("request ")[0] == "slow"
+    press("S", "tab", "s", "s")
+    assert shown("replica ")[:2] == ["b", "a"]
+    press("p")
+    view.take(state(model="Other"), 1.0)
+    assert screen(view)[0].startswith("PAUSED  SmolLM2")
+    press("p", "?")
+    assert "explain the chosen request" in "\n".join(screen(view))
+    press("escape", "x")
+    view.take(state(model="Other"), 2.0)
+    assert screen(view)[0].startswith("Other, unified")
+    press("q")
+    assert view.quits
+
+
+def test_while_manta_is_away_the_last_tables_stay_under_a_note_of_how_long() -> None:
+    view = View(state(), NONE, 10.0)
+    view.lose("it answers 500", 14.0)
+    assert screen(view)[1] == "no answer for 4.00 s (asking again): it answers 500"
+    assert any(line.startswith("abc") for line in screen(view))
+    view.take(state(), 15.0)
+    assert screen(view)[1] == "all well"
 
 
 def test_a_narrow_terminal_goes_without_what_matters_least_and_says_so() -> None:
     out = Console(file=io.StringIO(), width=80, color_system=None)
-    out.print(top.tables(state())[0])
+    out.print(replica_table([replica("abc")]))
     assert [line.rstrip() for line in out.file.getvalue().splitlines()] == [  # type: ignore[attr-defined]
         "replica  state      running  waiting  pool",
         "abc      accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k",
-        "(a wider terminal shows: node, hit, prefill/s, decode/s, role)",
+        "(a wider terminal shows: node, cached, prefill/s, output/s, role)",
     ]
     wide = Console(file=io.StringIO(), width=200, color_system=None)
-    wide.print(top.tables(state())[0])
+    wide.print(replica_table([replica("abc")]))
     header, *rows = wide.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert (len(header.split()), len(rows)) == (10, 1)
 
@@ -143,10 +281,14 @@ class Scripted:
     url = ""
 
     def __init__(self) -> None:
-        self.answers: list[tuple[int, Any]] = [(200, state())]
+        self.answers: list[tuple[int, Any]] = [(200, state(requests=[request("one")]))]
         self.asked: list[tuple[str, str | None]] = []
 
     def respond(self, path: str, headers: Mapping[str, str], _: bytes) -> tuple[int, bytes]:
+        if path == "/get_server_info":
+            return 200, b'{"observability": {"ttft_objective_s": 2.0, "itl_objective_s": 0.1}}'
+        if path.startswith("/route/"):
+            return 404, b'{"error": {"message": "no decision is kept for it", "code": "route_not_found"}}'
         self.asked.append((path, headers.get("Authorization")))
         status, body = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
         return status, json.dumps(body).encode()
@@ -175,7 +317,7 @@ def test_once_prints_one_block_and_ends_without_importing_ray(server: Scripted) 
 
 
 def test_json_is_the_state_itself(server: Scripted) -> None:
-    assert json.loads(run_top("--once", "--json", "--url", f"{server.url}/elsewhere").stdout) == state()
+    assert json.loads(run_top("--once", "--json", "--url", f"{server.url}/elsewhere").stdout) == server.answers[0][1]
     assert server.asked == [("/elsewhere/api/state", None)]
 
 
@@ -196,7 +338,7 @@ def test_what_is_amiss_is_said_with_what_to_do(server: Scripted, status: int, bo
 
 
 def test_nothing_listening_is_an_exit_status_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    options = top.Options(once=True, as_json=False, interval_s=1.0)
+    options = top.Options(once=True, as_json=False, interval_s=None)
     assert top.run("127.0.0.1:1", None, options) == 3
     assert capsys.readouterr().err.startswith("nothing answers at http://127.0.0.1:1/manta/api/state ([Errno 111]")
 
@@ -237,57 +379,54 @@ def test_white_space_around_the_key_does_not_count(server: Scripted) -> None:
     assert server.asked == [("/manta/api/state", "Bearer secret")]
 
 
-def test_while_manta_is_away_the_last_table_stays_under_a_note_of_how_long(server: Scripted) -> None:
-    server.answers = [(200, state()), (500, {}), (500, {}), (200, state()), (401, {})]
-    screen, shown, now_s = io.StringIO(), [], [0.0]
-    console = Console(file=screen, width=160, height=40, force_terminal=True, color_system=None)
-
-    def wait(interval_s: float) -> None:
-        shown.append(screen.getvalue())
-        screen.seek(0)
-        screen.truncate()
-        now_s[0] += interval_s
-
-    with pytest.raises(ask.Unanswered, match="admin key"):
-        top._live(lambda: ask.state(server.url, None), 2.0, console, wait, lambda: now_s[0])
-    notes = [re.findall(r"no answer for .*?\)", each) for each in shown]
-    assert notes == [[], ["no answer for 2.00 s (asking again)"], ["no answer for 4.00 s (asking again)"], []]
-    assert all("accepting" in each for each in shown)
-
-
 def test_blocks_go_on_over_a_gap_and_end_when_the_key_is_refused(server: Scripted) -> None:
     """Not a terminal: one block an interval; a server that is away for a moment is asked again."""
     server.answers = [(200, state()), (500, {}), (200, state()), (401, {})]
     out, err, waits = io.StringIO(), io.StringIO(), []
     options = top.Options(once=False, as_json=False, interval_s=2.0)
     with pytest.raises(ask.Unanswered, match="admin key is wrong"):
-        top._blocks(lambda: ask.state(server.url, "k"), options, out, err, waits.append)
-    assert out.getvalue() == f"{BLOCK}\n\n" * 2
+        top._blocks(lambda: ask.state(server.url, "k"), NONE, options, out, err, waits.append)
+    assert out.getvalue() == f"{plain()}\n\n" * 2
     assert "\x1b" not in out.getvalue()
     assert "answers 500" in err.getvalue()
     assert waits == [2.0, 2.0, 2.0]
 
 
-def test_a_terminal_gets_the_table_in_place_until_the_server_refuses(server: Scripted) -> None:
-    """In a pseudo-terminal: the alternate screen, the table, and back to the shell with the reason."""
-    server.answers = [(200, state()), (200, state()), (401, {})]
-    master, slave = pty.openpty()
-    command = [sys.executable, "-m", "deployments", "top", "--interval", "0.1", "--url", server.url]
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
-    env.pop("NO_COLOR", None)
-    process = subprocess.Popen(command, stdout=slave, stderr=subprocess.PIPE, env=env)
-    os.close(slave)
-    written = b""
-    with contextlib.suppress(OSError):  # the end of a pseudo-terminal
-        while piece := os.read(master, 65536):
-            written += piece
-    os.close(master)
-    assert process.stderr is not None
-    assert b"admin key is asked for" in process.stderr.read()
-    assert process.wait(30) == 4
-    assert written.startswith(b"\x1b[?1049h")
-    assert b"accepting" in written
-    assert b"\x1b[?1049l" in written
+def test_in_a_pipe_one_snapshot_is_printed_and_with_an_interval_they_go_on(server: Scripted) -> None:
+    assert run_top("--url", server.url).stdout == f"{BLOCK}\n\n"
+    server.answers = [server.answers[0], server.answers[0], (401, {})]
+    done = run_top("--url", server.url, "--interval", "0.1")
+    assert (done.returncode, done.stdout) == (4, f"{BLOCK}\n\n" * 2)
+
+
+def test_on_a_terminal_it_is_drawn_in_place_and_heeds_keys(server: Scripted) -> None:
+    with manta("top", "--url", server.url, "--interval", "0.1", TZ="UTC") as terminal:
+        shown = terminal.until("p pause  ? help")  # the last line
+        assert "> requests (1), by newest" in shown
+        assert len(shown.splitlines()) == 24
+        assert max(map(len, shown.splitlines())) <= 80
+        terminal.press("\t")
+        terminal.until("> replicas (1), by trouble")
+        terminal.press("ss")
+        terminal.until("> replicas (1), by running")
+        terminal.press("\t\x1b[B\r")
+        terminal.until("no decision is kept for it")
+        terminal.press("\x1b")
+        server.answers = [(500, {"error": {"message": "it broke"}})]
+        terminal.until("(asking again)")
+        terminal.press("q")
+        written = terminal.rest()
+        assert terminal.process.wait(60) == 0
+    assert written.startswith("\x1b[?1049h")
+    assert "\x1b[?1049l" in written  # back to the shell
+
+
+def test_a_key_that_is_refused_later_ends_it_with_the_reason(server: Scripted) -> None:
+    server.answers = [(200, state()), (401, {})]
+    with manta("top", "--url", server.url, "--interval", "0.1", columns=200) as terminal:
+        written = terminal.rest()
+        assert terminal.process.wait(60) == 4
+    assert "admin key is asked for" in written.partition("\x1b[?1049l")[2]
 
 
 def test_no_color_makes_plain_blocks_on_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +434,7 @@ def test_no_color_makes_plain_blocks_on_a_terminal_too(monkeypatch: pytest.Monke
     with os.fdopen(master), os.fdopen(slave, "w") as terminal:
         monkeypatch.delenv("NO_COLOR", raising=False)
         monkeypatch.setenv("TERM", "xterm")
-        assert top.on_terminal(terminal)
+        assert on_terminal(terminal)
         monkeypatch.setenv("NO_COLOR", "1")
-        assert not top.on_terminal(terminal)
-    assert not top.on_terminal(io.StringIO())
+        assert not on_terminal(terminal)
+    assert not on_terminal(io.StringIO())

@@ -1,0 +1,107 @@
+"""The `manta` command line: what its help names, the nearest command, and what is passed on."""
+
+import importlib.metadata
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from deployments import __main__ as command_line
+from deployments.command import announce, arguments
+from deployments.settings.places import ROOT
+
+COMMANDS = ["serve", "check", "top", "explain", "chat", "doctor", "bench", "dashboards"]
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int | str | None, str, str]:
+    """Exit status, standard output and standard error."""
+    status: int | str | None
+    try:
+        status = command_line.main(words)
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_the_console_command_is_this_function() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"manta": "deployments.__main__:main"}
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(capsys, "--help")
+    assert status == 0
+    assert [each for each in COMMANDS if f"\n    {each}" not in out] == []
+    assert told(capsys) == (0, out, "")  # without a word
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "dashboards"])
+def test_the_help_of_a_command_has_an_example_that_its_own_parser_takes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = told(capsys, command, "--help")
+    example = out.partition("example:\n")[2].strip()
+    assert status == 0
+    assert arguments.parse(example.rpartition("manta ")[2].split()).command == command
+
+
+def test_the_help_of_dashboards_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(capsys, "dashboards", "--help")
+    assert status == 0
+    assert "export" in out
+
+
+@pytest.mark.parametrize(("word", "meant"), [("tpo", "top"), ("server", "serve"), ("docter", "doctor"), ("talk", "")])
+def test_an_unknown_command_names_the_nearest(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = told(capsys, word)
+    assert status == 2
+    assert ("did you mean" in err) == bool(meant)
+    assert meant == "" or f"did you mean {meant!r}?" in err
+
+
+def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(capsys, "--version")
+    assert status == 0
+    assert out.startswith(f"manta {importlib.metadata.version('manta')} (ray {importlib.metadata.version('ray')}, ")
+
+
+def test_bench_passes_its_words_to_the_benchmarks_of_the_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    class Done:
+        returncode = 7
+
+    def run(command: list[str], **_: object) -> Done:
+        ran.append(command)
+        return Done()
+
+    monkeypatch.setattr(command_line.subprocess, "run", run)
+    assert told(capsys, "bench", "--url", "http://h:1")[0] == 7
+    assert told(capsys, "bench", "--rate", "2", "multi-turn")[0] == 7
+    python = [sys.executable, "-m", "benchmarks", "serving"]
+    assert ran == [
+        [*python, "random", "shared-prefix", "--quick", "--url", "http://h:1"],
+        [*python, "--rate", "2", "multi-turn"],
+    ]
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    assert told(capsys, "bench")[0] == 1
+    assert len(ran) == 2
+
+
+def test_the_box_of_a_start_names_the_command_as_it_can_be_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path)
+    assert announce.program() == ".venv/bin/python -m deployments"
+    python.with_name("manta").touch(mode=0o755)
+    assert announce.program() == ".venv/bin/manta"
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert announce.program() == "manta"
