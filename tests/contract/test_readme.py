@@ -47,7 +47,7 @@ def test_what_is_said_beyond_the_table_is_about_settings_that_exist() -> None:
 
 
 def test_the_table_of_all_settings_is_the_one_that_the_code_gives() -> None:
-    """Else: run `python -m deployments settings` and put what it prints between the marks."""
+    """Else: run `manta settings` and put what it prints between the marks."""
     written = SETTINGS.partition("<!-- settings -->\n")[2].partition("<!-- end -->")[0]
     assert written == table()
 
