@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
         case "doctor":
             from deployments.command import doctor
 
-            return doctor.report(doctor.judge(doctor.measure(args.config)), as_json=args.json)
+            return doctor.report(list(doctor.examine(args.config)), as_json=args.json)
         case "settings":
             from deployments.command import settings_doc
 

@@ -1,6 +1,6 @@
 """``manta doctor``: looks at this machine and the settings file, and says what to do before a start fails.
 
-    measure (facts of this machine) ──> judge (pure) ──> report: lines, or JSON
+A check takes what was measured and returns what it finds; `examine` measures and calls each.
 
 Owns:      what is a fault (Manta cannot start) and what is a warning (it starts, and is slower or less safe).
 Never:     imports Ray, torch or another large package: a broken one must be reported, not raise. Changes nothing.
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,182 +55,145 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what was found, and what to do about it ("" if nothing)."""
+    """One line: what was looked at, what was found, how bad that is, and what to do about it ("" if nothing)."""
 
     check: str
-    level: Level
     text: str
-    advice: str
+    level: Level = Level.OK
+    advice: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What was measured. A problem is a sentence, "" if there is none."""
-
-    settings: str  # path of the file
-    settings_problem: str
-    address: str  # host:port
-    port_problem: str
-    port_has_manta: bool
-    cores: int  # that this process may use
-    cores_limit: float | None  # of the container
-    ram_bytes: int  # available
-    shm_bytes: int | None  # free in /dev/shm; None if there is none
-    haproxy_problem: str
-    torch_cuda: str | None  # CUDA version of the torch build; None for a CPU build
-    gpus: tuple[str, ...]
-    gpu_problem: str  # nvidia-smi is there and fails
-    gpus_wanted: bool  # by the settings
-    nvcc: str | None
-    model: str  # as the settings have it
-    model_problem: str
-    model_is_here: bool  # else it is a hub id
-    weights_bytes: int
-    time_s: float
-    newest_file_s: float  # of Manta's own files
-    clock_is_synchronised: bool
-    versions: tuple[tuple[str, str, str | None], ...]  # (package, wanted, installed)
+def port(address: str, problem: str, *, has_manta: bool) -> Finding:
+    text, _, advice = problem.partition("; ")
+    if has_manta:
+        advice = "stop it before you start another one, or give http_options.port another number"
+        return Finding("port", f"Manta serves at {address} already", Level.WARNING, advice)
+    return Finding("port", text, Level.FAULT, advice) if problem else Finding("port", f"{address} is free")
 
 
-def judge(facts: Facts) -> list[Finding]:
-    """Return a finding for each thing that was looked at, in the order in which a start needs them."""
-    found: list[Finding] = []
-
-    def say(check: str, text: str, *, fault: str = "", warning: str = "") -> None:
-        level = Level.FAULT if fault else Level.WARNING if warning else Level.OK
-        found.append(Finding(check, level, text, fault or warning))
-
-    _judge_settings(facts, say)
-    _judge_machine(facts, say)
-    _judge_gpu(facts, say)
-    for name, wanted, installed in facts.versions:
-        if installed is None or not Requirement(f"{name}{wanted}").specifier.contains(installed, prereleases=True):
-            do = f"{sys.executable} -m pip install '{name}{wanted}', or `make clean install`"
-            say(name, f"{installed or 'not installed'}, {wanted or 'any version'} is needed", fault=do)
-        elif name in SHOWN:
-            say(name, installed)
-    return found
+def model(path: str, problem: str, weights: int | None) -> Finding:
+    """``weights``: bytes; None for a hub id."""
+    if not problem and weights == 0:
+        problem = f"{path} has no weights"
+    if problem:
+        advice = "`make model` makes the embedded one; a hub id has the form owner/name"
+        return Finding("model", problem, Level.FAULT, advice)
+    where = "of the Hugging Face hub" if weights is None else f"weights of {weights / GIB:.2f} GiB"
+    return Finding("model", f"{path}, {where}")
 
 
-def _judge_settings(facts: Facts, say: Any) -> None:
-    if facts.settings_problem:
-        say("settings", facts.settings_problem, fault="give the file's name: manta doctor FILE")
+def cores(number: int, limit: float | None) -> Finding:
+    """``limit``: of the container."""
+    if limit is not None and limit < number:
+        text = f"{number}, and the container may use {limit:g}: threads are held up"
+        advice = f"set replicas.cpus so that all replicas and routers take {max(1, int(limit))} at most"
+        return Finding("cores", text, Level.WARNING, advice)
+    if number == 1:
+        return Finding("cores", "1", Level.WARNING, "router and replica take turns: give the machine two")
+    return Finding("cores", str(number))
+
+
+def memory(available: int, weights: int, *, gpus_wanted: bool) -> Finding:
+    need, text = weights + PROCESS_BYTES, f"{available / GIB:.1f} GiB available"
+    if available >= need or gpus_wanted:
+        return Finding("memory", text)
+    advice = "stop other programs, serve a smaller model, or quantise it (model.quantization)"
+    return Finding("memory", f"{text}, one replica needs {need / GIB:.1f}", Level.FAULT, advice)
+
+
+def shared_memory(free: int | None) -> Finding:
+    text = "absent" if free is None else f"{free / GIB:.2f} GiB free"
+    if free is not None and free >= SMALL_SHM_BYTES:
+        return Finding("/dev/shm", text)
+    advice = "give it 1 GiB (docker run --shm-size=1g): Ray's object store is on disk otherwise"
+    return Finding("/dev/shm", text, Level.WARNING, advice)
+
+
+def proxy(problem: str) -> Finding:
+    if not problem:
+        return Finding("HAProxy", "runs")
+    return Finding("HAProxy", problem, Level.WARNING, "Serve's own proxy serves then, with more CPU a token")
+
+
+def clock(time_s: float, newest_file_s: float, *, is_synchronised: bool) -> Finding:
+    """``newest_file_s``: of Manta's own files."""
+    text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_s))
+    if time_s < newest_file_s - DAY_S:
+        advice = "set the clock: certificates of the hub and of stores are refused"
+        return Finding("clock", f"{text}, before Manta's own files were written", Level.FAULT, advice)
+    if not is_synchronised:
+        advice = "run an NTP client if Manta runs on several machines, whose times are compared"
+        return Finding("clock", f"{text}, not synchronised", Level.WARNING, advice)
+    return Finding("clock", text)
+
+
+def gpu(cuda: str | None, gpus: tuple[str, ...], problem: str, nvcc: str | None, *, wanted: bool) -> Iterator[Finding]:
+    """``cuda``: version for which torch was built; ``problem``: why nvidia-smi fails; ``wanted``: by the settings."""
+    level = Level.FAULT if wanted else Level.WARNING
+    if cuda is None and (gpus or wanted):
+        advice = "install a CUDA build of PyTorch to use the GPU (docs/gpu.md)"
+        yield Finding("torch build", "for the CPU", level, advice)
     else:
-        say("settings", f"{facts.settings} (`manta check {facts.settings}` checks every setting)")
-    text, _, do = facts.port_problem.partition("; ")
-    if facts.port_has_manta:
-        do = "stop it before you start another one, or give http_options.port another number"
-        say("port", f"Manta serves at {facts.address} already", warning=do)
+        yield Finding("torch build", f"for CUDA {cuda}" if cuda else "for the CPU")
+    if problem:
+        advice = "install the driver that fits the kernel; in a container, pass the GPU in"
+        yield Finding("GPU", problem, level, advice)
+    elif wanted and not gpus:
+        advice = "take `gpus` out of the settings, or serve where a GPU is"
+        yield Finding("GPU", "none, and the settings ask for one", level, advice)
     else:
-        say("port", text or f"{facts.address} is free", fault=do)
-    if facts.model_problem:
-        say("model", facts.model_problem, fault="`make model` makes the embedded one; a hub id has the form owner/name")
-    elif facts.model:
-        where = f"weights of {facts.weights_bytes / GIB:.2f} GiB" if facts.model_is_here else "of the Hugging Face hub"
-        say("model", f"{facts.model}, {where}")
+        yield Finding("GPU", ", ".join(gpus) or "none: replicas compute on the CPU")
+    if gpus and nvcc is None:
+        advice = "put CUDA's nvcc on the PATH: FlashInfer's kernels cannot be compiled, and Triton's are used"
+        yield Finding("nvcc", "not found", Level.WARNING, advice)
+    elif gpus:
+        yield Finding("nvcc", str(nvcc))
 
 
-def _judge_machine(facts: Facts, say: Any) -> None:
-    limit = facts.cores_limit
-    if limit is not None and limit < facts.cores:
-        do = f"set replicas.cpus so that all replicas and routers take {max(1, int(limit))} at most"
-        say("cores", f"{facts.cores}, and the container may use {limit:g}: threads are held up", warning=do)
-    else:
-        say("cores", str(facts.cores), warning="" if facts.cores > 1 else "router and replica take turns: give it two")
-    need, have = facts.weights_bytes + PROCESS_BYTES, f"{facts.ram_bytes / GIB:.1f} GiB available"
-    if facts.ram_bytes < need and not facts.gpus_wanted:
-        do = "stop other programs, serve a smaller model, or quantise it (model.quantization)"
-        say("memory", f"{have}, one replica needs {need / GIB:.1f}", fault=do)
-    else:
-        say("memory", have)
-    shm = "absent" if facts.shm_bytes is None else f"{facts.shm_bytes / GIB:.2f} GiB free"
-    do = "give it 1 GiB (docker run --shm-size=1g): Ray's object store is on disk otherwise"
-    say("/dev/shm", shm, warning=do if (facts.shm_bytes or 0) < SMALL_SHM_BYTES else "")
-    do = "Serve's own proxy serves then, with more CPU a token" if facts.haproxy_problem else ""
-    say("HAProxy", facts.haproxy_problem or "runs", warning=do)
-    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts.time_s))
-    if facts.time_s < facts.newest_file_s - DAY_S:
-        do = "set the clock: certificates of the hub and of stores are refused"
-        say("clock", f"{now}, before Manta's own files were written", fault=do)
-    elif not facts.clock_is_synchronised:
-        do = "run an NTP client if Manta runs on several machines, whose times are compared"
-        say("clock", f"{now}, not synchronised", warning=do)
-    else:
-        say("clock", now)
+def version(requirement: Requirement, installed: str | None) -> Finding:
+    if installed is not None and requirement.specifier.contains(installed, prereleases=True):
+        return Finding(requirement.name, installed)
+    wanted = f"{requirement.name}{requirement.specifier}"
+    advice = f"{sys.executable} -m pip install '{wanted}', or `make clean install`"
+    return Finding(requirement.name, f"{installed or 'not installed'}, {wanted} is needed", Level.FAULT, advice)
 
 
-def _judge_gpu(facts: Facts, say: Any) -> None:
-    def amiss(check: str, text: str, do: str) -> None:
-        say(check, text, **{"fault" if facts.gpus_wanted else "warning": do})
-
-    if facts.torch_cuda is None and (facts.gpus or facts.gpus_wanted):
-        amiss("torch build", "for the CPU", "install a CUDA build of PyTorch to use the GPU (docs/gpu.md)")
-    else:
-        say("torch build", f"for CUDA {facts.torch_cuda}" if facts.torch_cuda else "for the CPU")
-    if facts.gpu_problem:
-        amiss("GPU", facts.gpu_problem, "install the driver that fits the kernel; in a container, pass the GPU in")
-    elif facts.gpus_wanted and not facts.gpus:
-        amiss("GPU", "none, and the settings ask for one", "take `gpus` out of the settings, or serve where a GPU is")
-    else:
-        say("GPU", ", ".join(facts.gpus) or "none: replicas compute on the CPU")
-    if facts.gpus:
-        do = "put CUDA's nvcc on the PATH: without it FlashInfer's kernels cannot be compiled, and Triton's are used"
-        say("nvcc", facts.nvcc or "not found", warning="" if facts.nvcc else do)
-
-
-def measure(config: str) -> Facts:
-    """Look at this machine. ``config``: the settings file."""
-    content, settings_problem, host, port = _read(config)
+def examine(config: str) -> Iterator[Finding]:
+    """Look at this machine, in the order in which a start needs things. ``config``: the settings file."""
+    content, (host, number) = None, (ALL_ADDRESSES, PORT)
+    try:
+        file = settings_file.read(config)
+        content, (host, number) = file.content, file.address
+        yield Finding("settings", f"{config} (`manta check {config}` checks every setting)")
+    except InvalidConfig as error:
+        yield Finding("settings", str(error), Level.FAULT, "give the file's name: manta doctor FILE")
+    taken = _problem_of(check_port, host, number)
+    yield port(f"{host}:{number}", taken, has_manta=bool(taken) and _is_manta(host, number))
     args = _args(content)
     group = args.get("model")
-    model = str(group.get("path") or "") if isinstance(group, dict) else ""
-    port_problem = _problem_of(check_port, host, port)
-    model_problem = _problem_of(check_model_path, model) if content is not None else ""
-    here = bool(model) and not model_problem and local_model(model) is not None
-    weights = weights_bytes(model) if here else 0
-    gpus, gpu_problem = _gpus()
-    return Facts(
-        settings=config,
-        settings_problem=settings_problem,
-        address=f"{host}:{port}",
-        port_problem=port_problem,
-        port_has_manta=bool(port_problem) and _is_manta(host, port),
-        cores=len(os.sched_getaffinity(0)),
-        cores_limit=_cores_limit(),
-        ram_bytes=_available_ram(),
-        shm_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
-        haproxy_problem=haproxy.unusable(haproxy.found(os.environ), host=host),
-        torch_cuda=_torch_cuda(),
-        gpus=gpus,
-        gpu_problem=gpu_problem,
-        gpus_wanted=any(isinstance(each, dict) and each.get("gpus") for each in args.values()),
-        nvcc=shutil.which("nvcc"),
-        model=model,
-        model_problem=model_problem or (f"model.path = {model!r} has no weights" if here and not weights else ""),
-        model_is_here=here,
-        weights_bytes=weights,
-        time_s=time.time(),
-        newest_file_s=max(each.stat().st_mtime for each in Path(__file__).parent.glob("*.py")),
-        clock_is_synchronised=_clock_is_synchronised(),
-        versions=tuple(_installed()),
-    )
+    path = str(group.get("path") or "") if isinstance(group, dict) else ""
+    problem = _problem_of(check_model_path, path) if path else "the settings name none"
+    weights = weights_bytes(path) if not problem and local_model(path) is not None else None
+    if content is not None:
+        yield model(path, problem, weights)
+    wanted = any(isinstance(each, dict) and each.get("gpus") for each in args.values())
+    yield cores(len(os.sched_getaffinity(0)), _cores_limit())
+    yield memory(_available_ram(), weights or 0, gpus_wanted=wanted)
+    yield shared_memory(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None)
+    yield proxy(haproxy.unusable(haproxy.found(os.environ), host=host))
+    newest_file_s = max(each.stat().st_mtime for each in Path(__file__).parent.glob("*.py"))
+    yield clock(time.time(), newest_file_s, is_synchronised=_clock_is_synchronised())
+    yield from gpu(_torch_cuda(), *_gpus(), shutil.which("nvcc"), wanted=wanted)
+    found = [version(*each) for each in _installed()]
+    yield from (each for each in found if each.level is not Level.OK or each.check in SHOWN)
 
 
-def _problem_of(check: Any, *args: Any) -> str:
+def _problem_of(check: Callable[..., None], *args: Any) -> str:
     try:
         check(*args)
     except InvalidConfig as error:
         return str(error)
     return ""
-
-
-def _read(config: str) -> tuple[Any, str, str, int]:
-    """Read the settings file: its content, what is wrong with it, host and port."""
-    try:
-        file = settings_file.read(config)
-        return file.content, "", *file.address
-    except InvalidConfig as error:
-        return None, str(error), ALL_ADDRESSES, PORT
 
 
 def _args(content: Any) -> dict[str, Any]:
@@ -240,9 +203,9 @@ def _args(content: Any) -> dict[str, Any]:
     return next((args for args in found if isinstance(args, dict) and "model" in args), {})
 
 
-def _is_manta(host: str, port: int) -> bool:
+def _is_manta(host: str, number: int) -> bool:
     try:
-        ask.first_model(f"http://{'127.0.0.1' if host == ALL_ADDRESSES else host}:{port}", None)
+        ask.first_model(f"http://{'127.0.0.1' if host == ALL_ADDRESSES else host}:{number}", None)
     except ask.Unanswered as error:
         return error.status == ask.REFUSED
     return True
@@ -299,15 +262,14 @@ def _clock_is_synchronised() -> bool:
     return True
 
 
-def _installed() -> Iterator[tuple[str, str, str | None]]:
+def _installed() -> Iterator[tuple[Requirement, str | None]]:
     """List what pyproject.toml asked for when Manta was installed, and what there is."""
-    for line in importlib.metadata.requires("manta") or ():
-        wanted = Requirement(line)
+    for wanted in map(Requirement, importlib.metadata.requires("manta") or ()):
         if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             installed = None
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 installed = importlib.metadata.version(wanted.name)
-            yield wanted.name, str(wanted.specifier), installed
+            yield wanted, installed
 
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "bold red"}

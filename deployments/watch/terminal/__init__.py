@@ -1,1 +1,1 @@
-"""What Manta says in a terminal. Never imports Ray: `top` and `explain` start at once."""
+"""What Manta says in a terminal. Never imports Ray: its commands start at once."""

@@ -14,13 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from deployments.watch.terminal import ask, explain
-from deployments.watch.terminal.keyboard import on_terminal
 from deployments.watch.terminal.table import count, seconds
 from deployments.watch.terminal.words import short_id
 
@@ -136,7 +135,7 @@ def facts(turn: Turn) -> str:
 
 def run(url: str, key: str | None, admin_key: str | None, options: ChatOptions) -> int:
     """Run the command. Return the exit status: 0, or that of the first turn that failed (ask.py)."""
-    live = sys.stdin.isatty() and on_terminal(sys.stdout)
+    live = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         talk = Conversation(url, key, options, time.monotonic)
     except ask.Unanswered as error:
@@ -181,18 +180,17 @@ def _command(text: str, talk: Conversation, url: str, admin_key: str | None, tol
     return 0
 
 
-def _turn(text: str, talk: Conversation, told: Console, out: TextIO | None = None) -> int:
+def _turn(text: str, talk: Conversation, told: Console) -> int:
     """Print the answer of one turn as it comes, and its facts. Return 0, or the status of its failure."""
-    out = sys.stdout if out is None else out
     try:
         for part in talk.say(text):
-            print(part, end="", file=out, flush=True)
-        print(file=out, flush=True)
+            print(part, end="", flush=True)
+        print(flush=True)
     except KeyboardInterrupt:
-        print(f" {STOPPED}", file=out, flush=True)
+        print(f" {STOPPED}", flush=True)
         return 0
     except ask.Unanswered as error:
-        print(file=out, flush=True)
+        print(flush=True)
         told.print(Text(str(error), "red"))
         return error.status
     if talk.last is not None:

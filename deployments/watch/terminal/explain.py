@@ -16,7 +16,7 @@ from rich.text import Text
 from deployments.watch.terminal import ask
 from deployments.watch.terminal.keyboard import on_terminal
 from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds
-from deployments.watch.terminal.words import STAGES
+from deployments.watch.terminal.words import STAGES, outcome
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, chosen
 
 _BAR_WIDTH = 48
@@ -71,7 +71,7 @@ def _heading(body: Mapping[str, Any]) -> str:
     at = datetime.fromtimestamp(body["time"], tz=UTC).astimezone()
     tries = len(body["tries"])
     return (
-        f"{body['rid']}: {body['outcome']}, {tries} {'try' if tries == 1 else 'tries'}, "
+        f"{body['rid']}: {outcome(body)}, {tries} {'try' if tries == 1 else 'tries'}, "
         f"{at:%Y-%m-%d %H:%M:%S}, router {body['router']}"
     )
 

@@ -1,7 +1,7 @@
 """``manta top``: a running Manta on the terminal, until q or Ctrl-C.
 
-On a terminal a screen that is drawn in place (view.py); elsewhere, and with NO_COLOR, one snapshot in plain lines, or
-one each interval if an interval was given. The state's form is deployments/watch/observatory/README.md's.
+On a terminal a screen that is drawn in place (view.py); elsewhere, and with NO_COLOR, one snapshot in plain lines. The
+state's form is deployments/watch/observatory/README.md's.
 
 Thread:    `run` draws on the main thread. Questions to Manta are asked on threads of their own, so that keys are
            heeded while an answer is late; a thread that still waits at the end is left behind.
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -30,7 +30,6 @@ from deployments.watch.terminal.tables import link_table, replica_table, request
 from deployments.watch.terminal.view import View, heading
 from deployments.watch.terminal.words import LEGEND, STAGE_LEGEND, TROUBLE
 
-INTERVAL_S = 1.0
 SNAPSHOT_REQUESTS = 10
 
 Fetch = Callable[[], dict[str, Any]]
@@ -43,7 +42,7 @@ class Options:
 
     once: bool
     as_json: bool
-    interval_s: float | None  # None: not given
+    interval_s: float
 
 
 def run(url: str, key: str | None, options: Options) -> int:
@@ -59,13 +58,13 @@ def run(url: str, key: str | None, options: Options) -> int:
             return Text(str(error), TROUBLE)
 
     try:
-        if not options.once and not options.as_json and on_terminal(sys.stdout):
-            state = fetch()
-            view = View(state, _objectives(url, key), time.monotonic())
-            _live(view, fetch, told, options.interval_s or INTERVAL_S)
+        state = fetch()
+        if options.as_json:
+            print(json.dumps(state))
+        elif options.once or not on_terminal(sys.stdout):
+            print(plain(state, _objectives(url, key)))
         else:
-            objectives = Objectives() if options.as_json else _objectives(url, key)
-            _blocks(fetch, objectives, options, sys.stdout, sys.stderr, time.sleep)
+            _live(View(state, _objectives(url, key), time.monotonic()), fetch, told, options.interval_s)
     except ask.Unanswered as error:
         print(error, file=sys.stderr)
         return error.status
@@ -91,31 +90,6 @@ def plain(state: Mapping[str, Any], objectives: Objectives) -> str:
 def _objectives(url: str, key: str | None) -> Objectives:
     ttft_s, itl_s = ask.objectives(url, key)
     return Objectives(ttft_s=ttft_s, itl_s=itl_s)
-
-
-def _blocks(
-    fetch: Fetch,
-    objectives: Objectives,
-    options: Options,
-    out: TextIO,
-    err: TextIO,
-    wait: Callable[[float], None],
-) -> None:
-    """Print a snapshot, or one each interval. Raises: Unanswered for the first, or if asking again cannot help."""
-    answered = False
-    while True:
-        try:
-            state = fetch()
-            text = json.dumps(state) if options.as_json else f"{plain(state, objectives)}\n"
-            print(text, file=out, flush=True)
-            answered = True
-        except ask.Unanswered as error:
-            if not (answered and error.may_pass):
-                raise
-            print(error, file=err, flush=True)
-        if options.once or options.interval_s is None:
-            return
-        wait(options.interval_s)
 
 
 class _Questions:
@@ -145,7 +119,10 @@ class _Questions:
 
 
 def _live(view: View, fetch: Fetch, told: Callable[[str], RenderableType], interval_s: float) -> None:
-    """Draw in place until a key ends it; while Manta does not answer, the last state stays. Raises: as `_blocks`."""
+    """Draw in place until a key ends it; while Manta does not answer, the last state stays.
+
+    Raises: Unanswered if asking again cannot help.
+    """
     console, questions = Console(), _Questions()
     questions.ask_each(fetch, interval_s)
     with single_keys(sys.stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:

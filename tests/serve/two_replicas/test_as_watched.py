@@ -109,7 +109,7 @@ def test_explain_in_the_terminal_says_what_the_router_says(fleet: Watched) -> No
     name = fleet.traffic.last("chat").name
     said = terminal("explain", name, "--url", fleet.app.url)
     route = httpx.get(f"{fleet.app.url}/route/{name}", timeout=30).json()
-    assert said.startswith(f"{name}: finished, 1 try, ")
+    assert said.startswith(f"{name}: ok, 1 try, ")
     assert sentence(route) in said
     actual = route["tries"][0]["actual"]["cached_tokens"]
     assert f"{actual} of {route['tries'][0]['num_tokens']} prompt tokens were cached" in said

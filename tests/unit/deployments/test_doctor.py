@@ -1,6 +1,5 @@
 """`doctor`: each fault and each warning once, by facts that are given; and one look at this machine."""
 
-import dataclasses
 import json
 import os
 import socket
@@ -11,93 +10,82 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from deployments.command import doctor
-from deployments.command.doctor import Facts, Level
+from deployments.command.doctor import Finding, Level
 from tests.unit.deployments.listening import answering
 
 GIB = 1 << 30
-WELL = Facts(
-    settings="serve_config.yaml", settings_problem="", address="127.0.0.1:8000", port_problem="", port_has_manta=False,
-    cores=4, cores_limit=None, ram_bytes=8 * GIB, shm_bytes=2 * GIB, haproxy_problem="", torch_cuda=None, gpus=(),
-    gpu_problem="", gpus_wanted=False, nvcc=None, model="models/tiny", model_problem="", model_is_here=True,
-    weights_bytes=GIB, time_s=1_800_000_000.0, newest_file_s=1_790_000_000.0, clock_is_synchronised=True,
-    versions=(("ray", "==2.60.0", "2.60.0"), ("torch", "==2.13.0", "2.13.0+cpu"), ("rich", ">=13", "14.0")),
-)  # fmt: skip
 H200 = ("NVIDIA H200, 143771 MiB, 570.1",)
-
-
-def amiss(**changed: Any) -> list[tuple[str, Level]]:
-    found = doctor.judge(dataclasses.replace(WELL, **changed))
-    assert all(bool(each.advice) == (each.level is not Level.OK) for each in found)
-    return [(each.check, each.level) for each in found if each.level is not Level.OK]
-
-
-def test_a_machine_that_is_well_has_a_line_for_each_check_and_no_advice() -> None:
-    found = doctor.judge(WELL)
-    assert amiss() == []
-    assert [each.check for each in found] == [
-        "settings", "port", "model", "cores", "memory", "/dev/shm", "HAProxy", "clock", "torch build", "GPU", "ray",
-        "torch",
-    ]  # fmt: skip
-    gpu = doctor.judge(dataclasses.replace(WELL, gpus=H200, torch_cuda="12.9", nvcc="/usr/bin/nvcc", gpus_wanted=True))
-    assert [each.text for each in gpu if each.check in ("torch build", "GPU", "nvcc")] == [
-        "for CUDA 12.9", "NVIDIA H200, 143771 MiB, 570.1", "/usr/bin/nvcc",
-    ]  # fmt: skip
-    assert {each.level for each in gpu} == {Level.OK}
+OK, WARNING, FAULT = Level.OK, Level.WARNING, Level.FAULT
+NOW_S, BUILT_S = 1_800_000_000.0, 1_790_000_000.0
 
 
 @pytest.mark.parametrize(
-    ("check", "changed"),
+    ("found", "level"),
     [
-        ("settings", {"settings_problem": "there is no file other.yaml", "model": ""}),
-        ("port", {"port_problem": "127.0.0.1:8000 cannot be listened on (in use); process 7 (python) listens there"}),
-        ("model", {"model_problem": "model.path = 'x': there is no such folder"}),
-        ("memory", {"ram_bytes": 2 * GIB - 1}),
-        ("clock", {"time_s": 1_700_000_000.0}),
-        ("torch build", {"gpus_wanted": True, "gpus": H200, "nvcc": "/usr/bin/nvcc"}),
-        ("GPU", {"gpus_wanted": True, "torch_cuda": "12.9"}),
-        ("GPU", {"gpus_wanted": True, "torch_cuda": "12.9", "gpu_problem": "nvidia-smi fails: driver mismatch"}),
-        ("torch", {"versions": (("torch", "==2.13.0", "2.12.0"),)}),
-        ("nixl", {"versions": (("nixl", "==1.5.1", None),)}),
-        ("rich", {"versions": (("rich", ">=13", "12.6"),)}),
+        (doctor.port("h:1", "", has_manta=False), OK),
+        (doctor.port("h:1", "h:1 is taken; stop it", has_manta=True), WARNING),
+        (doctor.port("h:1", "h:1 is taken; stop it", has_manta=False), FAULT),
+        (doctor.model("owner/name", "", None), OK),
+        (doctor.model("models/tiny", "", 1), OK),
+        (doctor.model("models/tiny", "", 0), FAULT),
+        (doctor.model("models/tiny", "there is no such folder", None), FAULT),
+        (doctor.cores(2, None), OK),
+        (doctor.cores(2, 2.0), OK),
+        (doctor.cores(2, 1.5), WARNING),
+        (doctor.cores(1, None), WARNING),
+        (doctor.memory(2 * GIB, GIB, gpus_wanted=False), OK),
+        (doctor.memory(2 * GIB - 1, GIB, gpus_wanted=False), FAULT),
+        (doctor.memory(0, GIB, gpus_wanted=True), OK),
+        (doctor.shared_memory(GIB), OK),
+        (doctor.shared_memory(GIB - 1), WARNING),
+        (doctor.shared_memory(None), WARNING),
+        (doctor.proxy(""), OK),
+        (doctor.proxy("no HAProxy was found"), WARNING),
+        (doctor.clock(NOW_S, BUILT_S, is_synchronised=True), OK),
+        (doctor.clock(NOW_S, BUILT_S, is_synchronised=False), WARNING),
+        (doctor.clock(BUILT_S - 90_000, BUILT_S, is_synchronised=True), FAULT),
+        (doctor.version(Requirement("torch==2.13.0"), "2.13.0+cpu"), OK),
+        (doctor.version(Requirement("torch==2.13.0"), "2.12.0"), FAULT),
+        (doctor.version(Requirement("nixl==1.5.1"), None), FAULT),
     ],
+    ids=lambda value: value.text if isinstance(value, Finding) else value,
 )
-def test_each_fault_is_found_alone(check: str, changed: dict[str, Any]) -> None:
-    assert amiss(**changed) == [(check, Level.FAULT)]
+def test_each_check_finds_its_faults_and_says_what_to_do(found: Finding, level: Level) -> None:
+    assert found.level is level
+    assert bool(found.advice) == (level is not OK)
 
 
 @pytest.mark.parametrize(
-    ("check", "changed"),
+    ("facts", "wanted", "levels"),
     [
-        ("port", {"port_problem": "it is taken; stop it", "port_has_manta": True}),
-        ("cores", {"cores": 1}),
-        ("cores", {"cores_limit": 1.5}),
-        ("/dev/shm", {"shm_bytes": 64 << 20}),
-        ("/dev/shm", {"shm_bytes": None}),
-        ("HAProxy", {"haproxy_problem": "no HAProxy was found"}),
-        ("clock", {"clock_is_synchronised": False}),
-        ("torch build", {"gpus": H200, "nvcc": "/usr/bin/nvcc"}),
-        ("GPU", {"gpu_problem": "nvidia-smi fails: no devices"}),
-        ("nvcc", {"gpus": H200, "torch_cuda": "12.9"}),
+        ((None, (), "", None), False, {"torch build": OK, "GPU": OK}),
+        (("12.9", H200, "", "/nvcc"), True, {"torch build": OK, "GPU": OK, "nvcc": OK}),
+        ((None, H200, "", "/nvcc"), False, {"torch build": WARNING, "GPU": OK, "nvcc": OK}),
+        ((None, H200, "", "/nvcc"), True, {"torch build": FAULT, "GPU": OK, "nvcc": OK}),
+        (("12.9", (), "", None), False, {"torch build": OK, "GPU": OK}),
+        (("12.9", (), "", None), True, {"torch build": OK, "GPU": FAULT}),
+        (("12.9", (), "nvidia-smi fails", None), False, {"torch build": OK, "GPU": WARNING}),
+        (("12.9", (), "nvidia-smi fails", None), True, {"torch build": OK, "GPU": FAULT}),
+        (("12.9", H200, "", None), True, {"torch build": OK, "GPU": OK, "nvcc": WARNING}),
     ],
 )
-def test_each_warning_is_found_alone(check: str, changed: dict[str, Any]) -> None:
-    assert amiss(**changed) == [(check, Level.WARNING)]
-
-
-def test_replicas_on_a_gpu_need_no_ram_for_the_weights() -> None:
-    assert amiss(ram_bytes=GIB, gpus_wanted=True, gpus=H200, torch_cuda="12.9", nvcc="/nvcc") == []
+def test_what_a_gpu_lacks_is_a_fault_where_the_settings_want_it(
+    facts: tuple[Any, ...], wanted: bool, levels: dict[str, Level]
+) -> None:
+    found = list(doctor.gpu(*facts, wanted=wanted))
+    assert {each.check: each.level for each in found} == levels
+    assert all(bool(each.advice) == (each.level is not OK) for each in found)
 
 
 def test_the_exit_status_is_1_on_a_fault_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    warned = doctor.judge(dataclasses.replace(WELL, cores=1))
-    assert doctor.report(warned, as_json=False) == 0
+    assert doctor.report([doctor.cores(1, None)], as_json=False) == 0
     assert capsys.readouterr().out.endswith("0 faults, 1 warning\n")
-    failed = doctor.judge(dataclasses.replace(WELL, ram_bytes=0))
-    assert doctor.report(failed, as_json=True) == 1
-    [memory] = [each for each in json.loads(capsys.readouterr().out) if each["level"] == "fault"]
-    assert memory["check"] == "memory"
+    assert doctor.report([doctor.cores(4, None), doctor.memory(0, GIB, gpus_wanted=False)], as_json=True) == 1
+    [cores, memory] = json.loads(capsys.readouterr().out)
+    assert (cores["level"], memory["level"]) == ("ok", "fault")
     assert memory["text"] == "0.0 GiB available, one replica needs 2.0"
 
 
@@ -130,12 +118,21 @@ def test_this_machine_is_looked_at_without_ray_or_torch(tmp_path: Path) -> None:
     assert not imported & {"ray", "torch", "transformers", "pydantic"}
 
 
+def findings(file: str) -> dict[str, Finding]:
+    return {each.check: each for each in doctor.examine(file)}
+
+
 def test_a_taken_port_is_told_apart_from_another_manta(tmp_path: Path) -> None:
-    model = str(tmp_path)
-    for body, has_manta in ((b'{"data": [{"id": "tiny"}]}', True), (b"hello", False)):
+    for body, level in ((b'{"data": [{"id": "tiny"}]}', WARNING), (b"hello", FAULT)):
         with answering(lambda *_, body=body: (200, body)) as port:  # type: ignore[misc]
-            facts = doctor.measure(settings(tmp_path, port=port, model=model))
-        assert (bool(facts.port_problem), facts.port_has_manta) == (True, has_manta)
+            assert findings(settings(tmp_path, port=port, model=str(tmp_path)))["port"].level is level
+
+
+def test_a_file_that_is_not_there_is_a_fault_and_the_machine_is_looked_at_all_the_same(tmp_path: Path) -> None:
+    found = findings(str(tmp_path / "none.yaml"))
+    assert found["settings"].level is FAULT
+    assert "model" not in found
+    assert found["memory"].level is OK
 
 
 def test_gpus_are_asked_of_nvidia_smi_and_its_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +145,6 @@ def test_gpus_are_asked_of_nvidia_smi_and_its_failure_is_told(tmp_path: Path, mo
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         assert doctor._gpus() == told
-    facts = doctor.measure(settings(tmp_path, port=1, model="nobody/nothing", gpus=1))
-    assert facts.gpus_wanted
-    assert not facts.model_is_here
+    found = findings(settings(tmp_path, port=1, model="nobody/nothing", gpus=1))
+    assert found["GPU"].level is FAULT
+    assert found["model"].text == "nobody/nothing, of the Hugging Face hub"

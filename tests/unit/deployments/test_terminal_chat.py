@@ -169,4 +169,4 @@ async def test_with_the_real_engine_the_second_turn_finds_the_first_in_the_cache
     assert second.usage["prompt_tokens_details"]["cached_tokens"] >= first.usage["prompt_tokens"] // 16 * 16
     assert second.route["replica"] == "r0"
     assert status == 0
-    assert f"{second.rid}: finished, 1 try" in told
+    assert f"{second.rid}: ok, 1 try" in told

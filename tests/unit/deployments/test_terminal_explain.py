@@ -45,7 +45,7 @@ def answer(*tries: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 
 BLOCK = """\
-me: finished, 1 try, 2025-11-21 10:46:40, router r1
+me: ok, 1 try, 2025-11-21 10:46:40, router r1
 
 me (1709 prompt tokens) went to a1 by estimated_ttft: soonest.
 
@@ -74,7 +74,7 @@ def test_without_stages_the_rest_is_shown() -> None:
 def test_each_try_tells_why_it_failed() -> None:
     lost = tried(failure="ReplicaGone: replica a1 died", candidates=[])
     blocks = explain.plain(answer(lost, tried(replica="b2", candidates=[]))).split("\n\n")
-    assert blocks[0].startswith("me: finished, 2 tries,")
+    assert blocks[0].startswith("me: ok, 2 tries,")
     assert blocks[1:3] == [
         "Try 1: me (1709 prompt tokens) went to a1 by estimated_ttft: soonest.",
         "It failed: ReplicaGone: replica a1 died",

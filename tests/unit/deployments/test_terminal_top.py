@@ -309,7 +309,7 @@ def run_top(*args: str, **env: str) -> "subprocess.CompletedProcess[str]":
 
 def test_once_prints_one_block_and_ends_without_importing_ray(server: Scripted) -> None:
     done = run_top("--once", "--url", server.url, PYTHONPROFILEIMPORTTIME="1", MANTA_ADMIN_KEY="k")
-    assert (done.returncode, done.stdout) == (0, f"{BLOCK}\n\n")
+    assert (done.returncode, done.stdout) == (0, f"{BLOCK}\n")
     assert server.asked == [("/manta/api/state", "Bearer k")]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "rich.table" in imported
@@ -338,7 +338,7 @@ def test_what_is_amiss_is_said_with_what_to_do(server: Scripted, status: int, bo
 
 
 def test_nothing_listening_is_an_exit_status_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    options = top.Options(once=True, as_json=False, interval_s=None)
+    options = top.Options(once=True, as_json=False, interval_s=1.0)
     assert top.run("127.0.0.1:1", None, options) == 3
     assert capsys.readouterr().err.startswith("nothing answers at http://127.0.0.1:1/manta/api/state ([Errno 111]")
 
@@ -379,24 +379,13 @@ def test_white_space_around_the_key_does_not_count(server: Scripted) -> None:
     assert server.asked == [("/manta/api/state", "Bearer secret")]
 
 
-def test_blocks_go_on_over_a_gap_and_end_when_the_key_is_refused(server: Scripted) -> None:
-    """Not a terminal: one block an interval; a server that is away for a moment is asked again."""
-    server.answers = [(200, state()), (500, {}), (200, state()), (401, {})]
-    out, err, waits = io.StringIO(), io.StringIO(), []
-    options = top.Options(once=False, as_json=False, interval_s=2.0)
-    with pytest.raises(ask.Unanswered, match="admin key is wrong"):
-        top._blocks(lambda: ask.state(server.url, "k"), NONE, options, out, err, waits.append)
-    assert out.getvalue() == f"{plain()}\n\n" * 2
-    assert "\x1b" not in out.getvalue()
-    assert "answers 500" in err.getvalue()
-    assert waits == [2.0, 2.0, 2.0]
-
-
-def test_in_a_pipe_one_snapshot_is_printed_and_with_an_interval_they_go_on(server: Scripted) -> None:
-    assert run_top("--url", server.url).stdout == f"{BLOCK}\n\n"
-    server.answers = [server.answers[0], server.answers[0], (401, {})]
-    done = run_top("--url", server.url, "--interval", "0.1")
-    assert (done.returncode, done.stdout) == (4, f"{BLOCK}\n\n" * 2)
+def test_in_a_pipe_one_snapshot_is_printed_with_the_objectives_of_the_settings(server: Scripted) -> None:
+    server.answers = [(200, state(requests=[request(str(n), ttft_s=2.1, total_s=2.2) for n in range(5)]))]
+    done = run_top("--url", server.url)
+    assert done.stdout.splitlines()[1:3] == [
+        "TTFT p50 91 ms (!) | TPOT p50 10 ms | output/s 88 | cached 75 % | failed 0 % | waiting 2 | KV pool 50 %",
+        "! 100 % of the last requests miss TTFT 2.00 s",
+    ]
 
 
 def test_on_a_terminal_it_is_drawn_in_place_and_heeds_keys(server: Scripted) -> None:
