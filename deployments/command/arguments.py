@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         add(name, told).add_argument("config", nargs="?", default=CONFIG, help=f"settings file (default {CONFIG})")
     top = add("top", "watch replicas, KV pools and requests; press ? there for its keys")
     top.add_argument("--once", action="store_true", help="print one snapshot as plain text and exit")
-    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two looks (default 1)")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
     explain = add("explain", "explain why a recent request went to its replica, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
     chat = add("chat", "talk to a served model, and see after each answer what was cached and how fast it was")

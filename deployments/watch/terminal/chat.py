@@ -38,7 +38,7 @@ class ChatOptions:
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """What is known of one answer, while it comes and afterwards."""
 
     rid: str = ""
@@ -55,7 +55,7 @@ class Conversation:
     def __init__(self, url: str, key: str | None, options: ChatOptions, clock: Callable[[], float]) -> None:
         """Raises: Unanswered if no model is given and Manta lists none."""
         self.model = options.model or ask.first_model(url, key)
-        self.last: Turn | None = None
+        self.last: ChatTurn | None = None
         self._url, self._key, self._options, self._clock = url, key, options, clock
         self._messages: list[dict[str, str]] = []
         self.forget()
@@ -67,7 +67,7 @@ class Conversation:
 
     def say(self, text: str) -> Iterator[str]:
         """Send a turn; yield the parts of its answer as they come. Raises: Unanswered."""
-        turn, asked_s = Turn(), self._clock()
+        turn, asked_s = ChatTurn(), self._clock()
         messages = [*self._messages, {"role": "user", "content": text}]
         try:
             with ask.answer(self._url, self._body(messages), self._key) as (headers, lines):
@@ -88,7 +88,7 @@ class Conversation:
             raise
         self._keep(messages, turn)
 
-    def _keep(self, messages: list[dict[str, str]], turn: Turn) -> None:
+    def _keep(self, messages: list[dict[str, str]], turn: ChatTurn) -> None:
         self.last, self._messages = turn, [*messages, {"role": "assistant", "content": turn.text}]
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def fields_of(header: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in header.split("; ") if "=" in part)
 
 
-def facts(turn: Turn) -> str:
+def facts(turn: ChatTurn) -> str:
     """Return in one line what the cache did, how fast it was, and where it went; what is not known is left out."""
     said = []
     if turn.usage:

@@ -105,13 +105,13 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(server: Recorded) -> 
 
 
 def test_the_facts_say_what_was_cached_how_fast_it_was_and_where_it_went() -> None:
-    turn = chat.Turn(usage=USAGE, route=chat.fields_of(ROUTE), first_s=0.25, last_s=0.75)
+    turn = chat.ChatTurn(usage=USAGE, route=chat.fields_of(ROUTE), first_s=0.25, last_s=0.75)
     assert chat.facts(turn) == (
         f"{FACTS} | first token 250 ms | 8 tokens at 14/s | on r0 (round_robin, only_candidate)"
     )
     apart = {**chat.fields_of(ROUTE), "prefill": "ModelReplica#p1", "tries": "2"}
-    assert chat.facts(chat.Turn(route=apart)) == "on r0 (round_robin, only_candidate), prompt by p1, 2 tries"
-    assert chat.facts(chat.Turn()) == ""
+    assert chat.facts(chat.ChatTurn(route=apart)) == "on r0 (round_robin, only_candidate), prompt by p1, 2 tries"
+    assert chat.facts(chat.ChatTurn()) == ""
 
 
 def test_in_a_pipe_lines_are_turns_and_only_answers_go_to_standard_output(server: Recorded) -> None:
@@ -153,7 +153,7 @@ async def test_with_the_real_engine_the_second_turn_finds_the_first_in_the_cache
     async with listening(make_app(service)) as port:
         url = f"http://127.0.0.1:{port}"
 
-        def talked() -> tuple[list[chat.Turn], int, str]:
+        def talked() -> tuple[list[chat.ChatTurn], int, str]:
             talk, turns = chat.Conversation(url, None, OPTIONS, iter(range(100)).__next__), []
             for text in ("Name one colour. " * 8, "And another one."):
                 said(talk, text)
