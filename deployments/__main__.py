@@ -79,6 +79,8 @@ def _serve_or_check(command: str, config: str) -> int:
     from deployments.command import haproxy
     from deployments.settings import settings_file
 
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: applications beside a settings file are found
     try:  # before Ray and torch are imported, which takes seconds
         host = _host(settings_file.read(config), to_listen=command == "serve")
     except InvalidConfig as error:
