@@ -87,6 +87,14 @@ def troubles(state: State, objectives: Objectives) -> list[str]:
     return found
 
 
+def warnings(state: State) -> list[str]:
+    """Return a sentence for each thing that is not trouble yet, such as a replica that is being replaced."""
+    replicas, requests = state["replicas"], state["requests"]
+    ready, again = sum(each["state"] == "accepting" for each in replicas), sum(row["tries"] > 1 for row in requests)
+    found = [f"{ready} of {len(replicas)} replicas accept requests"] if ready < len(replicas) else []
+    return found + ([f"{again} of the last {len(requests)} requests were tried again elsewhere"] if again else [])
+
+
 def trouble_of(replica: State) -> str:
     """Return what is wrong with a replica, in words; "" if nothing is."""
     age_s, used, tiers = replica.get("report_age_s"), used_ratio(replica), replica.get("tiers") or {}

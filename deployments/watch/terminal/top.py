@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deployments.watch.terminal import ask, explain
-from deployments.watch.terminal.health import Objectives, figures, troubles
+from deployments.watch.terminal.health import Objectives, figures, troubles, warnings
 from deployments.watch.terminal.keyboard import on_terminal, pressed, single_keys
 from deployments.watch.terminal.tables import link_table, replica_table, request_table, router_table
 from deployments.watch.terminal.view import View, heading
@@ -76,7 +76,7 @@ def run(url: str, key: str | None, options: Options) -> int:
 def plain(state: Mapping[str, Any], objectives: Objectives) -> str:
     """Return a snapshot as lines without any escape sequence."""
     told = [f"{each.name} {each.text}{' (!)' if each.is_trouble else ''}" for each in figures(state, objectives)]
-    wrong = [f"! {trouble}" for trouble in troubles(state, objectives)] or ["all well"]
+    wrong = [f"! {each}" for each in [*troubles(state, objectives), *warnings(state)]] or ["all well"]
     tables = [
         replica_table(state["replicas"]),
         request_table(state["requests"][:SNAPSHOT_REQUESTS], now_s=state["time"]),

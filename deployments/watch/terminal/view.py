@@ -28,6 +28,7 @@ from deployments.watch.terminal.health import (
     troubles,
     used_ratio,
     waiting,
+    warnings,
 )  # fmt: skip
 from deployments.watch.terminal.table import Table, count, seconds, sparkline
 from deployments.watch.terminal.tables import elapsed_s, link_table, replica_table, request_table
@@ -174,12 +175,11 @@ class View:
         return screen
 
     def _head(self) -> RenderableType:
-        found = troubles(self._state, self._objectives)
+        wrong = [self._note] if self._note else troubles(self._state, self._objectives)
+        found = [*wrong, *warnings(self._state)]
         more = f"  (and {len(found) - 1} more)" if len(found) > 1 else ""
-        if self._note:
-            well = Text(self._note, TROUBLE)
-        else:
-            well = Text(f"! {found[0]}{more}", TROUBLE) if found else Text("all well", "green")
+        colour = TROUBLE if wrong else WARNING if found else "green"
+        well = Text(f"! {found[0]}{more}" if found else "all well", colour)
         title = Text(heading(self._state), "bold")
         if self._paused:
             title = Text("PAUSED  ", WARNING).append_text(title)

@@ -116,7 +116,7 @@ def test_tiers_are_columns_where_a_replica_has_them() -> None:
 
 def test_what_is_not_known_is_a_dash_and_no_replica_is_explained() -> None:
     starting = replica("s", state="starting", pools=[], rates=None, running=None, running_limit=None, waiting=None)
-    line = plain(replicas=[starting]).splitlines()[5]
+    line = plain(replicas=[starting]).splitlines()[6]
     assert line.split() == ["s", "unified", "01234567", "starting", "-/-", "-", "-", "-", "-", "-"]
     assert "! no replica yet" in plain(replicas=[])
 
@@ -162,6 +162,7 @@ def test_a_request_that_runs_is_drawn_before_and_after_its_first_token() -> None
     assert lines[1].endswith("-  4.00 s  [pppppppp] ...")
     assert lines[2].endswith("1.00 s  4.00 s  [ppdddddd] ...")
     assert "running, 2 tries" in lines[2]
+    assert " 11+ " in lines[2]  # so many when the router last told
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,17 @@ def test_each_trouble_is_a_sentence(changed: dict[str, Any], says: str) -> None:
     objectives = Objectives(ttft_s=2.0, itl_s=0.1)
     assert says in troubles(state(**changed), objectives)
     assert troubles(state(requests=[request(str(n)) for n in range(5)]), objectives) == []
+
+
+def test_a_replica_that_is_replaced_and_requests_that_moved_are_told_before_they_are_trouble() -> None:
+    replaced = [replica("abc"), replica("new", state="starting", pools=[])]
+    body = state(replicas=replaced, requests=[request("a", tries=2), request("b")])
+    assert troubles(body, NONE) == []
+    assert top.plain(body, NONE).splitlines()[2:4] == [
+        "! 1 of 2 replicas accept requests", "! 1 of the last 2 requests were tried again elsewhere",
+    ]  # fmt: skip
+    lines = screen(View(body, NONE, 0.0))
+    assert lines[1] == "! 1 of 2 replicas accept requests  (and 1 more)"
 
 
 def test_a_figure_is_red_by_the_rule_of_its_alert_and_few_requests_say_nothing() -> None:
@@ -255,7 +267,7 @@ def test_keys_choose_sort_pause_and_ask_for_an_explanation() -> None:
 def test_while_manta_is_away_the_last_tables_stay_under_a_note_of_how_long() -> None:
     view = View(state(), NONE, 10.0)
     view.lose("it answers 500", 14.0)
-    assert screen(view)[1] == "no answer for 4.00 s (asking again): it answers 500"
+    assert screen(view)[1] == "! no answer for 4.00 s (asking again): it answers 500"
     assert any(line.startswith("abc") for line in screen(view))
     view.take(state(), 15.0)
     assert screen(view)[1] == "all well"
