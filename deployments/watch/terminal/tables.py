@@ -30,7 +30,7 @@ _SO_FAR = (("p", "blue"), ("d", "green"))  # of a request that runs: before its 
 Row = Mapping[str, Any]
 
 
-def replica_table(replicas: Sequence[Row], *, styles: Mapping[int, str] | None = None, hints: bool = True) -> Table:
+def replica_table(replicas: Sequence[Row]) -> Table:
     lower = any(each.get("tiers") for each in replicas)
     below = (">host", ">loaded", ">saved") if lower else ()
     columns = (
@@ -39,22 +39,15 @@ def replica_table(replicas: Sequence[Row], *, styles: Mapping[int, str] | None =
     )  # fmt: skip
     spare = ("node", ">saved", ">cached", ">prefill/s", ">output/s", "role", ">loaded", ">host")
     rows = [_replica(each, lower=lower) for each in replicas]
-    return Table(columns=columns, rows=rows, spare=spare, styles=styles or {}, tells_left_out=hints)
+    return Table(columns=columns, rows=rows, spare=spare)
 
 
-def request_table(
-    requests: Sequence[Row],
-    *,
-    now_s: float,
-    stages_width: int = STAGES_WIDTH,
-    styles: Mapping[int, str] | None = None,
-    hints: bool = True,
-) -> Table:
+def request_table(requests: Sequence[Row], *, now_s: float, stages_width: int = STAGES_WIDTH) -> Table:
     """``now_s``: the state's time, for requests that run."""
     columns = ("request", "outcome", "replica", ">prompt", ">cached", ">output", ">TTFT", ">total", "stages")
     spare = (">output", ">cached", "replica", "outcome")
     rows = [_request(each, now_s, stages_width) for each in requests]
-    return Table(columns=columns, rows=rows, spare=spare, styles=styles or {}, tells_left_out=hints)
+    return Table(columns=columns, rows=rows, spare=spare)
 
 
 def router_table(routers: Sequence[Row]) -> Table:

@@ -9,7 +9,7 @@ Thread:    the main thread.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,7 +30,7 @@ from deployments.watch.terminal.health import (
     waiting,
     warnings,
 )  # fmt: skip
-from deployments.watch.terminal.table import Table, count, seconds, sparkline
+from deployments.watch.terminal.table import count, seconds, sparkline
 from deployments.watch.terminal.tables import elapsed_s, link_table, replica_table, request_table
 from deployments.watch.terminal.words import FAILED, LEGEND, STAGE_LEGEND, TROUBLE, WARNING, outcome
 
@@ -212,13 +212,10 @@ class View:
         rule = Rule(title, align="left", style="bright_black")
         if not rows:
             return Group(rule, Text("none yet" if name == "requests" else "none", "bright_black"))
-        return Group(rule, self._cells(name, shown, styles, width))
-
-    def _cells(self, name: str, shown: list[Row], styles: dict[int, str], width: int) -> Table:
-        if name == "replicas":
-            return replica_table(shown, styles=styles, hints=False)
         stages = min(max(width - 88, LEAST_STAGES), MOST_STAGES)
-        return request_table(shown, now_s=self._state["time"], stages_width=stages, styles=styles, hints=False)
+        now_s = self._state["time"]
+        cells = replica_table(shown) if name == "replicas" else request_table(shown, now_s=now_s, stages_width=stages)
+        return Group(rule, replace(cells, styles=styles, tells_left_out=False))
 
     def _extra(self) -> list[tuple[RenderableType, int]]:
         """Return what only a high terminal has room for, each with its lines."""
