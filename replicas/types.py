@@ -54,7 +54,6 @@ class Constraint:
     # with ``after``: the token that what stands before begins with, as "<think>"; an output that begins with another is
     # held to the constraint at once. None: it has begun in the prompt, or no single token says so
     opens: int | None = None
-    lenient: bool = False  # of a schema: keywords that cannot be enforced are left out, instead of refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,13 +82,11 @@ def grammar_of(constraint: Constraint) -> str:
         return str(LLMatcher.grammar_from_regex(constraint.text))
     if constraint.kind == "lark":
         return str(LLMatcher.grammar_from_lark(constraint.text))
-    return _grammar(read_schema(constraint.text), lenient=constraint.lenient)
+    return _grammar(read_schema(constraint.text))
 
 
-def _grammar(schema: dict[str, Any], *, lenient: bool = False) -> str:
-    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if lenient:
-        options |= {"lenient": True, "coerce_one_of": True}
+def _grammar(schema: dict[str, Any]) -> str:
+    options = {"whitespace_pattern": WHITESPACE}
     return json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": options}}]})
 
 

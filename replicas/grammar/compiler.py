@@ -94,7 +94,7 @@ class GrammarCompiler:
 
 
 def _digest(constraint: Constraint) -> bytes:
-    fields = (constraint.kind, constraint.text, constraint.after, str(constraint.opens), str(constraint.lenient))
+    fields = (constraint.kind, constraint.text, constraint.after, str(constraint.opens))
     return hashlib.sha256("\0".join(fields).encode(errors="surrogatepass")).digest()
 
 

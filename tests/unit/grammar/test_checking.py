@@ -33,8 +33,8 @@ def takes(grammar: str, text: str, *, parse_special: bool = False) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def of_schema(schema: object, *, lenient: bool = False) -> str:
-    return grammar_of(Constraint(kind="json_schema", text=json.dumps(schema), lenient=lenient))
+def of_schema(schema: object) -> str:
+    return grammar_of(Constraint(kind="json_schema", text=json.dumps(schema)))
 
 
 @pytest.mark.parametrize("form", [{}, {"separators": (",", ":")}, {"indent": 4}, {"indent": "\t"}])
@@ -54,12 +54,6 @@ def test_a_schema_cannot_change_how_it_is_compiled() -> None:
     assert not takes(of_schema(SCHEMA | asks), "{" + " " * 200 + '"a":[1]}')
     matcher = LLMatcher(tokenizer(), of_schema({"not": {}, "x-guidance": {"lenient": True}}), log_level=0)
     assert "not" in matcher.get_error()
-
-
-def test_a_lenient_schema_leaves_out_what_cannot_be_enforced() -> None:
-    schema = SCHEMA | {"not": {"required": ["b"]}}
-    assert takes(of_schema(schema, lenient=True), '{"a":[1]}')
-    assert not takes(of_schema(schema, lenient=True), '{"a":["1"]}')
 
 
 def test_a_regular_expression_spans_the_whole_output() -> None:
