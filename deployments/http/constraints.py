@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from deployments.http.bodies import WireType
 from deployments.http.convert import FORM_FIELDS, NOTHING
 from deployments.http.service import Service
+from deployments.output.closing import closed_text
 from deployments.output.structural_tags import tags_of
 from deployments.output.tool_grammar import arguments_schema, is_constrained, tool_constraint
 from deployments.output.tools import ToolUse
@@ -65,7 +66,7 @@ async def _examined(service: Service, wish: _Wish, after: str) -> FormAsked:
     if kind == "tags":
         special = {service.tokenizer.token_text(each): each for each in service.tokenizer.special_ids}
         kind, text = "lark", tags_of(wish.value, special_ids=special)
-    found = await service.examined.of(kind, text)
+    found = await service.examined.of(kind, closed_text(text) if kind == "json_schema" else text)
     if wish.strict and found.problems:
         shown = ", ".join(f"{keyword!r} at {pointer}" for keyword, pointer in found.problems[:_MAX_SHOWN])
         more = f", and {len(found.problems) - _MAX_SHOWN} more" if len(found.problems) > _MAX_SHOWN else ""

@@ -18,7 +18,6 @@ from replicas.types import Constraint
 
 _ANY_TEXT = r"/(.|\n)*/"
 _NO_CALL = r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"  # where a call begins without a tag
-_COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"})
 
 
 def is_constrained(use: ToolUse) -> bool:
@@ -59,11 +58,8 @@ def tool_constraint(
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. Those that are not named are not made, unless it asks for them."""
-    if not tool.parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    closed = {} if _COMBINING & tool.parameters.keys() else {"additionalProperties": False}
-    return {"type": "object", **tool.parameters, **closed}
+    """Return the schema of a tool's arguments; one that names none has none (closing.py)."""
+    return {"type": "object", "properties": {}, **tool.parameters}
 
 
 class _Rules:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.joined_stream import equal, joined
 from tests.serve.running import Running
 from tests.serve.two_replicas.conftest import answers
 
@@ -30,6 +31,32 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 3, "n": 2},
 ]
 LOAD = [{"prompt": f"Tell me of the city number {n}:", **WAYS[n % len(WAYS)]} for n in range(8)]
+
+
+NUMBERS = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 20},
+        "numbers": {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 16,
+                    "maxItems": 16},
+    },
+    "required": ["title", "numbers"],
+    "additionalProperties": False,
+}  # fmt: skip
+DOCUMENT = {"name": "list", "strict": True, "schema": NUMBERS}
+SCHEMA: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": DOCUMENT}}
+TOOLS: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "draw", "parameters": NUMBERS}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+}
+# what agents ask for; each takes some 100 tokens
+AGENTS: list[dict[str, Any]] = [
+    {**SCHEMA, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+    {**SCHEMA, "temperature": 1.0, "seed": 5, "n": 2},
+    {**TOOLS, "temperature": 0},
+    {**TOOLS, "temperature": 1.0, "seed": 6, "logprobs": True},
+]
 
 
 @dataclass
@@ -151,6 +178,50 @@ def test_what_goes_through_a_killed_process_is_cut_at_once_and_a_retry_has_the_s
     assert dead_s < SERVES_AGAIN_S + SLACK_S
     app.until(lambda: answers(app, replicas=2), 60)
     assert [stream.ids for stream in load(app)] == undisturbed
+
+
+def test_documents_calls_and_their_logprobs_go_on_when_a_replica_is_killed(app: Running) -> None:
+    undisturbed = agents(app)
+    for index, answer in enumerate(undisturbed):
+        said = answer[0]["delta"]
+        text = said["tool_calls"][0]["function"]["arguments"] if index >= 2 else said["content"]
+        assert len(json.loads(text)["numbers"]) == 16
+    at = random.randrange(20, 200)
+    answers = agents(app, at=at)
+    for answer, whole in zip(answers, undisturbed, strict=True):
+        assert equal(answer, whole), f"killed at event {at}: {answer} is not {whole}"
+
+
+def agents(app: Running, *, at: int | None = None) -> list[dict[Any, Any]]:
+    """The answers to what agents ask; the busiest replica is killed once all have begun and ``at`` events have come."""
+    events: list[list[str]] = [[] for _ in AGENTS]
+
+    def read(body: dict[str, Any], lines: list[str]) -> None:
+        whole = {
+            "messages": [{"role": "user", "content": "Draw 16 numbers between 100 and 999."}], "max_tokens": 300,
+            "stream": True, "stream_options": {"include_usage": True}, **body,
+        }  # fmt: skip
+        with httpx.stream("POST", f"{app.url}/v1/chat/completions", json=whole, timeout=60) as answer:
+            for line in answer.iter_lines():
+                lines += [line] if line else []  # one by one, as they come
+
+    def have_begun() -> bool:
+        return all(events) and sum(map(len, events)) >= (at or 0)
+
+    with ThreadPoolExecutor(len(AGENTS)) as pool:
+        reading = [pool.submit(read, body, lines) for body, lines in zip(AGENTS, events, strict=True)]
+        if at is not None:
+            app.until(have_begun, 60)
+            os.kill(busiest(app), signal.SIGKILL)
+        for each in reading:
+            each.result()
+    answers = [joined(lines) for lines in events]
+    for answer in answers:
+        answer["usage"].pop("prompt_tokens_details")  # what was cached depends on who answers
+        for choice in (each for index, each in answer.items() if index != "usage"):
+            for call in choice["delta"].get("tool_calls", {}).values():
+                call.pop("id")  # a new one each time
+    return answers
 
 
 def listens(app: Running) -> bool:

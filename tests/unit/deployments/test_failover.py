@@ -49,6 +49,31 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"prompt": "Once upon a time", "max_tokens": 60, **SEEDED, **fields}
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "minLength": 10, "maxLength": 40},
+        "rows": {
+            "type": "array",
+            "minItems": 3,
+            "maxItems": 4,
+            "items": {
+                "type": "object",
+                "properties": {"kind": {"enum": ["bolt", "nut"]}, "count": {"type": "integer"}},
+                "required": ["kind", "count"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["title", "rows"],
+    "additionalProperties": False,
+}
+DOCUMENT = {"type": "json_schema", "json_schema": {"name": "order", "strict": True, "schema": SCHEMA}}
+THINKS = [{"role": "user", "content": "Think."}, {"role": "assistant", "content": "<think>"}]
+ORDER = [{"role": "user", "content": "Order three bolts."}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("order", "cancel")
+]
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": chat(temperature=0),
     "seeded": completion(top_p=0.9, top_k=1000),
@@ -67,8 +92,23 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         logit_bias={"20250": 2.0},
         temperature=0.4,
     ),
+    "json_schema": chat(response_format=DOCUMENT, n=2, max_tokens=200, logprobs=True, frequency_penalty=0.5),
+    "tools": chat(tools=TOOLS, tool_choice="required", max_tokens=300),
+    "reasoning": chat(  # of "</", "think", ">" and " a": "</think>" at times
+        messages=THINKS, continue_final_message=True, allowed_token_ids=[9617, 17_400, 46, 253], n=2, max_tokens=150
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": "Order.", "tools": [{"type": "function", **TOOLS[0]["function"]}], "tool_choice": "required"}
+        | {"max_output_tokens": 300, **SEEDED},
+    ),
+    "messages": (  # which has no seed
+        "/v1/messages",
+        {"messages": ORDER, "tools": [{"name": "order", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
+        | {"max_tokens": 300, "temperature": 0},
+    ),
 }
-PAIRED = ("greedy", "seeded", "logprobs", "edited logits")
+PAIRED = ("greedy", "seeded", "logprobs", "edited logits", "json_schema", "tools")
 
 
 class Doomed(ServedEngine):
@@ -110,7 +150,9 @@ class Street:
     """A house whose replicas are killed one after the other; each has a successor at once. Two of a role are there at a
     time where prefill and decode are not apart."""
 
-    def __init__(self, engines: Engines, lives: Iterator[int], *, apart: bool) -> None:
+    def __init__(self, engines: Engines, lives: Iterator[int], *, apart: bool, reasons: bool) -> None:
+        """``reasons``: whether the model's output is read as one that begins with reasoning may be."""
+        self._reads: dict[str, Any] = {"reasoning_format": "think"} if reasons else {}
         self.house = House(max_tries=10, always_hand_off=apart)
         self.num_deaths = 0
         self._lives = lives
@@ -125,7 +167,7 @@ class Street:
             self._add(place)
         await until_async(lambda: len(self.house.router.views) == len(self._places))
         tokenizer = self._places[0][0].engine.tokenizer
-        self._client = client_of(make_app(self.house.service(tokenizer)))
+        self._client = client_of(make_app(self.house.service(tokenizer, **self._reads)))
         return self._client
 
     async def __aexit__(self, *_: object) -> None:
@@ -168,7 +210,7 @@ async def answered(
     """Ask with nothing cached. Returns: the answer, and how many replicas died meanwhile."""
     await engines.flush()
     path, body = way
-    street = Street(engines, lives, apart=apart)
+    street = Street(engines, lives, apart=apart, reasons=body.get("messages") is THINKS)
     async with street as client:
         if path not in (CHAT, COMPLETIONS):
             answer = await client.post(path, json={**body, "stream": True}, headers={"x-request-id": "me"})
@@ -204,6 +246,9 @@ async def test_an_answer_is_the_same_bytes_however_many_replicas_die_under_it(
         way = stopped(way, undisturbed)
         undisturbed, _ = await answered(idle, way, itertools.repeat(FOREVER), apart=apart)
         assert undisturbed[0]["matched_stop"] == way[1]["stop"][0]
+    if name == "reasoning":
+        assert undisturbed[1]["delta"].keys() == {"role", "reasoning_content", "content"}
+        assert 0 < undisturbed["usage"]["completion_tokens_details"]["reasoning_tokens"] < 300
     while num_deaths < DEATHS:
         disturbed, died = await answered(idle, way, lives(random, apart=apart), apart=apart)
         assert equal(disturbed, undisturbed), f"{disturbed} is not {undisturbed}"
