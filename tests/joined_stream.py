@@ -78,10 +78,11 @@ def _add(whole: dict[str, Any], new: dict[str, Any]) -> None:
             calls = whole.setdefault(name, {})
             for call in value:
                 _add(calls.setdefault(call.pop("index"), {}), call)
+        elif isinstance(value, dict):
+            whole[name] = said or {}
+            _add(whole[name], value)
         elif said is None:
             whole[name] = value
-        elif isinstance(value, dict):
-            _add(said, value)
         elif isinstance(value, list):
             said.extend(value)
         elif name in GROWS and value is not None:

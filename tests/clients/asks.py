@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 CHAT = [{"role": "user", "content": "A customer named Ann wants 3 bolts and 2 nuts today."}]
-SHORT = 16  # output tokens of a text
+FRANCE = "What is the capital of France?"  # answered in 8 tokens
 LIMIT = 120  # output tokens: a document has at most some 80
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LIMIT}
 
@@ -55,6 +55,7 @@ def ask_openai(url: str, model: str) -> dict[str, Any]:
 
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     chat: dict[str, Any] = {"model": model, "messages": CHAT, **GREEDY}
+    short = {**chat, "messages": [{"role": "user", "content": FRANCE}]}
     tools: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
     called = client.chat.completions.create(**chat, **tools).choices[0]
     with client.chat.completions.stream(**chat, **tools) as events:
@@ -66,8 +67,7 @@ def ask_openai(url: str, model: str) -> dict[str, Any]:
     typed = client.responses.parse(**asked, text_format=Order)
     flat = {"type": "function", **STOCK, "strict": True}
     answer = client.responses.create(**asked, tools=[flat], tool_choice="required")
-    short = {**asked, "max_output_tokens": SHORT}
-    with client.responses.stream(**short) as events:
+    with client.responses.stream(**{**asked, "input": FRANCE}) as events:
         kinds = [event.type for event in events]
         text = events.get_final_response().output_text
     return {
@@ -83,7 +83,7 @@ def ask_openai(url: str, model: str) -> dict[str, Any]:
         ],
         "response events": [kinds[0], kinds[-1]],
         "response text": text,
-        "chat text": client.chat.completions.create(**{**chat, "max_tokens": SHORT}).choices[0].message.content,
+        "chat text": client.chat.completions.create(**short).choices[0].message.content,
     }
 
 
@@ -93,15 +93,16 @@ def ask_anthropic(url: str, model: str) -> dict[str, Any]:
     client = Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
     chat: dict[str, Any] = {"model": model, "messages": CHAT, "system": "Be brief.", "max_tokens": LIMIT}
     chat["extra_body"] = {"temperature": 0}  # the SDK has no argument for it any more
-    whole = client.messages.create(**{**chat, "max_tokens": SHORT})
-    with client.messages.stream(**{**chat, "max_tokens": SHORT}) as stream:
+    short = {**chat, "messages": [{"role": "user", "content": FRANCE}]}
+    whole = client.messages.create(**short)
+    with client.messages.stream(**short) as stream:
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()
     tool = {"name": STOCK["name"], "description": STOCK["description"], "input_schema": STOCK["parameters"]}
     called = client.messages.create(**chat, tools=[tool], tool_choice={"type": "any"})
     with client.messages.stream(**chat, tools=[tool], tool_choice={"type": "any"}) as stream:
         again = stream.get_final_message()
-    counted = client.messages.count_tokens(model=model, messages=CHAT, system="Be brief.")
+    counted = client.messages.count_tokens(model=model, messages=short["messages"], system="Be brief.")
     return {
         "text": whole.content[0].text,
         "streamed text": text,

@@ -61,14 +61,14 @@ def test_openai(app: Running) -> None:
     assert is_order(said["parsed"])
     assert said["response parsed"] == said["parsed"]
     assert are_look_ups(said["response calls"])
-    assert said["response events"] == ["response.created", "response.incomplete"]
+    assert said["response events"] == ["response.created", "response.completed"]
     assert said["response text"] == said["chat text"]
 
 
 def test_anthropic(app: Running) -> None:
     said = asked(app, "anthropic")
     assert said["text"] == said["streamed text"]
-    assert said["stop reasons"] == ["max_tokens", "max_tokens"]
+    assert said["stop reasons"] == ["end_turn", "end_turn"]
     assert are_look_ups(said["calls"])
     assert said["streamed calls"] == said["calls"]
     assert said["call stop reason"] == "tool_use"
