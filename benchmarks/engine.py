@@ -150,9 +150,13 @@ def format_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
 
 def constrained_rows(options: argparse.Namespace) -> list[Row]:
     """Measure decode steps of a batch whose outputs are all constrained, beside one of plain outputs, in turn; and what
-    a mask takes, computed and applied. The words force no token, so both make the same steps."""
+    a mask takes, computed and applied.
+
+    The words force no token, so both make the same steps. Words whose number is bounded, as by {1,4000} in place of +,
+    take 0.4 ms a mask: every number is another state of the grammar.
+    """
     scale, batch = _scale(options), max(_scale(options).batches)
-    words = Constraint(kind="regex", text="[A-Za-z ,.]{1,4000}")
+    words = Constraint(kind="regex", text="[A-Za-z ,.]+")
     table = Table(f"decode, batch {batch}, constrained")
     cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
     engine = load_engine(options.model, cache=cache, num_threads=options.threads)
