@@ -27,7 +27,7 @@ MAX_ENUM = 2000  # values, in all
 MAX_CHOICES = 1000
 # a few characters, or a line break with the indentation of a deep value
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}|\r?\n(\x20{0,32}|\x09{0,16})"
-# llguidance's own limits allow a lexer of 500 MB; these, 50 MB and about 50 ms for the worst mask
+# llguidance's own, but for a tenth of the lexer's states, which can take 500 MB; examiner.py bounds what they do not
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,

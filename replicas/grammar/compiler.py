@@ -3,8 +3,8 @@
 Owns:      llguidance's form of the tokenizer, of which a process needs one, and the compiled grammars, the last used of
            them within CACHE_BYTES.
 Never:     follows an output: each gets a copy of the compiled matcher (matcher.py).
-Invariant: a matcher in the cache has consumed nothing. A grammar has limits, so that neither it nor a mask can take
-           seconds or fill the memory.
+Invariant: a matcher in the cache has consumed nothing. Grammars have limits (checking.LIMITS), on what a mask costs
+           too.
 Thread:    any. The tokenizer is converted once (0.3 s), by the first caller; grammars compile without the GIL, and two
            at the same time.
 """
