@@ -21,6 +21,7 @@ from replicas.kernels.team import kernel, struct, team_for, team_size, thread_id
 
 WORD = 32  # tokens
 MASKED_BY_TEAM = 256 << 10  # floats; fewer are one thread's work
+ROWS_AT_ONCE = 16  # on a device, where each takes three times the memory of its logits meanwhile
 MaskArgs = struct("MaskArgs", "x x_stride masks rows size")
 Words = npt.NDArray[np.int32]
 
@@ -75,8 +76,6 @@ def mask_on_device(logits: Tensor, masks: Sequence[Words | None]) -> None:
         packed = packed.pin_memory().to(logits.device, non_blocking=True)
         index = index.pin_memory().to(logits.device, non_blocking=True)
     bits = torch.arange(WORD, device=logits.device, dtype=torch.int32)
-    banned = ((packed[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :size]  # [R, V]
-    if len(rows) == len(masks):
-        logits.masked_fill_(banned, -torch.inf)
-    else:
-        logits[index] = logits[index].masked_fill_(banned, -torch.inf)
+    for some, those in zip(packed.split(ROWS_AT_ONCE), index.split(ROWS_AT_ONCE), strict=True):
+        banned = ((some[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :size]  # [r, V]
+        logits[those] = logits[those].masked_fill_(banned, -torch.inf)

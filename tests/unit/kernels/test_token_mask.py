@@ -30,8 +30,8 @@ def expected(logits: torch.Tensor, bits: Sequence[np.ndarray | None]) -> torch.T
 @pytest.mark.parametrize("size", VOCAB)
 def test_allowed_tokens_keep_their_logit_and_others_become_minus_infinity(size: int, density: float) -> None:
     random = np.random.default_rng(size)
-    logits = torch.from_numpy(random.standard_normal((4, size)).astype(np.float32))
-    bits = [random.random(size) < density, None, random.random(size) < density, None]
+    logits = torch.from_numpy(random.standard_normal((36, size)).astype(np.float32))  # more rows than go at once
+    bits = [None if row % 2 else random.random(size) < density for row in range(36)]
     masks = [None if each is None else words_of(each) for each in bits]
     wanted = expected(logits, bits)
     for mask in (mask_tokens, mask_on_device):
