@@ -84,6 +84,7 @@ class NoText:
     """A tokenizer whose tokens have no text."""
 
     strips_leading_space = False
+    eos_ids: frozenset[int] = frozenset()
 
     def __init__(self, vocab_size: int) -> None:
         self._pieces = [b""] * vocab_size

@@ -172,11 +172,15 @@ ENGINE = Row("Engine steps", (
         act="0 while prompts arrive at a unified replica with running requests: scheduler.mixed_steps is off.",
         queries={"{{role}}": rate("scheduler_mixed_steps_total", by=["role"])}, unit=Unit.PER_S,
     ),
-    Panel("Forced tokens",
-        shows="Tokens per second that constrained answers took without a choice, as their grammar allowed no other, by "
-              "role.",
-        act="0 while requests come with schemas that name many properties: scheduler.mixed_steps is off.",
-        queries={"{{role}}": rate("scheduler_forced_tokens_total", by=["role"])}, unit=Unit.NUMBER,
+    Panel("Constrained outputs",
+        shows="Requests per second whose output is held to a schema or a grammar, and tokens per second that these "
+              "took without a choice, as their grammar allowed no other, by role.",
+        act="Tokens 0 while requests come with schemas that name many properties: scheduler.mixed_steps is off.",
+        queries={
+            "{{role}} requests": rate("scheduler_constrained_requests_total", by=["role"]),
+            "{{role}} forced tokens": rate("scheduler_forced_tokens_total", by=["role"]),
+        },
+        unit=Unit.PER_S,
     ),
     Panel("Running requests and their limit",
         shows="Requests in forward steps and their limit, of all replicas.",

@@ -118,13 +118,11 @@ class Int8Kernel:
         self._n, self._team = n, team
         self._packed = weight.data.view(len(weight.data), weight.k // weight.group, -1)
         self._bias = torch.zeros(len(weight.data) * PANEL)
+        self.num_bytes = self._packed.nbytes  # of weights: the zeros of a product without a bias are none
         if bias is not None:
+            self.num_bytes += self._bias.nbytes
             self._bias[:n] = bias
         self._counter = np.zeros(8, np.int64)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._packed.nbytes + self._bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [M, K] fp32 into a fresh tensor [M, N]."""

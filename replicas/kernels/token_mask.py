@@ -76,6 +76,7 @@ def mask_on_device(logits: Tensor, masks: Sequence[Words | None]) -> None:
         packed = packed.pin_memory().to(logits.device, non_blocking=True)
         index = index.pin_memory().to(logits.device, non_blocking=True)
     bits = torch.arange(WORD, device=logits.device, dtype=torch.int32)
-    for some, those in zip(packed.split(ROWS_AT_ONCE), index.split(ROWS_AT_ONCE), strict=True):
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some, those = packed[first : first + ROWS_AT_ONCE], index[first : first + ROWS_AT_ONCE]
         banned = ((some[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :size]  # [r, V]
         logits[those] = logits[those].masked_fill_(banned, -torch.inf)

@@ -261,6 +261,7 @@ class Sampler:
         self._counts = TokenCounts(vocab_size, self.device)
         self.readouts = Readouts()
 
+    @torch.inference_mode()
     def warm_up(self, logits: Tensor) -> None:
         """Compile the kernels, so that the first greedy or constrained request does not wait for them."""
         argmax(logits)
