@@ -2,17 +2,19 @@
 
 Owns:      the words of the header x-manta-schema.
 Never:     fetches a schema; uses Python's regular expressions on a pattern of a client, which could hold the GIL for
-           years: patterns run in linear time (pydantic's Rust engine), and those it does not know leave the document
-           unchecked.
-Invariant: a document that could not be checked is never called valid.
-Thread:    a document is checked on a thread of its own, until DEADLINE_S.
+           years: patterns run in linear time (pydantic's Rust engine), and those it does not know, or that are large,
+           leave the document unchecked. Keeps a compiled pattern after the check; pydantic keeps some fifty.
+Invariant: a document that could not be checked is never called valid. Each keyword looks at the deadline.
+Thread:    documents are checked on two threads, until DEADLINE_S.
 """
 
 import asyncio
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,12 +27,21 @@ from replicas.grammar.checking import Problem
 from replicas.types import Constraint
 
 DEADLINE_S = 2.0
+MAX_STATES = 6500  # of a pattern, as `_num_states` estimates them: 6 MB
+MAX_SEARCH = 20_000_000  # states * characters of one search, which holds the GIL: 0.1 s
+_MAX_COMPILED = 8  # patterns of a check that are kept
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="manta-validate")
 SchemaWord = Literal["enforced", "validated", "partial"]
 _FORMATS = jsonschema.FormatChecker()
 # held by the grammar wherever it can be
 _ENFORCED = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _NEWEST, _OLD = jsonschema.Draft202012Validator, jsonschema.Draft7Validator
 _Errors = Iterator[Any]
+# what a pattern is made of; a class with a "[" in it means other things elsewhere, and "(?x)" ignores white space
+_PARTS = re.compile(
+    r"\\[pPxuUb]\{[^}]*\}|\\.|\[\^?(?:\\.|[^]\\[])+\]|\{[^}]*\}|\(\?[a-zA-Z-]*x|.", re.DOTALL
+)
+_LARGE = re.compile(r"\\[wWdDsSpP]")  # classes of Unicode's characters
 
 
 class _UncheckedError(Exception):
@@ -61,7 +72,9 @@ class SchemaPromise:
             return "enforced"
         documents = [text.partition(self.after)[2] if self.after and self.after in text else text for text in texts]
         until = time.monotonic() + DEADLINE_S
-        check = asyncio.to_thread(lambda: all(is_valid(self.schema, each, until=until) for each in documents))
+        check = asyncio.get_running_loop().run_in_executor(
+            _THREADS, lambda: all(is_valid(self.schema, each, until=until) for each in documents)
+        )
         try:
             return "validated" if await asyncio.wait_for(check, 2 * DEADLINE_S) else "partial"
         except TimeoutError:
@@ -78,63 +91,123 @@ class FormAsked:
 
 def is_valid(schema_text: str, text: str, *, until: float) -> bool:
     """Whether ``text`` is a JSON document that is valid; False also if that cannot be told, or not ``until`` then."""
+    check = _Check(until)
     try:
         document, schema = json.loads(text, parse_constant=_no_constant), json.loads(schema_text)
         base = validator_for(schema, default=_NEWEST)
-        validator = extend(base, _keywords(base.VALIDATORS, until, dated="$schema" in schema))
+        dated = schema.pop("$schema", None) is not None
+        validator = extend(base, _keywords(base.VALIDATORS, check, dated=dated))
+        evolve = validator.evolve
+
+        def of_one_draft(self: Any, **changes: Any) -> Any:
+            if isinstance(changes["schema"], dict) and "$schema" in changes["schema"]:
+                raise _UncheckedError  # jsonschema would go on with its own keywords
+            return evolve(self, **changes)
+
+        validator.evolve = of_one_draft
         return bool(validator(schema, registry=Registry(), format_checker=_FORMATS).is_valid(document))
     except Exception:  # noqa: BLE001 - no JSON, a reference to nowhere, a keyword of the wrong type, too deep
         return False
+    finally:
+        check.forget()
 
 
-def _keywords(of_draft: Mapping[str, Any], until: float, *, dated: bool) -> dict[str, Callable[..., _Errors]]:
-    """The keywords that are evaluated otherwise than by jsonschema."""
+class _Check:
+    """The deadline of one check, and its patterns."""
 
-    def followed(name: str) -> Callable[..., _Errors]:
-        def follow(validator: Any, ref: Any, instance: Any, schema: Any) -> _Errors:
-            if time.monotonic() > until:  # references can make any schema exponential
-                raise _UncheckedError
-            yield from of_draft[name](validator, ref, instance, schema)
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self._searcher = functools.lru_cache(maxsize=_MAX_COMPILED)(_searcher)
 
-        return follow
+    def forget(self) -> None:
+        """Drop the patterns: the validator's class refers to itself, so it stays for a while."""
+        self._searcher.cache_clear()
 
+    def look(self) -> None:
+        """Raises: _UncheckedError after the deadline."""
+        if time.monotonic() > self._until:
+            raise _UncheckedError
+
+    def timed(self, evaluate: Callable[..., _Errors]) -> Callable[..., _Errors]:
+        def evaluated(*args: Any) -> _Errors:
+            self.look()
+            return evaluate(*args)
+
+        return evaluated
+
+    def found(self, pattern: str, text: str) -> bool:
+        self.look()
+        searcher, num_states = self._searcher(pattern)
+        if num_states * len(text) > MAX_SEARCH:
+            raise _UncheckedError
+        try:
+            searcher.validate_python(text)
+        except ValidationError as error:
+            if error.errors()[0]["type"] != "string_pattern_mismatch":
+                raise _UncheckedError from error
+            return False
+        return True
+
+    def pattern(self, validator: Any, pattern: Any, instance: Any, schema: Any) -> _Errors:
+        if isinstance(instance, str) and not self.found(pattern, instance):
+            yield jsonschema.ValidationError("pattern")
+
+    def pattern_properties(self, validator: Any, named: Any, instance: Any, schema: Any) -> _Errors:
+        for pattern, subschema in named.items() if isinstance(instance, dict) else ():
+            for name, value in instance.items():
+                if self.found(pattern, name):
+                    yield from validator.descend(value, subschema, path=name, schema_path=pattern)
+
+    def additional_properties(self, validator: Any, subschema: Any, instance: Any, schema: Any) -> _Errors:
+        if not isinstance(instance, dict):
+            return
+        left = [name for name in instance if name not in schema.get("properties", {})]
+        for pattern in schema.get("patternProperties", {}):
+            left = [name for name in left if not self.found(pattern, name)]
+        for name in left:
+            yield from validator.descend(instance[name], subschema, path=name)
+
+
+def _keywords(of_draft: Mapping[str, Any], check: _Check, *, dated: bool) -> dict[str, Callable[..., _Errors]]:
+    """All keywords, some of them evaluated otherwise than by jsonschema."""
     made: dict[str, Callable[..., _Errors]] = {
-        "pattern": _pattern,
-        "patternProperties": _pattern_properties,
-        "additionalProperties": _additional_properties,
+        **of_draft,
+        "pattern": check.pattern,
+        "patternProperties": check.pattern_properties,
+        "additionalProperties": check.additional_properties,
+        "uniqueItems": functools.partial(_unique_items, check),
         "format": functools.partial(_format, of_draft["format"]),
     }
-    made |= {name: followed(name) for name in ("$ref", "$dynamicRef", "$recursiveRef") if name in of_draft}
     if "unevaluatedProperties" in of_draft:
         made["unevaluatedProperties"] = functools.partial(_unevaluated, of_draft["unevaluatedProperties"])
     if not dated:  # clients leave $schema out, and write what older drafts had
         for name in ("dependencies", "additionalItems"):
             made[name] = _OLD.VALIDATORS[name]
         made["items"] = _items
-    return made
+    return {name: check.timed(evaluate) for name, evaluate in made.items()}
 
 
 def _items(validator: Any, items: Any, instance: Any, schema: Any) -> _Errors:
     yield from (_OLD if isinstance(items, list) else _NEWEST).VALIDATORS["items"](validator, items, instance, schema)
 
 
-def _pattern(validator: Any, pattern: Any, instance: Any, schema: Any) -> _Errors:
-    if isinstance(instance, str) and not _found(pattern, instance):
-        yield jsonschema.ValidationError("pattern")
+def _unique_items(check: _Check, validator: Any, unique: Any, instance: Any, schema: Any) -> _Errors:
+    """Of a list of 5,000 objects, jsonschema compares all pairs."""
+    seen = set()
+    for item in instance if unique and isinstance(instance, list) else ():
+        check.look()
+        seen.add(_comparable(item))
+    if unique and isinstance(instance, list) and len(seen) < len(instance):
+        yield jsonschema.ValidationError("uniqueItems")
 
 
-def _pattern_properties(validator: Any, named: Any, instance: Any, schema: Any) -> _Errors:
-    for pattern, subschema in named.items() if isinstance(instance, dict) else ():
-        for name, value in instance.items():
-            if _found(pattern, name):
-                yield from validator.descend(value, subschema, path=name, schema_path=pattern)
-
-
-def _additional_properties(validator: Any, subschema: Any, instance: Any, schema: Any) -> _Errors:
-    for name, value in instance.items() if isinstance(instance, dict) else ():
-        known = name in schema.get("properties", {})
-        if not known and not any(_found(pattern, name) for pattern in schema.get("patternProperties", {})):
-            yield from validator.descend(value, subschema, path=name)
+def _comparable(value: Any) -> Any:
+    """A value that is equal, and has the same hash, where JSON Schema calls two values equal."""
+    if isinstance(value, dict):
+        return frozenset((name, _comparable(each)) for name, each in value.items())
+    if isinstance(value, list):
+        return tuple(map(_comparable, value))
+    return (bool, value) if isinstance(value, bool) else value
 
 
 def _unevaluated(evaluate: Callable[..., _Errors], validator: Any, value: Any, instance: Any, schema: Any) -> _Errors:
@@ -150,19 +223,30 @@ def _format(check: Callable[..., _Errors], validator: Any, name: Any, instance: 
         raise _UncheckedError
 
 
-def _found(pattern: str, text: str) -> bool:
-    try:
-        _searcher(pattern).validate_python(text)
-    except ValidationError as error:
-        if error.errors()[0]["type"] != "string_pattern_mismatch":
-            raise _UncheckedError from error
-        return False
-    return True
+def _searcher(pattern: str) -> tuple[SchemaValidator, int]:
+    num_states = _num_states(pattern)
+    if num_states > MAX_STATES:
+        raise _UncheckedError
+    return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex")), num_states
 
 
-@functools.lru_cache(maxsize=256)
-def _searcher(pattern: str) -> SchemaValidator:
-    return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+def _num_states(pattern: str) -> int:
+    """Estimate the states of a pattern's automaton, of which each takes up to 1 kB."""
+    groups = [[0, 0]]  # of each open group: the states of its parts, and of the last one, which may be repeated
+    for part in _PARTS.findall(pattern):
+        if part == "[" or part.startswith("(?"):
+            raise _UncheckedError
+        if part == "(":
+            groups.append([1, 0])
+        elif part == ")" and len(groups) > 1:
+            size = sum(groups.pop())
+            groups[-1] = [sum(groups[-1]), size]
+        elif part[0] == "{":
+            groups[-1][1] *= max([1, *map(int, re.findall(r"\d+", part))])
+        elif part not in "*+?":
+            size = 100 if _LARGE.search(part) else 4 if part == "." or part.startswith("[^") else 1
+            groups[-1] = [sum(groups[-1]), size]
+    return sum(map(sum, groups))
 
 
 def _no_constant(name: str) -> Any:
