@@ -3,7 +3,8 @@
 Never: holds state of its own; everything is in ``app.state.service``.
 """
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import AsyncIterator, Collection
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -40,7 +41,7 @@ def make_app(
           browsers: the rules on web pages; None if keys protect the server (`browser_rules`).
           cors_origins: of pages that may read the answers; "*": all.
     """
-    app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.service = service
     app.state.keys = keys
     for router in ROUTERS:
@@ -65,3 +66,11 @@ def make_app(
     dispatcher = service.dispatcher
     app.add_middleware(Arrivals, watch=dispatcher.watch, routes=dispatcher.routes, echo=echo_request_id)
     return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    examined = app.state.service.examined
+    examined.start()
+    yield
+    examined.close()

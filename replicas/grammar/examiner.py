@@ -4,7 +4,8 @@ Owns:      that process: it compiles each grammar for the model's tokenizer befo
 Invariant: no grammar takes more than MAX_CPU_S of a core or MAX_MEMORY. llguidance bounds most of its work, but not
            all: an intersection of thirty patterns took 500 s, a multiple of 999,983 11 s. A thread that is in it
            cannot be stopped; a process can.
-Thread:    any; one grammar at a time, others wait.
+           A grammar is blamed for no other death of the process than by these two limits.
+Thread:    any; one grammar at a time, others wait. `close` waits for none.
 
 The process reads one line of JSON from its standard input for each grammar, and writes one to its standard output. It
 ends when its input does, so it does not outlive its parent.
@@ -17,12 +18,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from replicas.errors import InvalidRequest
+from replicas.errors import InvalidRequest, Overloaded
 from replicas.grammar.checking import LIMITS, Examined, Problem, examine
 from replicas.types import Constraint
 
@@ -31,44 +32,76 @@ if TYPE_CHECKING:  # Transformers takes seconds to import, which the process has
 
 MAX_CPU_S = 2.0
 MAX_MEMORY = 2 << 30  # bytes beside what the process has when it is ready
+MAX_START_S = 60.0
+MAX_WALL_S = 10.0  # a process that was stopped, or has no core
+# how the process ends at its limits; memory that Rust cannot have is an abort
+_LIMITS_PASSED = (-signal.SIGPROF, -signal.SIGABRT)
 
 
 class Examiner:
-    """The process that examines grammars; it is started when the first is."""
+    """The process that examines grammars; it is started by `start`, or when the first grammar is examined."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._process: subprocess.Popen[str] | None = None
         self._lock = Lock()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the process before it is needed. Blocks."""
+        with self._lock:
+            self._start()
 
     def examine(self, kind: str, text: str) -> Examined:
-        """Find what can be held of ``text``, as `checking.examine`. Blocks. Raises: InvalidRequest."""
+        """Find what can be held of ``text``, as `checking.examine`. Blocks.
+
+        Raises: InvalidRequest; Overloaded if the process was killed, and the one after it, or is closed.
+        """
+        question = {"kind": kind, "text": text}
         with self._lock:
-            if self._process is None:
-                self._process = self._started()
-            answer = _asked(self._process, {"kind": kind, "text": text})
-            if answer is None:
-                self._end()
-                raise InvalidRequest(
-                    f"takes more than {MAX_CPU_S:g} s or {MAX_MEMORY >> 30} GB to compile: make it simpler"
-                )
+            answer = self._answer(question) or self._answer(question)
+        if answer is None:
+            raise Overloaded("the process that examines grammars was killed twice; try again later")
         if "error" in answer:
             raise InvalidRequest(answer["error"])
         problems = tuple(Problem(*each) for each in answer["problems"])
         return Examined(constraint=Constraint(kind=answer["kind"], text=answer["text"]), problems=problems)
 
     def close(self) -> None:
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # and what waits for its answer lets go of the lock
         with self._lock:
             self._end()
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        """Ask the process; None if it has ended, not at a limit. Raises: InvalidRequest if at one."""
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._process is None and not self._start():
+            return None
+        assert self._process is not None
+        answer = _asked(self._process, question, MAX_WALL_S)
+        if answer is None and self._end() in _LIMITS_PASSED:
+            limits = f"{MAX_CPU_S:g} s or {MAX_MEMORY >> 30} GB"
+            raise InvalidRequest(f"takes more than {limits} to compile: make it simpler")
+        return answer
 
-    def _started(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+    def _end(self) -> int | None:
+        """End the process. Returns: how it ended; None if there is none."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        process.communicate()
+        return process.returncode
+
+    def _start(self) -> bool:
+        """Start a process, unless there is one. Returns: whether it runs. Raises: InvalidRequest, Overloaded."""
+        if self._process is not None:
+            return True
+        tokenizer = {"serialized": self._tokenizer.serialized(), "eos": sorted(self._tokenizer.eos_ids)}
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "replicas.grammar.examiner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,31 +110,45 @@ class Examiner:
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        tokenizer = {"serialized": self._tokenizer.serialized(), "eos": sorted(self._tokenizer.eos_ids)}
-        if _asked(process, tokenizer) is None:
-            process.kill()
-            process.communicate()
-            raise InvalidRequest("the tokenizer of this model cannot be constrained")
-        return process
+        if self._is_closed:  # `close` may not have seen the process
+            self._end()
+            raise Overloaded("the server is shutting down")
+        answer = _asked(self._process, tokenizer, MAX_START_S)
+        if answer is None or "error" in answer:
+            self._end()
+        if answer is not None and "error" in answer:
+            raise InvalidRequest(f"the tokenizer of this model cannot be constrained: {answer['error']}")
+        return answer is not None
 
 
-def _asked(process: "subprocess.Popen[str]", question: dict[str, Any]) -> dict[str, Any] | None:
-    """Ask and wait for the answer; None if the process has ended."""
+def _asked(process: "subprocess.Popen[str]", question: dict[str, Any], within_s: float) -> dict[str, Any] | None:
+    """Ask and wait for the answer; None if the process has ended. It is killed if it does not answer in time."""
     assert process.stdin is not None
     assert process.stdout is not None
+    timer = Timer(within_s, process.kill)
+    timer.daemon = True
+    timer.start()
     try:
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
     except OSError:
         return None
-    return None if not line else dict(json.loads(line))
+    finally:
+        timer.cancel()
+    return dict(json.loads(line)) if line.endswith("\n") else None
 
 
 def _serve() -> None:
     """Answer until the input ends."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent may have it ignored or blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     tokenizer = json.loads(sys.stdin.readline())
-    tokens = LLTokenizer(tokenizer["serialized"], eos_token=tokenizer["eos"] or None)
+    try:
+        tokens = LLTokenizer(tokenizer["serialized"], eos_token=tokenizer["eos"] or None)
+    except Exception as error:  # noqa: BLE001 - llguidance's own
+        _answer({"error": _said(error)})
+        return
 
     def error_of(grammar: str) -> str:
         return str(LLMatcher(tokens, grammar, log_level=0, limits=LIMITS).get_error())
@@ -115,11 +162,17 @@ def _serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # its signal ends the process
         try:
             found = examine(question["kind"], question["text"], error_of)
+            answer = {"kind": found.constraint.kind, "text": found.constraint.text, "problems": found.problems}
         except InvalidRequest as error:
-            _answer({"error": str(error)})
-        else:
-            _answer({"kind": found.constraint.kind, "text": found.constraint.text, "problems": found.problems})
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+            answer = {"error": str(error)}
+        except BaseException as error:  # noqa: BLE001 - a panic of Rust's is no Exception
+            answer = {"error": f"does not compile: {_said(error)}"}
+        signal.setitimer(signal.ITIMER_PROF, 0.0)  # before the answer: the next one would be blamed
+        _answer(answer)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def _answer(answer: dict[str, Any]) -> None:
