@@ -6,10 +6,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+from deployments.http.http_app import _lifespan
 from deployments.output.examined import MAX_WAITING, ExaminedGrammars
 from replicas.engine.choice import Choice
 from replicas.engine.compiling import COMPILE_AGAIN_S, COMPILE_S, Compilation, Grammars
@@ -139,3 +142,14 @@ async def test_a_grammar_is_examined_once_for_all_that_wait_for_it(monkeypatch: 
     await grammars.of("regex", "a")
     assert sorted(asked) == sorted(["a", "a", *(f"b{i}" for i in range(MAX_WAITING - 1))])
     grammars.close()
+
+
+async def test_the_examiner_starts_and_ends_with_the_router() -> None:
+    grammars, app = ExaminedGrammars(fake_engine()[0].tokenizer), FastAPI()
+    app.state.service = SimpleNamespace(examined=grammars)
+    async with _lifespan(app):
+        grammars._thread.submit(lambda: None).result(60.0)  # behind the start
+        process = grammars._examiner._process
+        assert process is not None
+        assert process.poll() is None
+    assert process.poll() is not None
