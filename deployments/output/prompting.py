@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,10 +18,9 @@ from deployments.output.output_format import OutputFormat
 from deployments.output.tool_formats import ToolFormat
 from deployments.output.tools import Tool, ToolUse
 from replicas.errors import InvalidRequest
+from replicas.text.tokenizer import MARK
 
 Messages = Sequence[Mapping[str, Any]]
-_SECRET = secrets.token_hex(8)  # clients cannot know a mark
-_MARK = f"mark-{_SECRET}-{{}}."
 _ID = "a1b2c3d4e"  # as Mistral's templates want them
 _NINE_CHARACTERS = re.compile(r"length\s*!=\s*9")
 
@@ -86,7 +84,7 @@ class ChatPrompting:
             given: Any = arguments
             value = _object_of(arguments)
             if value is not None and self.arguments == "json":
-                mark = _MARK.format(len(marks))
+                mark = MARK.format(len(marks))
                 given, marks[json.dumps({mark: ""})] = {mark: ""}, arguments
             elif value is not None and self.arguments == "parts":
                 given = value
@@ -125,7 +123,7 @@ class ChatPrompting:
         def ours(text: str) -> str:
             for tag in self.output.special_tags:
                 if tag in text:
-                    mark = _MARK.format(len(marks))
+                    mark = MARK.format(len(marks))
                     marks[mark], text = tag, text.replace(tag, mark)
             return text
 

@@ -13,6 +13,8 @@ Thread:    any; nothing changes after the constructor.
 import functools
 import inspect
 import json
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,9 @@ from replicas.types import TokenIds
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json says everything
 _NO_LIMIT = 10**9  # Transformers writes 1e30 for "not known"
+_SECRET = secrets.token_hex(8)  # clients cannot know a mark
+MARK = f"mark-{_SECRET}-{{}}."  # with a number: a text that `Tokenizer.chat` replaces, alone or as such an object
+_MARKS = re.compile(rf'mark-{_SECRET}-[0-9]+\.|\{{"mark-{_SECRET}-[0-9]+\.": ""\}}')
 
 
 class Tokenizer:
@@ -114,16 +119,18 @@ class Tokenizer:
 
         Args:   continue_final_message: leave the last message open, for the model to go on (no generation prompt then).
                 check: called with the text before it is encoded, to raise where that is not worth it.
-                marks: texts in ``messages`` that no client knows, and what stands for each in the rendered text: a
-                       control token, or a client's text as it is, where the template would write it anew.
+                marks: what stands in the rendered text for each `MARK`, or JSON object with that one key: a control
+                       token, or a client's text as it is, where the template would write it anew.
                 template_kwargs: variables for the template (``chat_template_kwargs`` of the wire).
         Raises: InvalidRequest when there is no template, a message is malformed, or the template refuses; what
                 ``check`` raises.
         """
         text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
-        for mark, meant in (marks or {}).items():
-            shown = meant if self._control.is_one(meant) else self._control.hide(meant)
-            hides, text = hides or shown != meant, text.replace(mark, shown)
+        if marks:
+            hide, is_one = self._control.hide, self._control.is_one
+            shown = {mark: meant if is_one(meant) else hide(meant) for mark, meant in marks.items()}
+            hides = hides or shown != marks
+            text = _MARKS.sub(lambda found: shown.get(found[0], found[0]), text)
         if check is not None:
             check(text)
         if not hides:

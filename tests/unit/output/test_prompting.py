@@ -10,7 +10,7 @@ from deployments.output.prompting import ChatPrompting
 from deployments.output.tool_formats import ToolFormat
 from deployments.output.tools import ToolUse, tool_use
 from replicas.errors import InvalidRequest
-from replicas.text.tokenizer import Tokenizer
+from replicas.text.tokenizer import MARK, Tokenizer
 from tests.embedded import MODEL
 from tests.unit.tokenizer_folders import byte_level_folder
 
@@ -131,6 +131,14 @@ def test_a_template_with_tools_writes_arguments_as_they_came(tmp_path: Path, wri
     ids = ids_of(tokenizer, prompting, [*ASK, called('{"a": "<|end|>"}'), result()])
     assert "<|end|>" in hidden.partition("</tool_call>")[0].partition("<tool_call>")[2]
     assert sum(i in tokenizer.control_ids for i in ids) == 7  # of four turns, the last one open
+
+
+def test_marks_are_replaced_in_one_pass_over_the_prompt(smol: Tokenizer) -> None:
+    """What stands for one is not read again, so that a history of many calls takes linear time."""
+    marks = {MARK.format(i): f"<{MARK.format(i + 1)}>" for i in range(3)}
+    content = " ".join([*marks, MARK.format(3)])
+    text = smol.decode(smol.chat([{"role": "user", "content": content}], marks=marks), False)
+    assert " ".join([*marks.values(), MARK.format(3)]) in text
 
 
 def test_arguments_that_are_no_json_stay_what_they_are(smol: Tokenizer) -> None:
