@@ -283,7 +283,10 @@ class QwenCoderReader(CallReader):
     def _parameter(self, properties: Mapping[str, Any], separator: str) -> Steps[str]:
         """Read a parameter from behind ``<parameter=``. Returns: what divides it from the next; empty if it is none."""
         self._raw = ["<parameter="]
-        key = yield from self._word("<>")
+        letters: list[str] = []
+        while (char := (yield from self._peek())) and char not in "<>\r\n":  # it may hold spaces
+            self._take(1, letters.append)
+        key = "".join(letters)
         if not key or not (yield from self._literal(">")):
             self._not_a_call()
             return ""

@@ -134,6 +134,8 @@ EXAMPLES: list[tuple[str, str, list[Short]]] = [
         '<function=f><parameter=a>\n["</parameter>"]\n</parameter><parameter=m>\n"a\n</parameter></function>',
         [("f", '{"a": ["</parameter>"], "m": "\\"a"}')],
     ),
+    ("qwen3_coder", "<function=f><parameter=first name>a b</parameter>", [("f", '{"first name": "a b"')]),
+    ("qwen3_coder", "<function=f><parameter=a\n>b</parameter>", [("f", "{"), "<parameter=a\n>b</parameter>"]),
     ("qwen3_coder", "<tool_call>f</tool_call>", ["<tool_call>f</tool_call>"]),
     # deepseek v3 and v3.1
     (
