@@ -7,7 +7,7 @@ Invariant: an error names the field that the client used.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ from deployments.http.convert import FORM_FIELDS, NOTHING
 from deployments.http.service import Service
 from deployments.output.closing import closed_text
 from deployments.output.structural_tags import tags_of
-from deployments.output.tool_grammar import arguments_schema, is_constrained, tool_constraint
+from deployments.output.tool_grammar import arguments_schema, is_constrained, problems_of, tool_constraint
 from deployments.output.tools import ToolUse
 from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
+from replicas.grammar.checking import Problem
 from replicas.types import Constraint
 
 _MAX_SHOWN = 5  # keywords in an error
@@ -68,14 +69,18 @@ async def _examined(service: Service, wish: _Wish, after: str) -> FormAsked:
         kind, text = "lark", tags_of(wish.value, special_ids=special)
     found = await service.examined.of(kind, closed_text(text) if kind == "json_schema" else text)
     if wish.strict and found.problems:
-        shown = ", ".join(f"{keyword!r} at {pointer}" for keyword, pointer in found.problems[:_MAX_SHOWN])
-        more = f", and {len(found.problems) - _MAX_SHOWN} more" if len(found.problems) > _MAX_SHOWN else ""
-        raise InvalidRequest(
-            f"strict is true, and these keywords cannot be enforced: {shown}{more}. Leave them out, or leave strict "
-            "out: then the finished document is validated"
-        )
+        raise _unheld(found.problems, "then the finished document is validated")
     promise = SchemaPromise(schema=text, problems=found.problems, after=after) if kind == "json_schema" else None
     return FormAsked(constraint=replace(found.constraint, after=after), promise=promise)
+
+
+def _unheld(problems: Sequence[Problem], otherwise: str) -> InvalidRequest:
+    shown = ", ".join(f"{keyword!r} at {pointer}" for keyword, pointer in problems[:_MAX_SHOWN])
+    more = f", and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+    return InvalidRequest(
+        f"strict is true, and these keywords cannot be enforced: {shown}{more}. Leave them out, or leave strict "
+        f"out: {otherwise}"
+    )
 
 
 async def tools_asked(
@@ -88,6 +93,7 @@ async def tools_asked(
     """
     if content is None and not is_constrained(use):
         return None
+    output, token_id = service.prompting.output, service.tokenizer.id_of
     schemas: dict[str, Any] = {}
     for i, tool in enumerate(use.tools):
         if use.named not in (None, tool.name):
@@ -95,15 +101,18 @@ async def tools_asked(
         path = f"tools[{i}].function.parameters"
         wish = _Wish(path, "json_schema", arguments_schema(tool), strict=tool.strict)
         try:
-            schemas[tool.name] = json.loads((await _examined(service, wish, "")).constraint.text)
+            schema = json.loads((await _examined(service, wish, "")).constraint.text)
+            problems = problems_of(output.tools, schema) if output.tools else []
+            if tool.strict and problems:
+                raise _unheld(problems, "then they are not held where this model writes parameters in tags")
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {error}", param=path) from error
-    output, token_id = service.prompting.output, service.tokenizer.id_of
+        schemas[tool.name] = schema
     made = tool_constraint(output, use, schemas=schemas, token_id=token_id, content=content, after=after)
     try:
         await service.examined.of(made.kind, made.text)
     except InvalidRequest as error:
-        raise InvalidRequest(f"tools: {error}", param="tools") from error
+        raise InvalidRequest(f"tools: the grammar of their calls {error}", param="tools") from error
     return made
 
 

@@ -6,6 +6,7 @@ Thread:    any; a pure function of the request.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,11 +14,15 @@ from deployments.output.output_format import OutputFormat
 from deployments.output.tool_formats import TEXT, ToolFormat, value_types
 from deployments.output.tools import Tool, ToolUse
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import WHITESPACE, check_text
+from replicas.grammar.checking import WHITESPACE, Problem
 from replicas.types import Constraint
 
 _ANY_TEXT = r"/(.|\n)*/"
 _NO_CALL = r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"  # where a call begins without a tag
+# keywords that are not held where parameters stand between tags: of all arguments, and of a parameter that is text
+_OF_ARGUMENTS = ("$ref", "allOf", "anyOf", "oneOf", "minProperties", "maxProperties")
+_OF_TEXT = ("$ref", "allOf", "anyOf", "oneOf", "pattern", "format", "minLength", "maxLength")
+_TAGGED_NAME = re.compile(r"[^<>\r\n]+")
 
 
 def is_constrained(use: ToolUse) -> bool:
@@ -40,8 +45,7 @@ def tool_constraint(
             token_id: the id of a special token, by its text.
             content: what an answer without a call must be; None: any text.
             after: the text behind which the answer begins.
-    Raises: InvalidRequest if the model's format of calls is not known, the schemas are too long, or ``content`` is no
-            JSON schema.
+    Raises: InvalidRequest if the model's format of calls is not known, or ``content`` is no JSON schema.
     """
     if output.tools is None:
         raise InvalidRequest("tools: this model's form of tool calls is not known (model.tool_format)", param="tools")
@@ -53,13 +57,35 @@ def tool_constraint(
         )
     rules = _Rules(output.tools, use, schemas, {tag: token_id(tag) for tag in output.special_tags})
     text = rules.text(None if content is None else json.loads(content.text))
-    check_text(text)
     return Constraint(kind="lark", text=text, after=after)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments; one that names none has none (closing.py)."""
     return {"type": "object", "properties": {}, **tool.parameters}
+
+
+def problems_of(form: ToolFormat, schema: Mapping[str, Any]) -> list[Problem]:
+    """List the keywords of a tool's `arguments_schema` that a grammar holds in JSON, but not in ``form``.
+
+    Raises: InvalidRequest for a parameter whose name cannot be written in ``form``.
+    """
+    if form.arguments == "json":
+        return []
+    properties = schema.get("properties", {})
+    found = [Problem(keyword, f"/{keyword}") for keyword in _OF_ARGUMENTS if keyword in schema]
+    if not properties.keys() >= set(schema.get("required", ())):
+        found.append(Problem("required", "/required"))
+    for name, each in properties.items():
+        if not _TAGGED_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"this model writes a parameter's name in a tag, which {name[:64]!r} cannot be in: give it one without "
+                "'<', '>' and line breaks"
+            )
+        if isinstance(each, Mapping) and value_types(each) == TEXT:
+            at = f"/properties/{name.replace('~', '~0').replace('/', '~1')}"
+            found += [Problem(keyword, f"{at}/{keyword}") for keyword in _OF_TEXT if keyword in each]
+    return found
 
 
 class _Rules:
@@ -121,10 +147,11 @@ class _Rules:
         needed = whole.get("required", ())
         shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
         found = []
-        for i, (name, schema) in enumerate(whole.get("properties", {}).items()):
+        for i, (name, given) in enumerate(whole.get("properties", {}).items()):
+            schema = given if isinstance(given, Mapping) else {"type": "string"}
             begin, end = self._literal(self._form.parameter_begin(name)), self._literal(self._form.parameter_end)
             rule = f"value_{number}_{i}"
-            values = schema.get("enum") if isinstance(schema, Mapping) else None
+            values = [schema["const"]] if "const" in schema else schema.get("enum")
             if value_types(schema) != TEXT:
                 self._rules.append(f"{rule}: {_json({**schema, **shared})} {end}")
             elif values:

@@ -21,6 +21,7 @@ from replicas.errors import InvalidRequest
 from replicas.types import Constraint
 
 MAX_TEXT = 64 << 10  # bytes of a constraint in UTF-8
+MAX_MADE = 256 << 10  # of a grammar that was made of several: those of 512 tools compile in 0.1 s
 MAX_NESTING = 64  # lists and objects of a schema within each other; an object within an object takes two
 MAX_PROPERTIES = 1000  # of a schema, in all
 MAX_ENUM = 2000  # values, in all
@@ -77,7 +78,7 @@ def grammar_of(constraint: Constraint) -> str:
 
     Raises: InvalidRequest for a text that passes a limit, or is no JSON object where it must be one.
     """
-    check_text(constraint.text)
+    check_text(constraint.text, MAX_MADE if constraint.kind == "lark" else MAX_TEXT)
     if constraint.kind == "regex":
         return str(LLMatcher.grammar_from_regex(constraint.text))
     if constraint.kind == "lark":
@@ -90,14 +91,14 @@ def _grammar(schema: dict[str, Any]) -> str:
     return json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": options}}]})
 
 
-def check_text(text: str) -> None:
+def check_text(text: str, most: int = MAX_TEXT) -> None:
     """Raises: InvalidRequest for a text that is too long, or has no UTF-8 form."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the text is not Unicode: {error}") from error
-    if size > MAX_TEXT:
-        raise InvalidRequest(f"has {size:,} bytes; at most {MAX_TEXT:,} are accepted")
+    if size > most:
+        raise InvalidRequest(f"has {size:,} bytes; at most {most:,} are accepted")
 
 
 def read_schema(text: str) -> dict[str, Any]:
@@ -139,10 +140,11 @@ def read_schema(text: str) -> dict[str, Any]:
 def examine(kind: Literal["json_schema", "regex", "lark", "gbnf", "choice"], text: str, error_of: ErrorOf) -> Examined:
     """Find what can be held of ``text``: a schema without the keywords that cannot be enforced, anything else whole.
 
-    Args:   kind: gbnf: a grammar in llama.cpp's form, or in Lark's; choice: a JSON list of strings.
+    Args:   kind: lark: a grammar that was made here; gbnf: a client's, in llama.cpp's form, or in Lark's; choice: a
+                  JSON list of strings.
     Raises: InvalidRequest if it does not compile.
     """
-    check_text(text)
+    check_text(text, MAX_MADE if kind == "lark" else MAX_TEXT)
     if kind == "json_schema":
         schema = read_schema(text)
         found = _leave_out(schema, error_of)

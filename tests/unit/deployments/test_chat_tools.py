@@ -1,12 +1,19 @@
 """Tools over HTTP with the embedded model: calls that must be made, whole and streamed, and turns that follow them."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
+
+from deployments.http.constraints import tools_asked
+from deployments.http.service import Service
+from deployments.output.tool_formats import QWEN3_CODER
+from deployments.output.tools import tool_use
+from replicas.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {
@@ -154,6 +161,35 @@ async def test_a_keyword_of_a_strict_tool_that_cannot_be_enforced_is_refused_by_
             error = answer.json()["error"]
             assert error["param"] == "tools[1].function.parameters"
             assert "'uniqueItems' at /properties/a/uniqueItems" in error["message"]
+
+
+async def test_a_strict_tool_is_never_weakened_where_parameters_stand_in_tags(
+    client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = replace(service.prompting.output, tools=QWEN3_CODER, special_tags=frozenset())
+    monkeypatch.setitem(vars(service), "prompting", replace(service.prompting, output=output))
+    for key, strict, status in (("pattern", True, 400), ("pattern", False, 200), ("title", True, 200)):
+        schema = {"type": "object", "properties": {"first name": {"type": "string", key: "x"}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+        answer = await client.post(CHAT, json=ASK | {"tools": [NOW, tool], "max_tokens": 1})
+        assert answer.status_code == status, answer.text
+        if status == 400:
+            error = answer.json()["error"]
+            assert error["param"] == "tools[1].function.parameters"
+            assert "'pattern' at /properties/first name/pattern" in error["message"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a>b": {}}}}}
+    error = (await client.post(CHAT, json=ASK | {"tools": [NOW, tool]})).json()["error"]
+    assert (error["param"], "'a>b'" in error["message"]) == ("tools[1].function.parameters", True)
+
+
+async def test_tools_whose_grammar_is_too_long_are_told_of_as_the_tools(service: Service) -> None:
+    values = {"enum": [f"{i:0100}" for i in range(50)]}
+    functions = [{"name": f"f{i}", "parameters": {"properties": {"a": values}}} for i in range(60)]
+    use = tool_use([{"type": "function", "function": function} for function in functions], "required", None)
+    assert use is not None
+    with pytest.raises(InvalidRequest, match=r"tools: the grammar of their calls has 3.* at most 262,144") as caught:
+        await tools_asked(service, use)
+    assert caught.value.param == "tools"
 
 
 async def test_with_a_response_format_an_answer_is_a_document_or_a_call(client: httpx.AsyncClient) -> None:

@@ -1,5 +1,6 @@
 """Grammars of tool calls, in every format, over the embedded model's tokenizer."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from tokenizers import Tokenizer
 from deployments.output import tool_formats
 from deployments.output.output_format import OutputFormat
 from deployments.output.tool_formats import ToolFormat
-from deployments.output.tool_grammar import arguments_schema, is_constrained, tool_constraint
-from deployments.output.tools import ToolUse, tool_use
+from deployments.output.tool_grammar import arguments_schema, is_constrained, problems_of, tool_constraint
+from deployments.output.tools import MAX_TOOLS, ToolUse, tool_use
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import grammar_of
+from replicas.grammar.checking import LIMITS, MAX_TEXT, grammar_of
 from replicas.types import Constraint
 from tests.embedded import MODEL
 
@@ -122,6 +123,57 @@ def test_a_tagged_parameter_is_what_its_schema_says(file: str, matched: LLTokeni
         assert accepts(call.replace("</function>", f"{parameter}</function>")) is fits
     assert accepts(call.replace("Rome", 'a "b"\n{<c>}'))
     assert not accepts(call.replace("Rome\n</parameter>\n", ""))
+
+
+def test_a_constant_in_a_tagged_parameter_is_the_only_value(file: str, matched: LLTokenizer) -> None:
+    schema = {"type": "object", "properties": {"a b": {"type": "string", "const": "x"}}, "required": ["a b"]}
+    use = tool_use([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required", False)
+    assert use is not None
+    form = tool_formats.QWEN3_CODER
+    accepts = Accepts(file, matched, form, use)
+    for value in ("x", "y"):
+        call = f"{form.begin('f')}{form.parameter_begin('a b')}{value}{form.parameter_end}{form.end}"
+        assert accepts(call) is (value == "x")
+
+
+def test_what_a_tagged_parameter_cannot_be_held_to_is_listed_by_its_place() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a/b": {"type": "string", "pattern": "x", "maxLength": 3},
+            "c": {"enum": ["x"], "description": "y"},
+            "d": {"type": ["string", "null"], "format": "date"},  # is written as JSON
+            "e": {"type": "array", "items": {"type": "string", "minLength": 1}},
+            "f": {"anyOf": [{"const": "x"}, {"type": "string", "minLength": 3}]},
+            "g": True,
+        },
+        "minProperties": 1,
+        "required": ["a/b", "z"],
+    }  # fmt: skip
+    assert [pointer for _, pointer in problems_of(tool_formats.QWEN3_CODER, schema)] == [
+        "/minProperties", "/required", "/properties/a~1b/pattern", "/properties/a~1b/maxLength", "/properties/f/anyOf",
+    ]  # fmt: skip
+    assert problems_of(tool_formats.HERMES, schema) == []
+
+
+@pytest.mark.parametrize("name", ["a>b", "<a", "a\nb", ""])
+def test_a_name_that_no_tag_can_hold_is_refused(name: str) -> None:
+    schema = {"type": "object", "properties": {name: {}}}
+    with pytest.raises(InvalidRequest, match=re.escape(repr(name))):
+        problems_of(tool_formats.QWEN3_CODER, schema)
+    assert problems_of(tool_formats.HERMES, schema) == []
+
+
+def test_as_many_tools_as_are_accepted_make_one_grammar(matched: LLTokenizer) -> None:
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": SCHEMA, "strict": True}}
+        for i in range(MAX_TOOLS)
+    ]
+    use = tool_use(tools, "required", None)
+    assert use is not None
+    constraint = constraint_of(output_of(tool_formats.HERMES), use)
+    assert len(constraint.text) > MAX_TEXT
+    assert not LLMatcher(matched, grammar_of(constraint), limits=LIMITS).get_error()
 
 
 def test_tags_that_are_special_tokens_are_written_as_such() -> None:
