@@ -173,7 +173,7 @@ class ChatPartsForm(ChatForm):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def _call(self, choice: int, part: CallPart) -> dict[str, Any]:
-        name = call_id(self.answer_id, choice, part.index)
+        name = call_id(self.prepared.request.rid, choice, part.index)
         return {"id": name, "type": "function", "function": {"name": part.name, "arguments": ""}}
 
     def _with_reason(self, choice: dict[str, Any], delta: TokenDelta) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from deployments.http.service import Service
 from deployments.http.streaming import Deltas, Key
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import ChoiceReading, call_id
-from replicas.types import FinishReason, SamplingParams, TokenDelta, Usage
+from replicas.types import FinishReason, GenerateRequest, TokenDelta, Usage
 
 Event = dict[str, Any]
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -64,10 +64,12 @@ class OutputItem:
 class ResponseWriter:
     """Writes one response, part by part, and its events."""
 
-    def __init__(self, response: dict[str, Any], name: str, *, tools: ToolSet, seals: bool) -> None:
-        """``response``: without an output; ``name``: of the request, in the ids of all items."""
+    def __init__(self, response: dict[str, Any], name: str, *, rid: str, tools: ToolSet, seals: bool) -> None:
+        """``response``: without an output; ``name``: of the request, in the ids of all items; ``rid``: its own one,
+        for the ids of calls, which no other request of a conversation may have."""
         self.response = {**response, "output": []}
         self._name = name
+        self._rid = rid
         self._spaced = tools.spaced
         self._seals = seals
         self._done: list[dict[str, Any]] = []
@@ -113,7 +115,7 @@ class ResponseWriter:
         match part:
             case CallPart(index, name):
                 space, own_name = self._spaced.get(name, (None, name))
-                call = {"call_id": call_id(self._name, 0, index), "name": own_name}
+                call = {"call_id": call_id(self._rid, 0, index), "name": own_name}
                 return self._begin("function_call", call if space is None else {**call, "namespace": space})
             case ArgumentsPart(_, text):
                 return self._add(text)
@@ -219,9 +221,10 @@ def usage_of(usage: Usage, num_reasoning: int) -> dict[str, Any]:
 
 
 def new_writer(
-    body: ResponsesRequest, tools: ToolSet, name: str, *, model: str, sampling: SamplingParams
+    body: ResponsesRequest, tools: ToolSet, name: str, *, model: str, request: GenerateRequest
 ) -> ResponseWriter:
     """Begin the response to ``body``, with its own fields or what was taken in their place."""
+    sampling = request.sampling
     response = {
         "id": f"resp_{name}",
         "object": "response",
@@ -250,7 +253,7 @@ def new_writer(
         "background": False,
         "previous_response_id": None,
     }
-    return ResponseWriter(response, name, tools=tools, seals=body.includes(ENCRYPTED))
+    return ResponseWriter(response, name, rid=request.rid, tools=tools, seals=body.includes(ENCRYPTED))
 
 
 def _given(options: WireType | None) -> dict[str, Any]:

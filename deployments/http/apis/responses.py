@@ -46,7 +46,7 @@ async def _answer(service: Service, body: ResponsesRequest, tools: ToolSet, name
     except InvalidRequest as error:
         raise renamed(error) from error
     request = prepared.request
-    writer = new_writer(body, tools, name, model=service.model.name, sampling=request.sampling)
+    writer = new_writer(body, tools, name, model=service.model.name, request=request)
     num_top = body.top_logprobs or 0 if request.return_logprobs else None
     form = ResponseForm(service=service, writer=writer, reading=prepared.new_reading(), num_top=num_top)
     return Answer(requests=[request], form=form, answer_id=writer.response["id"], promise=prepared.promise)
