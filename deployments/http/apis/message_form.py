@@ -4,6 +4,7 @@ Invariant: the whole answer is what its events add up to: it is made from them. 
            most one is open.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,9 +157,11 @@ def _usage(delta: TokenDelta) -> dict[str, int]:
 
 def _input(arguments: str) -> dict[str, Any]:
     """Parse a call's arguments. If they were cut, what is complete of them counts, as the SDK reads a stream. What is
-    no JSON object comes under the name that Anthropic's documentation gives it."""
+    no JSON object, or has a number that JSON cannot write, comes under the name that Anthropic's documentation gives
+    it."""
     try:
         found = from_json(arguments or "{}", allow_partial=True)
+        json.dumps(found, allow_nan=False)
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": arguments}

@@ -18,10 +18,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.http.apis.message_form import MessageForm
+from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
 from deployments.http.bodies import ChatRequest, Items, WireType, read_body
-from deployments.http.chat import prepare
-from deployments.http.convert import refuse_unsupported
+from deployments.http.chat import prepare, template_options, tools_of
+from deployments.http.convert import check_model, refuse_unsupported
 from deployments.http.service import service_of
 from deployments.http.streaming import Answer, JsonAnswer
 from deployments.output.reading import call_id
@@ -93,12 +94,15 @@ async def messages(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
-    """Count the tokens of the prompt that /v1/messages makes from the same fields."""
+    """Count the tokens of the prompt that /v1/messages makes from the same fields; also of one that is longer than the
+    context: clients ask in order to know when to shorten it."""
     service = service_of(request)
     body = await read_body(request, CountTokensRequest, max_bytes=service.max_body_bytes)
     system, dropped = _system(body.system)
-    prepared = await prepare(service, chat_of(body, system, {}), name_of(request))
-    return _told(JsonAnswer({"input_tokens": len(prepared.request.token_ids)}), dropped)
+    check_model(service, body.model)
+    chat = chat_of(body, system, {})
+    ids = await service.encode_chat(chat.messages, use=tools_of(chat), **template_options(chat))
+    return _told(JsonAnswer({"input_tokens": len(ids)}), dropped)
 
 
 def _told(response: Response, dropped: bool) -> Response:
@@ -118,6 +122,8 @@ def chat_of(body: CountTokensRequest, system: str, fields: dict[str, Any]) -> Ch
     """Convert a body to a chat. Raises: InvalidRequest."""
     turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(body.messages):
+        if message.get("content") == [] and (number + 1 < len(body.messages) or message.get("role") != "assistant"):
+            raise _wrong(f"messages.{number}.content", "is empty; only the last message may be, of the assistant")
         turns += _turns(f"messages.{number}", message)
     continues = bool(turns) and turns[-1]["role"] == "assistant"
     if continues and "tool_calls" in turns[-1]:
@@ -127,7 +133,7 @@ def chat_of(body: CountTokensRequest, system: str, fields: dict[str, Any]) -> Ch
     output = body.output_config or {}
     return ChatRequest(
         model=body.model,
-        messages=turns,
+        messages=with_one_head(turns),
         tools=[_tool(f"tools.{number}", tool) for number, tool in enumerate(body.tools or ())] or None,
         **_tool_choice(body.tool_choice or {}),
         chat_template_kwargs=kwargs,

@@ -8,6 +8,7 @@ Invariant: items that a model gave in one answer become one message again, so th
 
 import base64
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,9 @@ INCLUDES = (
 )  # fmt: skip
 _STATEFUL = ("store", "background", "previous_response_id", "conversation")
 # Codex sends these with every request, whatever the model: they are dropped, and a header says so
-_DROPPED = ("web_search", "image_generation", "tool_search", "local_shell", "custom")
+_DROPPED = re.compile(
+    r"(web_search|image_generation|tool_search|local_shell|custom)(?:_preview[a-z0-9_]*|_[0-9]{4}[0-9_]*)?"
+)
 _OURS = "manta:"  # begins the `encrypted_content` that this server gave
 # a response has neither the field nor what it asks for
 _NOT_SHARED = ("max_tokens", "response_format", "prompt_logprobs", "return_token_ids")
@@ -76,7 +79,7 @@ class ToolSet:
 
     functions: list[dict[str, Any]] = field(default_factory=list)  # as a chat has them
     kept: list[dict[str, Any]] = field(default_factory=list)  # as the client gave them
-    dropped: list[str] = field(default_factory=list)  # their types
+    dropped: list[str] = field(default_factory=list)  # their types, in our words: they go into a header
     spaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # name for the model -> namespace, name in it
 
 
@@ -89,8 +92,8 @@ def tools_of(body: ResponsesRequest) -> ToolSet:
             tools.functions.append(_function(tool, _text(tool, "name", where)))
         elif kind == "namespace":
             _add_namespace(tools, tool, where)
-        elif kind.startswith(_DROPPED):
-            tools.dropped.append(kind)
+        elif found := _DROPPED.fullmatch(kind):
+            tools.dropped.append(found[1])
             continue
         else:
             raise InvalidRequest(
@@ -108,7 +111,7 @@ def chat_of(body: ResponsesRequest, tools: ToolSet) -> ChatRequest:
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields if name not in _NOT_SHARED}
     of_chat = {
-        "messages": _with_one_head(_messages(body)),
+        "messages": with_one_head(_messages(body)),
         "max_completion_tokens": body.max_output_tokens,
         "tools": functions or None,
         "tool_choice": choice,
@@ -201,7 +204,7 @@ def _open_message(messages: list[dict[str, Any]], *, but_with: tuple[str, ...] =
     return last
 
 
-def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the instructions that a conversation begins with: many templates take one system message, at the head."""
     head = [*itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages)]
     if len(head) < 2:
@@ -253,6 +256,8 @@ def _chosen(body: ResponsesRequest, tools: ToolSet) -> tuple[list[dict[str, Any]
         name = _full_name(choice.get("namespace"), _text(choice, "name", "tool_choice"))
         return tools.functions, {"type": "function", "function": {"name": name}}
     if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        if not all(isinstance(each, dict) for each in choice["tools"]):
+            raise InvalidRequest("tool_choice.tools: each must be an object", param="tool_choice")
         allowed = [_full_name(each.get("namespace"), str(each.get("name"))) for each in choice["tools"]]
         return [each for each in tools.functions if each["function"]["name"] in allowed], str(choice.get("mode"))
     raise InvalidRequest(

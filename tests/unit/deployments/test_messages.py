@@ -186,6 +186,21 @@ async def test_counted_tokens_are_those_of_the_prompt(client: httpx.AsyncClient)
     assert counted == {"input_tokens": prompt_tokens(await post(client, **prompt, max_tokens=1))}
 
 
+async def test_a_prompt_that_is_too_long_is_counted_and_no_grammar_is_compiled_for_it(
+    client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients ask in order to know when to shorten it."""
+
+    async def never(*_: Any) -> None:
+        raise AssertionError("a grammar is compiled")
+
+    monkeypatch.setattr(service.examined, "of", never)
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    long = {"role": "user", "content": "word " * 9000}
+    counted = await post(client, COUNT, messages=[long], tools=[{**READ, "strict": True}], output_config=form)
+    assert counted["input_tokens"] > 9000
+
+
 async def test_what_claude_code_says_about_itself_changes_no_prompt() -> None:
     """Its digest is another one in each request, and stands at the head of all."""
     replica = ScriptedReplica("r0")
@@ -277,6 +292,25 @@ def test_a_turn_of_claude_code_becomes_a_chat() -> None:
         chat_of(MessagesRequest(max_tokens=5, messages=TURNS[:2]), "", {})
 
 
+def test_a_message_without_a_block_is_refused_unless_the_assistant_is_to_go_on_with_it() -> None:
+    """Trap: it would vanish, and the turn of the assistant before it be continued."""
+    empty: dict[str, Any] = {"role": "user", "content": []}
+    said = {"role": "assistant", "content": []}
+    for turns in ([USER, {**said, "content": "Hi"}, empty], [empty], [USER, said, USER]):
+        with pytest.raises(InvalidRequest, match=r"content: is empty") as refused:
+            chat_of(MessagesRequest(max_tokens=5, messages=turns), "", {})
+        assert refused.value.param == "messages"
+    last = chat_of(MessagesRequest(max_tokens=5, messages=[USER, said]), "", {})
+    assert (last.messages[-1]["content"], last.continue_final_message) == ("", True)
+
+
+def test_system_messages_at_the_head_are_one() -> None:
+    """Many templates take one system message, and only first."""
+    also = {"role": "system", "content": "No network."}
+    chat = chat_of(MessagesRequest(max_tokens=5, messages=[also, USER, also]), "Be short.", {})
+    assert chat.messages == [{"role": "system", "content": "Be short.\n\nNo network."}, USER, also]
+
+
 class Scripted:
     """A reader that finds the given parts, one for each character that is pushed."""
 
@@ -341,7 +375,8 @@ def test_arguments_that_are_no_object_have_the_name_that_anthropic_gives_them() 
 
     assert input_of('{"a": [1, 2], "b": "thr', FinishReason.LENGTH) == {"a": [1, 2]}
     assert input_of("[1]") == {"INVALID_JSON": "[1]"}
-    assert input_of("{a: 1}") == {"INVALID_JSON": "{a: 1}"}
+    for text in ("{a: 1}", '{"a": NaN}', '{"a": [1e999]}'):
+        assert input_of(text) == {"INVALID_JSON": text}
 
 
 def test_an_answer_without_content_has_an_empty_text() -> None:

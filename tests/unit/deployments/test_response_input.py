@@ -106,6 +106,15 @@ def test_tools_of_codex_that_only_openai_runs_are_dropped_and_counted() -> None:
     ]
 
 
+def test_a_dropped_tool_has_our_name_and_another_that_begins_alike_is_refused() -> None:
+    """Trap: the names go into a header, which has no room for what a client made up."""
+    dated = [{"type": "web_search_preview_2025_03_11"}, {"type": "web_search_2025_08_26"}]
+    assert tools_of(ResponsesRequest(input="Hi", tools=dated)).dropped == ["web_search"] * 2
+    for kind in ("customer_lookup", "web_search_é", "web_search_preview\r\nx: y", "custom_", "custom\n"):
+        with pytest.raises(InvalidRequest, match=r"tools\[0\]: type"):
+            tools_of(ResponsesRequest(input="Hi", tools=[{"type": kind}]))
+
+
 def test_options_are_those_of_a_chat() -> None:
     made = chat(
         tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}, parallel_tool_calls=False,
@@ -150,6 +159,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "file_search"}]}, "tools", r"tools\[0\]: type 'file_search' is not supported"),
     ({"tools": [{"type": "function"}]}, "tools", r"tools\[0\].name: must be a text"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search' is not supported"),
+    ({"tool_choice": {"type": "allowed_tools", "tools": ["f"]}}, "tool_choice", "each must be an object"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", r"input\[0\]: items of type 'item_reference'"),
     ({"input": [USER, {"type": 3}]}, "input", r"input\[1\]: items of type '3'"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part of type 'input_image'"),
