@@ -6,6 +6,7 @@ Invariant: the prompts of one score or reranking begin alike, and are computed f
            that share a prefix wait for the first of them.
 """
 
+import asyncio
 import base64
 import math
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Items, WireType, read_body
 from deployments.http.convert import check_count, check_model, checked, prompts_of_ids, salt_of
 from deployments.http.openai_format import usage_body
-from deployments.http.service import Service, service_of
+from deployments.http.service import LONG_TEXT, Service, service_of
 from deployments.http.streaming import Deltas, JsonAnswer, answer, collected, merged
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
 
 router = APIRouter()
+LONG_ANSWER = 10_000  # numbers of embeddings; longer answers are made on another thread
 JUDGE = 'Judge whether the document answers the query. Answer only "yes" or "no".'
 Body = dict[str, Any]
 
@@ -128,16 +130,7 @@ async def rerank(request: Request) -> Response:
     if body.top_n is not None and body.top_n < 1:
         raise InvalidRequest(f"top_n: must be at least 1, got {body.top_n}", param="top_n")
     check_count(len(texts), param="documents")
-    prompts = [
-        await service.encode_chat(
-            [
-                {"role": "system", "content": JUDGE},
-                {"role": "user", "content": f"Query: {body.query}\n\nDocument: {text}"},
-            ],
-            enable_thinking=False,
-        )
-        for text in texts
-    ]
+    prompts = await _judged(service, body.query, [str(text) for text in texts])
     labels = tuple(int(service.tokenizer.encode(word, add_special_tokens=False)[0]) for word in ("yes", "no"))
 
     def made(read: Sequence[TokenLogprob]) -> Body:
@@ -160,6 +153,24 @@ async def _prompts(
     if isinstance(rows[0], str):
         return await service.encode_all(rows, param=param, must_fit=True)
     return await prompts_of_ids(service, rows, param=param)
+
+
+async def _judged(service: Service, query: str, texts: Sequence[str]) -> list[TokenIds]:
+    """Tokenise the question about each document, without delaying other requests. Raises: PromptTooLong, Busy."""
+
+    def work() -> list[TokenIds]:
+        rows = []
+        for text in texts:
+            num_tokens = service.tokenizer.least_tokens(len(query) + len(text))
+            service.check_length(num_tokens, param="documents", at_least=True)
+            question = {"role": "user", "content": f"Query: {query}\n\nDocument: {text}"}
+            ids = service.tokenizer.chat([{"role": "system", "content": JUDGE}, question], enable_thinking=False)
+            service.check_length(len(ids), param="documents")
+            rows.append(ids)
+        return rows
+
+    size = sum(map(len, texts)) + len(texts) * (len(JUDGE) + len(query))
+    return work() if size <= LONG_TEXT else await service.encoding.run(work, size=size)
 
 
 async def _read_out(
@@ -196,7 +207,12 @@ async def _read_out(
         counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
         counts["prompt_tokens_details"] = usage["prompt_tokens_details"]
         read = [delta.logprobs[0] for delta in deltas.values()]
-        return JsonAnswer({"model": service.model.name, **made(read), "usage": counts})
+
+        def whole() -> Response:
+            return JsonAnswer({"model": service.model.name, **made(read), "usage": counts})
+
+        size = sum(len(each.hidden) for each in read)
+        return whole() if size <= LONG_ANSWER else await asyncio.to_thread(whole)
 
     return await answer(request, work())
 

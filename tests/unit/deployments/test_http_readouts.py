@@ -2,13 +2,17 @@
 
 import base64
 import math
+import threading
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from deployments.http.apis import readouts
 from deployments.http.service import Service
+from deployments.http.streaming import JsonAnswer
+from replicas.types import TokenIds
 
 pytestmark = pytest.mark.model
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
@@ -100,6 +104,39 @@ async def test_documents_are_ranked_by_yes_against_no(client: httpx.AsyncClient)
     assert best == {**ranked[0], "document": {"text": body["documents"][best["index"]]}}
     assert "documents" in await refusal(client, RERANK, query="x", documents=[])
     assert "documents" in await refusal(client, RERANK, query="x", documents=documents)
+
+
+async def test_many_documents_are_read_on_another_thread_and_large_answers_made_on_one(
+    client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap: 256 templates in a row, each of a short text, stall all other requests for seconds."""
+    names: list[str] = []
+    chat, render = service.tokenizer.chat, JsonAnswer.render
+
+    def watched(*args: Any, **options: Any) -> TokenIds:
+        names.append(threading.current_thread().name)
+        return chat(*args, **options)
+
+    def rendered(self: JsonAnswer, content: Any) -> bytes:
+        names.append(threading.current_thread().name)
+        return render(self, content)
+
+    monkeypatch.setattr(service.tokenizer, "chat", watched)
+    monkeypatch.setattr(JsonAnswer, "render", rendered)
+    here = threading.current_thread().name
+    monkeypatch.setattr(readouts, "LONG_TEXT", 500)
+    monkeypatch.setattr(readouts, "LONG_ANSWER", 1000)
+    body = await post(client, RERANK, query="harbour", documents=[f"Quiet harbour {i}." for i in range(6)])
+    assert sorted(each["index"] for each in body["results"]) == list(range(6))
+    assert len(names) == 7
+    assert all(name.startswith("manta-encode") for name in names[:6])
+    assert names[6] == here  # it has 6 numbers
+    names.clear()
+    assert len(await vectors(client, input=["x", "y"])) == 2
+    assert len(await vectors(client, input="x")) == 1
+    assert names[0] != here == names[1]
+    too_long = await client.post(RERANK, json={"query": "x", "documents": ["a", "word " * 9000]})
+    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "documents")
 
 
 async def test_what_cannot_be_read_out_is_refused_by_name(client: httpx.AsyncClient) -> None:
