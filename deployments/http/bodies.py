@@ -184,7 +184,7 @@ class SamplingFields(WireType):
     priority: int | None = None
     timeout: float | None = None
     return_token_ids: bool | None = None
-    # constraints on the output; refused unless they ask for nothing (convert.refuse_unsupported)
+    # what asks for a form of the output (constraints.py), and two that are refused (convert.refuse_unsupported)
     response_format: dict[str, Any] | None = None
     regex: Any = None
     ebnf: Any = None
