@@ -25,6 +25,7 @@ from routing.types import Ending, RouteOutcome
 
 # A try that brought so many tokens of one choice does not count as failed. The first token after a failure comes from
 # the prefill of what was delivered: a request that ends each replica in its next decode step brings one in every try.
+# A grammar may force many tokens after one, so of a constrained request deltas count; merged ones as one.
 GOES_ON = 2
 
 
@@ -57,7 +58,7 @@ class Tries:
         self.number = 0  # of the try; rids of tries differ by it
         self.excluded: frozenset[str] = frozenset()
         self._num_failed = 0  # since the last try that went on
-        self._brought: dict[tuple[str, int], int] = {}  # tokens of this try, by choice: its rid and index
+        self._brought: dict[tuple[str, int], int] = {}  # tokens, or deltas, of this try, by choice: its rid and index
         self._went_on = False
 
     @property
@@ -69,11 +70,11 @@ class Tries:
     def is_last_of_several(self) -> bool:
         return self.is_last and self._num_failed > 0
 
-    def brought(self, delta: TokenDelta) -> None:
-        """Count the tokens of ``delta``, which this try brought."""
-        if not self._went_on:
+    def brought(self, delta: TokenDelta, *, constrained: bool) -> None:
+        """Count the tokens of ``delta``, which this try brought: as one, where a grammar may have forced them."""
+        if delta.token_ids and not self._went_on:
             choice = delta.rid, delta.index
-            self._brought[choice] = self._brought.get(choice, 0) + len(delta.token_ids)
+            self._brought[choice] = self._brought.get(choice, 0) + (1 if constrained else len(delta.token_ids))
             self._went_on = self._brought[choice] >= GOES_ON
 
     def failed(self, replica_id: str, error: MantaError) -> bool:
@@ -112,6 +113,7 @@ class Attempt:
         self._noted = noted
         self._decision = noted.decision
         self._prefill = next((part for part in parts if part.is_prefill), None)
+        self._constrained = any(part.request.sampling.constraint is not None for part in parts)
         self._parts = {part.request.rid: part for part in parts if not part.is_prefill}
         self._progress = progress
         self._tries = tries
@@ -183,7 +185,7 @@ class Attempt:
         self._router.prefill_done(self._decision)
 
     def _note(self, delta: TokenDelta, prefill: PrefillLeg | None) -> None:
-        self._tries.brought(delta)
+        self._tries.brought(delta, constrained=self._constrained)
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
             usage = delta.usage

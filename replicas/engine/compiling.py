@@ -2,9 +2,9 @@
 
 Owns:      the requests whose grammar is being compiled, and the threads that compile.
 Never:     keeps a request waiting whose grammar was compiled before; runs or ends a request (engine.py does).
-Invariant: at most MAX_THREADS grammars are being compiled, with those for which no request waits any more. `poll`
-           returns each request once.
-Thread:    engine thread, but for `_work`; `on_ready` is called on a thread that compiles.
+Invariant: at most MAX_THREADS grammars are being compiled, including grammars whose requests have ended. `poll` returns
+           each request once.
+Thread:    engine thread; `_warm_up`, `_work` and `_next` run on threads that compile, which call `on_ready`.
 """
 
 import collections
@@ -23,9 +23,9 @@ from replicas.text.tokenizer import Tokenizer
 from replicas.types import Constraint, Finish, GenerateRequest
 
 log = logging.getLogger(__name__)
-COMPILE_S = 2.0  # that a grammar may take
-COMPILE_AGAIN_S = 30.0  # that of a resumed output may: where that began it took less, and a client has the beginning
-WAIT_S = 30.0  # for a thread, where all compile what takes long, and for the tokenizer, which the first one converts
+# for a grammar: for a free thread, for the conversion of the tokenizer, and for the compiler. What takes more than 2 s
+# of CPU time was refused before it came here (grammar/examiner.py): the machine is busy where a grammar takes so long
+WAIT_S = 30.0
 MAX_THREADS = 4
 
 
@@ -37,12 +37,11 @@ class Compilation:
     choices: Sequence[Choice]
     constraint: Constraint
     since_s: float
-    started: bool = False  # a thread compiles it, since ``since_s``; else it waits for one
-    made: Matcher | MantaError | None = None
+    made: Matcher | MantaError | None = None  # set on the thread that compiles it
 
     @property
     def wanted(self) -> bool:
-        """Whether it waits still: it may have been aborted, or its deadline may have passed."""
+        """Whether its request still waits for the grammar: it may have been aborted, or be past its deadline."""
         return self.made is None and any(choice.req.finish is None for choice in self.choices)
 
 
@@ -74,7 +73,7 @@ class Grammars:
         task = Compilation(request, choices, constraint, self._clock())
         self.waiting.append(task)
         with self._lock:
-            self._tasks.append(task)
+            self._tasks = collections.deque((*(each for each in self._tasks if each.wanted), task))
             if self._num_threads < MAX_THREADS:
                 self._num_threads += 1
                 threading.Thread(target=self._work, name="manta-grammar", daemon=True).start()
@@ -82,19 +81,24 @@ class Grammars:
     def poll(self) -> list[Compilation]:
         """Return the requests that wait no longer; ``made`` of each is its matcher, or why it has none."""
         now_s = self._clock()
+        done, waiting = list[Compilation](), list[Compilation]()
         for task in self.waiting:
-            limit_s = COMPILE_AGAIN_S if task.request.resumed_ids else COMPILE_S
-            if task.wanted and now_s - task.since_s > (limit_s if task.started else WAIT_S):
-                if task.started:
-                    task.made = InvalidRequest(f"the grammar takes more than {limit_s:g} s to compile: simplify it")
-                else:
-                    task.made = Overloaded(f"no grammar could be compiled for {WAIT_S:g} s: try again later")
-        done = [task for task in self.waiting if not task.wanted]
-        self.waiting = [task for task in self.waiting if task.wanted]
+            wanted = task.wanted  # read once: a thread may set ``made`` at any time
+            if wanted and now_s - task.since_s > WAIT_S:
+                task.made = Overloaded(f"its grammar was not compiled within {WAIT_S:g} s: try again later")
+                wanted = False
+            (waiting if wanted else done).append(task)
+        self.waiting = waiting
         return done
 
+    def close(self) -> None:
+        """Let the threads end with the grammars that they are compiling."""
+        with self._lock:
+            self._tasks.clear()
+
     def guide(self, req: Req, matcher: Matcher) -> Finish | None:
-        """Give ``req`` a copy of ``matcher``, and its output so far to that. Returns: its end, if that is refused."""
+        """Give ``req`` a copy of ``matcher``, and let that consume the output so far. Returns: its end, if that is
+        refused."""
         req.eos_ids |= self._eos_ids
         guide = matcher.copy(req.stop_ids)
         for position, token_id in enumerate(req.output_ids.tolist()):
@@ -107,12 +111,10 @@ class Grammars:
         """Compile what is in line, and end."""
         while (task := self._next()) is not None:
             try:
-                self.compiler.warm_up()
-                task.since_s, task.started = self._clock(), True
                 made: Matcher | MantaError = self.compiler.compile(task.constraint)
             except MantaError as error:
                 made = error
-            except Exception as error:  # whatever a grammar did, its request is answered
+            except BaseException as error:  # a panic of llguidance is no Exception; its request is answered
                 log.exception("a grammar could not be compiled")
                 made = InvalidRequest(f"the grammar cannot be compiled: {error!r}")
             if task.made is None:

@@ -422,6 +422,7 @@ class Engine:
 
     def close(self) -> None:
         """Close the connections to peers and to the other ranks; the engine must not be used afterwards."""
+        self.grammars.close()
         if self._hand_offs is not None:
             self._hand_offs.close()
         if self.kv.store_tier is not None:

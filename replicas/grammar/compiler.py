@@ -87,7 +87,9 @@ class GrammarCompiler:
         size = max(self._vocab_size, tokenizer.vocab_size)
         try:
             tokens = LLTokenizer(tokenizer.serialized(), n_vocab=size, eos_token=sorted(eos_ids))
-        except Exception as error:  # whatever it cannot read, as ValueError or a panic's own
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # what it cannot read is a ValueError or a panic, which is no Exception
             raise InvalidRequest(f"the tokenizer of this model cannot be constrained: {error}") from error
         pieces = tokenizer.pieces(skip_special_tokens=False)
         return Vocabulary(tokens=tokens, size=size, pieces=pieces, eos_ids=eos_ids)

@@ -85,6 +85,8 @@ class Matcher:
 
     def consume(self, token_id: int) -> bool:
         """Take in the next token. Returns: False if the grammar does not allow it; ``error`` says why then."""
+        if self._filling is not None:
+            self._filling[0].exception()  # waits: llguidance raises where two threads use one matcher
         self._filling, opens, self._opens = None, self._opens, None
         if token_id == opens:
             self._begun = False
@@ -120,7 +122,9 @@ class Matcher:
         if self.error is None:
             try:
                 self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            except Exception as error:  # ends this output, and not the engine
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # also a panic, which is no Exception: it ends this output, not the engine
                 log.exception("a mask could not be computed")
                 self._refused = f"no mask can be computed: {error!r}"
         self._finish(row)

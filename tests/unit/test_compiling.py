@@ -3,12 +3,15 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from replicas.engine import compiling
+from replicas.engine.compiling import Compilation, Grammars
 from replicas.engine.engine import Engine
-from replicas.errors import InvalidRequest
+from replicas.errors import InvalidRequest, Overloaded
+from replicas.grammar import compiler as compilers
 from replicas.grammar.compiler import GrammarCompiler
 from replicas.grammar.matcher import Matcher
 from replicas.types import Constraint, FinishReason, TokenDelta
@@ -63,6 +66,13 @@ def wait_for(engine: Engine, over: Callable[[list[TokenDelta]], bool]) -> list[T
     return told
 
 
+def raising(error: BaseException) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    return refuse
+
+
 def ended(told: list[TokenDelta]) -> bool:
     return any(delta.finish is not None for delta in told)
 
@@ -102,19 +112,30 @@ def test_a_deadline_ends_a_request_that_waits_for_its_grammar(held: tuple[Engine
     assert (delta.finish.reason, delta.finish.http_status) == (FinishReason.ABORT, 504)
 
 
-def test_a_grammar_that_takes_too_long_is_refused(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+@pytest.mark.parametrize("resumed_ids", [(), (5, 6)])
+def test_a_grammar_that_takes_too_long_is_left_to_another_replica_and_compiled_all_the_same(
+    held: tuple[Engine, HeldCompiler, Clock], resumed_ids: tuple[int, ...]
+) -> None:
+    """The router has refused grammars that are slow themselves: this one is slow because the machine is busy."""
     engine, compiler, clock = held
-    engine.submit(ask("a", range(1, 9), **constrained()))
+    engine.submit(replace(ask("a", range(1, 9), **constrained()), resumed_ids=resumed_ids))
     assert compiler.began.acquire(timeout=WAIT_S)
-    clock.now_s = 3.0
+    clock.now_s = compiling.WAIT_S
+    assert engine.poll() == []
+    clock.now_s += 1.0
     (delta,) = wait_for(engine, ended)
     assert delta.finish is not None
-    assert (delta.finish.reason, delta.finish.http_status) == (FinishReason.ERROR, 400)
-    assert "takes more than 2 s to compile" in str(delta.finish.message)
+    assert (delta.finish.http_status, delta.finish.retry_as) == (503, "overloaded")
+    compiler.go.set()
+    constraint = Constraint(kind="regex", text="[a-z]+")
+    deadline_s = time.monotonic() + WAIT_S
+    while compiler.cached(constraint) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def test_no_more_grammars_are_compiled_at_once_than_there_are_threads(held: tuple[Engine, HeldCompiler, Clock]) -> None:
-    """The fifth waits in line for 30 s, and is then refused in a way that another replica may mend."""
+    """The fifth waits in line for 30 s."""
     engine, compiler, clock = held
     for number in range(compiling.MAX_THREADS + 1):
         engine.submit(ask(f"r{number}", range(1, 9), **constrained(f"[a-z]{{{number + 1}}}")))
@@ -124,9 +145,67 @@ def test_no_more_grammars_are_compiled_at_once_than_there_are_threads(held: tupl
     clock.now_s = 31.0
     told = wait_for(engine, lambda told: len(told) == compiling.MAX_THREADS + 1)
     statuses = {delta.rid: delta.finish.http_status for delta in told if delta.finish}
-    assert statuses == {**{f"r{number}": 400 for number in range(compiling.MAX_THREADS)}, "r4": 503}
-    assert told[-1].finish is not None
-    assert told[-1].finish.retry_as == "overloaded"
+    assert statuses == {f"r{number}": 503 for number in range(compiling.MAX_THREADS + 1)}
+
+
+def test_a_request_whose_grammar_is_made_between_two_looks_is_not_lost() -> None:
+    grammars = Grammars(fake_engine()[0].tokenizer, 1000, Clock())
+
+    class Racing(Compilation):
+        @property
+        def wanted(self) -> bool:
+            waits, self.made = self.made is None, Overloaded("made by a thread after the first look")
+            return waits
+
+    task = Racing(ask("a", [1]), [], Constraint(kind="regex", text="a"), since_s=0.0)
+    grammars.waiting.append(task)
+    found = [grammars.poll(), grammars.poll()]
+    assert found == [[], [task]]
+
+
+class Panic(BaseException):
+    """As pyo3 raises a panic of Rust."""
+
+
+def test_panics_answer_their_requests_and_leave_threads_for_others(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+    engine, compiler, _ = held
+    compiler.go.set()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiler, "compile", raising(Panic("unwrap on None")))
+        for number in range(compiling.MAX_THREADS + 1):
+            engine.submit(ask(f"r{number}", range(1, 9), **constrained()))
+            told = wait_for(engine, ended)
+            assert [(delta.finish.http_status, str(delta.finish.message)) for delta in told if delta.finish] == [
+                (400, "the grammar cannot be compiled: Panic('unwrap on None')")
+            ]
+    engine.submit(ask("good", range(1, 9), **constrained()))
+    wait_for(engine, ended)
+
+
+def test_a_tokenizer_over_which_llguidance_panics_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = fake_engine()
+    monkeypatch.setattr(compilers, "LLTokenizer", raising(Panic("no merges")))
+    with pytest.raises(InvalidRequest, match="cannot be constrained: no merges"):
+        GrammarCompiler(engine.tokenizer, 1000).warm_up()
+
+
+def test_what_nobody_waits_for_is_not_compiled(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+    engine, compiler, _ = held
+    for number in range(compiling.MAX_THREADS + 3):
+        engine.submit(ask(f"r{number}", range(1, 9), **constrained(f"[a-z]{{{number + 1}}}")))
+    for _ in range(compiling.MAX_THREADS):
+        assert compiler.began.acquire(timeout=WAIT_S)
+    engine.abort(f"r{compiling.MAX_THREADS}")
+    engine.submit(ask("last", range(1, 9), **constrained("x")))
+    assert [task.request.rid for task in engine.grammars._tasks] == ["r5", "r6", "last"]
+    engine.close()
+    assert not engine.grammars._tasks
+    compiler.go.set()
+    deadline_s = time.monotonic() + WAIT_S
+    while engine.grammars._num_threads:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert not compiler.began.acquire(blocking=False)
 
 
 def test_a_grammar_that_was_compiled_before_starts_its_request_at_once() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -305,20 +306,32 @@ def test_a_hung_step_is_passed_over_by_new_requests_and_taken_again_when_it_ends
     assert fleet.num_ready == 2
 
 
-def test_tries_are_counted_since_the_last_that_brought_two_tokens_of_one_choice() -> None:
+@pytest.mark.parametrize("constrained", [False, True])
+def test_tries_are_counted_since_the_last_that_brought_two_tokens_of_one_choice(constrained: bool) -> None:
     tries, gone, asked = Tries(2), ReplicaGone("gone"), ask(n=2)
     for number in range(5):  # replicas that die one after the other under one answer
         assert tries.number == number
         assert not tries.is_last or number
-        tries.brought(token(asked, 0, 0, None))
-        tries.brought(token(asked, 0, 1, None))
+        tries.brought(token(asked, 0, 0, None), constrained=constrained)
+        tries.brought(token(asked, 0, 1, None), constrained=constrained)
         assert not tries.is_last
         assert tries.failed(f"r{number}", gone)
         assert tries.excluded == {f"r{number}"}
-    tries.brought(token(asked, 0, 2, None))
-    tries.brought(token(asked, 1, 0, None))  # one token of each choice: both come from prefill
+    tries.brought(token(asked, 0, 2, None), constrained=constrained)
+    tries.brought(token(asked, 1, 0, None), constrained=constrained)  # one token of each choice: both come from prefill
     assert tries.is_last
     assert not tries.failed("r9", gone)
+
+
+def test_tokens_that_a_grammar_may_have_forced_count_as_one() -> None:
+    """Those of one delta: they came from the prefill of what was delivered, without a decode step."""
+    tries, run = Tries(2), replace(token(ask(), 0, 0, None), token_ids=(1, 2, 3, 4))
+    assert tries.failed("r0", ReplicaGone("gone"))
+    tries.brought(run, constrained=True)
+    tries.brought(replace(run, token_ids=()), constrained=True)
+    assert tries.is_last
+    tries.brought(run, constrained=True)
+    assert not tries.is_last
 
 
 def test_a_replica_that_hung_may_be_tried_again() -> None:

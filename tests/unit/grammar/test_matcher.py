@@ -3,6 +3,7 @@
 import functools
 import json
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from replicas.errors import InvalidRequest
 from replicas.grammar import compiler as compilers
 from replicas.grammar.compiler import GrammarCompiler
-from replicas.grammar.matcher import Matcher
+from replicas.grammar.matcher import Matcher, Words
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Constraint
 from tests.embedded import MODEL
@@ -168,6 +169,36 @@ def test_masks_that_another_thread_computed_are_those_of_fill() -> None:
             assert np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist() == expected
     assert made[0].consume(ids("1")[0])
     assert made[0].words() is not None  # of the new place: computed now
+
+
+def test_a_token_is_not_taken_in_while_another_thread_computes_the_mask() -> None:
+    waited = []
+
+    class Filling(Future[Words]):
+        def exception(self, timeout: float | None = None) -> None:
+            waited.append(timeout)
+
+    matcher = regex("[0-9]+")
+    matcher._filling = Filling(), 0
+    assert matcher.consume(ids("1")[0])
+    assert waited == [None]
+
+
+def test_a_panic_while_a_mask_is_computed_ends_that_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As pyo3 raises a panic of Rust."""
+
+    class Core:
+        def is_error(self) -> bool:
+            return False
+
+        def unsafe_compute_mask_ptr(self, *_: int) -> None:
+            raise Panic("index out of bounds")
+
+    matcher = regex("[0-9]+")
+    monkeypatch.setattr(matcher, "_core", Core())
+    assert allowed(matcher) == []
+    assert matcher.error == "no mask can be computed: Panic('index out of bounds')"
 
 
 @pytest.mark.parametrize(
