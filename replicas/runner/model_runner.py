@@ -115,7 +115,7 @@ class ModelRunner:
         batch = batches.build(plan, self.table, self._staging)
         self._put_followed(plan, batch)
         if isinstance(plan, ExtendPlan) and any(row.readout is not None and row.readout.pooling for row in plan.rows):
-            assert isinstance(self._model, Llama), "`RequestChecks` refuses others"
+            assert isinstance(self._model, Llama), "`Intake.check` refuses others"
             batch.hidden = self._model.hidden(batch.input_ids, batch.meta)
             logits = self._model.head(batch.hidden if batch.logits_rows is None else batch.hidden[batch.logits_rows])
         else:

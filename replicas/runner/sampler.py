@@ -2,11 +2,10 @@
 
 Owns:      the order of edits: the mask of the constraint, which no other undoes, repetition penalty, frequency and
            presence penalties, logit bias, then the masks of allowed_token_ids, bad_words and min_new_tokens. Then a
-           greedy row takes the
-           largest logit; the others go through temperature, top-k, top-p, min-p and the draw (draw.py). Logprobs are
-           the natural logarithm of softmax(logits) of the model's own logits, before any edit (vLLM's
-           ``raw_logprobs``), but for the mask: those of a constrained output are over the tokens that the constraint
-           allows, as OpenAI's, and alternatives that it does not allow are left out.
+           greedy row takes the largest logit; the others go through temperature, top-k, top-p, min-p and the draw
+           (draw.py). Logprobs are the natural logarithm of softmax(logits) of the model's own logits, before any edit
+           (vLLM's ``raw_logprobs``), but for the mask: those of a constrained output are over the tokens that the
+           constraint allows, as OpenAI's, and alternatives that it does not allow are left out.
 Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py) and `Readouts`; reads more of
            a request than its SampleRow; changes the logits it is given, but for the mask of a constraint.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
@@ -63,11 +62,14 @@ class _Entries:
 
 def needs_edit(row: SampleRow) -> bool:
     """Tell whether ``edit_logits`` would change anything for ``row``, its constraint aside."""
-    return row.params.edits_logits or _masks_stops(row)
+    return row.params.edits_logits or bool(_early_stops(row))
 
 
-def _masks_stops(row: SampleRow) -> bool:
-    return row.num_output < row.params.min_new_tokens and bool(row.stop_ids)
+def _early_stops(row: SampleRow) -> frozenset[int]:
+    """Return the ids that may not end ``row`` yet. With ignore_eos only a constrained row has ids beside its own."""
+    if row.num_output < row.params.min_new_tokens:
+        return row.stop_ids
+    return row.stop_ids.difference(row.params.stop_token_ids) if row.params.ignore_eos else frozenset()
 
 
 def constraint_masks(rows: Sequence[SampleRow]) -> list[Words | None]:
@@ -80,10 +82,7 @@ def constraint_masks(rows: Sequence[SampleRow]) -> list[Words | None]:
 
 def _left_by_stops(row: SampleRow, words: Words | None) -> Words | None:
     """Take the ids that may not end ``row`` yet out of its mask, while that leaves a token."""
-    if row.num_output < row.params.min_new_tokens:
-        banned = row.stop_ids
-    else:
-        banned = row.stop_ids.difference(row.params.stop_token_ids) if row.params.ignore_eos else frozenset()
+    banned = _early_stops(row)
     if words is None or not banned:
         return words
     kept = words.copy()
@@ -136,8 +135,9 @@ def edit_logits(
         banned = _bad_ends(row)
         if params.allowed_token_ids is not None:
             allowed[r] = _ids(params.allowed_token_ids)
-        if _masks_stops(row) and (not masks or masks[r] is None):
-            stopping = banned | row.stop_ids
+        early = _early_stops(row) if not masks or masks[r] is None else None
+        if early:
+            stopping = banned | early
             others = params.allowed_token_ids
             if len(stopping) < vocab_size if others is None else any(token not in stopping for token in others):
                 banned = stopping

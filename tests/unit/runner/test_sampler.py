@@ -442,6 +442,13 @@ def test_a_stop_id_waits_for_min_tokens_and_with_ignore_eos_for_the_end_of_the_g
     assert Sampler(3, "cpu").sample(logits[:1].clone(), [only])[0].tolist() == [0]
 
 
+def test_ignore_eos_holds_before_the_grammar_begins_but_not_for_ids_of_the_requests_own() -> None:
+    logits = torch.tensor([[9.0, 1.0, 5.0]] * 2)
+    before = row(stop_ids=[0, 2], ignore_eos=True, stop_token_ids=(2,), temperature=0.0)._replace(mask=lambda: None)
+    assert Sampler(3, "cpu").sample(logits.clone(), [before, held([0b101], temperature=0.0)])[0].tolist() == [2, 0]
+    assert Sampler(3, "cpu").sample(logits[:1].clone(), [before])[0].tolist() == [2]
+
+
 def test_logprobs_of_a_constrained_row_are_over_what_is_allowed() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 2))
     rows = [held([0b110], temperature=0.0, return_logprobs=True, top_logprobs=3), row(temperature=0.0)]
