@@ -79,6 +79,13 @@ def prompt_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
     return -(-left // page_size) * page_size if chunk_size // 2 >= page_size else left
 
 
+def run_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
+    """Count the tokens that forced runs may take of `prompt_tokens`: half, and so that a prompt gets a page, without
+    which it may not go on."""
+    left = prompt_tokens(chunk_size, num_decode, page_size=page_size)
+    return min(left // 2, left - page_size) if left >= page_size else left // 2
+
+
 class StepBudget:
     """The tokens that one extend step may still run (SPEC F06: the chunk size)."""
 

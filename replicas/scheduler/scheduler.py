@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import CachedTokens, Req, ReqState
-from replicas.scheduler.admission import NewTokenRatio, Room, grant, least_prompt_tokens, let_go, max_receiving
+from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving, run_tokens
 from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
     AheadGate,
@@ -96,7 +96,7 @@ class Scheduler:
 
     @property
     def only_away(self) -> bool:
-        """Whether nothing is left to do here until another replica has done its part."""
+        """Whether nothing is left to do here until another replica has done its part, or a grammar is compiled."""
         queues = self.queues
         starting = len(queues.waiting) or queues.chunked is not None or len(queues.prealloc)
         return not (starting or queues.running or queues.forced)
@@ -297,7 +297,8 @@ class Scheduler:
         if not self._config.mixed_steps or len(self.queues.under_way):
             return (), None  # others would wait for the run's step; or the step under way is making its first token
         queues, chunk_size = self.queues, self._config.chunked_prefill_size or 0
-        left = least_prompt_tokens(chunk_size) - sum(each.extend_len for each in queues.forced) - 1
+        most = run_tokens(chunk_size, len(queues.running), page_size=self.kv.page_size)
+        left = most - sum(each.extend_len for each in queues.forced) - 1
         forced, finish = take_forced(req, min(MAX_FORCED, left))
         self.counters.forced_tokens += len(forced)
         if forced and finish is None:

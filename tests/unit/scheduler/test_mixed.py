@@ -51,6 +51,38 @@ def test_running_requests_go_on_however_many_prompts_come() -> None:
     bench.run()
 
 
+class Forcing:
+    """The guide of an output that is forced to the end."""
+
+    error = None
+
+    def consume(self, token_id: int) -> bool:
+        return True
+
+    def forced(self) -> int:
+        return 7
+
+    def words(self) -> None:
+        return None
+
+    def begin_masks(self, others: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_long_prompt_gets_on_however_many_tokens_are_forced(page_size: int) -> None:
+    bench = Bench(page_size=page_size, num_pages=1024 // page_size, chunked_prefill_size=16)
+    writers = [bench.submit([number, 2, 3], max_new_tokens=100) for number in range(5)]
+    for writer in writers:
+        writer.guide = Forcing()
+    for _ in range(3):
+        bench.step()
+    prompt = bench.submit(LONG, max_new_tokens=2)
+    while prompt.num_output == 0:
+        assert all(writer.finish is None for writer in writers)
+        bench.step()
+
+
 @pytest.mark.parametrize(
     ("page_size", "chunk", "running", "left"),
     [
