@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded
 from replicas.replay.replay import extract, extract_from_kvpool, restore, restore_to_kvpool
 from replicas.request import ReqState
-from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
+from replicas.types import Finish, FinishReason, GenerateRequest, Readout, TokenDelta
 from tests.fake_kv_bytes import FakeKvBytes
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all, retract
@@ -203,6 +204,14 @@ def test_prompt_logprobs_are_made_anew() -> None:
     assert (snapshot.meta.num_tokens, snapshot.prompt_logprobs_from) == (0, 1)
     snapshot, _ = after(make(), request, 2)
     assert (snapshot.meta.num_tokens, snapshot.prompt_logprobs_from) == (23, None)
+
+
+@pytest.mark.parametrize(("pooling", "num_tokens"), [("mean", 0), ("last", 16)])
+def test_the_mean_of_hidden_states_is_made_anew(pooling: Literal["mean", "last"], num_tokens: int) -> None:
+    """The sum over the chunks so far is not in a snapshot: one in mid-prompt starts from its beginning."""
+    request = ask("a", PROMPT, readout=Readout(pooling=pooling))
+    snapshot, _ = after(make(), request, 1)
+    assert snapshot.meta.num_tokens == num_tokens
 
 
 @pytest.mark.parametrize("cut", range(24))
