@@ -332,7 +332,7 @@ def tier_rows(options: argparse.Namespace) -> list[Row]:
 def _first_token_s(engine: Engine, token_ids: Sequence[int]) -> float:
     """Return the seconds from submitting a prompt to its first token, with the waits of an engine's loop."""
     news = threading.Event()
-    engine.on_transfer_event(news.set)
+    engine.on_event(news.set)
     engine.submit(driver.request(token_ids, 1))
     started_s = time.perf_counter()
     while engine.has_work:

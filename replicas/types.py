@@ -58,8 +58,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readout:
-    """What is read out where the prompt ends, beside the one token that is made there and counts for nothing. It comes
-    with that token's logprob."""
+    """What is read out where the prompt ends, beside the one token that is made there, which is discarded. The readout
+    is carried by that token's logprob."""
 
     labels: tuple[int, ...] = ()  # tokens whose logprobs stand in place of the most likely, in this order
     pooling: Literal["last", "mean"] | None = None  # of the hidden states behind the last norm; None: not given

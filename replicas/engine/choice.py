@@ -64,8 +64,8 @@ class Choice:
         return pushed.text, Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
 
     def push_run(self, token: NewToken) -> tuple[NewToken, str, Finish | None]:
-        """Decode a token and those that were forced after it. Returns: those that are left of them, the text, and the
-        end: behind a token that completes a stop string there is none."""
+        """Decode a token and those that were forced after it. Returns: the token with the forced tokens up to the one
+        that completes a stop string, their text, and the end if there is such a one."""
         assert token.token_id is not None
         ids, text = (token.token_id, *token.forced), ""
         num_shown = len(ids) - (self.req.num_output - self._num_shown(self.req.finish))
@@ -116,7 +116,7 @@ class Choice:
 
 
 def _certain(token_id: int, num_top: int) -> TokenLogprob:
-    """Return the logprob of a token that alone may come."""
+    """Return the logprob of the only token allowed."""
     return TokenLogprob(token_id=token_id, logprob=0.0, top=((token_id, 0.0),) if num_top else ())
 
 

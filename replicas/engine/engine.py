@@ -90,7 +90,11 @@ class Intake:
         if readout is not None and readout.pooling is not None and self._model.implementation == "transformers":
             raise InvalidRequest("pooling: hidden states are not read from a model that Transformers' classes run")
         if request.resumed_ids and request.sampling.n > 1:
-            raise InvalidRequest("resumed_ids: of one choice, but n > 1: resume each by itself", param="resumed_ids")
+            raise InvalidRequest(
+                f"resumed_ids belong to one choice, and n is {request.sampling.n}: "
+                "send one request with n = 1 for each choice",
+                param="resumed_ids",
+            )
         length = len(request.token_ids)
         room = 1 if request.sampling.max_new_tokens > 0 else 0
         if length + room > self.longest:
@@ -166,7 +170,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.steps.under_way
 
-    def on_transfer_event(self, call: Callable[[], None]) -> None:
+    def on_event(self, call: Callable[[], None]) -> None:
         """Register ``call``: the threads of transfers, of grammars and of the store call it when they have news for
         `step`. It must not block."""
         self.grammars.on_ready = call

@@ -74,7 +74,7 @@ class EngineLoop:
         self._step_started_s: float | None = None
         self._stats = engine.stats()
         self._cache_events: collections.deque[CacheEvents] = collections.deque(maxlen=MAX_EVENT_STEPS)
-        engine.on_transfer_event(self._wake.set)
+        engine.on_event(self._wake.set)
         self._thread = threading.Thread(target=self._main, name="manta-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="manta-watchdog", daemon=True)
 

@@ -84,7 +84,7 @@ def next_batch(
     )
     _extend_forced(batch, queues, kv, counters, budget)
     if queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
-        return batch  # the next chunk finds no memory: no request may take it first
+        return batch  # no memory or budget is left for the next chunk: no request may take it first
     batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
     barrier = queues.prealloc.barrier

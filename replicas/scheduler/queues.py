@@ -3,8 +3,8 @@
 Owns:      the membership and the order of each queue. These values only hold; what moves a request from one queue to
            another is in prefill.py, admission.py, decode.py, tokens.py and scheduler.py.
 Never:     touches pages; the waiting queue asks how long a cached prefix is.
-Invariant: an open request is in exactly one queue, or only in a step under way (a prompt whose last chunk is being
-           computed); see each `check`.
+Invariant: an open request is in exactly one queue, or only in a step under way (one whose last chunk, or the run of
+           tokens that its grammar forced, is being computed); see each `check`.
 Thread:    scheduler thread only.
 """
 
@@ -144,9 +144,11 @@ class PreallocQueue(ReqQueue):
 
 
 class HandOffQueue(ReqQueue):
-    """Requests that wait for another replica; no step runs them. Also the news for replicas/disagg: grants and ends.
+    """Requests that wait for another replica, or for their grammar; no step runs them. Also the news for
+    replicas/disagg: grants and ends.
 
-    Each is WAITING (parked until its peer is ready) and holds nothing, or RECEIVING or HANDING_OFF with row and pages.
+    Each is WAITING (parked until its peer is ready, or its grammar compiled) and holds nothing, or RECEIVING or
+    HANDING_OFF with row and pages.
     """
 
     def __init__(self) -> None:
@@ -233,7 +235,7 @@ class Queues:
 
     @property
     def holding(self) -> list[Req]:
-        """The open requests that hold row and pages and are not in the last chunk of their prompt."""
+        """The open requests that hold row and pages and are in a queue: all but those only in a step."""
         return [*self.running, *self.forced, *self.away.holding, *([self.chunked] if self.chunked is not None else [])]
 
     def remove(self, req: Req) -> None:

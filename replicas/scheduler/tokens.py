@@ -2,7 +2,7 @@
 
 Owns:      nothing; moves requests from prefill to the running batch, or to the hand-off queue.
 Never:     chooses what runs, or ends a request: the scheduler does.
-Invariant: a request of the step gets at most one token; the tokens come in the order of the plan's rows.
+Invariant: a request of the step gets at most one sampled token; the tokens come in the order of the plan's rows.
 Thread:    scheduler thread only.
 """
 
@@ -93,7 +93,7 @@ def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: 
 
 
 def _end_prompt(req: Req, queues: Queues) -> None:
-    """Move ``req``, whose prompt is computed, to where it goes on."""
+    """Move ``req``, whose prompt or forced run is computed, to where it goes on."""
     req.prompt_logprobs_from = None  # all made; a retracted request need not make them again
     if req.is_prefill_leg:
         req.move(ReqState.HANDING_OFF)
