@@ -8,6 +8,7 @@ parts of characters, and it never ends by itself. Of the embedded one: tests/ser
 import asyncio
 import functools
 import itertools
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -214,10 +215,17 @@ async def answered(
     async with street as client:
         if path not in (CHAT, COMPLETIONS):
             answer = await client.post(path, json={**body, "stream": True}, headers={"x-request-id": "me"})
-            return dict(enumerate(named_events(answer.text.splitlines()))), street.num_deaths
+            return dict(enumerate(named_events(numbered(answer.text).splitlines()))), street.num_deaths
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         answer = await client.post(path, json=asked, headers={"x-request-id": "me"})
-    return joined(answer.text.splitlines()), street.num_deaths
+    return joined(numbered(answer.text).splitlines()), street.num_deaths
+
+
+def numbered(text: str) -> str:
+    """The events with the ids of calls, which are the request's own, numbered as they first come: one that changed in
+    the midst of a call would get another number."""
+    found: dict[str, str] = {}
+    return re.sub(r"(?:call|toolu)_[0-9a-f]{24}", lambda match: found.setdefault(match[0], f"call_{len(found)}"), text)
 
 
 def lives(random: Random, *, apart: bool) -> Iterator[int]:
