@@ -23,7 +23,8 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards pictures model install \
+.PHONY: help serve test test-all install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs pictures \
+	board-pictures model install \
 	install-test tools-test clean
 
 help: ## Show the targets
@@ -107,9 +108,16 @@ dashboards: install-test ## Write the boards and docs/metrics.md anew, from dash
 	@$(BIN)/python -m dashboards build
 	@$(BIN)/python -m dashboards docs
 
+docs: install-test ## Write the tables of docs/api.md and docs/metrics.md anew, from the code
+	@$(BIN)/python -m tools.api_doc
+	@$(BIN)/python -m dashboards docs
+
 pictures: install-test model ## Draw the house in docs/pictures anew, and take those of the live view from a Manta under load
 	@$(BIN)/python -m tools.house
 	@$(BIN)/python -m tests.serve.pictures
+
+board-pictures: install-test model ## Draw the boards in docs/pictures with Grafana's components from npm, over a Manta under load
+	@$(BIN)/python -m tests.serve.board_pictures
 
 clean: ## Remove .venv, other systems, models and results
 	@rm -rf $(VENV) .tools .peers models bench_results .pytest_cache .mypy_cache .ruff_cache

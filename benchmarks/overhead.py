@@ -41,7 +41,7 @@ from benchmarks.token_source import PACES, WARM_S, Alone, Count, Streams, times_
 from benchmarks.workloads import random_lengths
 from dashboards.catalog import Process
 from deployments.command import haproxy
-from deployments.dispatch.route_log import Following, RequestWatch, RouteLog
+from deployments.dispatch.route_log import OBJECTIVES, Following, RequestWatch, RouteLog
 from deployments.dispatch.timeline import Arrival
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RouterEvents
@@ -58,6 +58,7 @@ BESIDE = ("controller", live_app.REST)  # parts that no token passes
 WARM_REQUESTS = 30
 TARGETS = {"steady": 100.0, "flat out": 50.0, "unary": 6.0, "TTFT": 8.0}  # us, us, ms, ms
 SCRAPE_S = 3.0
+POLL_S = 1.0  # of a live view
 USAGE = Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=0)
 TOKEN = TokenDelta(rid="a", token_ids=(5,), usage=USAGE)
 LAST = TokenDelta(rid="a", token_ids=(5,), usage=USAGE, finish=Finish(reason=FinishReason.LENGTH))
@@ -210,7 +211,7 @@ class Readings:
     """What the readers of a watched application have read."""
 
     scrapes: int = 0
-    events: int = 0
+    polls: int = 0
 
 
 @contextlib.asynccontextmanager
@@ -245,11 +246,13 @@ async def _scrape(session: aiohttp.ClientSession, url: str, read: Readings) -> N
 
 
 async def _view(session: aiohttp.ClientSession, url: str, read: Readings) -> None:
-    async with session.get(f"{url}/manta/api/events") as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            read.events += line.startswith(b"event:")
-    raise RuntimeError("the event stream ended")
+    version = 0
+    while True:
+        async with session.get(f"{url}/manta/api/state?since={version}") as answer:
+            answer.raise_for_status()
+            version = (await answer.json())["version"]
+            read.polls += 1
+        await asyncio.sleep(POLL_S)
 
 
 async def watch_cpu(url: str, rounds: int, window_s: float) -> dict[tuple[str, str], list[dict[str, float]]]:
@@ -265,7 +268,7 @@ async def watch_cpu(url: str, rounds: int, window_s: float) -> dict[tuple[str, s
             await asyncio.sleep(WARM_S)
             found.setdefault(("8 streams", reader), []).append(await cpu_a_second(cpu, window_s))
             await busy
-        if reader == "read" and not (readings.scrapes and readings.events):
+        if reader == "read" and not (readings.scrapes and readings.polls):
             raise RuntimeError(f"the application was not read: {readings}")
     return found
 
@@ -287,7 +290,7 @@ def watch_rows(options: argparse.Namespace) -> list[Row]:
 def metrics_watch() -> tuple[Emitter, RouterEvents]:
     """Return a router's metrics, and what counts its requests."""
     emitter = Emitter(Process.ROUTER, Identity(model="m", role="router", replica="r"), disaggregated=True)
-    return emitter, RouterEvents(emitter, ttft_objective_s=1.0, itl_objective_s=0.1, disaggregated=True)
+    return emitter, RouterEvents(emitter, objectives=OBJECTIVES, disaggregated=True)
 
 
 def _following(watch: RequestWatch) -> Following:

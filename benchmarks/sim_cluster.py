@@ -273,7 +273,7 @@ class Cluster:
         routed = opened.routed
         if self.routers is not None and routed is not None:
             self.routers.done(
-                routed, RouteOutcome(ending=Ending.FINISHED, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s)
+                routed, RouteOutcome(ending=Ending.OK, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s)
             )
         self.records.append(
             Record(

@@ -1,6 +1,6 @@
-"""``python -m dashboards``: write the generated files, export them for Prometheus and Grafana, check what they return.
+"""Write the generated files, export them for Prometheus and Grafana, check what they return.
 
-    build         the boards, from boards/ and the catalogue    docs     docs/metrics.md, from the catalogue
+    build         boards, rules and the page of the runbook      docs     docs/metrics.md, from the catalogue
     export DIR    settings, rules and boards for your servers   check    ask a Prometheus every query
 """
 
@@ -16,7 +16,7 @@ def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("build", help="write the boards anew")
+    commands.add_parser("build", help="write boards, rules and the runbook's page anew")
     commands.add_parser("docs", help="write docs/metrics.md anew")
     _add_export(commands.add_parser("export", help="write settings, rules and boards into a folder"))
     _add_check(commands.add_parser("check", help="ask a Prometheus every query of boards and rules"))
@@ -25,23 +25,37 @@ def main(words: list[str] | None = None) -> int:
         return _check(args)
     if args.command == "export":
         settings = files.Export(
-            url=args.url, key_file=args.key_file, prometheus=args.prometheus, docs_url=args.docs_url
+            url=args.url,
+            key_file=args.key_file,
+            prometheus=args.prometheus,
+            grafana=args.grafana,
+            interval_s=args.interval,
+            traces_url=args.traces_url,
+            docs_url=args.docs_url,
         )
         files.export(args.folder, settings)
         print(f"{args.folder}: read its README.md")
         return 0
-    changed = files.write(files.board_texts() if args.command == "build" else {files.METRICS_DOC: docs.markdown()})
+    built = files.board_texts() | files.page_texts()
+    changed = files.write(built if args.command == "build" else {files.METRICS_DOC: docs.markdown()})
     print("\n".join(f"wrote {path}" for path in changed) or "nothing to write: all files are as the catalogue says")
     return 0
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     default = files.Export()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--url", default=default.url, help="of the observatory (default: %(default)s)")
+    parser.add_argument("folder", type=Path, help="where to write; made if it does not exist")
+    parser.add_argument("--url", default=default.url, help="address of the observatory (default: %(default)s)")
     parser.add_argument("--key-file", type=Path, help="file with the admin key, where one is configured")
-    parser.add_argument("--prometheus", default=default.prometheus, help="where Grafana finds it (%(default)s)")
-    parser.add_argument("--docs-url", default="", help="put before docs/runbook.md in alerts, with its last slash")
+    found = "where Grafana finds Prometheus (default: %(default)s)"
+    parser.add_argument("--prometheus", default=default.prometheus, help=found)
+    parser.add_argument("--grafana", default="", help="where people open Grafana; alerts then lead to its boards")
+    interval = "seconds between scrapes (default: %(default)g)"
+    parser.add_argument("--interval", type=float, default=default.interval_s, help=interval)
+    traces_url = "address of a trace, with ${__value.raw} for its id: where the boards' exemplars lead"
+    parser.add_argument("--traces-url", default="", help=traces_url)
+    docs_url = "put before docs/runbook.md in alerts, with its last slash; without it alerts lead to the live view"
+    parser.add_argument("--docs-url", default="", help=docs_url)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:

@@ -1,15 +1,17 @@
 """Grafana's boards: PromQL over the catalogue's names, panels in rows, and their JSON.
 
-Owns:      how a panel looks and what every board has (variables, links, the time range).
+Owns:      how a panel looks and what every board has (variables, annotations, links, the time range).
 Never:     knows what a panel is about (boards/), or asks a server (check.py).
 Invariant: a panel says what it shows and what to do when it looks bad. Titles, and so ids, are unique in a board. What
-           queries name is checked where they are parsed (tests/contract/test_promql.py).
+           queries name is checked where they are parsed (tests/contract/test_promql.py). Whatever names a replica links
+           to that replica in the live view.
 """
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -20,6 +22,21 @@ WINDOW = "$__rate_interval"  # Grafana's: long enough for a rate at the board's 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 QUANTILES = ((0.5, "p50"), (0.9, "p90"), (0.99, "p99"))
 NARROWING = {"model": "build_info", "role": "replica_info", "replica": "replica_info"}  # variable -> metric it is from
+LIVE_VIEW = "http://127.0.0.1:8000/manta"  # the hidden variable ``live``; `python -m dashboards export` replaces it
+SHOW = ("Show in the live view", "${live}/#replica=")  # a link's title, and its address before the replica's id
+OBJECTIVE = "objective"  # the legend of a query that is drawn as a dashed line in red
+GREEN, ORANGE, RED, BLUE, SKY, GOLD, PURPLE, GREY = (
+    "#009E73", "#E69F00", "#D55E00", "#0072B2", "#56B4E9", "#F0E442", "#CC79A7", "#8E8E8E",
+)  # fmt: skip
+# Colours of label values, the same on every board: Okabe and Ito's, as on the live view's page.
+COLORS = {
+    "outcome": {"ok": GREEN, "error": RED, "timeout": PURPLE, "shed": ORANGE, "invalid": SKY, "cancelled": GREY},
+    "stage": {"route": SKY, "queue": GREY, "prefill": BLUE, "transfer": ORANGE, "decode": GREEN},
+    "phase": {"prefill": BLUE, "decode": GREEN},
+    "kind": {"prefill_computed": BLUE, "prefill_cached": GOLD, "decode": GREEN},
+    "state": {"free": GREY, "evictable": GOLD, "protected": GREEN, "reserved": BLUE, "quarantined": RED},
+    "severity": {"critical": RED, "warning": ORANGE},
+}
 Where = Mapping[str, str]  # label -> value; "a|b" is one of, "!a|b" is none of
 
 
@@ -89,6 +106,7 @@ class Shape(StrEnum):
     STAT = "stat"
     BARS = "bargauge"  # one bar per series, its newest value
     HEATMAP = "heatmap"
+    TABLE = "table"  # one line per series, its labels as columns
 
 
 class Unit(StrEnum):
@@ -99,7 +117,8 @@ class Unit(StrEnum):
     BYTES = "bytes"
     BYTES_PER_S = "Bps"
     NUMBER = "short"
-    PER_S = "cps"
+    PER_S = "ops"
+    TOKENS_PER_S = "si:tok/s"
     REQUESTS_PER_S = "reqps"
     COUNT = "none"
 
@@ -110,7 +129,21 @@ class Needs(StrEnum):
     TRAFFIC = "traffic"
     APART = "prefill and decode apart"
     AUTOSCALING = "autoscaling"
+    GPU = "a GPU"
     EVENT = "an event"  # that may never come: an eviction, a failure
+    TROUBLE = "trouble"  # no series while all is well
+
+
+EMPTY = {
+    Needs.TRAFFIC: "No traffic",
+    Needs.APART: "Only with separate prefill replicas",
+    Needs.AUTOSCALING: "Only with autoscaling",
+    Needs.GPU: "Only on GPUs",
+    Needs.EVENT: "None yet",
+    Needs.TROUBLE: "None",
+}
+# an axis goes up to this at least: Grafana draws nothing but zeros as 0 to 100
+LEAST = {Unit.SECONDS: 0.001, Unit.RATIO: 0.01, Unit.PER_S: 0.1, Unit.TOKENS_PER_S: 10, Unit.BYTES: 1e6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +170,29 @@ class Panel:
     width: int = 8
     height: int = 8
     needs: Needs = Needs.TRAFFIC
+    columns: Mapping[str, str] = field(default_factory=dict)  # of a table: label -> heading
+    link: tuple[str, str] | None = None  # of a table's first column: title, URL
+    empty: str = ""  # said in the place of a panel without series; else what it needs
+    exemplars: bool = False  # dots of single requests that lead to their traces
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under one heading, from left to right."""
+    """Panels under one heading, each placed as far up as it fits, then as far left."""
 
     title: str
     panels: tuple[Panel, ...]
+    is_open: bool = False  # else only the heading is shown, and its queries are not asked, until it is clicked
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Events that are marked on all charts of a board: wherever the query's value is above 0."""
+
+    name: str
+    query: str
+    color: str
+    title: str  # of one mark, with ``{{label}}``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +203,7 @@ class Board:
     title: str
     description: str
     rows: tuple[Row, ...]
+    annotations: tuple[Annotation, ...] = ()
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -164,12 +213,12 @@ class Board:
     def to_json(self, boards: Sequence["Board"]) -> str:
         """Write the board's file, with links to the others of ``boards``."""
         document = {
-            "annotations": {},
+            "annotations": {"list": [_annotation(each) for each in self.annotations]},
             "description": self.description,
             "editable": True,
             "fiscalYearStartMonth": 0,
             "graphTooltip": 1,  # a shared crosshair
-            "links": [_link(each) for each in boards if each is not self],
+            "links": [*(_board_link(each) for each in boards if each is not self), _live_link()],
             "panels": list(self._placed()),
             "refresh": "10s",
             "schemaVersion": 42,
@@ -183,17 +232,21 @@ class Board:
         return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     def _placed(self) -> Iterator[dict[str, Any]]:
-        """Lay rows out from the top, and their panels from left to right."""
+        """Place rows from the top; the panels of a closed row lie in it, where they appear when it is opened."""
         y = 0
         for row in self.rows:
-            yield self._at(0, y, WIDTH, 1, {"title": row.title, "type": "row", "collapsed": False, "panels": []})
-            x, y, line_height = 0, y + 1, 0
+            tops = [y + 1] * WIDTH  # [column] first line that is free
+            inside = []
             for panel in row.panels:
-                if x + panel.width > WIDTH:
-                    x, y, line_height = 0, y + line_height, 0
-                yield self._at(x, y, panel.width, panel.height, _panel(panel))
-                x, line_height = x + panel.width, max(line_height, panel.height)
-            y += line_height
+                x = min(range(WIDTH - panel.width + 1), key=lambda at: max(tops[at : at + panel.width]))
+                top = max(tops[x : x + panel.width])
+                inside.append(self._at(x, top, panel.width, panel.height, _panel(panel)))
+                tops[x : x + panel.width] = [top + panel.height] * panel.width
+            heading = {"title": row.title, "type": "row", "collapsed": not row.is_open}
+            yield self._at(0, y, WIDTH, 1, heading | {"panels": [] if row.is_open else inside})
+            if row.is_open:
+                yield from inside
+            y = max(tops) if row.is_open else y + 1
 
     def _at(self, x: int, y: int, w: int, h: int, content: dict[str, Any]) -> dict[str, Any]:
         """Add place and id; the id is stable while the title is, so links to a panel survive changes around it."""
@@ -201,11 +254,29 @@ class Board:
         return {"id": number, "gridPos": {"x": x, "y": y, "w": w, "h": h}, **content}
 
 
-def _link(other: Board) -> dict[str, Any]:
+def _board_link(other: Board) -> dict[str, Any]:
+    title = other.title.removeprefix("Manta: ")
+    return _link(title[0].upper() + title[1:], f"/d/{other.uid}", other.description, here=True)
+
+
+def _live_link() -> dict[str, Any]:
+    return _link("Live view", "${live}/", "Requests, replicas and caches as they are now.", here=False)
+
+
+def _link(title: str, url: str, tooltip: str, *, here: bool) -> dict[str, Any]:
+    """Make a button at the top of a board; ``here``: to another board, which takes over variables and time."""
     return {
-        "type": "link", "title": other.title, "url": f"/d/{other.uid}", "tooltip": other.description,
-        "icon": "dashboard", "includeVars": True, "keepTime": True, "asDropdown": False, "targetBlank": False,
-        "placement": "inControlsMenu", "tags": [],
+        "type": "link", "title": title, "url": url, "tooltip": tooltip,
+        "icon": "dashboard" if here else "external link", "includeVars": here, "keepTime": here,
+        "targetBlank": not here, "asDropdown": False, "tags": [],
+    }  # fmt: skip
+
+
+def _annotation(events: Annotation) -> dict[str, Any]:
+    return {
+        "name": events.name, "enable": True, "hide": False, "iconColor": events.color, "datasource": SOURCE,
+        "target": {"refId": "Anno", "expr": events.query, "interval": "60s"},
+        "titleFormat": events.title, "textFormat": "", "tagKeys": "severity,role",
     }  # fmt: skip
 
 
@@ -226,18 +297,23 @@ def _variables() -> list[dict[str, Any]]:
             "current": {"selected": True, "text": "All", "value": "$__all"}, **common,
         })  # fmt: skip
         chosen.append(name)
-    return found
+    value = {"selected": True, "text": LIVE_VIEW, "value": LIVE_VIEW}
+    hidden = {"name": "live", "label": "Live view", "type": "textbox", "query": LIVE_VIEW, "hide": 2}
+    return [*found, {**hidden, "current": value, "options": [value], **common}]
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
     defaults: dict[str, Any] = {"unit": panel.unit.value, "thresholds": _thresholds(panel.limits)}
+    defaults["noValue"] = panel.empty or EMPTY[panel.needs]
     own, options = _look(panel)
-    return {
+    is_now = panel.shape in (Shape.BARS, Shape.TABLE)
+    kind = {Shape.HEATMAP: "heatmap", Shape.TABLE: "table"}.get(panel.shape, "time_series")
+    drawn: dict[str, Any] = {
         "title": panel.title,
         "description": f"{panel.shows} {panel.act}",
         "type": panel.shape.value.partition("/")[0],
         "datasource": SOURCE,
-        "fieldConfig": {"defaults": {**defaults, **own}, "overrides": []},
+        "fieldConfig": {"defaults": {**defaults, **own, **_replica_link(panel)}, "overrides": _overrides(panel)},
         "options": options,
         "repeatDirection": "h",
         "transparent": False,
@@ -247,13 +323,63 @@ def _panel(panel: Panel) -> dict[str, Any]:
                 "expr": query,
                 "legendFormat": legend,
                 "datasource": SOURCE,
-                "format": "heatmap" if panel.shape is Shape.HEATMAP else "time_series",
-                "instant": panel.shape is Shape.BARS,
-                "range": panel.shape is not Shape.BARS,
+                "format": kind,
+                "instant": is_now,
+                "range": not is_now,
+                **({"exemplar": True} if panel.exemplars and legend == QUANTILES[-1][1] else {}),
             }
             for number, (legend, query) in enumerate(panel.queries.items())
         ],
     }
+    if panel.shape is Shape.TABLE:
+        order = {name: number for number, name in enumerate(panel.columns)}
+        drawn["transformations"] = [
+            {"id": "filterFieldsByName", "options": {"include": {"names": list(panel.columns)}}},
+            {"id": "organize", "options": {"indexByName": order, "renameByName": panel.columns, "excludeByName": {}}},
+        ]
+    return drawn
+
+
+def _replica_link(panel: Panel) -> dict[str, Any]:
+    """Lead from a series that names a replica to that replica in the live view."""
+    named = re.search(r"\{\{(replica|target)\}\}", " ".join(panel.queries))
+    return {"links": _opens(*SHOW, f"__field.labels.{named[1]}") if named else []}
+
+
+def _opens(title: str, url: str, value: str) -> list[dict[str, Any]]:
+    return [{"title": title, "url": f"{url}${{{value}}}", "targetBlank": True}]
+
+
+def _overrides(panel: Panel) -> list[dict[str, Any]]:
+    """Give objectives their dashed line, and label values that have a colour of their own that one."""
+    found = []
+    if OBJECTIVE in panel.queries:
+        dashes = {"fill": "dash", "dash": [8, 6]}
+        found.append(_override(OBJECTIVE, color=_fixed(RED), lineStyle=dashes, lineWidth=2, fillOpacity=0))
+    for legend in panel.queries:
+        for value, color in COLORS.get(legend.strip("{}"), {}).items():
+            found.append(_override(value, color=_fixed(color)))
+    for label in COLORS.keys() & panel.columns.keys():
+        values = enumerate(COLORS[label].items())
+        options = {value: {"color": color, "index": number} for number, (value, color) in values}
+        mappings = [{"type": "value", "options": options}]
+        found.append(_override(panel.columns[label], mappings=mappings, cellOptions={"type": "color-text"}))
+    if panel.link:
+        found.append(_override(next(iter(panel.columns.values())), links=_opens(*panel.link, "__value.raw")))
+    return found
+
+
+def _override(series: str, **changes: Any) -> dict[str, Any]:
+    """Draw the series of this name otherwise; what is not of every kind of panel is ``custom`` in Grafana."""
+    common = {"color", "mappings", "links"}
+    properties = [
+        {"id": name if name in common else f"custom.{name}", "value": value} for name, value in changes.items()
+    ]
+    return {"matcher": {"id": "byName", "options": series}, "properties": properties}
+
+
+def _fixed(color: str) -> dict[str, str]:
+    return {"mode": "fixed", "fixedColor": color}
 
 
 def _thresholds(limits: Thresholds | None) -> dict[str, Any]:
@@ -271,25 +397,31 @@ def _look(panel: Panel) -> tuple[dict[str, Any], dict[str, Any]]:
     last = {"calcs": ["lastNotNull"], "values": False}
     match panel.shape:
         case Shape.LINES | Shape.STACKED:
-            custom: dict[str, Any] = {"lineWidth": 1, "showPoints": "never", "spanNulls": False, "fillOpacity": 5}
+            custom: dict[str, Any] = {"lineWidth": 1, "showPoints": "never", "spanNulls": False, "fillOpacity": 0}
+            custom["axisSoftMax"] = LEAST.get(panel.unit, 1)
             if panel.shape is Shape.STACKED:
-                custom |= {"fillOpacity": 50, "stacking": {"group": "A", "mode": "normal"}}
+                custom |= {"fillOpacity": 70, "lineWidth": 0, "stacking": {"group": "A", "mode": "normal"}}
             if panel.limits:
                 custom["thresholdsStyle"] = {"mode": "dashed"}
-            return {"min": 0, "custom": custom}, {
+            return {"min": 0, "color": {"mode": "palette-classic"}, "custom": custom}, {
                 "legend": {**legend, "showLegend": True}, "tooltip": {"mode": "multi", "sort": "desc"},
             }  # fmt: skip
         case Shape.STAT:
-            return {"noValue": "no traffic"}, {
-                "colorMode": "value", "graphMode": "area", "justifyMode": "auto", "orientation": "auto",
-                "percentChangeColorMode": "standard", "reduceOptions": last, "showPercentChange": False,
-                "textMode": "auto", "wideLayout": True,
+            return {}, {
+                "colorMode": "value" if panel.limits else "none", "graphMode": "area", "justifyMode": "auto",
+                "orientation": "auto", "text": {"titleSize": 13, "valueSize": 28}, "percentChangeColorMode": "standard",
+                "reduceOptions": last, "showPercentChange": False, "textMode": "value_and_name", "wideLayout": True,
             }  # fmt: skip
         case Shape.BARS:
             return {"min": 0, **({"max": 1} if panel.unit is Unit.RATIO else {})}, {
-                "displayMode": "basic", "legend": {**legend, "showLegend": False}, "maxVizHeight": 300,
-                "minVizHeight": 16, "minVizWidth": 8, "namePlacement": "auto", "orientation": "horizontal",
-                "reduceOptions": last, "showUnfilled": True, "sizing": "auto", "valueMode": "color",
+                "displayMode": "basic", "legend": {**legend, "showLegend": False}, "maxVizHeight": 24,
+                "minVizHeight": 16, "minVizWidth": 8, "namePlacement": "left", "orientation": "horizontal",
+                "reduceOptions": last, "showUnfilled": True, "sizing": "manual", "valueMode": "color",
+                "text": {"titleSize": 13, "valueSize": 14},
+            }  # fmt: skip
+        case Shape.TABLE:
+            return {"custom": {"align": "left", "minWidth": 80}}, {
+                "cellHeight": "sm", "frameIndex": 0, "showHeader": True, "sortBy": [],
             }  # fmt: skip
         case Shape.HEATMAP:
             color = {

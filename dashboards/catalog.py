@@ -53,6 +53,7 @@ class Metric:
     unit: str = ""
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, rising, +Inf left out
     disaggregated: bool = False  # emitted only where prefill and decode are apart
+    gpu: bool = False  # emitted only by a replica on a GPU
 
     def __post_init__(self) -> None:
         assert re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", self.name), self.name
@@ -86,12 +87,15 @@ class Metric:
 COUNTER, GAUGE, HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 REPLICA, ROUTER, OBSERVATORY = Process.REPLICA, Process.ROUTER, Process.OBSERVATORY
 
-TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)  # fmt: skip
-ITL = (.001, .0025, .005, .0075, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .5, 1, 2.5)  # fmt: skip
+# a router adds its objectives to the bounds of these two: the share that meets one is then counted, not guessed
+TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .15, .2, .25, .3, .4, .5, .75, 1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10, 20,
+        40, 80, 160)  # fmt: skip
+ITL = (.0001, .00025, .0005, .001, .0025, .005, .0075, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .5,
+       1, 2.5)  # fmt: skip
 DURATION = tuple(0.01 * 2**i for i in range(16))  # to 327.68 s
 STAGE = (.0001, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)  # fmt: skip
 FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, .001, .0025, .005, .01, .05)  # fmt: skip
-TOKENS = tuple(float(4**i) for i in range(11))  # to 1,048,576
+TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 BATCH = tuple(float(2**i) for i in range(11))  # to 1,024
 RATIO = (.01, .1, .2, .3, .4, .5, .6, .7, .8, .9, 1)  # fmt: skip
 AGE = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
@@ -99,26 +103,44 @@ AGE = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 TIERS = ("L1", "L2", "L3")  # the device's KV pool, the host tier, the store; a replica without one tells 0
 DEVICE, SIZED, LOWER = TIERS[:1], TIERS[:2], TIERS[1:]
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
+TAKEN = ("protected", "reserved", "quarantined")  # states of tokens that a new request cannot have
 PHASES = ("prefill", "decode")
 BY_PHASE = "prefill: steps with prompts, running requests in them included; decode: all other steps."
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
 # endpoints that run the model
 ANSWERING = ("chat", "completions", "generate", "responses", "messages", "embeddings", "score")
 ENDPOINTS = (*ANSWERING, "tokens")
-OUTCOMES = ("ok", "error", "invalid", "cancelled", "shed", "timeout")
+OUTCOMES = ("ok", "error", "invalid", "cancelled", "shed", "timeout")  # of a request; the one list for all that tell it
+FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not get its answer
 ROLES = ("unified", "prefill", "decode")
 SIGNALS = ("queue", "kv_pool", "slots")
+FINISHES = ("stop", "length", "abort", "error")
 
 
 _EVERY = [
     Metric(Process.EVERY, GAUGE, "build_info", "Always 1; versions as labels.", {"version": OPEN, "ray": OPEN},
             unit="info"),
+    Metric(Process.EVERY, COUNTER, "process_cpu_seconds_total", "CPU time of this process, user and system; of a "
+            "replica with several ranks, that of its first."),
+    Metric(Process.EVERY, GAUGE, "process_resident_memory_bytes", "Memory of this process that is in RAM.",
+            unit="bytes"),
+    Metric(Process.EVERY, GAUGE, "process_start_time_seconds", "When this process started, in seconds since 1970.",
+            unit="seconds"),
+    Metric(Process.EVERY, GAUGE, "process_open_fds", "Open file descriptors of this process."),
+    Metric(Process.EVERY, GAUGE, "process_max_fds", "File descriptors that this process may open."),
 ]  # fmt: skip
 
 _REPLICA = [
     Metric(REPLICA, GAUGE, "replica_info", "Always 1; static facts of this replica, for joins.",
             {"node": OPEN, "accelerator": OPEN, "attention": OPEN, "tensor_parallel": OPEN, "page_size_tokens": OPEN,
-             "kv_dtype": OPEN, "transfer_backend": OPEN}, unit="info"),
+             "num_pages": OPEN, "dtype": OPEN, "quantization": OPEN, "context_len_tokens": OPEN, "kv_dtype": OPEN,
+             "transfer_backend": OPEN}, unit="info"),
+    Metric(REPLICA, GAUGE, "replica_device_memory_bytes", "Memory of this replica's GPU (of its first rank). "
+            "used: by all processes; own: reserved by this one.", {"device": OPEN,
+            "kind": ("total", "used", "own")}, unit="bytes", gpu=True),
+    Metric(REPLICA, GAUGE, "replica_device_utilization_ratio", "Share of the last moment (up to a second) in which "
+            "that GPU ran kernels; only where NVML's Python package is installed.", {"device": OPEN}, unit="ratio",
+            gpu=True),
     Metric(REPLICA, GAUGE, "replica_start_seconds", "Duration of this replica's start, by phase.",
             {"phase": ("load_weights", "warm_up", "total")}, unit="seconds"),
     Metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state; each is in one. "
@@ -147,8 +169,9 @@ _REPLICA = [
     Metric(REPLICA, COUNTER, "scheduler_retractions_total",
             "Running requests retracted to the queue because the pool was full."),
     Metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V was freed by retractions."),
-    Metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by outcome.",
-            {"outcome": ("finished", "aborted", "error")}),
+    Metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by outcome; "
+            "cancelled: by the client, by the router, or at their deadline.",
+            {"outcome": ("ok", "cancelled", "error")}),
     Metric(REPLICA, GAUGE, "kv_pool_capacity_tokens", "Size of the pool in tokens.", {"tier": SIZED}, unit="tokens"),
     Metric(REPLICA, GAUGE, "kv_pool_capacity_bytes", "Size of the pool in bytes, all ranks.", {"tier": SIZED},
             unit="bytes"),
@@ -194,7 +217,7 @@ _TIERS = [
 
 _TRANSFER = [
     Metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by outcome.",
-            {"direction": ("send", "receive"), "outcome": ("ok", "failed")}, disaggregated=True),
+            {"direction": ("send", "receive"), "outcome": ("ok", "error")}, disaggregated=True),
     Metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
             disaggregated=True),
     Metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
@@ -216,12 +239,18 @@ _TRANSFER = [
 _REQUESTS = [
     Metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; invalid: the client's mistake; shed: "
             "refused because all queues were too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
+    Metric(ROUTER, COUNTER, "request_finishes_total", "Answers that ended in the engines, by reason; a request with "
+            "n: 2 has two.", {"reason": FINISHES}),
+    Metric(ROUTER, COUNTER, "http_responses_total", "HTTP responses to requests, by status; 499: the client left "
+            "before one.", {"status": OPEN}),
     Metric(ROUTER, GAUGE, "requests_in_flight", "Requests received whose answers have not ended.",
             {"endpoint": ANSWERING}),
     Metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "Time from a request's arrival to its first output token, "
             "counted at that token.", {"endpoint": ANSWERING}, unit="seconds", buckets=TTFT),
     Metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Time between the deltas of one answer, per token.",
             unit="seconds", buckets=ITL),
+    Metric(ROUTER, HISTOGRAM, "time_per_output_token_seconds", "Mean time between the tokens of one answer, for "
+            "requests that ended ok with more than one token.", unit="seconds", buckets=ITL),
     Metric(ROUTER, HISTOGRAM, "request_duration_seconds", "Time from a request's arrival to its end, for requests that "
             "ended ok.", {"endpoint": ENDPOINTS}, unit="seconds", buckets=DURATION),
     Metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "Time in each stage, for requests that ended "
@@ -234,6 +263,8 @@ _REQUESTS = [
             "first token, or the mean gap, was in time. An error, a timeout or a refusal misses ttft before the first "
             "token and itl after it. Cancelled and invalid requests are not judged.",
             {"slo": ("ttft", "itl"), "met": ("true", "false")}),
+    Metric(ROUTER, GAUGE, "slo_objective_seconds", "The configured objectives: of the first token, and of the mean gap "
+            "between tokens.", {"slo": ("ttft", "itl")}, unit="seconds"),
 ]  # fmt: skip
 
 _ROUTING = [
@@ -267,8 +298,8 @@ _ROUTING = [
             {"reason": ("replica_gone", "replica_hangs", "engine_dead", "overloaded", "prefill_lost")}),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),
-    Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; failed: the decode replica "
-            "computed the prompt itself.", {"outcome": ("transferred", "failed")}, disaggregated=True),
+    Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; error: the decode replica "
+            "computed the prompt itself.", {"outcome": ("ok", "error")}, disaggregated=True),
 ]  # fmt: skip
 
 _OBSERVATORY = [
@@ -278,7 +309,7 @@ _OBSERVATORY = [
             "limits; above 1 asks for more replicas.", {"target_role": ROLES, "signal": SIGNALS}, unit="ratio"),
     Metric(OBSERVATORY, COUNTER, "autoscaler_decisions_total", "Changes of the desired number of replicas.",
             {"target_role": ROLES, "direction": ("up", "down")}),
-    Metric(OBSERVATORY, GAUGE, "observatory_viewers", "Open live views."),
+    Metric(OBSERVATORY, GAUGE, "observatory_viewers", "Live views that poll."),
     Metric(OBSERVATORY, HISTOGRAM, "observatory_poll_duration_seconds", "Time to ask all routers for their state.",
             unit="seconds", buckets=STAGE),
 ]  # fmt: skip

@@ -43,7 +43,7 @@ class QueryResult:
 
     where: str
     query: str
-    needs: Needs | None  # None: an alert, which is silent when all is well
+    needs: Needs | None  # None: an alert or an annotation, which is silent when nothing happens
     returned: Returned
     detail: str  # how many series, or the error
 
@@ -51,7 +51,9 @@ class QueryResult:
         """Explain why a fleet of this kind under load should return something else; None: all is well."""
         if self.returned is Returned.FAILED:
             return f"{self.where}: {self.detail}\n    {self.query}"
-        silent = {Needs.APART: not disaggregated, Needs.AUTOSCALING: not autoscaled}
+        silent = {Needs.APART: not disaggregated, Needs.AUTOSCALING: not autoscaled} | {
+            Needs.GPU: True, Needs.TROUBLE: True,
+        }  # fmt: skip
         if self.returned is Returned.DATA or self.needs is None or silent.get(self.needs, False):
             return None
         if self.needs is Needs.EVENT and self.returned is Returned.QUIET:
@@ -90,6 +92,8 @@ def queries(window: str) -> Iterator[tuple[str, str, Needs | None]]:
                 for variable, value in VARIABLES.items():
                     text = text.replace(f'"{variable}"', f'"{value}"')
                 yield f"{board.title} / {panel.title} [{chr(ord('A') + number)}]", text, panel.needs
+        for events in board.annotations:
+            yield f"{board.title} / annotation {events.name}", events.query, None
     for group in yaml.safe_load(rules_text())["groups"]:
         for rule in group["rules"]:
             if "record" in rule:

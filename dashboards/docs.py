@@ -1,9 +1,13 @@
-"""Writes docs/metrics.md from the catalogue.
+"""Writes docs/metrics.md from the catalogue, and the live view's page of the runbook from docs/runbook.md.
 
-Invariant: the file says of a metric what the catalogue says; a test compares the two.
+Invariant: the files say what they are made from; a test compares them.
 """
 
+import html
+import re
+
 from dashboards.catalog import IDENTITY, METRICS, OPEN, POOL_STATES, STAGES, Kind, Metric, Process
+from dashboards.dialects import DIALECTS, LEFT_OUT, Dialect, TheirMetric
 
 HEADINGS = {
     Process.EVERY: "Every process",
@@ -20,8 +24,8 @@ STATE_MEANS = {
     "quarantined": "kept from use after a failed hand-off, as its sender might still write there",
 }
 STAGE_MEANS = {
-    "route": "from the request's arrival until the attempt that answered it was sent: reading, tokenising, choosing, "
-    "and earlier attempts",
+    "route": "from the request's arrival until the try that answered it was sent: reading, tokenising, choosing, "
+    "and earlier tries",
     "queue": "waiting at the replica, and the way to it and back; for a prompt that is handed over: waiting for a row "
     "and pages at the decode replica (`phase=\"grant\"` of `manta_transfer_duration_seconds`), then in the prefill "
     "replica's queue",
@@ -51,14 +55,39 @@ seconds, shares between 0 and 1. A histogram adds `_bucket` (with `le`), `_sum` 
 """
 RATIOS = """\
 *Capacity* of a pool = free + evictable + protected + reserved + quarantined. *Utilisation*
-(`manta_kv_pool_utilization_ratio`) counts what a new request cannot take: (protected + reserved + quarantined) /
-capacity. *Occupancy* counts every slot that is not free: 1 - free / capacity. A full cache that no request uses is
-100 % occupied and 0 % utilised, which is normal.
+(`manta_kv_pool_utilization_ratio`, "in use" in the live view, the terminal and the boards) counts what a new request
+cannot take: (protected + reserved + quarantined) / capacity. *Occupancy* counts every slot that is not free: 1 - free /
+capacity. A full cache that no request uses is 100 % occupied and 0 % utilised, which is normal.
 
 A share is computed from two counters when it is queried, never averaged: the reused share of prompts is
 `sum(rate(manta_cache_hit_tokens_total[5m])) / sum(rate(manta_cache_lookup_tokens_total[5m]))`.
 """
 STAGES_NOTE = "The stages follow one another without a gap, so they add up to the request's duration."
+
+
+BUCKETS_NOTE = """\
+A router adds its objectives (`observability.ttft_objective_s`, `observability.itl_objective_s`) to the bounds of the
+three histograms that they are held against, so the share of requests that meets one is counted exactly.
+
+With traces on, the buckets of `manta_time_to_first_token_seconds` and `manta_request_duration_seconds` carry exemplars:
+the `trace_id` of a request whose trace is kept, one click from a slow dot to its trace. They are part of OpenMetrics,
+which Prometheus asks each process for; it keeps them if it runs with `--enable-feature=exemplar-storage`.
+`/manta/metrics`, which joins the answers of all processes, has none.
+"""
+DIALECTS_NOTE = """\
+## The names of vLLM and SGLang
+
+Rules, boards and autoscalers that were written for vLLM or SGLang read Manta with `?dialect=vllm` or `?dialect=sglang`
+on any `/metrics`: of a process's own port, of `/manta/metrics` (all processes), and of the API. `/metrics/vllm` is the
+same, for scrapers whose path can have no query. Names, types and meanings are theirs, buckets are Manta's. Each series
+is of one process: the replicas have queues and pools, the routers the times and lengths of requests, so sum over
+`engine` (vLLM) or `dp_rank` (SGLang), which hold the process's id. The API's `/metrics` answers as one server: its
+queues and pools are those of all replicas together; requests are in it if there is one router.
+
+A metric of Manta's with labels that they do not have is summed over these; `where` names the series that count. Tokens
+generated leave out the first of each answer, which a prefill step makes. [scaling.md](scaling.md) has recipes for KEDA
+and the Gateway API.
+"""
 
 
 def markdown() -> str:
@@ -72,10 +101,17 @@ def markdown() -> str:
     for process, heading in HEADINGS.items():
         of_process = [metric for metric in METRICS if metric.process is process]
         apart = [metric for metric in of_process if metric.disaggregated]
-        parts += [f"## {heading}\n", _table([metric for metric in of_process if not metric.disaggregated])]
+        on_gpu = [metric for metric in of_process if metric.gpu]
+        always = [metric for metric in of_process if metric not in (*apart, *on_gpu)]
+        parts += [f"## {heading}\n", _table(always)]
+        if on_gpu:
+            parts += ["Only on a GPU:\n", _table(on_gpu)]
         if apart:
             parts += ["Only with prefill and decode apart (`mode: disaggregated`):\n", _table(apart)]
-    parts += ["## Buckets\n", _buckets()]
+    parts += ["## Buckets\n", BUCKETS_NOTE, _buckets(), DIALECTS_NOTE]
+    for name, dialect in DIALECTS.items():
+        parts += [f"### {dialect.server}: `dialect={name}`\n", _dialect(dialect)]
+    parts += ["Left out:\n", _list([(name, f"{why}.") for name, why in LEFT_OUT.items()])]
     return "\n".join(parts)
 
 
@@ -87,6 +123,23 @@ def _table(metrics: list[Metric]) -> str:
     rows = ["| metric | kind | labels and their values | meaning |", "|---|---|---|---|"]
     rows += [f"| `{each.full_name}` | {each.kind.value} | {_labels(each)} | {each.help} |" for each in metrics]
     return "\n".join(rows) + "\n"
+
+
+def _dialect(dialect: Dialect) -> str:
+    labels = {**{theirs: f"`{own}`" for own, theirs in dialect.identity.items()}, **dialect.constant}
+    said = ", ".join(f"`{theirs}` ({own})" for theirs, own in labels.items())
+    rows = [f"On every series: {said}.\n", "| theirs | kind | from | where |", "|---|---|---|---|"]
+    rows += [
+        f"| `{term.name}` | {term.metric.kind.value} | `{term.metric.full_name}` | {_where(term)} |"
+        for term in dialect.terms
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _where(term: TheirMetric) -> str:
+    said = [f"`{label}`: {', '.join(values)}" for label, values in term.where.items()]
+    said += [f"`{own}` as `{theirs}`" for own, theirs in term.labels.items()]
+    return "; ".join(said) or "-"
 
 
 def _labels(metric: Metric) -> str:
@@ -107,3 +160,47 @@ def _buckets() -> str:
 
 def _number(bound: float) -> str:
     return f"{bound:.0f}" if bound >= 1000 else f"{bound:g}"
+
+
+RUNBOOK_HEAD = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Manta: runbook</title>
+<link rel="icon" href="ui/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="ui/style.css">
+<script src="ui/theme.js"></script>
+</head>
+<body>
+<main class="runbook">
+<p><a href="./">Live view</a></p>
+"""
+
+
+def runbook_page(markdown: str) -> str:
+    """Write the runbook as a page: headings with their anchors, paragraphs, code and emphasis."""
+    names = set(re.findall(r"^## (\w+)$", markdown, re.MULTILINE))
+    parts = []
+    for block in re.split(r"\n{2,}|\n(?=#)|(?<=[a-z])\n(?=\*)", markdown.strip()):
+        if heading := re.fullmatch(r"(#+) (.*)", block):
+            level, title = len(heading[1]), heading[2]
+            name = f'<a id="{title}"></a>' if title in names else ""  # a board knows an alert by its name alone
+            parts.append(f'<h{level} id="{title.lower()}">{name}{html.escape(title)}</h{level}>')
+        else:
+            parts.append(f"<p>{_inline(block, names)}</p>")
+    return RUNBOOK_HEAD + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+
+
+def _inline(text: str, names: set[str]) -> str:
+    text = html.escape(text, quote=False)
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
+    text = re.sub(r"\*([^*\n]+)\*", r"<em>\1</em>", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return re.sub(r"\b([A-Z]\w+)\b", lambda found: _to_section(found[1], names), text)
+
+
+def _to_section(word: str, names: set[str]) -> str:
+    return f'<a href="#{word.lower()}">{word}</a>' if word in names else word

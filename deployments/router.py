@@ -50,7 +50,6 @@ from deployments.watch.metrics.router_metrics import RouterMetrics
 from deployments.watch.metrics.server import ServedMetrics
 from deployments.watch.observatory import serve_details
 from deployments.watch.observatory.router_view import RouterView, request_body, router_view
-from replicas.cache.tree_view import CacheTree
 from replicas.text.tokenizer import Tokenizer
 from routing.router import Router
 
@@ -142,6 +141,7 @@ class RouterIngress:
                 origins=settings.cors_origins,
             ),
             cors_origins=settings.cors_origins,
+            live_view=serve_details.LiveView(serve.get_replica_context().app_name).path,
         )
 
     async def find_route(self, name: str) -> dict[str, Any] | None:
@@ -163,8 +163,9 @@ class RouterIngress:
             since=since,
         )
 
-    async def cache_tree(self, replica_id: str, max_depth: int, min_tokens: int) -> CacheTree:
-        return await self._service.leases.call(replica_id, ReplicaCalls.cache_tree, max_depth, min_tokens)
+    async def ask_replica(self, replica_id: str, method: str, *args: Any) -> Any:
+        """Call ``method``, one of `ReplicaCalls`, of exactly that replica."""
+        return await self._service.leases.call(replica_id, getattr(ReplicaCalls, method), *args)
 
     async def __del__(self) -> None:
         """Stop; Serve calls it, also after a constructor that failed half-way."""

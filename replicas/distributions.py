@@ -41,7 +41,7 @@ class Tally:
 
 SECONDS = (.0001, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)  # fmt: skip
 REQUESTS = tuple(float(2**i) for i in range(11))  # to 1,024
-TOKENS = tuple(float(4**i) for i in range(11))  # to 1,048,576
+TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 IDLE_S = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 
 

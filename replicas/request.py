@@ -276,10 +276,10 @@ class Req:
         )
 
 
-def stage_times(req: Req) -> StageTimes:
-    """Read the stages off the stamps of a request that has ended."""
-    stamps, end_s, first_s = req.stamps, req.stamps.ended_s, req.stamps.first_token_s
-    assert end_s is not None, f"request {req.rid} has not ended"
+def stage_times(req: Req, end_s: float | None) -> StageTimes:
+    """Read the stages until ``end_s``, when the request ended or had its first token, off its stamps."""
+    stamps, first_s = req.stamps, req.stamps.first_token_s
+    assert end_s is not None, f"request {req.rid} has not come so far"
     leg = req.leg
     queue_s = transfer_s = 0.0
     since_s = stamps.arrival_s

@@ -335,7 +335,7 @@ class TokenDelta:
     usage: Usage
     finish: Finish | None = None  # on the last delta of the choice
     hand_off: HandOffReport | None = None  # once, where one was tried
-    stages: StageTimes | None = None  # on the last delta of a choice, unless the engine itself has died
+    stages: StageTimes | None = None  # on the first and last delta of a choice, unless the engine itself has died
 
     @property
     def is_part(self) -> bool:
@@ -361,7 +361,7 @@ class TokenDelta:
             usage=later.usage,
             finish=later.finish,
             hand_off=self.hand_off or later.hand_off,
-            stages=later.stages,
+            stages=later.stages or self.stages,
         )
 
 

@@ -154,6 +154,6 @@ def _pair_clause(decision: Decision, pair: Pair) -> str:
 def _ending(decision: Decision, outcome: RouteOutcome) -> str:
     first = "no token came" if outcome.ttft_s is None else f"the first token came after {outcome.ttft_s:.3f} s"
     return (
-        f"The request {outcome.ending.value}; {first}; "
+        f"Outcome: {outcome.ending.value}; {first}; "
         f"{outcome.cached_tokens} of {decision.num_tokens} prompt tokens were cached."
     )

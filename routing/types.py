@@ -352,11 +352,11 @@ class Decision:
 
 
 class Ending(enum.Enum):
-    """How a decision's request has ended."""
+    """How a decision's request has ended, in the words of the metrics (dashboards/catalog.py, OUTCOMES)."""
 
-    FINISHED = "finished"
-    ABORTED = "aborted"
-    FAILED = "failed"  # the replica died or refused; the request may be tried elsewhere
+    OK = "ok"
+    CANCELLED = "cancelled"
+    ERROR = "error"  # the replica died or refused; the request may be tried elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Serves dashboards/ui with fleets that do not exist: for the browser's tests, and by hand for work on the page.
 
-    python -m tests.fake_observatory [--port 8090]     # then open /unified/, /disaggregated/, /eight/, /empty/
+    python -m tests.fake_observatory [--port 8090]     # prints the address of each fleet
 
-Owns:      a thread that serves HTTP, and the open event streams.
+Owns:      a thread that serves HTTP.
 Never:     asks anything outside; is part of what is installed.
 Thread:    one a connection; `tick`, `drop` and the rest are called from the tests' thread. All under one lock.
 """
@@ -20,8 +20,8 @@ from deployments.watch.observatory.page_files import read_files
 from tests.fake_fleet import FakeFleet
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "form-action 'self'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'"
 )  # stricter than the observatory's own: no style of the page's is inline
 KEY = "let-me-in"
 
@@ -31,13 +31,11 @@ class FakeObservatory:
 
     def __init__(self, fleets: dict[str, FakeFleet], *, port: int = 0) -> None:
         self.fleets = fleets
-        self.lock = threading.Condition()
+        self.lock = threading.Lock()
         self.down: set[str] = set()  # fleets whose every call fails
         self.no_tree: set[str] = set()
         self.locked: set[str] = set()  # fleets that want the key
         self.calls: list[str] = []
-        self.streams: dict[str, int] = dict.fromkeys(fleets, 0)  # open; a page that left counts until the next tick
-        self._events: dict[str, list[Any]] = {name: [] for name in fleets}
         handler = type("Handler", (_Handler,), {"observatory": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self._server.daemon_threads = True
@@ -46,25 +44,18 @@ class FakeObservatory:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def tick(self, name: str) -> None:
-        """The next second of one fleet, told to all who watch it."""
+        """The next second of one fleet."""
         with self.lock:
-            self._events[name].append(self.fleets[name].tick())
-            self.lock.notify_all()
+            self.fleets[name].tick()
 
     def drop(self, name: str) -> None:
-        """Ends the streams of one fleet and answers no more, until `restore`."""
-        with self.lock:
-            self.down.add(name)
-            self.lock.notify_all()
+        """Answer no more for one fleet, until `restore`."""
+        self.down.add(name)
 
     def restore(self, name: str) -> None:
-        with self.lock:
-            self.down.discard(name)
+        self.down.discard(name)
 
     def close(self) -> None:
-        with self.lock:
-            self.down.update(self.fleets)
-            self.lock.notify_all()
         self._server.shutdown()
         self._server.server_close()
 
@@ -80,20 +71,25 @@ class _Handler(BaseHTTPRequestHandler):
         fleet = self.observatory.fleets.get(name)
         if fleet is None or name in self.observatory.down:
             self.answer(503, b"down", "text/plain")
-        elif path in ("", "login"):
-            self.file("index.html" if path == "" else "login.html")
+        elif path in ("", "login", "runbook"):
+            self.file(f"{path or 'index'}.html")
         elif path.startswith("ui/"):
             self.file(path.removeprefix("ui/"))
         elif name in self.observatory.locked and f"key={KEY}" not in self.headers.get("Cookie", ""):
             self.answer(401, b"{}", "application/json")
-        elif path == "api/events":
-            self.events(name, fleet)
         else:
             with self.observatory.lock:
                 body = self.api(name, fleet, path, parse_qs(url.query))
             self.answer(404 if body is None else 200, json.dumps(body).encode(), "application/json")
 
     def do_POST(self) -> None:
+        name, _, path = self.path.removeprefix("/").partition("/")
+        if found := re.fullmatch(r"api/replicas/([^/]+)/(flush|drain|kill)", path):
+            self.observatory.calls.append(self.path)
+            with self.observatory.lock:
+                said = self.observatory.fleets[name].act(unquote(found[1]), found[2])
+            self.answer(200, json.dumps({"message": said}).encode(), "application/json")
+            return
         given = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         self.send_response(303)
         if given.get("key") == [KEY]:
@@ -104,40 +100,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def api(self, name: str, fleet: FakeFleet, path: str, query: dict[str, list[str]]) -> Any:
         if path == "api/state":
-            return fleet.state
+            return fleet.answer(int(query.get("since", ["0"])[0]))
+        if path == "api/history":
+            return fleet.hour()
         if path == "api/tree" and name not in self.observatory.no_tree:
             return fleet.tree(query["replica"][0], int(query["depth"][0]))
         if found := re.fullmatch(r"api/requests/(.+)", path):
             return fleet.details(unquote(found[1]))
+        if found := re.fullmatch(r"api/replicas/([^/]+)/?(logs|stacks)?", path):
+            return fleet.process(unquote(found[1]), found[2])
         return None
-
-    def events(self, name: str, fleet: FakeFleet) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        queue, lock = self.observatory._events[name], self.observatory.lock
-        with lock:
-            sent = len(queue)
-            self.observatory.streams[name] += 1
-            told: list[tuple[str, Any]] = [("state", fleet.state)]
-        try:
-            while True:
-                for kind, body in told:
-                    self.wfile.write(f"event: {kind}\ndata: {json.dumps(body)}\n\n".encode())
-                self.wfile.flush()
-                with lock:
-                    while len(queue) == sent and name not in self.observatory.down:
-                        lock.wait()
-                    if name in self.observatory.down:
-                        return
-                    told = [("delta", delta) for delta in queue[sent:]]
-                    sent = len(queue)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the page was closed
-        finally:
-            with lock:
-                self.observatory.streams[name] -= 1
 
     def file(self, name: str) -> None:
         found = self.files.get(name)
@@ -165,17 +137,31 @@ def fleets() -> dict[str, FakeFleet]:
         "eight": FakeFleet(unified=8, requests_per_tick=4, ticks=300),
         "empty": FakeFleet(unified=0),
         "idle": FakeFleet(unified=2),
+        "burning": FakeFleet(unified=2, requests_per_tick=2, ticks=120, slow=True),
+        "many": FakeFleet(unified=48, requests_per_tick=8, ticks=60, sick=1),
+    }
+
+
+def shows() -> dict[str, FakeFleet]:
+    """More fleets, to look at by hand."""
+    starting = FakeFleet(unified=2)
+    starting.become_starting()
+    return {
+        "starting": starting,
+        "killed": FakeFleet(unified=3, requests_per_tick=4, ticks=42, dies_every=40),
+        "busy": FakeFleet(unified=8, requests_per_tick=50, ticks=30),
+        "thousand": FakeFleet(unified=1000, requests_per_tick=20, ticks=5, sick=3),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fake_observatory")
     parser.add_argument("--port", type=int, default=8090)
-    server = FakeObservatory(fleets(), port=parser.parse_args().port)
+    server = FakeObservatory(fleets() | shows(), port=parser.parse_args().port)
     print(*(f"{server.url}/{name}/" for name in server.fleets), sep="\n", flush=True)
     while True:
         time.sleep(1)
-        for name in server.fleets:
+        for name in server.fleets.keys() - {"empty", "starting", "idle"}:
             server.tick(name)
 
 

@@ -4,15 +4,16 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from replicas.cache.host_pages import TierCounters
 from replicas.cache.kv import KvCache
-from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
+from replicas.config import CacheConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig, resolve
 from replicas.disagg.rooms import HandOffTerms
 from replicas.engine.engine import Engine, Executor
+from replicas.launch import load_engine
 from replicas.request import Req
 from replicas.scheduler import decode
 from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
@@ -236,3 +237,15 @@ def finish_all(engine: Engine) -> list[TokenDelta]:
             return deltas
         deltas += engine.step()
     raise AssertionError(f"still busy: {engine.open_rids}")
+
+
+def embedded_engine(overlap: Literal["on", "off"] = "off", *, tp: int = 1) -> Engine:
+    """Load the embedded model into a pool of 256 pages; prompts are computed in chunks of 64 tokens."""
+    return load_engine(
+        MODEL,
+        cache=CacheConfig(page_size=16, max_total_tokens=4096),
+        scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
+        parallel=ParallelConfig(tp=tp),
+        num_threads=1,
+        context_len=512,
+    )

@@ -1,7 +1,15 @@
 """The board to look at first: is every request answered, how fast, and where does its time go; engines and replicas."""
 
+from dashboards.alerts import ALERTS, BOUNDS
 from dashboards.board import (
+    GREEN,
+    GREY,
+    OBJECTIVE,
+    PURPLE,
     QUANTILES,
+    RED,
+    SHOW,
+    Annotation,
     Board,
     Needs,
     Panel,
@@ -19,110 +27,167 @@ from dashboards.board import (
 )
 
 FAILED = {"outcome": "!ok|cancelled|invalid"}
+MET = {slo: Thresholds(0.95, 1 - BOUNDS[f"{slo.capitalize()}ObjectiveBurn"], falling=True) for slo in ("ttft", "itl")}
+POOL_LIMITS = Thresholds(0.8, BOUNDS["KvPoolNearlyFull"])
+ALERT_NAMES = "|".join(alert.name for alert in ALERTS)
+
+
+def _appeared(*labels: str, back: bool = False) -> str:
+    """Count the processes with labels that none had a minute ago; ``back``: that none has now, and one had then."""
+    now, before = (f"count by ({', '.join(labels)}) (manta_build_info{then})" for then in ("", " offset 1m"))
+    return f"{before} unless {now}" if back else f"{now} unless {before}"
+
+
+DETAILS = {
+    "replica": "Replica", "role": "Role", "accelerator": "Device", "attention": "Attention",
+    "tensor_parallel": "TP", "dtype": "Weights", "quantization": "Quantized", "kv_dtype": "KV dtype",
+    "context_len_tokens": "Context", "transfer_backend": "Transfer", "node": "Node",
+}  # fmt: skip
+PROCESS = "{{role}} {{replica}}"
+EVENTS = (  # on every board
+    Annotation("Alerts", f'sum by (alertname, severity) (ALERTS{{alertstate="firing",alertname=~"{ALERT_NAMES}"}})',
+               RED, "{{alertname}}"),
+    Annotation("Starts", _appeared("role", "replica"), GREEN, "{{replica}} started"),
+    Annotation("Ends", _appeared("role", "replica", back=True), GREY, "{{replica}} ended"),
+    Annotation("Versions", _appeared("version"), PURPLE, "Version {{version}} started"),
+)  # fmt: skip
+
+
+def _met(slo: str) -> str:
+    """Share of the judged requests that met the objective."""
+    return ratio(
+        rate("slo_requests_total", where={"slo": slo, "met": "true"}), rate("slo_requests_total", where={"slo": slo})
+    )
+
+
+def _objective(slo: str) -> str:
+    """Ask what the routers were told; models differ, so the longest."""
+    return gauge("slo_objective_seconds", over="max", where={"slo": slo})
+
 
 NOW = Row("Now", (
-    Panel("Requests per second",
+    Panel("Requests",
         shows="Requests that ended, of all endpoints and outcomes.",
         act="Zero while clients are sending: look at Replicas by state, then at the routers' logs.",
-        queries={"all": rate("requests_total")}, shape=Shape.STAT, unit=Unit.REQUESTS_PER_S, width=4, height=5,
+        queries={"of all endpoints": rate("requests_total")},
+        shape=Shape.STAT, unit=Unit.REQUESTS_PER_S, width=4, height=5,
     ),
     Panel("Failed or refused",
         shows="Share of requests that ended in an error, a timeout or a refusal.",
         act="Requests by outcome names the kind: shed needs more replicas; for error read the logs.",
-        queries={"share": ratio(rate("requests_total", where=FAILED), rate("requests_total"))},
-        shape=Shape.STAT, unit=Unit.RATIO, limits=Thresholds(0.01, 0.05), width=4, height=5,
+        queries={"of requests": ratio(rate("requests_total", where=FAILED), rate("requests_total"))},
+        shape=Shape.STAT, unit=Unit.RATIO, limits=Thresholds(0.01, BOUNDS["RequestErrors"]), width=4, height=5,
     ),
-    Panel("Time to first token, p90",
-        shows="90 % of the requests had their first token within this time.",
-        act="Where the time goes before decode names the stage: queue needs replicas, prefill needs cache "
-            "hits.",
-        queries={"p90": quantile(0.9, "time_to_first_token_seconds")},
-        shape=Shape.STAT, unit=Unit.SECONDS, limits=Thresholds(1, 5), width=4, height=5,
-    ),
-    Panel("Within the first-token objective",
+    Panel("TTFT objective met",
         shows="Share of requests with their first token within the configured objective; a request that failed or was "
               "refused before it is a miss.",
         act="Below the target: Requests by outcome says whether requests fail; if not, add replicas, or see on the "
             "routing board why prefixes are not reused.",
-        queries={
-            "met": ratio(
-                rate("slo_requests_total", where={"slo": "ttft", "met": "true"}),
-                rate("slo_requests_total", where={"slo": "ttft"}),
-            ),
-        },
-        shape=Shape.STAT, unit=Unit.RATIO, limits=Thresholds(0.99, 0.95, falling=True), width=4, height=5,
+        queries={"of requests": _met("ttft")},
+        shape=Shape.STAT, unit=Unit.RATIO, limits=MET["ttft"], width=4, height=5,
     ),
-    Panel("Prompt tokens reused",
+    Panel("ITL objective met",
+        shows="Share of requests whose mean gap between tokens is within the configured objective; a request that "
+              "failed after its first token is a miss.",
+        act="Below the target: see Inter-token latency and Requests per step; lower max_running_requests, lower "
+            "chunked_prefill_size, or add replicas.",
+        queries={"of requests": _met("itl")},
+        shape=Shape.STAT, unit=Unit.RATIO, limits=MET["itl"], width=4, height=5,
+    ),
+    Panel("Alerts",
+        shows="Alerts of dashboards/prometheus/rules.yml that fire, or are about to (pending).",
+        act="A click on an alert opens its section of the runbook.",
+        queries={"alerts": f'ALERTS{{alertname=~"{ALERT_NAMES}"}}'}, shape=Shape.TABLE, width=8, height=10,
+        needs=Needs.TROUBLE, empty="No alerts",
+        columns={"alertname": "Alert", "severity": "Severity", "alertstate": "State", "replica": "Replica"},
+        link=("Open the runbook", "${live}/runbook#"),
+    ),
+    Panel("Output tokens",
+        shows="Tokens generated by all replicas.",
+        act="Falls while Waiting requests grow: replicas are slow or gone; see Busy share and Replicas by state.",
+        queries={"of all replicas": rate("scheduler_tokens_total", where={"kind": "decode"})},
+        shape=Shape.STAT, unit=Unit.TOKENS_PER_S, width=4, height=5,
+    ),
+    Panel("Waiting requests",
+        shows="Requests in the queues of all replicas.",
+        act="Grows and does not shrink: add replicas; Pressure names the limit.",
+        queries={"in all queues": gauge("scheduler_requests", where={"state": "waiting"})},
+        shape=Shape.STAT, width=4, height=5,
+    ),
+    Panel("Cache hit rate",
         shows="Share of looked-up prompt tokens found in the prefix cache; 0 is normal when prompts share nothing.",
         act="A fall without a change of traffic: look for evictions and for spread prefixes on the other two boards.",
-        queries={"reused": ratio(rate("cache_hit_tokens_total"), rate("cache_lookup_tokens_total"))},
+        queries={"of prompt tokens": ratio(rate("cache_hit_tokens_total"), rate("cache_lookup_tokens_total"))},
         shape=Shape.STAT, unit=Unit.RATIO, width=4, height=5,
     ),
-    Panel("Fullest pool",
+    Panel("Fullest KV pool",
         shows="The highest share of a replica's KV pool that a new request cannot take.",
         act="Above 95 % requests wait and running ones are retracted: add replicas, or give the pool more memory.",
-        queries={"fullest": gauge("kv_pool_utilization_ratio", over="max", where={"tier": "L1"})},
-        shape=Shape.STAT, unit=Unit.RATIO, limits=Thresholds(0.8, 0.95), width=4, height=5,
+        queries={"taken": gauge("kv_pool_utilization_ratio", over="max", where={"tier": "L1"})},
+        shape=Shape.STAT, unit=Unit.RATIO, limits=POOL_LIMITS, width=4, height=5,
     ),
-))  # fmt: skip
+), is_open=True)  # fmt: skip
 
-LATENCY = Row("Latency", (
-    Panel("Time to first token",
-        shows="From a request's arrival to its first output token.",
+LATENCY = Row("Latency and outcomes", (
+    Panel("Time to first token (TTFT)",
+        shows="From a request's arrival to its first output token; dashed: the configured objective.",
         act="p99 far above p90: a few long prompts or one slow replica; compare Waiting requests by replica.",
-        queries=quantiles("time_to_first_token_seconds"), unit=Unit.SECONDS,
+        queries=quantiles("time_to_first_token_seconds") | {OBJECTIVE: _objective("ttft")}, unit=Unit.SECONDS,
+        exemplars=True,
     ),
-    Panel("Inter-token latency",
-        shows="Gap between the deltas of an answer, per token.",
-        act="Rises with Requests of one step: batches are large. Peaks alone: long prompts run between decode steps; "
-            "prefill and decode apart would keep them out.",
-        queries=quantiles("inter_token_latency_seconds"), unit=Unit.SECONDS,
+    Panel("Inter-token latency (ITL)",
+        shows="Gap between the deltas of an answer, per token; dashed: the configured objective of a request's mean.",
+        act="Rises with Requests per step: batches are large. Peaks alone: long prompts run between decode steps; "
+            "separate prefill replicas would keep them out.",
+        queries=quantiles("inter_token_latency_seconds") | {OBJECTIVE: _objective("itl")}, unit=Unit.SECONDS,
     ),
-    Panel("Whole requests",
+    Panel("Request duration",
         shows="From a request's arrival to its last token.",
-        act="Follows the length of answers; if Length of prompts and answers did not change, see the two panels "
-            "before.",
-        queries=quantiles("request_duration_seconds"), unit=Unit.SECONDS,
+        act="Follows the length of answers; if Prompt and output tokens did not change, see TTFT and ITL.",
+        queries=quantiles("request_duration_seconds"), unit=Unit.SECONDS, exemplars=True,
     ),
-    Panel("Time to first token, all of them",
+    Panel("TTFT distribution",
         shows="Number of requests by time to first token; two bands are cache hits and misses.",
         act="When the upper band grows, prefixes are lost: see the evictions on the KV pool board.",
         queries={"{{le}}": heatmap("time_to_first_token_seconds")}, shape=Shape.HEATMAP, unit=Unit.SECONDS,
     ),
-    Panel("Where the time goes",
-        shows="Mean time of a finished request in each stage; the stages add up to the whole.",
-        act="Work on the widest band. Decode is the answer itself and usually the widest.",
-        queries={"{{stage}}": mean("request_stage_duration_seconds", by=["stage"])},
-        shape=Shape.STACKED, unit=Unit.SECONDS,
-    ),
-    Panel("Where the time goes before decode",
-        shows="The same without decode, which is much larger than the rest.",
-        act="Queue: too few replicas (apart: of decode if grant among Parts of a hand-off is long, else of prefill). "
-            "Prefill: long prompts or few hits. Transfer: see the routing board. Route: the router's process has too "
-            "little CPU.",
+    Panel("Mean time per stage before decode",
+        shows="Mean time of a finished request in each stage before its answer begins.",
+        act="Queue: too few replicas (with prefill replicas: of decode if grant among Hand-off phases is long, else of "
+            "prefill). Prefill: long prompts or few hits. Transfer: see the routing board. Route: the router's process "
+            "has too little CPU.",
         queries={
             "{{stage}}": mean("request_stage_duration_seconds", by=["stage"], where={"stage": "!decode"}),
         },
         shape=Shape.STACKED, unit=Unit.SECONDS,
     ),
-))  # fmt: skip
-
-TRAFFIC = Row("Traffic", (
     Panel("Requests by outcome",
         shows="Requests that ended, by outcome; shed: refused with 429 because all queues are too long.",
         act="shed: add replicas. error and timeout: read the logs of the replica that x-manta-route names.",
         queries={"{{outcome}}": rate("requests_total", by=["outcome"])},
         shape=Shape.STACKED, unit=Unit.REQUESTS_PER_S,
     ),
+), is_open=True)  # fmt: skip
+
+TRAFFIC = Row("Traffic", (
     Panel("Open requests",
         shows="Requests received whose answers have not ended, by endpoint.",
-        act="Grows while Requests per second stands still: replicas are saturated or stuck; see Busy share.",
+        act="Grows while Requests stand still: replicas are saturated or stuck; see Busy share.",
         queries={"{{endpoint}}": gauge("requests_in_flight", by=["endpoint"])}, shape=Shape.STACKED,
     ),
     Panel("Tokens per second",
         shows="Prompt tokens computed, prompt tokens reused, and tokens generated.",
         act="Computed high and reused low for chats: routing or eviction loses prefixes; see the other boards.",
-        queries={"{{kind}}": rate("scheduler_tokens_total", by=["kind"])}, shape=Shape.STACKED, unit=Unit.PER_S,
+        queries={"{{kind}}": rate("scheduler_tokens_total", by=["kind"])}, shape=Shape.STACKED, unit=Unit.TOKENS_PER_S,
+    ),
+    Panel("Prompt and output tokens",
+        shows="Median and p90 of the tokens of prompts and answers.",
+        act="A jump explains most changes of latency and is no fault.",
+        queries={
+            f"{side} {legend}": quantile(share, f"request_{side}_tokens")
+            for side in ("prompt", "output") for share, legend in QUANTILES[:2]
+        },
+        unit=Unit.NUMBER,
     ),
     Panel("Waiting requests by replica",
         shows="Requests in each replica's queue.",
@@ -138,29 +203,43 @@ TRAFFIC = Row("Traffic", (
         queries={"{{replica}} {{phase}}": rate("scheduler_busy_seconds_total", by=["replica", "phase"])},
         unit=Unit.RATIO,
     ),
-    Panel("Length of prompts and answers",
-        shows="Median and p90 of the tokens of prompts and answers.",
-        act="A jump explains most changes of the latencies above and is no fault.",
-        queries={
-            f"{side} {legend}": quantile(share, f"request_{side}_tokens")
-            for side in ("prompt", "output") for share, legend in QUANTILES[:2]
-        },
-        unit=Unit.NUMBER,
+    Panel("Mean time per stage",
+        shows="Mean time of a finished request in each stage; the stages add up to the whole.",
+        act="Work on the widest band. Decode is the answer itself and usually the widest.",
+        queries={"{{stage}}": mean("request_stage_duration_seconds", by=["stage"])},
+        shape=Shape.STACKED, unit=Unit.SECONDS,
+    ),
+    Panel("Time per output token (TPOT)",
+        shows="Mean gap between the tokens of one answer, for answers that ended well.",
+        act="Near ITL: gaps are even. Well below ITL's p99: single long gaps, by long prompts or retractions.",
+        queries=quantiles("time_per_output_token_seconds"), unit=Unit.SECONDS,
+    ),
+    Panel("Answers by finish reason",
+        shows="Answers that ended in the engines: at a stop, at their length limit, aborted, or by an error.",
+        act="length far above stop: clients' max_tokens cut answers off. abort: clients leave, or retries took over.",
+        queries={"{{reason}}": rate("request_finishes_total", by=["reason"])},
+        shape=Shape.STACKED, unit=Unit.REQUESTS_PER_S,
+    ),
+    Panel("Responses by HTTP status",
+        shows="HTTP responses to requests; 499: the client left before one.",
+        act="429: see shed in Requests by outcome. 5xx: the routers' logs. 4xx: clients send what is refused.",
+        queries={"{{status}}": rate("http_responses_total", by=["status"])},
+        shape=Shape.STACKED, unit=Unit.REQUESTS_PER_S,
     ),
 ))  # fmt: skip
 
 ENGINE = Row("Engine steps", (
-    Panel("Requests of one step",
+    Panel("Requests per step",
         shows="Mean number of requests in a forward step, by phase.",
         act="Decode well below the running requests: they are retracted or wait for pages; see the KV pool board.",
         queries={"{{phase}}": mean("scheduler_batch_requests", by=["phase"])}, unit=Unit.NUMBER,
     ),
-    Panel("New tokens of one step",
+    Panel("New tokens per step",
         shows="Mean number of new tokens in a forward step, by phase.",
         act="Prefill far below chunked_prefill_size under load: prompts are short or mostly cached; nothing to do.",
         queries={"{{phase}}": mean("scheduler_batch_tokens", by=["phase"])}, unit=Unit.NUMBER,
     ),
-    Panel("Duration of one step, p90",
+    Panel("Step duration, p90",
         shows="90 % of the forward steps took at most this long, by role and phase.",
         act="Prefill steps bound the inter-token latency of a unified replica: lower chunked_prefill_size.",
         queries={"{{role}} {{phase}}": quantile(0.9, "scheduler_step_duration_seconds", by=["role", "phase"])},
@@ -182,7 +261,7 @@ ENGINE = Row("Engine steps", (
         },
         unit=Unit.PER_S,
     ),
-    Panel("Running requests and their limit",
+    Panel("Running requests and limit",
         shows="Requests in forward steps and their limit, of all replicas.",
         act="At the limit with a pool that is not full: raise max_running_requests.",
         queries={
@@ -190,12 +269,12 @@ ENGINE = Row("Engine steps", (
             "limit": gauge("scheduler_running_limit_requests"),
         },
     ),
-    Panel("Prompt tokens that wait",
+    Panel("Queued prompt tokens",
         shows="Prompt tokens in queues that are in no cache and have to be computed, by replica.",
         act="Divided by Tokens per second: the time that the next request waits. Above the objective, add replicas.",
         queries={"{{replica}}": gauge("scheduler_queued_tokens", by=["replica"])}, unit=Unit.NUMBER,
     ),
-    Panel("Requests that replicas ended",
+    Panel("Attempts by outcome",
         shows="Attempts that ended in replicas, by outcome; a request that was retried counts twice.",
         act="error: the replica's log says why. aborted: clients left, or a retry took over.",
         queries={"{{outcome}}": rate("scheduler_finished_requests_total", by=["outcome"])},
@@ -208,7 +287,10 @@ REPLICAS = Row("Replicas", (
         shows="Replicas that the routers know, by role and state; the highest count of any router.",
         act="unhealthy: Serve replaces them; see `serve status`. starting for long: the replica's log says what it "
             "waits for.",
-        queries={"{{target_role}} {{state}}": gauge("router_replicas", over="max", by=["target_role", "state"])},
+        queries={  # most pairs of a role and a state never have one
+            "{{target_role}} {{state}}": gauge("router_replicas", over="max", by=["target_role", "state"]) + " > 0",
+        },
+        shape=Shape.STACKED,
     ),
     Panel("Autoscaler",
         shows="Replicas that run, and that the autoscaler wants.",
@@ -224,7 +306,7 @@ REPLICAS = Row("Replicas", (
         },
         unit=Unit.RATIO, needs=Needs.AUTOSCALING,
     ),
-    Panel("Changes of the wanted number",
+    Panel("Scaling decisions",
         shows="Decisions of the autoscaler, per second.",
         act="Up and down in turns: raise downscale_delay_s.",
         queries={
@@ -232,7 +314,7 @@ REPLICAS = Row("Replicas", (
         },
         unit=Unit.PER_S, needs=Needs.AUTOSCALING,
     ),
-    Panel("How long starts took",
+    Panel("Start duration",
         shows="Duration of each replica's start, by phase.",
         act="load_weights: put the model on local disk. total far above the rest: other ranks, or the KV transfer.",
         queries={"{{replica}} {{phase}}": gauge("replica_start_seconds", over="max", by=["replica", "phase"])},
@@ -243,25 +325,70 @@ REPLICAS = Row("Replicas", (
         act="More than one after a deployment has ended: restart the old processes.",
         queries={"{{role}} {{version}}": gauge("build_info", by=["role", "version"])}, shape=Shape.BARS,
     ),
-    Panel("Live view",
-        shows="Open live views, and the time to ask all routers for their state (p90).",
-        act="Above 1 s the live view lags: the routers have too little CPU.",
-        queries={
-            "viewers": gauge("observatory_viewers"),
-            "poll p90, s": quantile(0.9, "observatory_poll_duration_seconds"),
-        },
+    Panel("Open live views",
+        shows="Pages of the live view that are open, in all browsers.",
+        act="Nothing: they cost the observatory about 1 ms of CPU a second each.",
+        queries={"pages": gauge("observatory_viewers")}, shape=Shape.STAT, height=4,
     ),
-    Panel("What replicas are",
+    Panel("Replica details",
         shows="Replicas by node, accelerator, attention backend and how they hand over K/V.",
         act="An unexpected accelerator or node: check the placement in serve_config.yaml. triton or torch_native on a "
             "GPU: GET /get_server_info says why.",
+        queries={"replicas": gauge("replica_info", over="max", by=list(DETAILS))},
+        shape=Shape.TABLE, width=16, columns=DETAILS, link=SHOW,
+    ),
+    Panel("Routers asked, p90",
+        shows="Time to ask all routers for their state, which the live view shows.",
+        act="Above 1 s the live view lags: the routers have too little CPU.",
+        queries={"time": quantile(0.9, "observatory_poll_duration_seconds")}, shape=Shape.STAT, unit=Unit.SECONDS,
+        height=4,
+    ),
+))  # fmt: skip
+
+PROCESSES = Row("Processes and GPUs", (
+    Panel("CPU by process",
+        shows="CPU seconds that each process uses in a second: replicas, routers and the observatory.",
+        act="A router near 1: add routers (router.count). A replica at its cores: see threads in its log.",
+        queries={PROCESS: rate("process_cpu_seconds_total", by=["role", "replica"])}, unit=Unit.NUMBER,
+    ),
+    Panel("Memory by process",
+        shows="Memory of each process that is in RAM.",
+        act="Grows without end: report it. Weights, KV pool and host tier are part of a replica's.",
+        queries={PROCESS: gauge("process_resident_memory_bytes", over="max", by=["role", "replica"])},
+        unit=Unit.BYTES,
+    ),
+    Panel("Open files, share of the limit",
+        shows="Open file descriptors of each process, divided by how many it may open; connections are among them.",
+        act="Above 80 %: raise the limit (ulimit -n) before clients are refused.",
         queries={
-            "{{replica}}: {{node}}, {{accelerator}}, {{attention}}, TP {{tensor_parallel}}, {{kv_dtype}}, "
-            "{{transfer_backend}}": gauge("replica_info", over="max", by=[
-                "replica", "node", "accelerator", "attention", "tensor_parallel", "kv_dtype", "transfer_backend",
-            ]),
+            PROCESS: ratio(
+                gauge("process_open_fds", over="max", by=["role", "replica"]),
+                gauge("process_max_fds", over="max", by=["role", "replica"]),
+            ),
         },
-        shape=Shape.BARS, width=16,
+        unit=Unit.RATIO, limits=Thresholds(0.8, 0.95),
+    ),
+    Panel("Process age",
+        shows="Time since each process started; a fall to 0 is a restart.",
+        act="Restarts that nobody asked for: the process's log, and the node's memory.",
+        queries={
+            PROCESS: f"({gauge('process_start_time_seconds', over='max', by=['role', 'replica'])} - time()) * -1",
+        },
+        unit=Unit.SECONDS,
+    ),
+    Panel("GPU memory",
+        shows="Memory of each replica's GPU: total, used by all processes, reserved by this replica.",
+        act="used well above own: another process is on the GPU.",
+        queries={
+            "{{replica}} {{kind}}": gauge("replica_device_memory_bytes", over="max", by=["replica", "kind"]),
+        },
+        unit=Unit.BYTES, needs=Needs.GPU,
+    ),
+    Panel("GPU utilization",
+        shows="Share of the last moment in which each replica's GPU ran kernels.",
+        act="Low with full queues: the CPU side holds it up; see Requests per step and scheduler.overlap.",
+        queries={"{{replica}}": gauge("replica_device_utilization_ratio", over="max", by=["replica"])},
+        unit=Unit.RATIO, needs=Needs.GPU,
     ),
 ))  # fmt: skip
 
@@ -269,5 +396,6 @@ FLEET = Board(
     uid="manta-fleet",
     title="Manta: fleet",
     description="Is every request answered, how fast, and where does its time go.",
-    rows=(NOW, LATENCY, TRAFFIC, ENGINE, REPLICAS),
+    rows=(NOW, LATENCY, TRAFFIC, ENGINE, REPLICAS, PROCESSES),
+    annotations=EVENTS,
 )

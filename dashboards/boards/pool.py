@@ -14,17 +14,18 @@ from dashboards.board import (
     rate,
     ratio,
 )
+from dashboards.boards.fleet import EVENTS, POOL_LIMITS
 
 L1 = {"tier": "L1"}
 BY_REPLICA = ("role", "replica")
 NAME = "{{role}} {{replica}}"
 
-FULL = Row("How full", (
+FULL = Row("Pool use", (
     Panel("Pool in use now",
         shows="Share of each replica's pool that a new request cannot take; evictable pages count as free.",
         act="Above 95 % for minutes: more replicas, a larger pool, or a lower max_running_requests.",
         queries={NAME: gauge("kv_pool_utilization_ratio", over="max", by=BY_REPLICA, where=L1)},
-        shape=Shape.BARS, unit=Unit.RATIO, limits=Thresholds(0.8, 0.95),
+        shape=Shape.BARS, unit=Unit.RATIO, limits=POOL_LIMITS,
     ),
     Panel("Tokens by state",
         shows="Token slots of all pools: free, evictable (cached and unused), protected (cached and in use), "
@@ -38,7 +39,7 @@ FULL = Row("How full", (
         shows="The same share over time, by replica.",
         act="One replica far above the others: long requests or a favoured prefix; see Decisions on the routing board.",
         queries={NAME: gauge("kv_pool_utilization_ratio", over="max", by=BY_REPLICA, where=L1)},
-        unit=Unit.RATIO, limits=Thresholds(0.8, 0.95),
+        unit=Unit.RATIO, limits=POOL_LIMITS,
     ),
     Panel("Occupied",
         shows="Share of each pool that is not free; evictable pages count as occupied.",
@@ -51,15 +52,10 @@ FULL = Row("How full", (
         },
         unit=Unit.RATIO,
     ),
-    Panel("Size of the pools",
+    Panel("Pool size",
         shows="Capacity of all pools in tokens.",
         act="Lower than expected: memory was short when replicas started; see cache.mem_fraction_static.",
-        queries={"tokens": gauge("kv_pool_capacity_tokens", where=L1)}, shape=Shape.STAT, unit=Unit.NUMBER, width=4,
-    ),
-    Panel("Memory of the pools",
-        shows="Capacity of all pools in bytes, all ranks.",
-        act="A fall without a change of settings: a replica is gone; see Replicas by state on the fleet board.",
-        queries={"bytes": gauge("kv_pool_capacity_bytes", where=L1)}, shape=Shape.STAT, unit=Unit.BYTES, width=4,
+        queries={"tokens": gauge("kv_pool_capacity_tokens", where=L1)}, shape=Shape.STAT, unit=Unit.NUMBER, height=4,
     ),
     Panel("Quarantined tokens",
         shows="Token slots kept from use because the sender of a failed hand-off might still write to them.",
@@ -67,9 +63,15 @@ FULL = Row("How full", (
         queries={NAME: gauge("kv_pool_tokens", by=BY_REPLICA, where={**L1, "state": "quarantined"})},
         unit=Unit.NUMBER,
     ),
-))  # fmt: skip
+    Panel("Pool memory",
+        shows="Capacity of all pools in bytes, all ranks.",
+        act="A fall without a change of settings: a replica is gone; see Replicas by state on the fleet board.",
+        queries={"of all ranks": gauge("kv_pool_capacity_bytes", where=L1)},
+        shape=Shape.STAT, unit=Unit.BYTES, height=4,
+    ),
+), is_open=True)  # fmt: skip
 
-REUSE = Row("What is reused", (
+REUSE = Row("Reuse", (
     Panel("Reused share by tier",
         shows="Share of looked-up prompt tokens found in each tier.",
         act="Below the share of prompts that begin alike: compare the overlaps on the routing board, then evictions "
@@ -91,33 +93,33 @@ REUSE = Row("What is reused", (
         },
         unit=Unit.RATIO,
     ),
-    Panel("Looked up and reused",
+    Panel("Tokens looked up and reused",
         shows="Prompt tokens looked up and found, per second.",
         act="Prefill has to compute the difference.",
         queries={"looked up": rate("cache_lookup_tokens_total"), "reused": rate("cache_hit_tokens_total")},
-        unit=Unit.PER_S,
+        unit=Unit.TOKENS_PER_S,
     ),
-    Panel("Nodes of the tree",
+    Panel("Tree nodes",
         shows="Nodes of each replica's prefix tree.",
         act="Grows while Occupied stands still: many short branches; prompts differ early (a date at the start, say).",
         queries={NAME: gauge("cache_nodes", by=BY_REPLICA)}, unit=Unit.NUMBER,
     ),
 ))  # fmt: skip
 
-LOST = Row("What is lost", (
+LOST = Row("Evictions and retractions", (
     Panel("Evicted tokens",
         shows="Tokens that left the tiers of the caches, by reason; flush: by an operator's request.",
         act="Evictions are normal in a full pool; the panel to the right shows whether they hurt.",
         queries={"{{tier}} {{reason}}": rate("cache_evicted_tokens_total", by=["tier", "reason"])},
-        shape=Shape.STACKED, unit=Unit.PER_S,
+        shape=Shape.STACKED, unit=Unit.TOKENS_PER_S,
     ),
-    Panel("Idle time of what was evicted",
+    Panel("Idle time of evicted nodes",
         shows="Time since the last use of nodes that were evicted for room.",
         act="Shorter than the pause between two turns of a chat: prefixes are lost that would be reused; enlarge "
             "pools.",
         queries=quantiles("cache_evicted_idle_seconds"), unit=Unit.SECONDS, needs=Needs.EVENT,
     ),
-    Panel("Idle time of what was evicted, all of it",
+    Panel("Idle time of evicted nodes, distribution",
         shows="Number of evicted nodes by time since their last use.",
         act="Weight at the bottom: the cache thrashes; enlarge pools or add replicas.",
         queries={"{{le}}": heatmap("cache_evicted_idle_seconds")},
@@ -127,15 +129,15 @@ LOST = Row("What is lost", (
         shows="Running requests retracted to the queue, and allocations that failed even after eviction.",
         act="Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool.",
         queries={
-            "{{replica}} retracted": rate("scheduler_retractions_total", by=["replica"]),
-            "{{replica}} failed": rate("kv_pool_alloc_failures_total", by=["replica"]),
+            "{{replica}} retracted": rate("scheduler_retractions_total", by=["replica"]) + " > 0",
+            "{{replica}} failed": rate("kv_pool_alloc_failures_total", by=["replica"]) + " > 0",
         },
-        unit=Unit.PER_S,
+        unit=Unit.PER_S, needs=Needs.TROUBLE,
     ),
-    Panel("Tokens given up by retractions",
+    Panel("Tokens lost to retractions",
         shows="Tokens whose K/V was freed by retractions and may have to be computed again.",
         act="Against Tokens per second on the fleet board: above a few percent the pool is the bottleneck.",
-        queries={"{{replica}}": rate("scheduler_retracted_tokens_total", by=["replica"])}, unit=Unit.PER_S,
+        queries={"{{replica}}": rate("scheduler_retracted_tokens_total", by=["replica"])}, unit=Unit.TOKENS_PER_S,
     ),
     Panel("Requests by state",
         shows="Requests in replicas that are not running, by state.",
@@ -146,7 +148,7 @@ LOST = Row("What is lost", (
     ),
 ))  # fmt: skip
 
-LOWER = Row("Tiers", (
+LOWER = Row("Host memory and store (L2, L3)", (
     Panel("Tiers in use",
         shows="Bytes of cached pages in host memory (L2) and in the store (L3), and the size of the host tiers.",
         act="L2 far below its size after hours: cache.host_memory_bytes is larger than clients need. Full is normal.",
@@ -159,11 +161,11 @@ LOWER = Row("Tiers", (
     Panel("Reused from lower tiers",
         shows="Prompt tokens per second that were loaded from host memory (L2) or the store (L3) instead of computed.",
         act="0 with traffic that repeats: nothing was written (Written into tiers), or loading is slower than "
-            "computing (Loads given up).",
+            "computing (Skipped loads).",
         queries={"{{tier}}": rate("cache_hit_tokens_total", by=["tier"], where={"tier": "L2|L3"})},
-        shape=Shape.STACKED, unit=Unit.PER_S,
+        shape=Shape.STACKED, unit=Unit.TOKENS_PER_S,
     ),
-    Panel("Prefill saved by tiers",
+    Panel("Prefill time saved",
         shows="Seconds of prefill saved in a second, all replicas together: computing less loading.",
         act="Near 0 while tokens are reused: the tiers are about as slow as computing; see the rates to the right.",
         queries={"saved": rate("tier_saved_seconds_total")}, unit=Unit.SECONDS,
@@ -171,9 +173,9 @@ LOWER = Row("Tiers", (
     Panel("Written into tiers",
         shows="Tokens copied per second: to host memory (L2) and to the store (L3).",
         act="Far above what is reused: try cache.write_policy: write_through_selective, or adaptive.",
-        queries={"{{tier}}": rate("tier_written_tokens_total", by=["tier"])}, unit=Unit.PER_S,
+        queries={"{{tier}}": rate("tier_written_tokens_total", by=["tier"])}, unit=Unit.TOKENS_PER_S,
     ),
-    Panel("Speed of loads",
+    Panel("Load speed",
         shows="Tokens read from each tier in a second of reading.",
         act="Below the prefill rate of a replica: that tier saves nothing, and is left out by itself.",
         # not ratio: series must exist while nothing is loaded, with NaN
@@ -183,7 +185,7 @@ LOWER = Row("Tiers", (
         },
         unit=Unit.PER_S, needs=Needs.EVENT,
     ),
-    Panel("Time of copies",
+    Panel("Copy time",
         shows="Seconds that replicas spend copying in a second, by tier and direction. L2 holds up the engine, L3 does "
               "not.",
         act="L2 above a few percent: prefer adaptive or write_through_selective (cache.write_policy).",
@@ -197,12 +199,12 @@ LOWER = Row("Tiers", (
         shows="Pages whose digest did not fit when they were read back, and reads and writes of the store that failed.",
         act="Any wrong page: memory or disk of that node is damaged; see the runbook, WrongPages.",
         queries={
-            "{{replica}} wrong {{tier}}": rate("tier_wrong_pages_total", by=["replica", "tier"]),
-            "{{replica}} store failed": rate("tier_store_errors_total", by=["replica"]),
+            "{{replica}} wrong {{tier}}": rate("tier_wrong_pages_total", by=["replica", "tier"]) + " > 0",
+            "{{replica}} store failed": rate("tier_store_errors_total", by=["replica"]) + " > 0",
         },
-        unit=Unit.PER_S,
+        unit=Unit.PER_S, needs=Needs.TROUBLE,
     ),
-    Panel("Loads given up",
+    Panel("Skipped loads",
         shows="Prompts per second that were computed although a tier had them, since loading was slower.",
         act="Often with a fast store: its latency is high, or its thread is busy writing.",
         queries={"{{replica}}": rate("tier_slow_loads_total", by=["replica"])}, unit=Unit.PER_S,
@@ -211,18 +213,18 @@ LOWER = Row("Tiers", (
         shows="Tokens per second that replicas push to others (out) and take from others (in): those that leave to "
               "those that stay, and those that serve to new ones.",
         act="Much more out than in: the host tiers of those that stay are full of what is worth more.",
-        queries={"{{direction}}": rate("tier_moved_tokens_total", by=["direction"])}, unit=Unit.PER_S,
+        queries={"{{direction}}": rate("tier_moved_tokens_total", by=["direction"])}, unit=Unit.TOKENS_PER_S,
     ),
     Panel("Clean tokens",
         shows="Tokens of the device pools that have a copy on the host: evicting them takes no time.",
         act="Near 0 with full pools: replicas find no idle time to copy in; evictions then wait for copies.",
         queries={NAME: gauge("tier_clean_tokens", by=BY_REPLICA)}, unit=Unit.NUMBER,
     ),
-    Panel("Stores that fail",
+    Panel("Failing stores",
         shows="Replicas whose store cannot be used at present.",
         act="See the replica's log, and the runbook, WrongPages: a full or unmounted disk, wrong rights, no network.",
-        queries={"failing": f"{gauge('tier_store_up', over='count')} - {gauge('tier_store_up')}"},
-        shape=Shape.STAT, limits=Thresholds(1, 1), width=4,
+        queries={"replicas": f"{gauge('tier_store_up', over='count')} - {gauge('tier_store_up')}"},
+        shape=Shape.STAT, limits=Thresholds(1, 1), width=4, height=4,
     ),
 ))  # fmt: skip
 
@@ -231,4 +233,5 @@ POOL = Board(
     title="Manta: KV pool and prefix cache",
     description="What fills the KV pools, what of it is reused, and what is lost.",
     rows=(FULL, REUSE, LOWER, LOST),
+    annotations=EVENTS,
 )

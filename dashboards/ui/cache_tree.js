@@ -3,7 +3,7 @@
 
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
 import { getJson } from "./connection.js";
-import { count, shortId } from "./format.js";
+import { count, plural, shortId } from "./format.js";
 import { Icicle } from "./icicle.js";
 import { Notice, Panel, once, useWidth } from "./panel.js";
 import { Legend } from "./pools.js";
@@ -11,7 +11,7 @@ import { Legend } from "./pools.js";
 const AGAIN_MS = 5000;
 const DEPTHS = [2, 4, 6, 8, 12, 20];
 const KINDS = [
-  ["locked", "a request uses it now"],
+  ["protected", "a request uses it now"],
   ["evictable", "given up when room is needed; paler the longer it was not used"],
   ["left out", "nodes too small or too deep to be shown"],
   ["chosen request", "holds a part of the chosen request's prompt"],
@@ -24,13 +24,13 @@ export const CacheTree = once(({ replicas, chosen, onChoose, pageKeys }) => {
   const { tree, error, again } = useTree(chosen, depth, replica && `${replica.cache_nodes} ${JSON.stringify(replica.pools)}`);
   const [place, width] = useWidth();
   const empty = tree && tree.root.subtree_tokens === 0;
-  const figures = tree && `${count(tree.tokens)} tokens in ${count(tree.nodes)} nodes, ${count(tree.shown)} shown; width = tokens`;
+  const figures = tree && `${count(tree.tokens)} tokens in ${plural(tree.nodes, "node")}${tree.shown < tree.nodes ? `, ${count(tree.shown)} shown` : ""}`;
   return html`<${Panel} id="cache" title=${`Radix cache of ${shortId(chosen)}`} note=${figures}>
     <div class="controls">
-      <label>replica <select value=${chosen} onChange=${(event) => onChoose(event.target.value)}>
+      <label>Replica <select value=${chosen} onChange=${(event) => onChoose(event.target.value)}>
         ${replicas.map((each) => html`<option key=${each.id} value=${each.id}>${shortId(each.id)} (${each.role})</option>`)}
       </select></label>
-      <label>levels <select value=${depth} onChange=${(event) => setDepth(Number(event.target.value))}>
+      <label>Levels <select value=${depth} onChange=${(event) => setDepth(Number(event.target.value))}>
         ${DEPTHS.map((each) => html`<option key=${each} value=${each}>${each}</option>`)}
       </select></label>
     </div>
@@ -41,7 +41,7 @@ export const CacheTree = once(({ replicas, chosen, onChoose, pageKeys }) => {
       ${tree && !empty && width > 0 && html`<${Icicle} key=${chosen} tree=${tree} pageKeys=${pageKeys} width=${width}
         onDetail=${setDetail} label=${`Radix cache of ${chosen}; arrow keys move, Enter widens a node, Escape shows all`} />`}
     </div>
-    ${tree && !empty && html`<p class="detail">${detail ?? "Point at a node, or reach it with the arrow keys; Enter or a click widens it."}</p>
+    ${tree && !empty && html`<p class="detail">${detail ?? "Width: tokens. Point at a node, or reach it with the arrow keys; Enter or a click widens it."}</p>
       <${Legend} entries=${KINDS} label="Kinds of nodes" />`}
   <//>`;
 });

@@ -1,10 +1,11 @@
 // Numbers and names as a person reads them. Pure. Nothing known is a dash.
 
 const NONE = "–";
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 }); // toLocaleString would make one a call
 
 export function count(value) {
   if (value == null) return NONE;
-  if (value < 10000) return Math.round(value).toLocaleString("en");
+  if (value < 10000) return WHOLE.format(value);
   return value < 999500 ? `${short(value / 1e3)}k` : `${short(value / 1e6)}M`;
 }
 
@@ -17,11 +18,21 @@ export function seconds(value) {
 export function millis(value) {
   if (value == null) return NONE;
   const ms = value * 1e3;
-  return ms !== 0 && Math.abs(ms) < 9.95 ? ms.toFixed(1) : Math.round(ms).toLocaleString("en");
+  return ms !== 0 && Math.abs(ms) < 9.95 ? ms.toFixed(1) : WHOLE.format(ms);
 }
 
 export function percent(ratio) {
   return ratio == null ? NONE : `${Math.round(ratio * 100)} %`;
+}
+
+// A share where a little matters: 0.4 %, not 0 %.
+export function share(ratio) {
+  return ratio > 0 && ratio < 0.0995 ? `${(ratio * 100).toFixed(1)} %` : percent(ratio);
+}
+
+// A number with a unit of its own behind it; a dash stays alone.
+export function plain(number, unit) {
+  return number === NONE ? NONE : `${number} ${unit}`;
 }
 
 export function rate(value) {
@@ -32,6 +43,20 @@ export function bytes(value) {
   if (value == null) return NONE;
   const step = value >= 1e9 ? [1e9, "GB"] : value >= 1e6 ? [1e6, "MB"] : value >= 1e3 ? [1e3, "kB"] : [1, "B"];
   return `${short(value / step[0])} ${step[1]}`;
+}
+
+// A length of time in one or two words: 42 min, 3 h 10 min, 2 d 4 h.
+export function span(value) {
+  if (value == null) return NONE;
+  const [s, min, h] = [Math.floor(value), Math.floor(value / 60), Math.floor(value / 3600)];
+  if (s < 60) return `${s} s`;
+  if (min < 60) return `${min} min`;
+  return h < 24 ? `${h} h ${min % 60} min` : `${Math.floor(h / 24)} d ${h % 24} h`;
+}
+
+// 1 node, 2 nodes
+export function plural(number, noun) {
+  return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
 export function clock(time) {

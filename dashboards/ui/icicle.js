@@ -2,7 +2,7 @@
 // Arrow keys move between nodes, Enter widens one to the whole width, Escape goes back.
 
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
-import { count, seconds } from "./format.js";
+import { count, plural, seconds } from "./format.js";
 import { once } from "./panel.js";
 
 const ROW = 34; // px
@@ -10,7 +10,7 @@ const THINNEST = 0.6; // px; thinner cells are not drawn
 const LONG_IDLE_S = 600; // faded most
 
 // All cells of a tree, parents first: { id, node, rest, depth, parent, children, x, width } with x and width as shares.
-export function cellsOf(root) {
+function cellsOf(root) {
   const total = Math.max(1, root.subtree_tokens);
   const cells = [];
   const add = (node, rest, parent, x, place) => {
@@ -29,12 +29,12 @@ export function cellsOf(root) {
   return cells;
 }
 
-export function describe({ node, rest, parent }) {
-  if (rest) return `${count(rest.nodes)} smaller nodes, left out: ${count(rest.tokens)} tokens`;
-  const below = node.subtree_nodes > 1 ? `, ${count(node.subtree_tokens)} with the ${count(node.subtree_nodes - 1)} nodes below` : "";
-  if (!parent) return `the whole cache: ${count(node.subtree_tokens)} tokens in ${count(node.subtree_nodes)} nodes`;
-  const use = node.locked ? "a request uses it now" : `evictable, last used ${seconds(node.idle_s)} ago`;
-  return `${count(node.tokens)} tokens${below}; ${count(node.hits)} ${node.hits === 1 ? "hit" : "hits"}; ${use}`;
+function describe({ node, rest, parent }) {
+  if (rest) return `${plural(rest.nodes, "smaller node")} left out: ${count(rest.tokens)} tokens`;
+  const below = node.subtree_nodes > 1 ? `, ${count(node.subtree_tokens)} with the ${plural(node.subtree_nodes - 1, "node")} below` : "";
+  if (!parent) return `the whole cache: ${count(node.subtree_tokens)} tokens in ${plural(node.subtree_nodes, "node")}`;
+  const use = node.protected ? "a request uses it now" : `evictable, last used ${seconds(node.idle_s)} ago`;
+  return `${count(node.tokens)} tokens${below}; ${plural(node.hits, "hit")}; ${use}`;
 }
 
 export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
@@ -43,6 +43,7 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
   const [zoomed, setZoomed] = useState("root");
   const frame = useRef(null);
   const moved = useRef(false);
+  const focused = useRef(false);
   const cells = cellsOf(tree.root);
   const byId = new Map(cells.map((each) => [each.id, each]));
   const zoom = byId.get(zoomed) ?? cells[0];
@@ -55,6 +56,10 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
     if (moved.current) frame.current.querySelector('[tabindex="0"]')?.focus();
     moved.current = false;
   }, [moves, zoomed]);
+  useLayoutEffect(() => {
+    // a refreshed tree may lack the node that had the focus: Escape and arrow keys go on from the root
+    if (focused.current && document.activeElement === document.body) frame.current.querySelector('[tabindex="0"]')?.focus();
+  }, [tree]);
   const go = (id) => {
     active.current = id;
     setMoves((before) => before + 1);
@@ -78,7 +83,10 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
     setZoomed(cell.rest || cell.id === zoomed ? "root" : cell.id);
   };
   // the handlers stand on a div: an svg that listens for focus would be reached by Tab itself
-  return html`<div ref=${frame} onKeyDown=${onKey} onPointerOver=${show} onfocusin=${show} onPointerLeave=${() => onDetail(null)} onClick=${choose}>
+  return html`<div ref=${frame} onKeyDown=${onKey} onPointerOver=${show} onfocusin=${(event) => { focused.current = true; show(event); }}
+    onfocusout=${(event) => { if (event.target.isConnected) focused.current = false; }} onPointerLeave=${() => onDetail(null)} onClick=${choose}>
+    ${zoom !== cells[0] && html`<p class="crumbs">${pathOf(zoom).map((each) => html`<button type="button" key=${each.id} disabled=${each === zoom}
+      onClick=${() => setZoomed(each.id)}>${each.parent ? `${count(each.node.tokens)} tokens` : "Whole cache"}</button>`)}</p>`}
   <svg class="icicle" width=${width} height=${rows * ROW} role="tree" aria-label=${label}>
     <defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
       <rect class="hatch-ground" width="6" height="6" /><rect class="hatch-line" width="2" height="6" /></pattern></defs>
@@ -91,10 +99,10 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
 
 function Cell({ cell, left, wide, onPath, active }) {
   const { node, rest, depth } = cell;
-  const kind = rest ? "rest" : node.locked ? "locked" : depth === 0 ? "whole" : "evictable";
+  const kind = rest ? "rest" : node.protected ? "protected" : depth === 0 ? "whole" : "evictable";
   const fade = kind === "evictable" ? Math.min(1, Math.log1p(node.idle_s) / Math.log1p(LONG_IDLE_S)) : 0;
   const [first, second] = rest ? [`+${count(rest.nodes)}`, count(rest.tokens)]
-    : depth === 0 ? [`${count(node.subtree_tokens)} tokens`, `${count(node.subtree_nodes)} nodes`]
+    : depth === 0 ? [`${count(node.subtree_tokens)} tokens`, plural(node.subtree_nodes, "node")]
     : [`${count(node.tokens)} tokens`, `${count(node.hits)} hits`];
   const fits = (text) => text.length * 6.3 + 8 <= wide;
   const y = depth * ROW;
@@ -106,6 +114,11 @@ function Cell({ cell, left, wide, onPath, active }) {
     ${fits(first) && html`<text x=${left + 5} y=${y + 13}>${first}</text>`}
     ${fits(first) && fits(second) && html`<text x=${left + 5} y=${y + 26}>${second}</text>`}
   </g>`;
+}
+
+// A cell and those above it, from the root down.
+function pathOf(cell) {
+  return cell.parent ? [...pathOf(cell.parent), cell] : [cell];
 }
 
 // Where an arrow key leads: up to the parent, down to the first child, aside along the row.

@@ -1,77 +1,152 @@
-// The live view: connection, what is chosen, and the panels.
-// Invariant: a panel is drawn again only when what it shows has changed; a hidden page is not drawn at all.
+// The live view: connection, what is chosen, layout, and keys.
+// Invariant: a panel is drawn again only when what it shows has changed; a hidden page is not drawn at all; a paused page
+// shows the state at which it was paused.
 // `html[data-ready]` says that the first state, and all that was asked for with it, is on the screen.
 
 import { html, render, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
-import { Autoscaling } from "./autoscaling.js";
 import { CacheTree } from "./cache_tree.js";
-import { Cluster } from "./cluster.js";
 import { Connection, onIdle } from "./connection.js";
+import { Fleet, worstFirst } from "./fleet.js";
 import { Header, LostBanner } from "./header.js";
-import { History } from "./history.js";
+import { Health } from "./health.js";
+import { Keys, onKeys } from "./keys.js";
 import { Notice } from "./panel.js";
-import { useDetails } from "./request_details.js";
+import { Playground } from "./playground.js";
+import { ReplicaDrawer, remember } from "./replica_drawer.js";
 import { Requests } from "./requests.js";
+import { River } from "./river.js";
 import { useSelection } from "./selection.js";
-import { Why } from "./why.js";
+import { Tiles } from "./tiles.js";
+import { Why, useDetails } from "./why.js";
 
-const shown = { state: null, link: { status: "connecting" } };
+const TABS = { try: "Try", why: "Why", replica: "Replica" };
+const shown = { state: null, link: { status: "connecting" }, paused: false };
 const root = document.getElementById("view");
 
-function App({ state, link }) {
+function App({ state, link, paused }) {
   const [theme, setTheme] = useState(0); // counts changes
-  const [selection, choose] = useSelection();
-  const rows = useRef(new Map());
-  const row = state?.requests.find((each) => each.rid === selection.request) ?? rows.current.get(selection.request);
-  rows.current = new Map(row && [[row.rid, row]]); // of a chosen request that has left the list
-  const details = useDetails(selection.request, row);
-  const stable = useRef({
-    theme: () => setTheme((count) => count + 1),
-    replica: (replica) => choose({ replica }),
-    request: null,
-  }).current;
-  stable.request ??= (request) => {
-    const chosen = shown.state.requests.find((each) => each.rid === request);
-    choose({ request, replica: chosen?.prefill ?? chosen?.replica });
+  const [help, setHelp] = useState(false);
+  const [selection, select] = useSelection();
+  const stable = useRef({}).current; // functions that stay the same, so that nothing is drawn for them
+  stable.selection = selection;
+  stable.theme ??= () => setTheme((count) => count + 1);
+  stable.help ??= () => setHelp((before) => !before);
+  stable.choose ??= (change) => {
+    const { request, replica, tab = request ? "why" : replica ? "replica" : undefined, stay, ...rest } = change;
+    // a request brings its own replica, unless one is named with it
+    const named = Object.entries({ request, replica: request && !replica ? null : replica, tab }).filter(([, value]) => value !== undefined);
+    select({ ...rest, ...Object.fromEntries(named) });
+    if ((request || replica) && !stay && !matchMedia("(min-width: 1280px)").matches) requestAnimationFrame(() => document.getElementById("side")?.scrollIntoView());
   };
   useLayoutEffect(() => {
     const system = matchMedia("(prefers-color-scheme: dark)");
     system.addEventListener("change", stable.theme);
-    return () => system.removeEventListener("change", stable.theme);
+    const rest = onKeys({
+      pause,
+      help: stable.help,
+      move: (step) => move(step, stable),
+      tab: (tab) => stable.choose({ tab }),
+      back: () => stable.choose({ request: null, replica: null, tile: null }),
+    });
+    return () => {
+      system.removeEventListener("change", stable.theme);
+      rest();
+    };
   }, []);
   return html`
-    <${Header} model=${state?.model} mode=${state?.mode} replicas=${state?.replicas} totals=${state?.totals} link=${link} onTheme=${stable.theme} />
-    ${link.status === "lost" && html`<${LostBanner} link=${link} onRetry=${retry} />`}
+    <button type="button" class="skip" onClick=${() => document.querySelector("#requests tbody button, #requests input")?.focus()}>Skip to the requests</button>
+    <${Header} model=${state?.model} mode=${state?.mode} facts=${state?.facts} up=${upOf(state)} link=${link} paused=${paused}
+      onPause=${pause} onTheme=${stable.theme} onHelp=${stable.help} />
+    ${link.status === "lost" && html`<${LostBanner} link=${link} known=${state} onRetry=${retry} />`}
+    ${help && html`<${Keys} onClose=${stable.help} />`}
     ${state
-      ? html`<${Panels} state=${state} selection=${selection} row=${row} details=${details} stable=${stable} theme=${theme} old=${link.status === "lost"} />`
-      : html`<main><${Notice} title=${link.status === "lost" ? "The observatory does not answer." : "Asking for the state of the cluster …"}>
+      ? html`<${Page} state=${state} selection=${selection} choose=${stable.choose} theme=${theme} paused=${paused} old=${link.status === "lost"} />`
+      : html`<main class="page"><${Notice} title=${link.status === "lost" ? "The observatory does not answer." : "Asking for the state of the cluster …"}>
           ${link.status === "lost" && html`<p>It starts with the application. <code>serve status</code> says whether it runs.</p>`}<//></main>`}`;
 }
 
-function Panels({ state, selection, row, details, stable, theme, old }) {
-  const { replicas, requests, model } = state;
+function Page({ state, selection, choose, theme, paused, old }) {
+  const { replicas, requests } = state;
+  const rows = useRef(new Map());
+  const row = requests.find((each) => each.rid === selection.request) ?? rows.current.get(selection.request);
+  rows.current = new Map(row && [[row.rid, row]]); // of a chosen request that has left the list
+  const details = useDetails(selection.request, row);
   const wanted = selection.replica ?? row?.prefill ?? row?.replica;
   const first = replicas.find((each) => each.state === "accepting") ?? replicas[0];
-  const chosen = replicas.some((each) => each.id === wanted) ? wanted : first?.id;
+  const replica = replicas.some((each) => each.id === wanted) ? wanted : first?.id;
   const now = requests.some((each) => each.outcome === "running") ? state.time : 0;
-  return html`<main class=${old ? "old" : ""}>
+  const tab = useRef(null);
+  tab.current = tabOf(selection);
+  const byReplica = useRef((id) => choose({ replica: id, tab: tab.current, stay: true })).current; // the cache's own list
+  return html`<main class=${old ? "page old" : "page"}>
+    <${Health} state=${state} choose=${choose} />
+    <${Tiles} figures=${state.figures} history=${state.history} time=${state.time} tile=${selection.tile} choose=${choose} />
+    <${Side} tab=${tabOf(selection)} choose=${choose}>
+      ${{
+        try: html`<${Playground} state=${state} selection=${selection} choose=${choose} />`,
+        why: html`<${Why} rid=${selection.request} row=${row} details=${details} state=${state} />`,
+        replica: html`<${ReplicaDrawer} state=${state} replica=${wanted ?? worstFirst(replicas)[0]?.id} choose=${choose} />`,
+      }}
+    <//>
     <div class="column">
-      <${Cluster} mode=${state.mode} replicas=${replicas} routers=${state.routers} links=${state.links} chosen=${chosen} onChoose=${stable.replica} />
-      <${History} history=${state.history} replicas=${replicas} theme=${theme} />
-      ${chosen && html`<${CacheTree} replicas=${replicas} chosen=${chosen} onChoose=${stable.replica} pageKeys=${details.keys} />`}
-    </div>
-    <div class="column">
-      <${Requests} requests=${requests} replicas=${replicas} model=${model} now=${now} chosen=${selection.request} onChoose=${stable.request} />
-      <${Why} rid=${selection.request} row=${row} details=${details} />
-      <${Autoscaling} autoscaling=${state.autoscaling} />
+      <${River} state=${state} selection=${selection} choose=${choose} theme=${theme} paused=${paused} />
+      <${Fleet} mode=${state.mode} replicas=${replicas} routers=${state.routers} links=${state.links} autoscaling=${state.autoscaling}
+        chosen=${selection.replica} choose=${choose} />
+      <${Requests} requests=${requests} replicas=${replicas} model=${state.model} api=${state.api} now=${now} chosen=${selection.request} choose=${choose} />
+      ${replica && html`<${CacheTree} replicas=${replicas} chosen=${replica} onChoose=${byReplica} pageKeys=${details.keys} />`}
     </div>
   </main>`;
 }
 
+// The right third: tabs. The playground stays in place while another is shown, so that a conversation is not lost.
+function Side({ tab, choose, children }) {
+  const names = Object.keys(TABS);
+  const onKey = (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const next = names[(names.indexOf(tab) + step + names.length) % names.length];
+    choose({ tab: next });
+    event.currentTarget.querySelector(`#tab-${next}`).focus();
+  };
+  return html`<aside id="side" class="side" aria-label="Try, why, replica">
+    <div class="tabs" role="tablist" onKeyDown=${onKey}>
+      ${names.map((name) => html`<button type="button" role="tab" key=${name} id=${`tab-${name}`} aria-selected=${name === tab}
+        aria-controls=${`pane-${name}`} tabindex=${name === tab ? 0 : -1} onClick=${() => choose({ tab: name })}>${TABS[name]}</button>`)}
+    </div>
+    ${names.map((name) => html`<div class="pane" role="tabpanel" key=${name} id=${`pane-${name}`} aria-labelledby=${`tab-${name}`}
+      tabindex="-1" hidden=${name !== tab}>${(name === tab || name === "try") && children[name]}</div>`)}
+  </aside>`;
+}
+
+function tabOf({ tab, request, replica }) {
+  return tab in TABS ? tab : request ? "why" : replica ? "replica" : "try";
+}
+
+// The request `step` places further down the list that is shown.
+function move(step, { selection, choose }) {
+  const rids = [...document.querySelectorAll("#requests tbody [data-rid]")].map((each) => each.dataset.rid);
+  const at = rids.indexOf(selection.request);
+  const rid = rids[at < 0 ? 0 : Math.min(rids.length - 1, Math.max(0, at + step))];
+  if (rid) choose({ request: rid });
+}
+
+function upOf(state) {
+  if (!state?.started) return null;
+  const up = state.time - state.started;
+  return up < 60 ? Math.floor(up / 10) * 10 : Math.floor(up / 60) * 60; // the header is not drawn each second for it
+}
+
 function draw() {
   if (document.hidden && document.documentElement.dataset.ready) return;
-  render(html`<${App} state=${shown.state} link=${shown.link} />`, root);
+  render(html`<${App} state=${shown.state} link=${shown.link} paused=${shown.paused} />`, root);
   if (shown.state && !document.documentElement.dataset.ready) onIdle(() => (document.documentElement.dataset.ready = "1"));
+}
+
+function pause() {
+  if (!shown.state) return; // nothing that could stand still
+  shown.paused = !shown.paused;
+  if (!shown.paused) shown.state = shown.latest;
+  draw();
 }
 
 function retry() {
@@ -82,6 +157,9 @@ document.addEventListener("visibilitychange", draw);
 const connection = new Connection({
   snapshot: new URLSearchParams(location.search).has("snapshot"),
   onState: (state) => {
+    shown.latest = state;
+    remember(state);
+    if (shown.paused) return;
     shown.state = state;
     draw();
   },

@@ -14,9 +14,10 @@ export function once(render) {
   };
 }
 
-export function Panel({ id, title, note, children }) {
+export function Panel({ id, title, note, end, children }) {
   return html`<section class="panel" id=${id} aria-labelledby=${`${id}-title`}>
-    <header class="panel-head"><h2 id=${`${id}-title`}>${title}</h2>${note && html`<p class="note">${note}</p>`}</header>
+    <header class="panel-head"><h2 id=${`${id}-title`}>${title}</h2>${note && html`<p class="note">${note}</p>`}
+      ${end && html`<div class="panel-end">${end}</div>`}</header>
     ${children}
   </section>`;
 }
@@ -27,9 +28,19 @@ export function Notice({ title, children, error }) {
   </div>`;
 }
 
-// A table that may be wider than its place: it scrolls by itself, and the keyboard reaches it.
-export function Scroller({ label, tall, children }) {
-  return html`<div class=${tall ? "scroller tall" : "scroller"} role="region" aria-label=${label} tabindex="0">${children}</div>`;
+// Copies a text. Browsers refuse it on pages over plain HTTP from another machine: there is no clipboard at all then.
+export function Copy({ text }) {
+  const [told, setTold] = useState("");
+  const copy = () =>
+    (navigator.clipboard?.writeText(text) ?? Promise.reject()).then(() => setTold("Copied."), () => setTold("Copying is not allowed here: mark the text."));
+  return html`<button type="button" onClick=${copy}>Copy</button> <span role="status">${told}</span>`;
+}
+
+// Buttons of which one is pressed: `options` is [[value, text], ...].
+export function Choice({ label, options, value, onChoose }) {
+  return html`<span class="choice" role="group" aria-label=${label}>
+    ${options.map(([each, text]) => html`<button type="button" key=${each} aria-pressed=${each === value} onClick=${() => onChoose(each)}>${text}</button>`)}
+  </span>`;
 }
 
 // [ref, width in px of the element that has it]

@@ -1,93 +1,184 @@
-// The latest requests: a row each with its stages; choosing one explains it (why.js).
+// The requests of the last ten minutes, newest first: a line each with its stages; choosing one explains it (why.js).
+// Invariant: only the lines in view are in the document, and none moves while the pointer or the focus is in the list, or
+// while it is scrolled: what is new waits above.
 
-import { html, useLayoutEffect, useState } from "./vendor/htm/preact_standalone.js";
-import { clock, count, percent, seconds, shortId } from "./format.js";
-import { Notice, Panel, Scroller, once } from "./panel.js";
+import { html, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm/preact_standalone.js";
+import { clock, count, percent, plural, seconds, shortId } from "./format.js";
+import { Copy, Notice, Panel, once } from "./panel.js";
 import { Legend } from "./pools.js";
 import { Id } from "./table.js";
-import { STAGES, Waterfall } from "./waterfall.js";
+import { STAGES, Waterfall, lengthOf } from "./waterfall.js";
 
-const OUTCOMES = ["running", "finished", "aborted", "failed", "refused", "unknown"];
+const OUTCOMES = ["running", "ok", "error", "invalid", "cancelled", "shed", "timeout", "unknown"];
+const KINDS = {
+  slow: ["Slow", "missed its objective for TTFT or ITL"],
+  mispredicted: ["Missed prediction", "fewer tokens were cached than the router had predicted"],
+  retried: ["Retried", "more than one try"],
+};
+const ROW = 30; // px
+const IN_VIEW = 14; // lines
+const BEYOND = 6; // lines drawn above and below those in view
+const SCALED_BY = 400; // newest requests that the scale of the bars is taken from
 
-export const Requests = once(({ requests, replicas, model, now, chosen, onChoose }) => {
-  const [outcome, setOutcome] = useState("");
-  const [replica, setReplica] = useState("");
+// Is `row` among those asked for? Pure.
+export function matches(row, { text = "", outcome = "", replica = "", kinds = [] }) {
+  if (outcome && row.outcome !== outcome) return false;
+  if (replica && row.replica !== replica && row.prefill !== replica) return false;
+  const is = { slow: row.missed?.length > 0, retried: row.tries > 1,
+    mispredicted: row.cached_tokens != null && row.cached_tokens < row.predicted_tokens };
+  if (!kinds.every((each) => is[each])) return false;
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  if (words.length === 0) return true;
+  const where = [row.rid, row.replica, row.prefill, row.endpoint, row.policy, row.reason, row.outcome].join(" ").toLowerCase();
+  return words.every((each) => where.includes(each));
+}
+
+// Seconds at the end of a bar: 95 of 100 fit, and one very long request does not make all others thin. Pure.
+export function scaleOf(rows, now) {
+  const lengths = rows.slice(0, SCALED_BY).map((each) => lengthOf(each, now)).sort((a, b) => a - b);
+  return lengths[Math.floor(0.95 * (lengths.length - 1))] || 0.001;
+}
+
+export const Requests = once(({ requests, replicas, model, api, now, chosen, choose }) => {
+  const [filter, setFilter] = useState({ text: "", outcome: "", replica: "", kinds: [] });
+  const change = (part) => setFilter((before) => ({ ...before, ...part }));
   const [left, setLeft] = useState(""); // replica that was filtered by and is gone
-  const [alike, setAlike] = useState(true);
-  const gone = replica !== "" && !replicas.some((each) => each.id === replica);
+  const gone = filter.replica !== "" && !replicas.some((each) => each.id === filter.replica);
   useLayoutEffect(() => {
     if (!gone) return;
-    setLeft(replica);
-    setReplica("");
+    setLeft(filter.replica);
+    change({ replica: "" });
   }, [gone]);
-  const by = (id) => {
-    setLeft("");
-    setReplica(id);
-  };
-  const shown = requests.filter(
-    (each) => (!outcome || each.outcome === outcome) && (!replica || each.replica === replica || each.prefill === replica),
-  );
-  const longest = Math.max(0, ...shown.map((each) => each.total_s ?? 0)) || Math.max(...shown.map((each) => lengthOf(each, now)), 0.001);
-  const note = shown.length === 0 ? "" : alike ? `bars: ${seconds(longest)} from end to end` : "bars: each request at full width";
-  return html`<${Panel} id="requests" title="Latest requests" note=${note}>
-    ${requests.length === 0 ? html`<${NoRequests} model=${model} />` : html`
-    <div class="controls">
-      <label>outcome <select value=${outcome} onChange=${(event) => setOutcome(event.target.value)}>
-        <option value="">all</option>${OUTCOMES.map((each) => html`<option key=${each} value=${each}>${each}</option>`)}
-      </select></label>
-      <label>replica <select value=${replica} onChange=${(event) => by(event.target.value)}>
-        <option value="">all</option>
-        ${replicas.map((each) => html`<option key=${each.id} value=${each.id}>${shortId(each.id)}</option>`)}
-      </select></label>
-      <label><input type="checkbox" checked=${alike} onChange=${(event) => setAlike(event.target.checked)} /> one scale</label>
-      <span class="note" role="status">${left && `${shortId(left)} has left: requests of all replicas are shown`}</span>
-    </div>
-    ${shown.length === 0 ? html`<${Notice} title="No request of the last ${requests.length} is like that." />` : html`
-    <${Scroller} label="Latest requests" tall>
-      <table class="requests">
-        <thead><tr><th>request</th><th class="num wide">prompt</th><th class="num wide">reused</th><th class="num wide">output</th>
-          <th>went to</th><th class="num">TTFT</th><th class="stages-head">stages</th></tr></thead>
-        <tbody>
-          ${shown.map((row) => html`<${Row} key=${row.rid} row=${row} chosen=${row.rid === chosen} onChoose=${onChoose}
-            scale=${alike ? longest : lengthOf(row, now)} now=${row.outcome === "running" ? now : 0} />`)}
-        </tbody>
-      </table>
-    <//>`}
+  const [held, hold] = useHold(requests);
+  const shown = useMemo(() => (held ?? requests).filter((each) => matches(each, filter)), [held ?? requests, filter]);
+  const isNew = held && requests.findIndex((each) => each.rid === held[0]?.rid);
+  const all = (held ?? requests).length;
+  const note = requests.length > 0 && `${shown.length === all ? "" : `${count(shown.length)} of `}the newest ${count(all)}`;
+  return html`<${Panel} id="requests" title="Requests" note=${note}>
+    ${requests.length === 0 ? html`<${NoRequests} model=${model} api=${api} />` : html`
+    <${Filters} filter=${filter} replicas=${replicas} onChange=${(part) => { setLeft(""); change(part); }}
+      told=${left && `${shortId(left)} has left: requests of all replicas are shown`} />
+    ${shown.length === 0 ? html`<${Notice} title=${`None of the last ${plural(requests.length, "request")} matches.`} />`
+      : html`<${List} rows=${shown} now=${now} chosen=${chosen} choose=${choose} hold=${hold} isNew=${isNew} />`}
     <${Legend} entries=${[...STAGES, ["first token", "where the mark stands"]]} label="Stages" />`}
   <//>`;
 });
 
-const Row = once(({ row, chosen, onChoose, scale, now }) => {
-  const told = [row.endpoint, row.outcome, clock(row.time), row.tries > 1 ? `${row.tries} tries` : ""].filter(Boolean).join(", ");
-  const reused = row.cached_tokens == null || !row.prompt_tokens ? null : row.cached_tokens / row.prompt_tokens;
-  return html`<tr class=${chosen ? "chosen" : ""} onClick=${() => onChoose(row.rid)}>
-    <td class="request-cell"><button type="button" class="request-name" aria-pressed=${chosen} title=${row.rid}>${row.rid}</button>
-      <span class=${`outcome ${row.outcome}`}>${told}</span></td>
-    <td class="num wide">${count(row.prompt_tokens)}</td>
-    <td class="num wide">${percent(reused)}</td>
-    <td class="num wide">${count(row.output_tokens)}</td>
-    <td><${Way} row=${row} /></td>
-    <td class="num">${seconds(row.ttft_s)}</td>
-    <td class="stages-cell"><${Waterfall} row=${row} scale=${scale} now=${now} /></td>
+function Filters({ filter, replicas, onChange, told }) {
+  const toggle = (kind) => onChange({ kinds: filter.kinds.includes(kind) ? filter.kinds.filter((each) => each !== kind) : [...filter.kinds, kind] });
+  return html`<div class="controls">
+    <input type="search" placeholder="Filter: id, replica, policy" aria-label="Filter requests" value=${filter.text}
+      onInput=${(event) => onChange({ text: event.target.value })} title="/" />
+    <select aria-label="Outcome" value=${filter.outcome} onChange=${(event) => onChange({ outcome: event.target.value })}>
+      <option value="">any outcome</option>${OUTCOMES.map((each) => html`<option key=${each} value=${each}>${each}</option>`)}
+    </select>
+    <select aria-label="Replica" value=${filter.replica} onChange=${(event) => onChange({ replica: event.target.value })}>
+      <option value="">any replica</option>${replicas.map((each) => html`<option key=${each.id} value=${each.id}>${shortId(each.id)}</option>`)}
+    </select>
+    ${Object.entries(KINDS).map(([kind, [name, title]]) => html`<button type="button" key=${kind} title=${title}
+      aria-pressed=${filter.kinds.includes(kind)} onClick=${() => toggle(kind)}>${name}</button>`)}
+    <span class="note" role="status">${told}</span>
+  </div>`;
+}
+
+// [rows as they were when they were held, kept up to date | null, hold(why, holds)]
+function useHold(requests) {
+  const [rids, setRids] = useState(null);
+  const newest = useRef(requests);
+  newest.current = requests;
+  const reasons = useRef(new Set()).current;
+  const hold = useRef((why, holds) => {
+    if (holds) reasons.add(why);
+    else reasons.delete(why);
+    setRids((before) => (reasons.size === 0 ? null : (before ?? newest.current.map((each) => each.rid))));
+  }).current;
+  const held = useMemo(() => {
+    if (!rids) return null;
+    const known = new Map(requests.map((each) => [each.rid, each]));
+    return rids.map((rid) => known.get(rid)).filter(Boolean);
+  }, [rids, requests]);
+  return [held, hold];
+}
+
+function List({ rows, now, chosen, choose, hold, isNew }) {
+  const place = useRef(null);
+  const [top, setTop] = useState(0); // first line in view
+  const at = rows.findIndex((each) => each.rid === chosen);
+  const from = Math.max(0, Math.min(top, rows.length - IN_VIEW) - BEYOND);
+  const drawn = rows.slice(from, from + IN_VIEW + 2 * BEYOND);
+  const scale = scaleOf(rows, now);
+  const stop = drawn.some((each) => each.rid === chosen) ? chosen : drawn[0]?.rid;
+  useLayoutEffect(() => {
+    if (at < 0) return;
+    const frame = place.current;
+    if (at * ROW < frame.scrollTop) frame.scrollTop = at * ROW;
+    else if ((at + 2) * ROW > frame.scrollTop + frame.clientHeight) frame.scrollTop = (at + 2) * ROW - frame.clientHeight;
+  }, [chosen]);
+  useLayoutEffect(() => {
+    if (document.activeElement?.closest("#requests tbody")) place.current.querySelector(`[data-rid="${CSS.escape(chosen ?? "")}"]`)?.focus();
+  }, [chosen]);
+  const onScroll = (event) => {
+    const { scrollTop } = event.target;
+    setTop(Math.floor(scrollTop / ROW));
+    hold("scrolled", scrollTop > 0);
+  };
+  const onKey = (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step || !event.target.closest("tbody")) return;
+    event.preventDefault();
+    const next = rows[rows.findIndex((each) => each.rid === event.target.dataset.rid) + step];
+    if (next) choose({ request: next.rid });
+  };
+  const release = () => ["scrolled", "over", "focus"].forEach((why) => hold(why, false));
+  useLayoutEffect(() => release, []); // a list that is taken away hears of no pointer that leaves it
+  const toNew = () => {
+    place.current.scrollTop = 0;
+    release();
+  };
+  return html`<div class="request-frame">
+    ${isNew > 0 && html`<button type="button" class="news" onClick=${toNew}>${count(isNew)} new</button>`}
+    <div class="scroller tall" ref=${place} role="region" aria-label="Requests" tabindex="-1" onScroll=${onScroll} onKeyDown=${onKey}
+        onPointerEnter=${() => hold("over", true)} onPointerLeave=${() => hold("over", false)}
+        onfocusin=${() => hold("focus", true)} onfocusout=${() => hold("focus", false)}>
+      <table class=${drawn.some((each) => each.prefill) ? "requests apart" : "requests"} aria-rowcount=${rows.length + 1}>
+        <thead><tr><th class="c-time">time</th><th class="c-rid">request</th><th class="c-replica">replica</th>
+          <th class="num c-prompt">prompt</th><th class="num c-cached">cached</th><th class="num c-output">output</th>
+          <th class="num c-ttft">TTFT</th><th class="num c-itl">ITL</th><th class="num c-total">total</th><th class="c-stages">stages <span title="at the end of the bars">${seconds(scale)}</span></th></tr></thead>
+        <tbody>
+          ${from > 0 && html`<tr class="gap" key="above" aria-hidden="true" style=${{ height: `${from * ROW}px` }}></tr>`}
+          ${drawn.map((row, index) => html`<${Row} key=${row.rid} row=${row} index=${from + index + 2} chosen=${row.rid === chosen} stop=${row.rid === stop}
+            choose=${choose} scale=${scale} now=${row.outcome === "running" ? now : 0} />`)}
+          ${from + drawn.length < rows.length && html`<tr class="gap" key="below" aria-hidden="true" style=${{ height: `${(rows.length - from - drawn.length) * ROW}px` }}></tr>`}
+        </tbody>
+      </table>
+    </div>
+  </div>`;
+}
+
+const Row = once(({ row, index, chosen, stop, choose, scale, now }) => {
+  const { rid, outcome, prompt_tokens: prompt, cached_tokens: cached, missed } = row;
+  const reused = cached == null || !prompt ? null : cached / prompt;
+  const slow = (what) => (missed?.includes(what) ? " warn" : "");
+  return html`<tr class=${chosen ? "chosen" : ""} aria-rowindex=${index} onClick=${() => choose({ request: rid })}>
+    <td class="c-time">${clock(row.time)}</td>
+    <td class="c-rid"><button type="button" class="request-name" data-rid=${rid} tabindex=${stop ? 0 : -1} aria-pressed=${chosen} title=${`${rid}, ${row.endpoint}, ${row.outcome}`}>
+      <span class=${`dot ${outcome}`} aria-hidden="true"></span>${rid}${outcome !== "ok" && html`<span class=${`outcome ${outcome}`}>${outcome}</span>`}</button></td>
+    <td class="c-replica">${row.prefill && html`<${Id} id=${row.prefill} /> → `}<${Id} id=${row.replica} />${row.tries > 1 && html` <span class="warn" title=${`${row.tries} tries`}>×${row.tries}</span>`}</td>
+    <td class="num c-prompt">${count(prompt)}</td>
+    <td class="num c-cached"><span class="reused" style=${{ width: percent(reused ?? 0).replace(" ", "") }}></span>${percent(reused)}</td>
+    <td class="num c-output">${count(row.output_tokens)}</td>
+    <td class=${`num c-ttft${slow("ttft")}`}>${seconds(row.ttft_s)}</td>
+    <td class=${`num c-itl${slow("itl")}`}>${seconds(row.itl_s)}</td>
+    <td class="num c-total">${seconds(row.total_s)}</td>
+    <td class="c-stages"><${Waterfall} row=${row} scale=${scale} now=${now} /></td>
   </tr>`;
 });
 
-function Way({ row }) {
-  return html`${row.prefill && html`<${Id} id=${row.prefill} /><br />→ `}<${Id} id=${row.replica} />`;
-}
-
-function NoRequests({ model }) {
-  const line = `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${JSON.stringify({
+function NoRequests({ model, api }) {
+  const line = `curl ${location.origin}${(api ?? "").replace(/\/$/, "")}/v1/chat/completions -H 'Content-Type: application/json' -d '${JSON.stringify({
     model, messages: [{ role: "user", content: "Name three colours." }], max_tokens: 32 })}'`;
-  const [copied, setCopied] = useState("");
-  const copy = () =>
-    navigator.clipboard.writeText(line).then(() => setCopied("Copied."), () => setCopied("Copying is not allowed here: mark the line."));
-  return html`<${Notice} title="No requests yet. Send one:">
+  return html`<${Notice} title="No requests yet. Type a prompt under Try, or send one:">
     <pre class="curl" tabindex="0">${line}</pre>
-    <p><button type="button" onClick=${copy}>Copy</button> <span role="status">${copied}</span></p>
+    <p><${Copy} text=${line} /></p>
   <//>`;
-}
-
-function lengthOf(row, now) {
-  return row.total_s ?? (row.outcome === "running" ? Math.max(0.001, now - row.time) : 0.001);
 }

@@ -1,6 +1,8 @@
-// Which replica and request are chosen. Kept in the address after '#', so that a link or a reload shows the same.
+// What is chosen: a request, a replica, a tab, a tile. Kept in the address after '#', so that a link or a reload shows the same.
 
 import { useEffect, useState } from "./vendor/htm/preact_standalone.js";
+
+const KEPT = ["request", "replica", "tab", "tile"];
 
 export function useSelection() {
   const [selection, setSelection] = useState(read);
@@ -12,7 +14,7 @@ export function useSelection() {
   const choose = (change) =>
     setSelection((before) => {
       const after = { ...before, ...change };
-      const kept = Object.entries(after).filter(([, value]) => value);
+      const kept = KEPT.map((name) => [name, after[name]]).filter(([, value]) => value);
       history.replaceState(null, "", `#${new URLSearchParams(kept)}`);
       return after;
     });
@@ -21,5 +23,5 @@ export function useSelection() {
 
 function read() {
   const given = new URLSearchParams(location.hash.slice(1));
-  return { replica: given.get("replica"), request: given.get("request") };
+  return Object.fromEntries(KEPT.map((name) => [name, given.get(name)]));
 }

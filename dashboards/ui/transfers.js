@@ -6,6 +6,7 @@ import { bytes, rate } from "./format.js";
 import { once } from "./panel.js";
 import { Id, Table, number } from "./table.js";
 
+const MOST_ROWS = 12; // of the table
 const WIDEST = 10; // px, of the line with the highest rate
 
 export const TransferLines = once(({ links, frame, order }) => {
@@ -47,8 +48,9 @@ const COLUMNS = [
 
 export const TransferTable = once(({ links }) => {
   if (!links.length) return html`<p class="note">No K/V was handed over in the last 10 s.</p>`;
-  return html`<div class="transfers"><${Table} columns=${COLUMNS} rows=${links} keyOf=${(link) => `${link.from} ${link.to}`}
-    caption="KV transfers, last 10 s" /></div>`;
+  const busiest = [...links].sort((a, b) => b.bytes_per_s - a.bytes_per_s).slice(0, MOST_ROWS);
+  const caption = links.length > MOST_ROWS ? `KV transfers, last 10 s: the ${MOST_ROWS} busiest of ${links.length} pairs` : "KV transfers, last 10 s";
+  return html`<div class="transfers"><${Table} columns=${COLUMNS} rows=${busiest} keyOf=${(link) => `${link.from} ${link.to}`} caption=${caption} /></div>`;
 });
 
 function told(link) {

@@ -1,7 +1,8 @@
-// The stages of a request as bars, alike in the list and in the timeline. Stages are consecutive.
+// The stages of a request as a bar of one line. Stages are consecutive.
 
 import { html } from "./vendor/htm/preact_standalone.js";
 import { seconds } from "./format.js";
+import { stagesAt } from "./river_layout.js";
 
 export const STAGES = [
   ["route", "arrival until the router had sent it"],
@@ -11,46 +12,20 @@ export const STAGES = [
   ["decode", "after the first token"],
 ];
 
-const DRAWN = ["route", "queue", "prefill", "transfer", "decode"];
+// Seconds from arrival to the end, or until `now`.
+export function lengthOf(row, now) {
+  return row.total_s ?? (row.outcome === "running" ? Math.max(0.001, now - row.time) : 0.001);
+}
 
-// One line: all stages on a scale of `scale` seconds, the first token marked.
+// One line: all stages on a scale of `scale` seconds, the first token marked; what is longer than the scale ends in a mark.
 export function Waterfall({ row, scale, now }) {
-  if (row.stages === null) {
-    const elapsed = row.total_s ?? (row.outcome === "running" ? Math.max(0, now - row.time) : 0);
-    return html`<div class="waterfall" role="img" aria-label=${`${row.outcome}, ${seconds(elapsed)} so far`}>
-      <span class="stage running" style=${place(0, elapsed, scale)}></span>
-    </div>`;
-  }
-  const said = DRAWN.map((name) => `${name} ${seconds(row.stages[`${name}_s`])}`).join(", ");
+  const drawn = stagesAt(row, now);
+  const said = drawn.map(([name, start, end]) => `${name} ${seconds(end - start)}`).join(", ") || row.outcome;
   return html`<div class="waterfall" role="img" aria-label=${said} title=${said}>
-    ${spans(row.stages).map(([name, from, long]) => html`<span key=${name} class=${`stage ${name}`} style=${place(from, long, scale)}></span>`)}
-    ${row.ttft_s != null && html`<span class="first-token" style=${{ left: `${share(row.ttft_s, scale)}%` }}></span>`}
+    ${drawn.map(([name, start, end]) => html`<span key=${name} class=${`stage ${name}`} style=${place(start, end - start, scale)}></span>`)}
+    ${row.ttft_s != null && row.ttft_s <= scale && html`<span class="first-token" style=${{ left: `${share(row.ttft_s, scale)}%` }}></span>`}
+    ${lengthOf(row, now) > scale * 1.001 && html`<span class="beyond"></span>`}
   </div>`;
-}
-
-// A line a stage, with its time.
-export function Timeline({ row }) {
-  if (row.stages === null) return html`<p class="note">Stages are known once the request has finished.</p>`;
-  const total = row.total_s || 1;
-  return html`<div class="timeline">
-    ${spans(row.stages).map(
-      ([name, from, long]) => html`<div class="timeline-row" key=${name}>
-        <span>${name}</span><span class="num">${seconds(long)}</span>
-        <span class="waterfall"><span class=${`stage ${name}`} style=${place(from, long, total)}></span>
-          ${row.ttft_s != null && html`<span class="first-token" style=${{ left: `${share(row.ttft_s, total)}%` }}></span>`}</span>
-      </div>`,
-    )}
-    <p class="note">first token after ${seconds(row.ttft_s)}, last after ${seconds(row.total_s)}</p>
-  </div>`;
-}
-
-function spans(stages) {
-  let from = 0;
-  return DRAWN.map((name) => {
-    const long = stages[`${name}_s`] ?? 0;
-    from += long;
-    return [name, from - long, long];
-  }).filter(([, , long]) => long > 0);
 }
 
 function place(from, long, scale) {

@@ -63,6 +63,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_open: Count  # requests it has accepted and not ended
     age_s: Seconds = 0.0  # how old ``stats`` was when this was sent: a step in progress can be long
     released: bool = False  # it has given memory back and takes no requests
+    draining: bool = False  # it ends once its requests have ended, and takes no others
     step_age_s: Seconds = 0.0  # how long the step in progress had been running then; 0: none was
 
 

@@ -1,6 +1,6 @@
 """The Ray cluster that serves, one of our own or the one that RAY_ADDRESS names: its start, supervision and end.
 
-    signal ──> KeyboardInterrupt ──> nothing served yet: Ray is ended at once      serving: requests may finish first
+    signal ──> KeyboardInterrupt ──> nothing served yet: Ray is ended at once      serving: Serve ends first
                  └── a second one meanwhile ──> every process of ours is killed
 
 Owns:      the Ray it starts, with all its descendant processes; the handlers of SIGINT and SIGTERM; since when
@@ -99,7 +99,7 @@ class Cluster:
 
     def _waits_for(self, num_processes: int) -> str:
         if self.serving:
-            return f"requests under way have up to {FINISH_S:.0f} s to finish"
+            return f"open requests are cut off; Serve has up to {FINISH_S:.0f} s to end"  # it kills its proxies first
         if self.ours:
             return f"nothing is served yet; waiting for Ray's {num_processes} processes to end"
         return (

@@ -39,7 +39,7 @@ LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old o
 SILENT_CLIENT_S = "60"  # a client that is silent this long is cut off, unless it waits for an answer
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
 MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager; after three failures it restarts both
-FLAGS = {  # of any cluster: docs/deploying.md has them too
+FLAGS = {  # of any cluster: docs/operate.md has them too
     ENABLE: "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code on the replica's own event loop, calls by gRPC
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # its logs are read while they are written (startup.py)

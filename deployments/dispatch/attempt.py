@@ -133,7 +133,7 @@ class Attempt:
         prefill: PrefillLeg | None = None
         if self._prefill is not None:
             prefill = PrefillLeg(self._holder, self._noted, self._prefill, decode=stream, on_end=self._prefill_done)
-        ending = Ending.ABORTED
+        ending = Ending.CANCELLED
         try:
             while not self._progress.done:
                 for delta in await stream.take():
@@ -144,9 +144,9 @@ class Attempt:
                     delta = self._progress.accept(delta, self._parts[delta.rid].choice)
                     saw(delta)
                     yield delta
-            ending = Ending.FINISHED
+            ending = Ending.OK
         except MantaError:
-            ending = Ending.FAILED
+            ending = Ending.ERROR
             raise
         finally:
             self._holder.channel.close(stream)
@@ -156,7 +156,7 @@ class Attempt:
                     prefill.lease.cancel()  # also where the decode leg ended well: its pages have no receiver
                 leases.append(prefill.lease)
             for lease in leases:
-                if ending is not Ending.FINISHED:
+                if ending is not Ending.OK:
                     lease.cancel()
                 self._holder.let_end(lease)
             report = self._noted.hand_off

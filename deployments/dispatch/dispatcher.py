@@ -176,6 +176,7 @@ class Dispatcher:
                         noted.failure = f"{type(error).__name__}: {error}"
                         if not error.retryable:
                             raise
+                        following.failed()
                         failure = error
                         lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
                         assert lost is not None
@@ -249,7 +250,7 @@ class Dispatcher:
         wait_s = decision.shortest_wait_s
         if decision.predicted_ttft_s <= most_s or wait_s <= most_s:
             return
-        noted.outcome = RouteOutcome(ending=Ending.ABORTED)
+        noted.outcome = RouteOutcome(ending=Ending.CANCELLED)
         self._router.done(decision, noted.outcome)
         error = Saturated(
             f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s, at most "

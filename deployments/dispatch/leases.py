@@ -112,6 +112,10 @@ class ReplicaCalls(Protocol):
         """Use the memory of these parts again. Returns: as `release_memory`."""
         ...
 
+    async def drain(self) -> None:
+        """Take no more requests, end those that run, and be replaced by Serve. Cannot be taken back."""
+        ...
+
     async def push_cache(self, order: PushCache) -> MoveStats:
         """Push cached pages to other replicas as ``order`` says. Returns: what has been pushed since the start."""
         ...

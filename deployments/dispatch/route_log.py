@@ -5,22 +5,25 @@ A follower keeps a request's record and times from its first decision to its end
 Owns:      a bounded ring of records, the oldest dropped for a new request; the order in which they last changed.
 Never:     decides anything; holds prompts or texts (a decision holds hashes of pages).
 Invariant: at most ``capacity`` records; a record's tries are in order, each with its outcome once that is known.
-           A record changes with a new try, its first token and its end; its number grows with each change. ``opened``
-           and ``ended`` are called once each for a request. An exception of a watch goes to the log, nowhere else.
+           A record changes when a try begins or fails, with its first token and its end; its number grows with each
+           change. ``opened`` and ``ended`` are called once each for a request. An exception of a watch goes to the log,
+           nowhere else.
 Thread:    the router's event loop.
 """
 
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import ParamSpec
 
+from dashboards.catalog import ANSWERING, FAILED
 from deployments.dispatch.rids import client_rid
 from deployments.dispatch.timeline import Arrival, LegTimes, Timeline
+from replicas.distributions import Tally
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta
 from routing.types import Decision, RouteOutcome
@@ -38,6 +41,7 @@ class Try:
     host_tokens: int = 0  # of those, loaded from its host
     store_tokens: int = 0  # of those, read from the store
     ttft_s: float | None = None
+    ended_s: float | None = None  # on the router's clock; None while it runs
     outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
     hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
@@ -53,7 +57,7 @@ class RouteRecord:
     rid: str
     timeline: Timeline
     tries: list[Try] = field(default_factory=list)
-    ending: str = "running"  # then finished, aborted, failed or refused
+    outcome: str = "running"  # then one of the catalogue's OUTCOMES
     seq: int = 0  # of its last change
 
     @property
@@ -144,21 +148,51 @@ P = ParamSpec("P")
 
 
 CLIENT_CLOSED, TIMED_OUT, SHED = 499, 504, 429  # http_status of what ended early
-# outcome -> how a record says it ended
-ENDINGS: Mapping[str, str] = {
-    "ok": "finished",
-    "cancelled": "aborted",
-    "shed": "refused",
-    "invalid": "refused",
-    "error": "failed",
-    "timeout": "failed",
-}
+
+
+OBJECTIVES: Mapping[str, float] = {"ttft_objective_s": 2.0, "itl_objective_s": 0.1}
+
+
+def judged(
+    ttft_s: float | None, itl_s: float | None, outcome: str, objectives: Mapping[str, float] = OBJECTIVES
+) -> dict[str, bool]:
+    """Return whether a request met each objective (ttft, itl) that it can be held against.
+
+    Failing before the first token misses ttft, and failing after it itl: an overload that refuses or times out must not
+    look like one that serves all requests in time. Cancelled and invalid requests are not judged.
+    """
+    if outcome not in ("running", "ok", *FAILED):
+        return {}
+    met, failed = {}, outcome in FAILED
+    if ttft_s is not None or failed:
+        met["ttft"] = ttft_s is not None and ttft_s <= objectives["ttft_objective_s"]
+    if ttft_s is not None and failed:
+        met["itl"] = False
+    elif itl_s is not None and outcome == "ok":
+        met["itl"] = itl_s <= objectives["itl_objective_s"]
+    return met
+
+
+def predicted_tokens(noted: Try) -> int:
+    """Return the tokens predicted to be cached where the prompt was computed in the end (as routing/fleet_state.py)."""
+    failed = noted.hand_off is not None and not noted.hand_off.transferred
+    if failed and noted.decision.pair is not None:
+        return noted.decision.pair.chosen.cached_tokens
+    return noted.decision.overlap_tokens
 
 
 class RequestWatch:
-    """An observer of every request of one router; this one ignores all. Each call is short: it runs between tokens."""
+    """An observer of every request of one router. Each call is short: it runs between tokens.
+
+    This one counts what the live view and its alerts need (``counts``, by the names of dashboards/alerts.py).
+    """
 
     on_gap: Callable[[float, int], None] | None = None  # with each delta: seconds per token since the last, and tokens
+    gaps: Tally | None = None  # those gaps, where they are counted
+
+    def __init__(self, objectives: Mapping[str, float] = OBJECTIVES) -> None:
+        self.objectives = objectives
+        self.counts: Counter[str] = Counter()  # they only grow
 
     def opened(self, endpoint: str) -> None:
         """Note that a request has come."""
@@ -168,15 +202,31 @@ class RequestWatch:
 
     def began(self, noted: Try, timeline: Timeline) -> None:
         """Note the first token."""
+        self.counts["predicted"] += predicted_tokens(noted)
+        self.counts["actual"] += noted.cached_tokens or 0
 
     def tried(self, noted: Try) -> None:
         """Note that a try has ended, well or not."""
 
     def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None:
         """Note the end of a request; ``outcome`` is one of the catalogue's OUTCOMES."""
+        self._count(outcome, judged(timeline.ttft_s, timeline.mean_itl_s, outcome, self.objectives))
+
+    def responded(self, status: int) -> None:
+        """Note the end of an HTTP response to a request, with its status; CLIENT_CLOSED: it had none."""
 
     def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None:
         """Note an HTTP request without a prompt: refused before, or for no generation."""
+        self._count(outcome, judged(None, None, outcome) if endpoint in ANSWERING else {})
+
+    def _count(self, outcome: str, met: Mapping[str, bool]) -> None:
+        counts = self.counts
+        counts["requests"] += 1
+        counts["failed"] += outcome in ("error", "timeout")
+        counts["shed"] += outcome == "shed"
+        for slo, in_time in met.items():
+            counts[f"{slo}_judged"] += 1
+            counts[f"{slo}_missed"] += not in_time
 
 
 def tell(hear: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -226,6 +276,11 @@ class Following:
         tell(self._watch.decided, decision, took_s=now_s - since_s, failure=failure)
         return self._try
 
+    def failed(self) -> None:
+        """Note that the try has failed; another one may follow once there is a replica for it."""
+        self._close_try()
+        self._changed()
+
     def saw(self, delta: TokenDelta) -> None:
         """Note a delta on its way to the client."""
         if self.timeline.saw(delta, self._clock()):
@@ -240,7 +295,7 @@ class Following:
         self.timeline.end(self._clock())
         outcome = outcome_of(self._finish(), error)
         if self._record is not None:
-            self._record.ending = ENDINGS[outcome]
+            self._record.outcome = outcome
             self._changed()
         tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
 
@@ -253,6 +308,7 @@ class Following:
 
     def _close_try(self) -> None:
         if self._try is not None:
+            self._try.ended_s = self._clock()
             tell(self._watch.tried, self._try)
             self._try = None
 

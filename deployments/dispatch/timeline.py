@@ -33,6 +33,7 @@ class Arrival:
     arrived_s: float  # monotonic
     time_s: float = field(default_factory=time.time)  # seconds since 1970
     num_prompts: int = 0  # begun
+    exemplar: dict[str, str] | None = None  # trace_id of the trace that is kept of it; None: of none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,16 +152,22 @@ class Timeline:
     @property
     def stages(self) -> Stages | None:
         """The stages; None until the request has ended, or if a choice has no finish."""
-        if self.ended_s is None or not self.is_whole:
-            return None
+        return None if self.ended_s is None or not self.is_whole else self.stages_so_far
+
+    @property
+    def stages_so_far(self) -> Stages:
+        """The stages until the request ended. While it runs: until its first token, or before that until it was sent;
+        the stage that it is in, decode or queue, still grows."""
         first_s = self.ended_s if self.first_s is None else self.first_s
+        first_s = self._sent_s if first_s is None else first_s
+        ended_s = first_s if self.ended_s is None else self.ended_s
         queue_s, prefill_s, transfer_s = split(max(first_s - self._sent_s, 0.0), self._leg)
         return Stages(
             route_s=self._sent_s - self.arrival.arrived_s,
             queue_s=queue_s,
             prefill_s=prefill_s,
             transfer_s=transfer_s,
-            decode_s=self.ended_s - first_s,
+            decode_s=ended_s - first_s,
         )
 
     def check(self) -> None:

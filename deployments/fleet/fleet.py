@@ -58,7 +58,7 @@ def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: 
         decode_step_s=stats.decode_step_s,
         max_running_requests=stats.max_running_requests,
         healthy=report.error is None and not hangs,
-        accepting=not report.released,
+        accepting=not (report.released or report.draining),
         released=report.released,
         role=info.role,
         page_bytes=info.page_bytes,

@@ -35,7 +35,7 @@ from deployments.settings.places import is_loopback
 from replicas.errors import MantaError
 from replicas.types import GenerateRequest
 
-OPEN = ("/health", "/ready", "/ping")
+OPEN = ("/", "/health", "/ready", "/ping")
 
 
 class KeyNeeded(MantaError):

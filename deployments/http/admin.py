@@ -1,4 +1,5 @@
-"""The routes that generate nothing: health, facts about model and server, tokens, cache, aborts, this router's metrics.
+"""The routes that generate nothing: the way to the live view, health, facts about model and server, tokens, cache,
+aborts, this router's metrics.
 
 Never:     changes a replica except by flush and abort; asks a replica to tokenise: the router has its own tokenizer.
 Invariant: with any key configured, a route that shows or changes the state of all callers asks for the admin key
@@ -14,9 +15,11 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from prometheus_client.exposition import choose_encoder
 
+from dashboards.catalog import POOL_STATES, TAKEN
+from dashboards.dialects import TYPE, translate
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
@@ -29,11 +32,23 @@ from deployments.http.service import Service, service_of
 from deployments.http.streaming import JsonAnswer, answer
 from deployments.settings.places import shown_path
 from replicas.errors import InvalidRequest, UnknownModel
+from replicas.text.detokenizer import token_texts
 from replicas.types import EngineStats
 
 router = APIRouter()
 ADMIN = [Depends(admin_only)]
 MAX_FLUSH_WAIT_S = 600.0
+
+
+@router.get("/")
+async def index(request: Request) -> Response:
+    """Lead a browser to the live view; tell other clients where it is, and where this document is."""
+    view = await request.app.state.live_view()
+    headers = {"Cache-Control": "no-store", "Vary": "Accept"}  # the live view may start later, or move
+    if view is not None and "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse(view, status_code=307, headers=headers)
+    root = request.scope.get("root_path", "").rstrip("/")
+    return JSONResponse({"name": "manta", "live_view": view, "document": f"{root}/openapi.json"}, headers=headers)
 
 
 @router.get("/ping")
@@ -54,16 +69,19 @@ async def health(request: Request) -> Response:
 
 @router.get("/version")
 async def version(request: Request) -> dict[str, Any]:
+    """Show the version of this Manta."""
     return {"version": service_of(request).version}
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
+    """List the served models: one."""
     return {"object": "list", "data": [_model_body(service_of(request))]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
+    """Show one served model."""
     service = service_of(request)
     if name != service.model.name:
         raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
@@ -85,6 +103,7 @@ def _model_body(service: Service) -> dict[str, Any]:
 @router.get("/get_model_info")
 @router.get("/model_info")
 async def model_info(request: Request) -> dict[str, Any]:
+    """Show the path, type and lengths of the served model."""
     face = service_of(request).model
     return {
         "model_path": face.path,
@@ -220,17 +239,54 @@ async def abort_request(request: Request) -> dict[str, Any]:
 
 
 @router.get("/metrics", dependencies=ADMIN)
+@router.get("/metrics/{dialect}", dependencies=ADMIN)
 @router.get("/prometheus/metrics", dependencies=ADMIN)
-async def metrics(request: Request) -> Response:
+async def metrics(request: Request, dialect: str = "") -> Response:
     """Show this router's own metrics; with several routers only the build information.
 
     Each scrape through the load balancer could reach another router. Routers and replicas serve their metrics on
-    ports of their own, which the observatory lists.
+    ports of their own, which the observatory lists. `dialect` (vllm, sglang) asks for the names of that server's
+    metrics, with the queues and pools of all replicas as if they were one's. Raises: InvalidRequest for another.
     """
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    service = service_of(request)
+    encode, content_type = choose_encoder("" if dialect else request.headers.get("accept", ""))
     # on another thread: some values are read from this event loop
-    text = await asyncio.to_thread(encode, service_of(request).registry)
-    return Response(text, media_type=content_type)
+    text = await asyncio.to_thread(encode, service.registry)
+    if not dialect:
+        return Response(text, media_type=content_type)
+    try:
+        translated = translate(text.decode() + _fleet_as_one(service), dialect)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+    return Response(translated, media_type=TYPE)
+
+
+def _fleet_as_one(service: Service) -> str:
+    """Write, under the catalogue's names, the queues and pools of all replicas as if they were one's."""
+    seen = [each.report.stats for each in service.fleet.seen() if each.report is not None]
+    pools = [stats.pool for stats in seen]
+    if not seen:
+        return ""
+    requests = {
+        "waiting": sum(stats.num_waiting for stats in seen),
+        "running": sum(stats.num_running for stats in seen),
+        "preallocating": sum(stats.num_preallocating for stats in seen),
+        "receiving": sum(stats.num_receiving for stats in seen),
+        "handing_off": sum(stats.num_handing_off for stats in seen),
+    }
+    tokens = {state: sum(getattr(pool, f"{state}_pages") * pool.page_size for pool in pools) for state in POOL_STATES}
+    capacity, taken = sum(tokens.values()), sum(tokens[state] for state in TAKEN)
+    pages = sum(pool.num_pages for pool in pools)
+    model = service.model.name.replace("\\", r"\\").replace('"', r"\"")
+    own = f'model="{model}",role="unified",replica="{service.dispatcher.router_id}"'
+    lines = [
+        *(f'manta_scheduler_requests{{{own},state="{state}"}} {number}' for state, number in requests.items()),
+        *(f'manta_kv_pool_tokens{{{own},tier="L1",state="{state}"}} {number}' for state, number in tokens.items()),
+        f'manta_kv_pool_capacity_tokens{{{own},tier="L1"}} {capacity}',
+        f'manta_kv_pool_utilization_ratio{{{own},tier="L1"}} {taken / capacity if capacity else 0.0}',
+        f'manta_replica_info{{{own},page_size_tokens="{pools[0].page_size}",num_pages="{pages}"}} 1',
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 MAX_DETOKENIZED = 1 << 17  # ids of one request
@@ -239,6 +295,7 @@ MAX_DETOKENIZED = 1 << 17  # ids of one request
 @router.post("/tokenize")
 @router.post("/v1/tokenize")
 async def tokenize(request: Request) -> Response:
+    """Tokenise texts, or a chat as /v1/chat/completions would."""
     service = service_of(request)
     body = await read_body(request, TokenizeRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)
@@ -254,8 +311,10 @@ async def tokenize(request: Request) -> Response:
     is_list = body.messages is None and isinstance(body.prompt, list)
 
     def answer() -> Response:
-        tokens, counts = [row.tolist() for row in rows], [len(row) for row in rows]
-        either = {"tokens": tokens, "count": counts} if is_list else {"tokens": tokens[0], "count": counts[0]}
+        made: dict[str, list[Any]] = {"tokens": [row.tolist() for row in rows], "count": [len(row) for row in rows]}
+        if body.return_texts:
+            made["texts"] = [token_texts(service.tokenizer, row) for row in rows]
+        either = made if is_list else {name: each[0] for name, each in made.items()}
         return JsonAnswer({**either, "max_model_len": service.model.context_len})
 
     return await service.encoding.run(answer, size=sum(map(len, rows)))
@@ -264,6 +323,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize")
 @router.post("/v1/detokenize")
 async def detokenize(request: Request) -> Response:
+    """Turn token ids into text."""
     service = service_of(request)
     body = await read_body(request, DetokenizeRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)

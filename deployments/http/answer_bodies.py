@@ -426,7 +426,18 @@ class TokensBody(AnswerBody):
 
     tokens: list[int] | list[list[int]]
     count: int | list[int]
+    texts: list[str] | list[list[str]] = Field(
+        default=[], description="With return_texts: what each token adds to the text."
+    )
     max_model_len: int
+
+
+class IndexBody(AnswerBody):
+    """The answer to clients that are not browsers, which are led to the live view (307)."""
+
+    name: str
+    live_view: str | None = Field(description="Path of the live view; null while none runs.")
+    document: str
 
 
 class TextBody(AnswerBody):

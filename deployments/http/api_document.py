@@ -15,10 +15,12 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from dashboards.dialects import DIALECTS
 from deployments.http import answer_bodies as answers
 from deployments.http.access import OPEN
 from deployments.http.admin import MAX_FLUSH_WAIT_S
 from deployments.http.apis import response_input
+from deployments.http.apis.meanings import given, meaning
 from deployments.http.apis.messages import CountTokensRequest, MessagesRequest
 from deployments.http.apis.readouts import EmbeddingRequest, RerankRequest, ScoreRequest
 from deployments.http.apis.response_input import ResponsesRequest
@@ -33,6 +35,7 @@ from deployments.http.bodies import (
     TokenizeRequest,
 )
 from deployments.http.constraints import FORM_TYPES
+from deployments.http.convert import MAX_BAD_WORDS
 from deployments.http.routes import ExplainRequest
 from deployments.http.service import Service
 from deployments.output.tools import MAX_TOOLS
@@ -119,10 +122,7 @@ _INPUT_TOOL: Limit = {
 }
 _TOOL_CHOICE: Limit = {"properties": {"type": {"enum": ["auto", "any", "tool", "none"]}}}
 _ANYTHING = ""  # in place of a type, where the field's may be any
-_NOT_DONE: Limit = {
-    "enum": [None, False, 0, "", [], {}],
-    "description": "Not supported: refused if it asks for anything.",
-}
+_NOT_DONE: Limit = {"enum": [None, False, 0, "", [], {}]}
 # the fields that ask for a form of the output (constraints.py)
 _STRINGS: Limit = {"type": "array", "items": {"type": "string"}}
 _FORMS: dict[str, tuple[Limit, ...]] = {
@@ -194,7 +194,7 @@ def limits_of(service: Service) -> dict[str, Limits]:
         "top_logprobs": _UP_TO_20,
         "prompt_logprobs": _UP_TO_20,
         "allowed_token_ids": {"array": {"minItems": 1, "items": token}},
-        "bad_words": {"array": {"maxItems": 512, "items": {"string": {"pattern": r"\S"}}}},
+        "bad_words": {"array": {"maxItems": MAX_BAD_WORDS, "items": {"string": {"pattern": r"\S"}}}},
         "truncate_prompt_tokens": keep,
         "truncate": keep,
         "top_logprobs_num": _UP_TO_20,
@@ -246,13 +246,15 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 def limit(body: str, properties: Mapping[str, Any], limits: Mapping[str, Limits]) -> None:
-    """Put ``limits`` into the schemas of ``properties``. What is typed as anything and has none is only refused."""
+    """Put ``limits`` and meanings into the schemas of ``properties``. What is typed as anything and has no limits is
+    only refused."""
     for name, schema in properties.items():
+        schema["description"] = meaning(body, name)
         _limit(schema, limits.get(f"{body}.{name}", limits.get(name, {_ANYTHING: _NOT_DONE})))
 
 
 def _form(*allowed: Limit) -> Limit:
-    return {"anyOf": [*allowed, {"enum": _NOT_DONE["enum"]}], "description": "The form that the output must have."}
+    return {"anyOf": [*allowed, _NOT_DONE]}
 
 
 def _limit(schema: dict[str, Any], limits: Limits) -> None:
@@ -335,7 +337,13 @@ _DETOKENIZE = Described(body=DetokenizeRequest, answer=answers.TextBody, errors=
 _HEALTH = Described(answer=answers.HealthBody, errors=(*_ALL, 503))
 _MODEL_INFO = Described(answer=answers.ModelInfoBody)
 _SERVER_INFO = Described(answer=answers.ServerInfoBody)
-_METRICS = Described(content=(TEXT, "application/openmetrics-text"))
+_METRICS = Described(
+    content=(TEXT, "application/openmetrics-text"),
+    errors=(*_ALL, 400),
+    query={"dialect": {"type": "string", "enum": list(DIALECTS)}},
+)
+_IN_PATHS: Mapping[str, dict[str, Any]] = {"dialect": {"enum": list(DIALECTS)}}
+_ANY_NAME = {"minLength": 1}
 _FLUSH_WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "default": 0}
 _EXAMPLES: Mapping[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
@@ -358,6 +366,7 @@ _KEYS = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 ROUTES: Mapping[str, Described] = {
+    "/": Described(answer=answers.IndexBody),
     **_GENERATES,
     **_MESSAGES,
     **_READOUTS,
@@ -389,6 +398,7 @@ ROUTES: Mapping[str, Described] = {
     "/ping": Described(content=(TEXT,)),
     "/version": Described(answer=answers.VersionBody),
     "/metrics": _METRICS,
+    "/metrics/{dialect}": Described(content=(TEXT,), errors=(*_ALL, 400)),
     "/prometheus/metrics": _METRICS,
 }
 
@@ -429,13 +439,13 @@ def _document(routers: Sequence[APIRouter], service: Service, *, asks_for_key: b
 
 def _operation(route: APIRoute, method: str, described: Described) -> dict[str, Any]:
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", **_IN_PATHS.get(name, _ANY_NAME)}}
         for name in route.param_convertors
     ]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in described.query.items()]
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{route.path_format.translate(str.maketrans('/{', '__', '}'))}",
-        "summary": route.description.partition("\n")[0] or route.summary or route.name,
+        "summary": _summary(route),
         "parameters": parameters,
         "responses": {"200": _answer(described)},
     }
@@ -452,6 +462,12 @@ def _operation(route: APIRoute, method: str, described: Described) -> dict[str, 
             error = _error(status, described.error)
         operation["responses"][str(status)] = error
     return operation
+
+
+def _summary(route: APIRoute) -> str:
+    """The first sentences of its docstring."""
+    first = " ".join(route.description.partition("\n\n")[0].split())
+    return first.partition(" Raises:")[0].replace("``", "`").rstrip(".")
 
 
 def _error(status: int, error: type[BaseModel]) -> dict[str, Any]:
@@ -493,11 +509,15 @@ def _ref(model: type[BaseModel]) -> dict[str, Any]:
 def _schemas(service: Service) -> dict[str, Any]:
     """Every body and answer by name."""
     bodies = {each.body for each in ROUTES.values() if each.body is not None}
-    given = {model for each in ROUTES.values() for model in (each.answer, each.event, each.error) if model is not None}
+    given_bodies = {model for each in ROUTES.values() for model in (each.answer, each.event, each.error)}
     schemas = _of_models(bodies)
     for name, schema in schemas.items():
         limit(name, schema.get("properties", {}), limits_of(service))
-    return schemas | {"Message": MESSAGE} | _of_models(given)
+    shown = _of_models(model for model in given_bodies if model is not None)
+    for name, schema in shown.items():
+        for field_name, field_schema in schema.get("properties", {}).items():
+            field_schema.setdefault("description", given(name, field_name))
+    return schemas | {"Message": MESSAGE} | shown
 
 
 def _of_models(models: Iterable[type[BaseModel]]) -> dict[str, Any]:

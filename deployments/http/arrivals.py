@@ -7,7 +7,7 @@
          x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
          where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
-         with mode: disaggregated also prefill=ID or local; pair=why; hand_off=transferred or failed
+         with mode: disaggregated also prefill=ID or local; pair=why; hand_off=ok or error
          x-manta-dropped: what of the body was left out: the attribution of Claude Code, tools that only OpenAI runs
 
 Owns:      which path is which endpoint of the catalogue; which generations belong to the HTTP request.
@@ -118,6 +118,8 @@ class Arrivals:
             with logs.about(request=name):
                 await self._app(scope, receive, with_headers)
         finally:
+            if endpoint is not None:
+                tell(self._watch.responded, status)
             if endpoint is not None and not state["arrival"].num_prompts:
                 total_s = self._clock() - state["arrival"].arrived_s
                 tell(self._watch.answered, endpoint, outcome=outcome_of_status(status), total_s=total_s)
@@ -224,7 +226,7 @@ def _pair_fields(last: Try) -> dict[str, str | None]:
     pair = last.decision.pair
     if pair is None:
         return {}
-    came = None if last.hand_off is None else "transferred" if last.hand_off.transferred else "failed"
+    came = None if last.hand_off is None else "ok" if last.hand_off.transferred else "error"
     return {"prefill": pair.prefill_id or "local", "pair": pair.reason.value, "hand_off": came}
 
 

@@ -238,6 +238,7 @@ class TokenizeRequest(WireType):
     prompt: str | Items[str] | None = None
     messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    return_texts: bool | None = None  # also the text of each token
     # with messages, as ChatRequest
     tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -39,7 +39,7 @@ from deployments.output.reasoning import ReasoningCount
 from deployments.output.tools import ToolUse, tool_use
 from deployments.output.validation import SchemaPromise
 from replicas.errors import InvalidRequest
-from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds
+from replicas.types import FinishReason, GenerateRequest, TokenDelta
 
 router = APIRouter()
 # arguments of `Service.encode_chat` and `Tokenizer.chat` beside the template's variables
@@ -49,6 +49,7 @@ _PROMPT_END = 16  # tokens that tell whether the prompt leaves reasoning open
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
+    """Continue a chat, streaming or not."""
     service = service_of(request)
     body = await read_body(request, ChatRequest, max_bytes=service.max_body_bytes)
     answer = await _answer(service, body, name_of(request, body.rid))
@@ -199,7 +200,7 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
     limit = output_limit(service, len(ids), getattr(body, limit_name))
-    form = await form_asked(service, body, after=_before_answer(service, ids)) if asks_form(body) else None
+    form = await form_asked(service, body) if asks_form(body) else None
     promise = None if form is None or (use is not None and use.must_call) else form.promise
     request = GenerateRequest(
         rid=new_rid(name),
@@ -216,24 +217,22 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     output = service.prompting.output
     if use is None and not output.has_reasoning:
         return Prepared(request=request, promise=promise)
-    prepared = await _read_in_parts(service, body, request, use)
-    return replace(prepared, promise=promise)
+    return await _read_in_parts(service, body, Prepared(request=request, use=use, promise=promise))
 
 
-async def _read_in_parts(
-    service: Service, body: ChatRequest, request: GenerateRequest, use: ToolUse | None
-) -> Prepared:
-    """Add what reads calls and reasoning, and what holds the output to the calls that were asked for."""
+async def _read_in_parts(service: Service, body: ChatRequest, prepared: Prepared) -> Prepared:
+    """Add what reads calls and reasoning, and what holds the answer to the calls that were asked for."""
     output, tokenizer = service.prompting.output, service.tokenizer
-    is_open = output.opens_in_prompt(_end_of(service, request.token_ids))
+    request, use, promise = prepared.request, prepared.use, prepared.promise
+    prompt_end = tokenizer.decode(request.token_ids[-_PROMPT_END:], skip_special_tokens=False)
+    is_open, after = output.opens_in_prompt(prompt_end), output.before_answer(prompt_end)
     sampling = request.sampling
+    constraint = sampling.constraint
     if use is not None:
-        after = _before_answer(service, request.token_ids)
-        constraint = await tools_asked(service, use, content=sampling.constraint, after=after)
-        sampling = replace(sampling, constraint=constraint)
-    if sampling.constraint is not None and not is_open:
-        opens = output.reasoning_token(tokenizer.id_of)
-        sampling = replace(sampling, constraint=replace(sampling.constraint, opens=opens))
+        constraint = await tools_asked(service, use, content=constraint)
+    if constraint is not None:
+        opens = None if is_open else output.reasoning_token(tokenizer.id_of)
+        sampling = replace(sampling, constraint=replace(constraint, after=after, opens=opens))
     if output.needs_special:
         sampling = replace(sampling, skip_special_tokens=False)
     reader = partial(
@@ -243,23 +242,14 @@ async def _read_in_parts(
         separate_reasoning=body.separate_reasoning is not False,
     )
     count = partial(ReasoningCount, tokenizer.pieces(skip_special_tokens=False), is_open=is_open)
-    return Prepared(
+    return replace(
+        prepared,
         request=replace(request, sampling=sampling),
-        use=use,
         make_reader=reader,
         make_count=count if output.has_reasoning else None,
         shows_reasoning=body.include_reasoning is not False,
+        promise=None if promise is None else replace(promise, after=after),
     )
-
-
-def _end_of(service: Service, ids: TokenIds) -> str:
-    return service.tokenizer.decode(ids[-_PROMPT_END:], skip_special_tokens=False)
-
-
-def _before_answer(service: Service, ids: TokenIds) -> str:
-    """The text behind which the answer to a prompt begins: the end of the reasoning; empty where it begins at once."""
-    end = service.prompting.output.end_of_reasoning
-    return "" if _end_of(service, ids).rstrip().endswith(end) else end
 
 
 async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:

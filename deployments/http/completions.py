@@ -43,6 +43,7 @@ DEFAULT_MAX_TOKENS = 16
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
+    """Continue texts, streaming or not."""
     service = service_of(request)
     body = await read_body(request, CompletionRequest, max_bytes=service.max_body_bytes)
     answer = await _answer(service, body, name_of(request, body.rid))

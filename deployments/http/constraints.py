@@ -8,7 +8,6 @@ Invariant: an error names the field that the client used.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from deployments.http.bodies import WireType
@@ -43,10 +42,9 @@ class _Wish(NamedTuple):
     strict: bool = False
 
 
-async def form_asked(service: Service, fields: WireType, *, after: str = "") -> FormAsked | None:
+async def form_asked(service: Service, fields: WireType) -> FormAsked | None:
     """Read what ``fields`` ask of the output's form; None if nothing.
 
-    Args:   after: the text behind which the form begins, as the end of the reasoning.
     Raises: InvalidRequest, naming the field; Overloaded.
     """
     wishes = list(_wishes(fields))
@@ -57,12 +55,12 @@ async def form_asked(service: Service, fields: WireType, *, after: str = "") -> 
         raise InvalidRequest(f"{other}: only one form may be given, and {one} is too", param=other.partition(".")[0])
     [wish] = wishes
     try:
-        return await _examined(service, wish, after)
+        return await _examined(service, wish)
     except InvalidRequest as error:
         raise InvalidRequest(f"{wish.path}: {error}", param=wish.path.partition(".")[0]) from error
 
 
-async def _examined(service: Service, wish: _Wish, after: str) -> FormAsked:
+async def _examined(service: Service, wish: _Wish) -> FormAsked:
     kind, text = wish.kind, _text(wish)
     if kind == "tags":
         special = {service.tokenizer.token_text(each): each for each in service.tokenizer.special_ids}
@@ -70,8 +68,8 @@ async def _examined(service: Service, wish: _Wish, after: str) -> FormAsked:
     found = await service.examined.of(kind, closed_text(text) if kind == "json_schema" else text)
     if wish.strict and found.problems:
         raise _unheld(found.problems, "then the finished document is validated")
-    promise = SchemaPromise(schema=text, problems=found.problems, after=after) if kind == "json_schema" else None
-    return FormAsked(constraint=replace(found.constraint, after=after), promise=promise)
+    promise = SchemaPromise(schema=text, problems=found.problems) if kind == "json_schema" else None
+    return FormAsked(constraint=found.constraint, promise=promise)
 
 
 def _unheld(problems: Sequence[Problem], otherwise: str) -> InvalidRequest:
@@ -83,12 +81,10 @@ def _unheld(problems: Sequence[Problem], otherwise: str) -> InvalidRequest:
     )
 
 
-async def tools_asked(
-    service: Service, use: ToolUse, *, content: Constraint | None = None, after: str = ""
-) -> Constraint | None:
+async def tools_asked(service: Service, use: ToolUse, *, content: Constraint | None = None) -> Constraint | None:
     """Make the constraint that holds an output to calls of tools; None where nothing does.
 
-    Args:   content: what an answer without a call must be. after: the text behind which the answer begins.
+    Args:   content: what an answer without a call must be.
     Raises: InvalidRequest, naming the tool, also for a strict one of which a keyword cannot be enforced; Overloaded.
     """
     if content is None and not is_constrained(use):
@@ -101,14 +97,14 @@ async def tools_asked(
         path = f"tools[{i}].function.parameters"
         wish = _Wish(path, "json_schema", arguments_schema(tool), strict=tool.strict)
         try:
-            schema = json.loads((await _examined(service, wish, "")).constraint.text)
+            schema = json.loads((await _examined(service, wish)).constraint.text)
             problems = problems_of(output.tools, schema) if output.tools else []
             if tool.strict and problems:
                 raise _unheld(problems, "then they are not held where this model writes parameters in tags")
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {error}", param=path) from error
         schemas[tool.name] = schema
-    made = tool_constraint(output, use, schemas=schemas, token_id=token_id, content=content, after=after)
+    made = tool_constraint(output, use, schemas=schemas, token_id=token_id, content=content)
     try:
         await service.examined.of(made.kind, made.text)
     except InvalidRequest as error:

@@ -4,7 +4,7 @@ Never: holds state of its own; everything is in ``app.state.service``.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -34,16 +34,19 @@ def make_app(
     keys: KeyDigests = NO_KEYS,
     browsers: BrowserRules | None = None,
     cors_origins: Collection[str] = (),
+    live_view: Callable[[], Awaitable[str | None]] | None = None,
 ) -> FastAPI:
     """Make the app; ``service`` must be ready to answer.
 
     Args: echo_request_id: False if a proxy in front does it.
           browsers: the rules on web pages; None if keys protect the server (`browser_rules`).
           cors_origins: of pages that may read the answers; "*": all.
+          live_view: gives the path to which browsers are led from /, None while there is none.
     """
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.service = service
     app.state.keys = keys
+    app.state.live_view = live_view if live_view is not None else _no_live_view
     for router in ROUTERS:
         for route in router.routes:
             if isinstance(route, APIRoute) and route.methods == {"GET"}:
@@ -66,6 +69,10 @@ def make_app(
     dispatcher = service.dispatcher
     app.add_middleware(Arrivals, watch=dispatcher.watch, routes=dispatcher.routes, echo=echo_request_id)
     return app
+
+
+async def _no_live_view() -> str | None:
+    return None
 
 
 @contextlib.asynccontextmanager

@@ -49,6 +49,7 @@ _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # nam
 
 @router.post("/generate")
 async def generate(request: Request) -> Response:
+    """Continue texts in SGLang's native form, streaming or not."""
     service = service_of(request)
     body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
     answer = await _answer(service, body, name_of(request))

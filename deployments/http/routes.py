@@ -124,7 +124,7 @@ def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "router": router_id,
         "time": record.time_s,
         "replica": last.decision.replica_id,
-        "outcome": "running" if last.outcome is None else last.outcome.ending.value,
+        "outcome": record.outcome,
         **times_body(record),
         "num_retries": len(record.tries) - 1,
         "tries": [_try_body(each, record.name) for each in record.tries],
@@ -210,15 +210,6 @@ def hand_off_body(each: Try) -> dict[str, Any]:
     return {"hand_off": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
 
 
-def changed_rows(dispatcher: Dispatcher, since: int) -> tuple[tuple[dict[str, Any], ...], int]:
-    """List the rows that changed after change number ``since`` (0: all), the oldest change first.
-
-    Returns: the rows, and the number for the next call.
-    """
-    records, seq = dispatcher.routes.changed_since(since)
-    return tuple(request_row(record, router_id=dispatcher.router_id) for record in records), seq
-
-
 def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
     """Make the row of a request, from its last try. ``output_tokens`` are as of the record's last change."""
     timeline, last = record.timeline, record.tries[-1]
@@ -228,7 +219,7 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "router": router_id,
         "time": record.time_s,
         "endpoint": timeline.arrival.endpoint,
-        "outcome": record.ending,
+        "outcome": record.outcome,
         "replica": decision.replica_id,
         "prefill": decision.prefill_id,
         "policy": decision.policy,
@@ -240,7 +231,21 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "predicted_tokens": decision.overlap_tokens,
         "best_tokens": decision.best_overlap[1],
         "ttft_s": timeline.ttft_s,
-        **times_body(record),
+        "itl_s": timeline.mean_itl_s,
+        "total_s": timeline.total_s,
+        "stages": dataclasses.asdict(timeline.stages_so_far),
+        "tries_at": [_try_at(each, timeline.arrival.arrived_s) for each in record.tries],
+    }
+
+
+def _try_at(each: Try, arrived_s: float) -> dict[str, Any]:
+    """Show where and when a try ran; times in seconds from the arrival of the request."""
+    return {
+        "replica": each.decision.replica_id,
+        "prefill": each.decision.prefill_id,
+        "start_s": max(0.0, each.decision.time_s - arrived_s),
+        "end_s": None if each.ended_s is None else each.ended_s - arrived_s,
+        "failure": each.failure,
     }
 
 

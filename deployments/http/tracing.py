@@ -49,7 +49,7 @@ OPERATIONS = {  # endpoint that generates -> gen_ai.operation.name
     "embeddings": "embeddings",
     "score": "score",
 }
-_WORST_FIRST = ("failed", "refused", "aborted", "finished", "running")
+_WORST_FIRST = ("error", "timeout", "shed", "invalid", "cancelled", "ok", "running")
 Attribute = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Attribute]
 
@@ -76,12 +76,13 @@ class SpanTree:
 
 def span_tree(records: Sequence[RouteRecord]) -> SpanTree:
     """Make the spans of one HTTP request. Args: records: of its prompts, at least one, all ended."""
-    endings = {record.ending for record in records}
+    outcomes = {record.outcome for record in records}
+    worst = next(name for name in _WORST_FIRST if name in outcomes)
     attributes: dict[str, Attribute] = {
         "gen_ai.usage.input_tokens": sum(record.tries[-1].decision.num_tokens for record in records),
         "gen_ai.usage.output_tokens": sum(record.timeline.num_output for record in records),
         "gen_ai.response.finish_reasons": [reason for record in records for reason in record.timeline.finish_reasons],
-        "manta.outcome": next(name for name in _WORST_FIRST if name in endings),
+        "manta.outcome": worst,
     }
     first_tokens = [record.timeline.ttft_s for record in records if record.timeline.ttft_s is not None]
     if first_tokens:
@@ -95,7 +96,7 @@ def span_tree(records: Sequence[RouteRecord]) -> SpanTree:
             for each in record.tries
             if each.failure is not None
         ),
-        error="failed" if "failed" in endings else None,
+        error=worst if worst in ("error", "timeout") else None,
     )
 
 
@@ -312,6 +313,9 @@ class Traces:
             await self._app(scope, receive, send)
             return
         span = self._tracing.begin(arrival, Headers(scope=scope))
+        traced = span.get_span_context()
+        if traced.trace_flags.sampled:
+            arrival.exemplar = {"trace_id": trace.format_trace_id(traced.trace_id)}
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, context=trace.set_span_in_context(span))
         http_status: int | None = None

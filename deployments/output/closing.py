@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from replicas.grammar.checking import MAX_TEXT
+from replicas.grammar.checking import MAX_TEXT, keywords_of
 
 # where a document must fit several subschemas, or exactly one: closing them would refuse all, or accept others
-_COMBINING = (
+_COMBINING = {
     "allOf", "oneOf", "not", "if", "dependentSchemas", "dependencies", "unevaluatedProperties", "$dynamicRef"
-)  # fmt: skip
+}  # fmt: skip
 _NAMED = {"properties", "$defs", "definitions"}  # of which each value is a subschema
 _ONE_OR_MORE = {"items", "prefixItems", "additionalProperties", "anyOf"}  # which are subschemas
 _SAYS_MORE = {"additionalProperties", "patternProperties", "minProperties", "$ref", "anyOf"}
@@ -30,8 +30,8 @@ def closed_text(text: str) -> str:
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``schema`` with each object closed that names properties and does not say more; as it is, if it combines
     subschemas."""
-    text = json.dumps(schema)
-    return schema if any(f'"{name}":' in text for name in _COMBINING) else _closed(schema)
+    combines = any(keyword in _COMBINING for _, keyword, _, _ in keywords_of(dict(schema)))
+    return schema if combines else _closed(schema)
 
 
 def _closed(schema: Any) -> Any:

@@ -72,10 +72,9 @@ class OutputFormat:
         """Whether the engine must leave special tokens in the text for a reader (``skip_special_tokens`` False)."""
         return bool(self.special_tags)
 
-    @property
-    def end_of_reasoning(self) -> str:
-        """The text behind which the answer begins (``Constraint.after``); empty for a model without reasoning."""
-        return END if self.has_reasoning else ""
+    def before_answer(self, prompt_end: str) -> str:
+        """Return the text behind which the answer begins (``Constraint.after``); empty where it begins at once."""
+        return "" if not self.has_reasoning or prompt_end.rstrip().endswith(END) else END
 
     def reasoning_token(self, id_of: Callable[[str], int]) -> int | None:
         """The token that reasoning begins with (``Constraint.opens``); None where it is no single one."""
@@ -84,9 +83,9 @@ class OutputFormat:
         except KeyError:
             return None
 
-    def opens_in_prompt(self, prompt_text: str) -> bool:
-        """Whether the prompt, of which the end is enough, leaves reasoning open, so that the output goes on with it."""
-        return self.has_reasoning and prompt_text.rstrip().endswith(BEGIN)
+    def opens_in_prompt(self, prompt_end: str) -> bool:
+        """Whether the prompt leaves reasoning open, so that the output goes on with it."""
+        return self.has_reasoning and prompt_end.rstrip().endswith(BEGIN)
 
     def reader(
         self, *, schemas: Mapping[str, Any] | None, reasoning_open: bool = False, separate_reasoning: bool = True

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import WHITESPACE, read_schema
-
-_ANY_TEXT = r"/(.|\n)*/"
+from replicas.grammar.checking import ANY_TEXT, lark_document, lark_text, read_schema
 
 
 class Tag(NamedTuple):
@@ -63,7 +61,7 @@ def _tag(given: Any, key: str) -> Tag:
 def _triggered(
     tags: Sequence[Tag], triggers: Sequence[Any], options: Mapping[str, Any], special_ids: Mapping[str, int]
 ) -> str:
-    rules = ["%llguidance {}", f"FREE: {_ANY_TEXT}"]
+    rules = ["%llguidance {}", f"FREE: {ANY_TEXT}"]
     segments = []
     for number, trigger in enumerate(triggers):
         held = [tag for tag in tags if isinstance(trigger, str) and trigger and tag.begin.startswith(trigger)]
@@ -71,7 +69,7 @@ def _triggered(
             raise InvalidRequest(f"no tag begins with the trigger {str(trigger)[:64]!r}")
         rests = [_rule(tag._replace(begin=tag.begin[len(trigger) :]), special_ids) for tag in held]
         lazy = "" if trigger in special_ids else "[lazy]"
-        rules.append(f"head_{number}{lazy}: FREE {_literal(trigger, special_ids)}")
+        rules.append(f"head_{number}{lazy}: FREE {lark_text(trigger, special_ids)}")
         rules.append(f"segment_{number}: head_{number} ({' | '.join(rests)})")
         segments.append(f"segment_{number}")
     untriggered = [tag.begin for tag in tags if not any(tag.begin.startswith(str(each)) for each in triggers)]
@@ -86,15 +84,5 @@ def _triggered(
 
 
 def _rule(tag: Tag, special_ids: Mapping[str, int]) -> str:
-    options = {"whitespace_pattern": WHITESPACE}
-    schema = json.dumps(tag.schema | {"x-guidance": options}, ensure_ascii=False)
-    return f"{_literal(tag.begin, special_ids)} %json {schema} {_literal(tag.end, special_ids)}".strip()
-
-
-def _literal(text: str, special_ids: Mapping[str, int]) -> str:
-    """Write ``text`` as strings and special tokens; nothing if it is empty."""
-    for special, token_id in special_ids.items():
-        before, found, behind = text.partition(special)
-        if found:
-            return f"{_literal(before, special_ids)} <[{token_id}]> {_literal(behind, special_ids)}".strip()
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    begin, end = lark_text(tag.begin, special_ids), lark_text(tag.end, special_ids)
+    return f"{begin} {lark_document(tag.schema)} {end}".strip()

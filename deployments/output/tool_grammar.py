@@ -14,10 +14,9 @@ from deployments.output.output_format import OutputFormat
 from deployments.output.tool_formats import TEXT, ToolFormat, value_types
 from deployments.output.tools import Tool, ToolUse
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import WHITESPACE, Problem
+from replicas.grammar.checking import ANY_TEXT, Problem, lark_document, lark_text
 from replicas.types import Constraint
 
-_ANY_TEXT = r"/(.|\n)*/"
 _NO_CALL = r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"  # where a call begins without a tag
 # keywords that are not held where parameters stand between tags: of all arguments, and of a parameter that is text
 _OF_ARGUMENTS = ("$ref", "allOf", "anyOf", "oneOf", "minProperties", "maxProperties")
@@ -37,14 +36,12 @@ def tool_constraint(
     schemas: Mapping[str, Mapping[str, Any]],
     token_id: Callable[[str], int],
     content: Constraint | None = None,
-    after: str = "",
 ) -> Constraint:
     """Return what holds an output to ``use``.
 
     Args:   schemas: what a grammar can hold of each tool's `arguments_schema`, by the tool's name.
             token_id: the id of a special token, by its text.
             content: what an answer without a call must be; None: any text.
-            after: the text behind which the answer begins.
     Raises: InvalidRequest if the model's format of calls is not known, or ``content`` is no JSON schema.
     """
     if output.tools is None:
@@ -57,7 +54,7 @@ def tool_constraint(
         )
     rules = _Rules(output.tools, use, schemas, {tag: token_id(tag) for tag in output.special_tags})
     text = rules.text(None if content is None else json.loads(content.text))
-    return Constraint(kind="lark", text=text, after=after)
+    return Constraint(kind="lark", text=text)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
@@ -112,7 +109,7 @@ class _Rules:
         if use.must_call:
             self._rules.append(f"start: {self._literal(begin)} {rest}")
         elif content is not None:
-            self._rules += [f"start: content | {self._literal(begin)} {rest}", f"content: {_json(content)}"]
+            self._rules += [f"start: content | {self._literal(begin)} {rest}", f"content: {lark_document(content)}"]
         elif (trigger := self._trigger(begin)) is None:  # calls are the whole output
             self._rules += [f"start: FREE | {self._literal(begin)} {rest}", f"FREE: {_NO_CALL}"]
         else:
@@ -123,7 +120,7 @@ class _Rules:
                 self._rules.append(f"start: FREE | {head} {rest}")
             is_token = trigger in self._ids
             self._rules.append(f"head{'' if is_token else '[lazy]'}: FREE {self._literal(trigger)}")
-            self._rules.append(f"FREE: {_ANY_TEXT}")
+            self._rules.append(f"FREE: {ANY_TEXT}")
         tools = [self._named(i, tool) for i, tool in enumerate(use.callable_tools)]
         self._rules.append(f"named: ({' | '.join(tools)}) {self._literal(form.end)}")
         return "\n".join(["%llguidance {}", *self._rules])
@@ -137,7 +134,7 @@ class _Rules:
     def _named(self, number: int, tool: Tool) -> str:
         begin = self._literal(self._form.begin(tool.name).removeprefix(self._form.before_name))
         if self._form.arguments == "json":
-            self._rules.append(f"arguments_{number}: {_json(self._schemas[tool.name])}")
+            self._rules.append(f"arguments_{number}: {lark_document(self._schemas[tool.name])}")
         else:
             self._rules.append(f"arguments_{number}: {self._parameters(number, self._schemas[tool.name])}")
         return f"{begin} arguments_{number}"
@@ -153,25 +150,16 @@ class _Rules:
             rule = f"value_{number}_{i}"
             values = [schema["const"]] if "const" in schema else schema.get("enum")
             if value_types(schema) != TEXT:
-                self._rules.append(f"{rule}: {_json({**schema, **shared})} {end}")
+                self._rules.append(f"{rule}: {lark_document({**schema, **shared})} {end}")
             elif values:
                 self._rules.append(f"{rule}: ({' | '.join(self._literal(str(value)) for value in values)}) {end}")
             else:
                 _, tag, behind = self._form.parameter_end.partition(self._form.parameter_end.strip())
                 # the reader ends a text at the first such tag, whatever stands around it
-                self._rules.append(f"text_{rule}[lazy]: {_ANY_TEXT} {self._literal(tag)}")
+                self._rules.append(f"text_{rule}[lazy]: {ANY_TEXT} {self._literal(tag)}")
                 self._rules.append(f"{rule}: text_{rule} {self._literal(behind)}")
             found.append(f"{begin} {rule}" if name in needed else f"({begin} {rule})?")
         return " ".join(found) or '""'
 
     def _literal(self, text: str) -> str:
-        """The text as strings and special tokens; nothing for an empty one."""
-        for tag, token_id in self._ids.items():
-            before, found, behind = text.partition(tag)
-            if found:
-                return f"{self._literal(before)} <[{token_id}]> {self._literal(behind)}".strip()
-        return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}}, ensure_ascii=False)}"
+        return lark_text(text, self._ids)

@@ -31,6 +31,7 @@ from deployments.settings.roles import config_of
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.replica_metrics import replica_emitter
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
+from deployments.watch.process import offer_stacks
 from kvtransfer.types import TransferSettings
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
@@ -50,6 +51,7 @@ class ModelReplica(ServedEngine):
     ) -> None:
         """``metrics_guard``: the guard of MetricsServer."""
         logs.into_serve()
+        offer_stacks()
         config = config_of(parse(settings), Role(role))
         replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
         with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails

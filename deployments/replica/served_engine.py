@@ -14,6 +14,7 @@ Thread:    the replica's event loop; the sinks run on the engine thread and only
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.kernels.simd import instruction_set
 from replicas.types import EngineStats, GenerateRequest
 from routing.types import Role
+
+log = logging.getLogger(__name__)
 
 REPORT_PERIOD_S = 0.1
 FLUSH_POLL_S = 0.05
@@ -81,6 +84,7 @@ class ServedEngine:
         self._reporter: asyncio.Task[None] | None = None
         self._flush: asyncio.Task[bool] | None = None  # the running attempt, or the last
         self._flush_again_s = 0.0  # before which the engine is not asked again
+        self._draining = False
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
         """Connect to a router. A live connection is kept, with its requests, unless the router wants a new one.
@@ -201,6 +205,13 @@ class ServedEngine:
         self._tell_routers()
         return None
 
+    async def drain(self) -> None:
+        """Have the routers send nothing more, then fail Serve's health checks: Serve lets what runs end, for at most
+        ``replicas.drain_timeout_s``, and starts a new replica. A request that arrives meanwhile is still served."""
+        log.warning("replica %s drains: an operator asked for it", self.replica_id)
+        self._draining = True
+        self._tell_routers()
+
     def _tell_routers(self) -> None:
         """Report to every router now, not with the next period."""
         for client in list(self._clients.values()):
@@ -227,9 +238,12 @@ class ServedEngine:
         return len(rids)
 
     async def check_health(self) -> None:
-        """Raise EngineDead when a step crashed or hangs, a rank is gone, or the transfer thread has failed."""
+        """Raise EngineDead when a step crashed or hangs, a rank is gone, or the transfer thread has failed; and
+        ReplicaGone when it drains, since Serve replaces a replica by name for no other reason."""
         if (error := self.loop.fault) is not None:
             raise error
+        if self._draining:
+            raise ReplicaGone(f"replica {self.replica_id} drains: an operator asked for it")
 
     async def stop(self) -> None:
         """Stop, but not before a push of cached pages that runs is over."""
@@ -303,6 +317,7 @@ class ServedEngine:
             age_s=max(time.monotonic() - stats.time_s, 0.0),
             step_age_s=self.loop.step_age_s,
             released=bool(self.loop.engine.occupation.released),
+            draining=self._draining,
         )
 
     def _info(self, moves: MoveAddress | None) -> ReplicaInfo:

@@ -14,7 +14,7 @@ from replicas.request import Req, stage_times
 from replicas.scheduler.tokens import NewToken, stop_reason
 from replicas.text.detokenizer import Detokenizer
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from replicas.types import Finish, FinishReason, GenerateRequest, StageTimes, TokenDelta, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +106,15 @@ class Choice:
             usage=req.usage(),
             finish=req.finish,
             hand_off=report,
-            stages=None if req.finish is None else stage_times(req),
+            stages=self._stages(begins=bool(token_ids) and req.num_output - req.num_resumed == len(token_ids)),
         )
+
+    def _stages(self, *, begins: bool) -> StageTimes | None:
+        """Return the stages for the last delta, and for that of the first token (``begins``), so that a router can
+        tell queue from prefill while the request runs."""
+        if self.req.finish is not None:
+            return stage_times(self.req, self.req.stamps.ended_s)
+        return stage_times(self.req, self.req.stamps.first_token_s) if begins else None
 
     def _num_shown(self, finish: Finish | None) -> int:
         """Count the output tokens that become text; a stop token does not, unless the request includes stops."""

@@ -10,7 +10,7 @@ import collections
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,7 @@ MAX_ENUM = 2000  # values, in all
 MAX_CHOICES = 1000
 # a few characters, or a line break with the indentation of a deep value
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}|\r?\n(\x20{0,32}|\x09{0,16})"
+ANY_TEXT = r"/(.|\n)*/"  # in Lark
 # llguidance's own, but for a tenth of the lexer's states, which can take 500 MB; examiner.py bounds what they do not
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -87,8 +88,28 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def _grammar(schema: dict[str, Any]) -> str:
-    options = {"whitespace_pattern": WHITESPACE}
-    return json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": options}}]})
+    return json.dumps({"grammars": [{"json_schema": _bounded(schema)}]})
+
+
+def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def lark_document(schema: Mapping[str, Any]) -> str:
+    """Write a document of ``schema`` in llguidance's dialect of Lark."""
+    return f"%json {json.dumps(_bounded(schema), ensure_ascii=False)}"
+
+
+def lark_text(text: str, special_ids: Mapping[str, int]) -> str:
+    """Write ``text`` in llguidance's dialect of Lark, as strings and special tokens; nothing if it is empty.
+
+    Args: special_ids: the ids of special tokens, by their texts.
+    """
+    for special, token_id in special_ids.items():
+        before, found, behind = text.partition(special)
+        if found:
+            return f"{lark_text(before, special_ids)} <[{token_id}]> {lark_text(behind, special_ids)}".strip()
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def check_text(text: str, most: int = MAX_TEXT) -> None:
@@ -123,12 +144,12 @@ def read_schema(text: str) -> dict[str, Any]:
     if level:
         raise InvalidRequest(too_deep)
     if _OLD_DRAFT.search(str(schema.get("$schema"))):
-        for node, keyword, _, _ in list(_places(schema)):
+        for node, keyword, _, _ in list(keywords_of(schema)):
             if keyword == "$ref":  # in these drafts nothing beside it counts
                 for name in node.keys() - _NAMED - {"$ref", "$schema"}:
                     del node[name]
     counts = {"properties": 0, "enum": 0}
-    for _, keyword, value, _ in _places(schema):
+    for _, keyword, value, _ in keywords_of(schema):
         if keyword in counts and isinstance(value, dict | list):
             counts[keyword] += len(value)
     for (keyword, count), most in zip(counts.items(), (MAX_PROPERTIES, MAX_ENUM), strict=True):
@@ -186,7 +207,7 @@ def _blamed(schema: dict[str, Any], error: str, error_of: ErrorOf) -> list[tuple
         keywords = set(json.loads(said[1])) if names is None else set(names)
         places = [
             pointer
-            for _, keyword, value, pointer in _places(schema)
+            for _, keyword, value, pointer in keywords_of(schema)
             if keyword in keywords and (keyword != "format" or value == said[1])
         ]
         if not keywords & _TRIED or not 1 < len(places) <= _MOST_TRIED:
@@ -222,7 +243,7 @@ def _remove(schema: dict[str, Any], pointer: tuple[str, ...]) -> Any:
     return value
 
 
-def _places(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any, tuple[str, ...]]]:
+def keywords_of(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any, tuple[str, ...]]]:
     """Walk all schemas within ``schema``. Yields: the schema, keyword, its value, and its path from the root."""
     left = collections.deque[tuple[Any, tuple[str, ...], bool]]([(schema, (), False)])
     while left:

@@ -1,7 +1,12 @@
-"""The hardware of this machine: device, cores, memory. Measured once, before a model is loaded."""
+"""The hardware of this machine: device, cores, memory, measured before a model is loaded; a GPU's figures at any time.
+
+Never:     makes a context on a GPU that this process does not use.
+Thread:    any.
+"""
 
 import os
 import pathlib
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -33,6 +38,35 @@ def free_device_bytes(device: torch.device) -> int:
 def num_gpus() -> int:
     """Count the GPUs that PyTorch can use here, without making a context on them."""
     return torch.cuda.device_count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFigures:
+    """The memory of one GPU, and how busy it is."""
+
+    device: str  # cuda:0
+    total_bytes: int
+    used_bytes: int  # by all processes
+    own_bytes: int  # reserved by PyTorch in this process
+    utilization: float | None  # share of the last moment in which a kernel ran; None where NVML does not tell it
+
+
+def gpu_figures() -> GpuFigures | None:
+    """Read the GPU of this process's rank; None where the process computes on none."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    free, total = torch.cuda.mem_get_info(0)
+    try:
+        busy: float | None = torch.cuda.utilization(0) / 100
+    except Exception:  # noqa: BLE001  # no nvidia-ml-py, no driver, or NVML does not tell it (a slice of a GPU: MIG)
+        busy = None
+    return GpuFigures(
+        device="cuda:0",
+        total_bytes=total,
+        used_bytes=total - free,
+        own_bytes=torch.cuda.memory_reserved(0),
+        utilization=busy,
+    )
 
 
 def _num_cpus() -> int:

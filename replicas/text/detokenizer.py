@@ -170,6 +170,19 @@ class Detokenizer:
         assert len(self._held) == depth, f"holds {len(self._held)} characters back, the stop strings ask for {depth}"
 
 
+def token_texts(tokenizer: Pieces, ids: Sequence[int] | TokenIds) -> list[str]:
+    """Return what each token adds to the text of ``ids``, control tokens included; joined they are that text.
+
+    A character that is split over several tokens belongs to the last of them.
+    """
+    if not len(ids):
+        return []
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    texts = [detokenizer.push(ids[i : i + 1]).text for i in range(len(ids))]
+    texts[-1] += detokenizer.flush()
+    return texts
+
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

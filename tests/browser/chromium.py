@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from axe_core_python.base import AXE_SCRIPT
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -79,13 +80,13 @@ class Page:
     def js(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
 
-    def until(self, holds: Callable[[], Any], wanted: str) -> Any:
+    def until(self, holds: Callable[[], Any], wanted: str, *, patience_s: float = PATIENCE_S) -> Any:
         """The first true answer of ``holds``. Raises: AssertionError, with what was wanted and what is shown."""
         try:
-            return WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: holds())
+            return WebDriverWait(self.driver, patience_s, poll_frequency=0.05).until(lambda _: holds())
         except Exception as error:
             shown = self.js("return document.body?.innerText ?? ''")[:600]
-            raise AssertionError(f"waited {PATIENCE_S} s for {wanted}; the page shows:\n{shown}") from error
+            raise AssertionError(f"waited {patience_s} s for {wanted}; the page shows:\n{shown}") from error
 
     def all(self, selector: str) -> list[WebElement]:
         found: list[WebElement] = self.driver.find_elements(By.CSS_SELECTOR, selector)
@@ -112,6 +113,16 @@ class Page:
         self.resize(size[0], size[1])
         self.driver.save_screenshot(str(folder / f"{name}.png"))
 
+    def axe(self) -> list[str]:
+        """What axe-core finds serious or critical on the page: rule, and the first element of it."""
+        self.js(AXE_SCRIPT)
+        found = self.driver.execute_async_script("axe.run({resultTypes: ['violations']}).then(arguments[0])")
+        return [
+            f"{each['id']} ({each['help']}): {each['nodes'][0]['html'][:160]}"
+            for each in found["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+
     def complaints(self) -> list[str]:
         """What the page has logged as warnings or errors since the last call."""
         logged: list[dict[str, str]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
@@ -119,3 +130,11 @@ class Page:
 
     def close(self) -> None:
         self.driver.quit()
+
+
+def rids(page: Page) -> list[str]:
+    """Ids of the requests that are drawn, as they stand."""
+    found: list[str] = page.js(
+        "return [...document.querySelectorAll('#requests [data-rid]')].map((each) => each.dataset.rid)"
+    )
+    return found

@@ -18,10 +18,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[FakeObservatory]:
-    own = {name: FakeFleet(unified=2, ticks=8) for name in ("live", "lost", "locked", "treeless", "leaving", "hidden")}
+    names = ("live", "lost", "locked", "treeless", "leaving", "hidden", "keys")
+    own = {name: FakeFleet(unified=2, ticks=8) for name in names}
     starting = FakeFleet(unified=2)
     starting.become_starting()
-    server = FakeObservatory(fleets() | own | {"starting": starting})
+    thousand = FakeFleet(unified=1000, requests_per_tick=20, ticks=2, sick=3)
+    server = FakeObservatory(fleets() | own | {"starting": starting, "thousand": thousand})
     yield server
     server.close()
 

@@ -4,7 +4,7 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from tests.browser.chromium import Page
+from tests.browser.chromium import Page, rids
 from tests.fake_observatory import FakeObservatory
 
 pytestmark = pytest.mark.browser
@@ -19,6 +19,10 @@ WIDTHS = """
     return [...document.querySelectorAll(arguments[0] + " > rect:first-child")].map(
         (each) => each.getBoundingClientRect().width);
 """
+
+
+CHANGE = "const it = arguments[0]; it.value = arguments[1]; it.dispatchEvent(new Event('change', {bubbles: true}))"
+TYPE = "const it = arguments[0]; it.value = arguments[1]; it.dispatchEvent(new Event('input', {bubbles: true}))"
 
 
 def press(page: Page, *keys: str) -> None:
@@ -40,29 +44,32 @@ def test_both_replicas_are_drawn_with_bars_as_wide_as_their_numbers(page: Page, 
         assert shares == pytest.approx({state: pool[state] / pool["capacity"] for state in shares}, abs=0.005)
 
 
-def test_a_delta_changes_what_it_names(page: Page, served: FakeObservatory) -> None:
+def test_where_grafana_is_known_its_boards_are_one_click_away(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/live/")
+    assert page.one(".top-end a").get_attribute("href") == "http://grafana:3000/d/manta-fleet"
+
+
+def test_a_new_second_changes_what_it_brings(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/live/")
     page.says(".link", "live")
     fleet = served.fleets["live"]
     served.tick("live")
     newest = fleet.state["requests"][0]["rid"]
-    page.until(lambda: page.text(".request-name").splitlines()[0] == newest, f"{newest} at the top")
+    page.until(lambda: rids(page)[0] == newest, f"{newest} at the top")
     for each in fleet.state["replicas"]:
         page.says(f'[data-replica="{each["id"]}"] .facts', f"running {each['running']} / 64")
-        page.says(f'[data-replica="{each["id"]}"] .facts', f"attention {each['attention']}")
-        assert each["attention"] == "cpu"
 
 
 def test_a_click_on_a_request_explains_it_candidate_by_candidate(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/unified/")
     row = served.fleets["unified"].state["requests"][2]
     page.all(".requests tbody tr")[2].click()
-    page.says("#why .sentence", f"{row['rid']} ({row['prompt_tokens']} prompt tokens) went to {row['replica']}")
     short = row["replica"].partition("#")[2]
+    page.says("#why .sentence", f"Sent to {short}: ")
     assert page.text("#why h2") == f"Why {short}?"
-    assert len(page.all("#why .candidates tbody tr")) == 2
-    assert page.text("#why .candidates tr.chosen th").split() == ["▸", short]
-    assert "160 tokens" in page.text("#why .outcomes")  # given up
+    assert page.text("#why .bar-row.chosen .id") == short
+    assert len(page.all("#why .bar-row")) == 2
+    assert "160 cached tokens" in page.text("#why")  # given up
     assert page.text("#why .timeline-row").splitlines()[0] == "route"
     assert page.text("#cache h2") == f"Radix cache of {short}"  # the icicle follows
 
@@ -108,39 +115,54 @@ def test_arrow_keys_walk_the_icicle_and_enter_widens_a_node(page: Page, served: 
     page.until(lambda: page.js(width) > 0.99, "the node at full width")
     press(page, Keys.ESCAPE)
     page.until(lambda: page.js(width) < 0.5, "the whole tree")
+    press(page, Keys.ENTER)
+    page.says(".crumbs", "Whole cache 640 tokens")
+    page.one(".crumbs button").click()
+    page.until(lambda: page.all(".crumbs") == [], "the whole tree again")
 
 
-def test_the_tab_key_reaches_everything_and_focus_is_seen(page: Page, served: FakeObservatory) -> None:
+def test_the_tab_key_reaches_every_part_and_focus_is_seen(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/unified/?snapshot=1")
     seen = []
-    for _ in range(14):
+    for _ in range(60):
         press(page, Keys.TAB)
         at = page.js("""
             const at = document.activeElement, seen = getComputedStyle(at).outlineStyle !== "none" ||
                 getComputedStyle(at, "::after").outlineStyle !== "none" || at.matches(".cell");
-            return [at.id || at.dataset.id || at.className || at.type || at.tagName.toLowerCase(), seen]""")
+            const name = at.id || at.dataset.id || at.classList[0] || at.type || at.tagName;
+            return [at.dataset.rid ? "request" : name, seen]""")
         seen.append(at[0])
         assert at[1], f"the focus on {at[0]} cannot be seen"
-        if at[0] == "request-name":
+        if at[0] == "root":
             break
-    names = ["theme", "card-name", "card-name", "select-one", "select-one", "root"]
-    assert seen[:6] == names, seen
-    assert seen[-1] == "request-name", seen
-    press(page, Keys.ENTER)
-    page.until(lambda: page.all("#why .sentence"), "the explanation")
+    first = [each for each in seen if each != "A"][:12]  # the header may have links
+    assert first == ["skip", "pause", "theme", "help", *["tile"] * 7, "tab-try"], seen
+    assert [each for each in seen if each in ("card-name", "search", "request", "root")] == [
+        "card-name", "card-name", "search", "request", "root"], seen  # fmt: skip
 
 
-def test_requests_can_be_filtered_by_replica_and_outcome(page: Page, served: FakeObservatory) -> None:
-    page.open(f"{served.url}/unified/?snapshot=1")
-    rows = served.fleets["unified"].state["requests"]
-    one = rows[0]["replica"]
-    choose = "const it = arguments[0]; it.value = arguments[1]; it.dispatchEvent(new Event('change', {bubbles: true}))"
+def test_requests_can_be_filtered_by_words_replica_outcome_and_kind(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/burning/?snapshot=1")
+    rows = served.fleets["burning"].state["requests"]
     outcome, replica = page.all("#requests select")
-    page.js(choose, replica, one)
-    wanted = sum(row["replica"] == one for row in rows)
-    page.until(lambda: len(page.all(".requests tbody tr")) == wanted, f"the {wanted} requests of {one}")
-    page.js(choose, outcome, "failed")
-    page.says("#requests", f"No request of the last {len(rows)} is like that.")
+
+    def shows(wanted: list[str]) -> None:
+        note = f"{len(wanted)} of the newest {len(rows)}"
+        page.until(lambda: rids(page) == wanted[: len(rids(page))] and note in page.text("#requests .panel-head"), note)
+
+    one = rows[0]["replica"]
+    page.js(CHANGE, replica, one)
+    shows([row["rid"] for row in rows if row["replica"] == one])
+    slow = next(each for each in page.all("#requests .controls button") if each.text == "Slow")
+    slow.click()
+    shows([row["rid"] for row in rows if row["replica"] == one and row["missed"]])
+    page.js(CHANGE, replica, "")
+    slow.click()
+    page.js(TYPE, page.one("#requests input"), f"{rows[5]['rid']} chat")
+    page.says("#requests .panel-head", "of the newest")
+    assert rows[5]["rid"] in rids(page)
+    page.js(CHANGE, outcome, "shed")
+    page.says("#requests .notice", f"None of the last {len(rows)} requests matches.")
 
 
 def test_prefill_and_decode_are_joined_by_lines_as_wide_as_their_rates(page: Page, served: FakeObservatory) -> None:
@@ -152,39 +174,178 @@ def test_prefill_and_decode_are_joined_by_lines_as_wide_as_their_rates(page: Pag
     assert len(rates) == 4
     assert [width / max(widths) for width in widths] == pytest.approx([rate / max(rates) for rate in rates], abs=0.01)
     page.all(".requests tbody tr")[0].click()
-    page.says("#why .pair-line", "handing the prompt over costs less")
-    page.says("#why", "113 pages (41 MB) came over")
-    assert len(page.all("#why .candidates tbody tr")) == 4 + 2  # both tables
+    page.says("#why .sentence", "handing the prompt over costs less")
+    page.says("#why .sentence", "113 pages (41 MB) were handed over")
+    ways = [each for each in page.text("#why .bar-name strong").split("\n") if each]  # those not behind "details"
+    assert ways == ["handed over", "in one place"]
 
 
 def test_the_focus_stays_where_it_is_when_news_come(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/live/")
     page.says(".link", "live")
-    for selector in (".request-name", '.cell[tabindex="0"]', "#requests select"):
+    for selector in ('.cell[tabindex="0"]', "#requests select", ".tile"):
         page.js("document.querySelector(arguments[0]).focus()", selector)
         at = page.js("return document.activeElement")
         served.tick("live")
         newest = served.fleets["live"].state["requests"][0]["rid"]
-        page.until(lambda: page.text(".request-name").splitlines()[0] == newest, f"{newest} at the top")  # noqa: B023
+        page.until(lambda: rids(page)[0] == newest, f"{newest} at the top")  # noqa: B023
         assert page.js("return document.activeElement === arguments[0]", at), f"{selector} has lost the focus"
 
 
+def test_no_line_moves_while_the_focus_is_in_the_list(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/live/")
+    page.says(".link", "live")
+    before = rids(page)
+    page.js("document.querySelector('#requests [data-rid]').focus()")
+    served.tick("live")
+    page.says("#requests .news", "1 new")
+    assert rids(page) == before
+    page.one("#requests .news").click()
+    newest = served.fleets["live"].state["requests"][0]["rid"]
+    page.until(lambda: rids(page)[0] == newest, f"{newest} at the top")
+    assert page.all("#requests .news") == []
+
+
+def test_the_strip_names_what_is_wrong_and_leads_to_it(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/unified/?snapshot=1")
+    assert page.text(".health strong") == "All well"
+    page.open(f"{served.url}/burning/?snapshot=1")
+    page.says(".health.warning", "Warning 45 % of the requests miss the ITL objective of 100 ms.")
+    assert page.js("return document.title").startswith("! 45 % of the requests miss")
+    assert page.one(".health a").get_attribute("href") == f"{served.url}/burning/runbook#itlobjectiveburn"
+    chart, more = page.all(".health button")
+    more.click()
+    page.says(".health", "Pending 6 % of the requests are refused")
+    chart.click()
+    page.says("#chart h2", "ITL")
+    assert page.all('.tile.warning[aria-pressed="true"]') != []
+    page.open(f"{served.url}/many/?snapshot=1")
+    page.says(".health.critical", "is unhealthy: CUDA error: an illegal memory access was encountered.")
+    page.one(".health button").click()
+    sick = next(each["id"] for each in served.fleets["many"].state["replicas"] if each["state"] == "unhealthy")
+    page.until(lambda: page.one("#tab-replica").get_attribute("aria-selected") == "true", "the tab of the replica")
+    assert sick.partition("#")[2] in page.driver.current_url
+
+
+def test_tiles_show_the_figures_and_open_their_chart(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/burning/?snapshot=1")
+    figures = served.fleets["burning"].state["figures"]
+    names = ["TTFT p50", "ITL p50", "Output", "Cache hit", "Errors", "Queue", "KV in use, max"]
+    assert page.text(".tile .name").splitlines() == names
+    assert "NaN" not in page.text(".tile")
+    itl = page.all(".tile")[1]
+    assert itl.get_attribute("class") == "tile warning"
+    assert "".join(itl.text.split()).startswith(f"ITLp50{figures[1]['value'] * 1e3:.3g}ms")
+    itl.click()
+    legend = [" ".join(each.text.split()) for each in page.all("#chart .legend li")]
+    assert [each.split()[0] for each in legend] == ["now", "p50", "p95", "p99", "objective"]
+    assert legend[-1] == "objective 100 ms"
+    paths = page.js("return [...document.querySelectorAll('#chart .curve')].map((each) => each.getBBox().width)")
+    assert len(paths) == 3
+    assert min(paths) > 300  # 120 of 300 s are known
+    middle = "const it = arguments[0].getBoundingClientRect(); return [it.left + it.width - 128, it.top + 60]"
+    left, top = page.js(middle, page.one("#chart svg"))
+    page.command("Input.dispatchMouseEvent", type="mouseMoved", x=left, y=top)
+    page.says(".tile .more", "s ago")  # all tiles are read at the same moment
+    page.until(lambda: not page.text("#chart .legend").startswith("now"), "the time that is pointed at")
+    page.command("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    served.calls.clear()
+    next(each for each in page.all("#chart .choice button") if each.text == "1 h").click()
+    page.until(lambda: "/burning/api/history?span_s=3600" in served.calls, "the hour to be asked for")
+    page.until(lambda: page.all('#chart [aria-pressed="true"]')[0].text == "1 h", "the hour")
+    itl.click()
+    page.until(lambda: page.all("#chart") == [], "the chart to close")
+
+
+def test_many_replicas_are_a_grid_with_the_worst_first(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/many/?snapshot=1")
+    cells = page.all(".heat-cell")
+    assert len(cells) == 48
+    assert page.all(".card") == []
+    assert "unhealthy" in (cells[0].get_attribute("aria-label") or "")
+    assert len(page.all('.heat-cell[tabindex="0"]')) == 1
+    page.js("arguments[0].focus()", cells[0])
+    page.says("#fleet .detail", "unhealthy · CUDA error")
+    press(page, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ENTER)
+    wanted = cells[1].get_attribute("data-replica") or ""
+    page.until(lambda: "heat-cell accepting chosen" in str(cells[1].get_attribute("class")), "the second to be chosen")
+    assert wanted.partition("#")[2] in page.driver.current_url
+
+
+def test_a_thousand_replicas_fit_on_one_screen(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/thousand/?snapshot=1", width=1440, height=900)
+    assert len(page.all(".heat-cell")) == 1000
+    assert page.js("return document.querySelector('.heat').getBoundingClientRect().height") < 700
+
+
+def test_keys_do_what_their_list_says(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/keys/")
+    page.says(".link", "live")
+    first, second = rids(page)[:2]
+    press(page, "jj")
+    page.says("#why", second)
+    press(page, "k")
+    page.says("#why", first)
+    press(page, Keys.ENTER)
+    assert page.js("return document.activeElement.id") == "pane-why"
+    press(page, Keys.ESCAPE)
+    page.until(lambda: page.all("#requests tr.chosen") == [], "nothing to be chosen")
+    press(page, "r")
+    page.until(lambda: page.one("#tab-replica").get_attribute("aria-selected") == "true", "the tab of the replica")
+    press(page, " ")
+    page.says(".link", "paused")
+    served.tick("keys")
+    newest = served.fleets["keys"].state["requests"][0]["rid"]
+    asked = len(served.calls)
+    page.until(lambda: len(served.calls) > asked + 1, "polls that a pause does not end")
+    assert newest not in rids(page)
+    press(page, " ")
+    page.until(lambda: rids(page)[0] == newest, f"{newest} at the top")
+    press(page, "/", "j")
+    assert page.one("#requests input").get_attribute("value") == "j"  # typed, not obeyed
+    press(page, Keys.BACKSPACE, Keys.ESCAPE, "?")
+    page.says("dialog[open]", "next and previous request")
+    assert page.axe() == []
+    page.one("dialog input").click()
+    press(page, Keys.ESCAPE)
+    page.until(lambda: page.all("dialog") == [], "the list of keys to close")
+    press(page, "j")
+    assert page.all("#requests tr.chosen") == []
+    page.js("localStorage.removeItem('manta-keys-off')")
+
+
+def test_axe_finds_nothing_serious_on_any_screen(page: Page, served: FakeObservatory) -> None:
+    newest = served.fleets["disaggregated"].state["requests"][0]["rid"]
+    replica = served.fleets["unified"].state["replicas"][0]["id"].replace("#", "%23")
+    screens = (
+        f"disaggregated/?snapshot=1#request={newest}", f"unified/?snapshot=1#replica={replica}&tab=replica",
+        "burning/?snapshot=1#tile=itl", "many/?snapshot=1", "idle/?snapshot=1", "empty/?snapshot=1",
+    )  # fmt: skip
+    found = {}
+    for screen, theme in zip(screens, ("light", "dark") * 3, strict=True):
+        page.open(f"{served.url}/{screen}", theme=theme)
+        found[screen] = page.axe()
+    assert found == {screen: [] for screen in screens}
+
+
 def test_a_second_of_eight_replicas_costs_little(page: Page, served: FakeObservatory) -> None:
-    """Main-thread time of a second with four new requests: 39 ms on two busy cores."""
+    """Main-thread CPU time of a second with four new requests, from poll to poll."""
     page.open(f"{served.url}/eight/")
     page.says(".link", "live")
     page.command("Performance.enable")
 
     def spent() -> float:
         metrics = page.command("Performance.getMetrics")["metrics"]
-        return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
+        return float(next(each["value"] for each in metrics if each["name"] == "ThreadTime"))
+
+    def polls() -> int:
+        return len([each for each in served.calls if each.startswith("/eight/api/state")])
 
     costs = []
-    for _ in range(5):
-        before = spent()
+    for _ in range(3):
+        before, asked = spent(), polls()
         served.tick("eight")
-        newest = served.fleets["eight"].state["requests"][0]["rid"]
-        page.until(lambda: page.text(".request-name").splitlines()[0] == newest, f"{newest} at the top")  # noqa: B023
+        page.until(lambda: polls() > asked + 1, "the poll after the one that brought it")  # noqa: B023
         costs.append(spent() - before)
-    print(f"main thread: {sorted(costs)[2] * 1e3:.0f} ms a second")
-    assert sorted(costs)[2] < 0.15  # the looking of this test included
+    print(f"main thread: {sorted(costs)[1] / 2 * 1e3:.0f} ms a second")
+    assert sorted(costs)[1] < 0.15

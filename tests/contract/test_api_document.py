@@ -121,7 +121,7 @@ def test_with_keys_the_document_says_which_routes_ask_for_one() -> None:
     document = app.openapi()
     assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
     open_ones = {path for path, each in document["paths"].items() if each.get("get", {}).get("security") == []}
-    assert open_ones == {"/health", "/ready", "/ping"}
+    assert open_ones == {"/", "/health", "/ready", "/ping"}
 
 
 @pytest.mark.slow

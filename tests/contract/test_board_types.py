@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dashboards.files import BOARD_FILES, committed_board
+from dashboards.files import BOARD_FILES, committed_board, panels
 from tests.programs import program
 
 SOURCES = pathlib.Path("tests/grafana")
@@ -38,11 +38,10 @@ def complaints(folder: pathlib.Path, documents: list[Any]) -> list[str]:
     lines = ["import type { Dashboard, Parts } from './shapes';"]
     for number, document in enumerate(documents):
         lines.append(f"export const board{number}: Dashboard = {json.dumps(document)};")
-        for panel in document["panels"]:
-            if panel["type"] != "row":
-                parts = {"options": panel["options"], "custom": panel["fieldConfig"]["defaults"].get("custom", {})}
-                name = f"board{number}_{panel['id']}"
-                lines.append(f"export const {name}: Parts['{panel['type']}'] = {json.dumps(parts)};")
+        for panel in panels(document):
+            parts = {"options": panel["options"], "custom": panel["fieldConfig"]["defaults"].get("custom", {})}
+            name = f"board{number}_{panel['id']}"
+            lines.append(f"export const {name}: Parts['{panel['type']}'] = {json.dumps(parts)};")
     (folder / "boards.ts").write_text("\n".join(lines) + "\n")
     tsc = folder / "node_modules" / "typescript" / "bin" / "tsc"
     command = ["node", str(tsc), *TSC, "boards.ts"]
@@ -57,7 +56,7 @@ def test_boards_have_the_types_that_grafana_publishes_and_a_wrong_one_is_found(f
     boards: list[Any] = [committed_board(uid) for uid in BOARD_FILES]
     assert complaints(folder, boards) == []
     spoilt = boards[0]
-    lines = next(panel for panel in spoilt["panels"] if panel["type"] == "timeseries")
+    lines = next(panel for panel in panels(spoilt) if panel["type"] == "timeseries")
     lines["fieldConfig"]["defaults"]["custom"]["fillOpacity"] = "fifty"
     lines["options"]["tooltip"]["mode"] = "all"
     spoilt["graphTooltip"] = "crosshair"

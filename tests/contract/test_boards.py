@@ -10,25 +10,31 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dashboards.board import Board, Needs, Panel, Row
-from dashboards.files import BOARD_FILES, BOARDS, committed_board, generated
+from dashboards.catalog import OUTCOMES
+from dashboards.files import BOARD_FILES, BOARDS, committed_board, generated, panels
 
 TEXTS = generated()
-ADDED_BY_SDK = ("auto", "auto_count", "auto_min")  # to every variable, where only interval variables have them
 
 
-def round_trip(document: Any) -> Any:
-    """A board once through the models of Grafana's SDK: what they do not know is lost."""
-    through = json.loads(json.dumps(Dashboard.from_json(document), cls=JSONEncoder))
-    for variable in through["templating"]["list"]:
-        for key in ADDED_BY_SDK:
-            variable.pop(key, None)
-    return through
+def lost(before: Any, after: Any, place: str = "") -> list[str]:
+    """Where ``after`` lacks or changes something of ``before``; what it adds besides does not count."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return [each for key in before for each in lost(before[key], after.get(key), f"{place}/{key}")]
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = enumerate(zip(before, after, strict=True))
+        return [each for at, (old, new) in pairs for each in lost(old, new, f"{place}/{at}")]
+    return [] if before == after else [place]
+
+
+def through_the_sdk(document: Any) -> Any:
+    """A board once through the models of Grafana's SDK: it adds its defaults, and what it does not know is lost."""
+    return json.loads(json.dumps(Dashboard.from_json(document), cls=JSONEncoder))
 
 
 def laid_out(*rows: Row) -> dict[str, dict[str, Any]]:
-    """The panels of a board with these rows, by title."""
-    panels = json.loads(Board(uid="b", title="B", description="d", rows=rows).to_json(()))["panels"]
-    return {panel["title"]: panel for panel in panels}
+    """The panels of a board with these rows, and the rows, by title."""
+    document = json.loads(Board(uid="b", title="B", description="d", rows=rows).to_json(()))
+    return {each["title"]: each for each in (*document["panels"], *panels(document))}
 
 
 def panel(title: str, width: int = 8, height: int = 8) -> Panel:
@@ -47,28 +53,49 @@ def test_no_other_board_lies_beside_them() -> None:
 
 @pytest.mark.parametrize("uid", BOARD_FILES)
 def test_no_panels_overlap_or_stick_out_and_each_has_its_own_id(uid: str) -> None:
-    panels = committed_board(uid)["panels"]
-    assert len({each["id"] for each in panels}) == len({each["title"] for each in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for place in (each["gridPos"] for each in panels):
-        x, y, w, h = (place[key] for key in "xywh")
-        cells = set(itertools.product(range(x, x + w), range(y, y + h)))
-        assert not taken & cells, place
-        assert x + w <= 24, place
-        taken |= cells
+    document = committed_board(uid)
+    rows = [each for each in document["panels"] if each["type"] == "row"]
+    every = [*rows, *panels(document)]
+    assert len({each["id"] for each in every}) == len({each["title"] for each in every}) == len(every)
+    for together in (document["panels"], *(row["panels"] for row in rows)):  # a closed row's panels are drawn alone
+        taken: set[tuple[int, int]] = set()
+        for place in (each["gridPos"] for each in together):
+            x, y, w, h = (place[key] for key in "xywh")
+            cells = set(itertools.product(range(x, x + w), range(y, y + h)))
+            assert not taken & cells, place
+            assert x + w <= 24, place
+            taken |= cells
 
 
-def test_panels_fill_a_row_and_wrap_below_the_highest_of_them() -> None:
-    first = Row("first", (panel("a", width=12, height=5), panel("b"), panel("c", width=6)))
-    placed = laid_out(first, Row("second", (panel("d"),)))
-    assert {title: tuple(each["gridPos"][key] for key in "xywh") for title, each in placed.items()} == {
+def places(*rows: Row) -> dict[str, tuple[int, ...]]:
+    return {title: tuple(each["gridPos"][key] for key in "xywh") for title, each in laid_out(*rows).items()}
+
+
+def test_a_panel_is_placed_as_far_up_as_it_fits_and_then_as_far_left() -> None:
+    first = (panel("a", width=12, height=5), panel("b"), panel("c", width=6))
+    assert places(Row("first", first, is_open=True), Row("second", (panel("d"),), is_open=True)) == {
         "first": (0, 0, 24, 1),
         "a": (0, 1, 12, 5),
         "b": (12, 1, 8, 8),
-        "c": (0, 9, 6, 8),
-        "second": (0, 17, 24, 1),
-        "d": (0, 18, 8, 8),
+        "c": (0, 6, 6, 8),
+        "second": (0, 14, 24, 1),
+        "d": (0, 15, 8, 8),
     }
+
+
+def test_the_panels_of_a_closed_row_lie_in_it_and_take_no_room() -> None:
+    rows = (Row("first", (panel("a"),)), Row("second", (panel("b"),), is_open=True))
+    assert places(*rows) == {
+        "first": (0, 0, 24, 1),
+        "a": (0, 1, 8, 8),
+        "second": (0, 1, 24, 1),
+        "b": (0, 2, 8, 8),
+    }
+    laid = laid_out(*rows)
+    assert [(laid[each]["collapsed"], len(laid[each]["panels"])) for each in ("first", "second")] == [
+        (True, 1),
+        (False, 0),
+    ]
 
 
 def test_a_panels_id_stays_when_others_are_added_before_it() -> None:
@@ -76,15 +103,38 @@ def test_a_panels_id_stays_when_others_are_added_before_it() -> None:
     assert laid_out(Row("first", (panel("a"),)))["a"]["id"] == later["a"]["id"]
 
 
+def test_a_series_that_names_a_replica_leads_to_it_in_the_live_view() -> None:
+    by_replica = Panel("a", shows="It shows.", act="Do this.", queries={"{{role}} {{replica}}": "up"})
+    [link] = laid_out(Row("first", (by_replica,)))["a"]["fieldConfig"]["defaults"]["links"]
+    assert link["url"] == "${live}/#replica=${__field.labels.replica}"
+    assert laid_out(Row("first", (panel("b"),)))["b"]["fieldConfig"]["defaults"]["links"] == []
+
+
+def test_an_objective_is_a_dashed_line_and_outcomes_have_their_colours() -> None:
+    drawn = {each["title"]: each for each in panels(committed_board("manta-fleet"))}
+    [objective] = drawn["Time to first token (TTFT)"]["fieldConfig"]["overrides"]
+    assert objective["matcher"] == {"id": "byName", "options": "objective"}
+    assert {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 6]}} in objective["properties"]
+    outcomes = drawn["Requests by outcome"]["fieldConfig"]["overrides"]
+    assert {each["matcher"]["options"] for each in outcomes} == set(OUTCOMES)
+
+
+def test_the_first_screen_is_open_and_all_else_is_closed() -> None:
+    open_rows = [row.title for board in BOARDS for row in board.rows if row.is_open]
+    assert open_rows == ["Now", "Latency and outcomes", "Pool use", "Decisions"]
+
+
 @pytest.mark.parametrize("uid", BOARD_FILES)
-def test_a_board_is_the_same_after_going_through_the_sdk(uid: str) -> None:
-    assert round_trip(committed_board(uid)) == committed_board(uid)
+def test_grafanas_sdk_knows_everything_in_a_board(uid: str) -> None:
+    document = committed_board(uid)
+    assert lost(document, through_the_sdk(document)) == []
 
 
-def test_the_round_trip_loses_what_the_sdk_does_not_know() -> None:
+def test_what_the_sdk_does_not_know_is_found() -> None:
     document = committed_board("manta-kv")
     document["panels"][1]["titel"] = "a key that Grafana does not have"
-    assert "titel" not in json.dumps(round_trip(document))
+    document["templating"]["list"][1]["allVal"] = ".*"
+    assert lost(document, through_the_sdk(document)) == ["/panels/1/titel", "/templating/list/1/allVal"]
 
 
 def test_what_needs_prefill_and_decode_apart_has_a_row_of_its_own() -> None:
@@ -96,10 +146,13 @@ def test_what_needs_prefill_and_decode_apart_has_a_row_of_its_own() -> None:
 def test_a_board_has_what_its_readers_expect(uid: str) -> None:
     document = committed_board(uid)
     assert document["graphTooltip"] == 1  # a shared crosshair
-    assert [each["name"] for each in document["templating"]["list"]] == ["datasource", "model", "role", "replica"]
+    variables = [each["name"] for each in document["templating"]["list"]]
+    assert variables == ["datasource", "model", "role", "replica", "live"]
     others = {f"/d/{other}" for other in BOARD_FILES if other != uid}
-    assert {link["url"] for link in document["links"]} == others
-    assert all(link["includeVars"] and link["keepTime"] for link in document["links"])
-    panels = [panel for panel in document["panels"] if panel["type"] != "row"]
-    assert all(len(panel["description"]) > 60 for panel in panels)
-    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in panels)
+    *boards, live = document["links"]
+    assert {link["url"] for link in boards} == others
+    assert all(link["includeVars"] and link["keepTime"] for link in boards)
+    assert live["url"] == "${live}/"
+    assert all(len(panel["description"]) > 60 for panel in panels(document))
+    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in panels(document))
+    assert [each["name"] for each in document["annotations"]["list"]] == ["Alerts", "Starts", "Ends", "Versions"]

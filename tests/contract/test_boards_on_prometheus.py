@@ -25,13 +25,9 @@ DEADLINE_S = 60.0
 
 
 @contextlib.contextmanager
-def running_prometheus(folder: pathlib.Path, exporter: FakeExporter) -> Iterator[str]:
-    """Prometheus over what is exported, but scraping each second; yields its URL after four scrapes."""
+def running(folder: pathlib.Path) -> Iterator[str]:
+    """A Prometheus with the folder's prometheus.yml; yields its URL."""
     binary = program("prometheus", "prometheus")
-    export(folder, Export(url=f"http://127.0.0.1:{exporter.port}/manta"))
-    settings = yaml.safe_load((folder / "prometheus.yml").read_text())
-    settings["global"].update(scrape_interval="1s", scrape_timeout="1s")
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -39,11 +35,22 @@ def running_prometheus(folder: pathlib.Path, exporter: FakeExporter) -> Iterator
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
     try:
-        wait_until(f"http://{address}", "count_over_time(up[2m]) >= 4")
         yield f"http://{address}"
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+@contextlib.contextmanager
+def running_prometheus(folder: pathlib.Path, exporter: FakeExporter) -> Iterator[str]:
+    """Prometheus over what is exported, but scraping each second; yields its URL after four scrapes."""
+    export(folder, Export(url=f"http://127.0.0.1:{exporter.port}/manta"))
+    settings = yaml.safe_load((folder / "prometheus.yml").read_text())
+    settings["global"].update(scrape_interval="1s", scrape_timeout="1s")
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    with running(folder) as url:
+        wait_until(url, "count_over_time(up[2m]) >= 4")
+        yield url
 
 
 def wait_until(url: str, query: str) -> None:

@@ -56,7 +56,7 @@ def wanted(process: Process, *, apart: bool) -> dict[str, Metric]:
     return {
         metric.full_name: metric
         for metric in METRICS
-        if metric.process in (process, Process.EVERY) and (apart or not metric.disaggregated)
+        if metric.process in (process, Process.EVERY) and (apart or not metric.disaggregated) and not metric.gpu
     }
 
 

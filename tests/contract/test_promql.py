@@ -11,14 +11,15 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from dashboards.board import NARROWING, Needs, Panel
-from dashboards.catalog import CATALOG, METRICS, OPEN
-from dashboards.files import BOARD_FILES, BOARDS, RULES, committed_board
+from dashboards.board import NARROWING, Needs, Panel, Shape
+from dashboards.catalog import CATALOG, IDENTITY, METRICS, OPEN
+from dashboards.files import BOARD_FILES, BOARDS, RULES, committed_board, panels
 from tests.rule_cases import CASES, RECORDED
 
 TARGET_LABELS = frozenset({"job", "instance", "node"})  # that Prometheus and http_sd put on every series
 BY_SERIES = {name: metric for metric in METRICS for name in metric.series_names}
-LABELS = {"up": TARGET_LABELS} | {
+# an alert has the labels of its expression's result too: a board may show those that name a process
+LABELS = {"up": TARGET_LABELS, "ALERTS": TARGET_LABELS | {*IDENTITY, "alertname", "alertstate", "severity"}} | {
     name: TARGET_LABELS | set(metric.label_names) | ({"le"} if name.endswith("_bucket") else set())
     for name, metric in BY_SERIES.items()
 }
@@ -99,20 +100,28 @@ def result_labels(node: Any) -> set[str]:
 
 def needs_apart(query: str) -> bool:
     """Whether all that the expression reads exists only where prefill and decode are apart."""
-    return all(BY_SERIES[name].disaggregated for name in names(parse(query)))
+    return all(name in BY_SERIES and BY_SERIES[name].disaggregated for name in names(parse(query)))
 
 
 def test_every_query_of_a_committed_board_names_only_the_catalogue() -> None:
     found = []
     for uid in BOARD_FILES:
         document = committed_board(uid)
-        found += [target["expr"] for panel in document["panels"] for target in panel.get("targets", [])]
-        for variable in document["templating"]["list"][1:]:
+        found += [target["expr"] for panel in panels(document) for target in panel["targets"]]
+        found += [each["target"]["expr"] for each in document["annotations"]["list"]]
+        for variable in document["templating"]["list"][1:-1]:
             series = re.fullmatch(rf"label_values\((.+), {variable['name']}\)", variable["query"])
             assert series is not None, variable["query"]
             found.append(f"count by ({variable['name']}) ({series[1]})")
     assert len(found) >= 100
     assert [(query, fault) for query in found for fault in faults(query)] == []
+
+
+def test_a_mark_names_only_labels_of_its_events() -> None:
+    marks = {events for board in BOARDS for events in board.annotations}
+    assert len(marks) == 4
+    for events in marks:
+        assert set(re.findall(r"\{\{(\w+)\}\}", events.title)) <= result_labels(parse(events.query)), events
 
 
 def test_every_rule_and_every_series_of_its_tests_names_only_the_catalogue() -> None:
@@ -134,6 +143,9 @@ def test_a_panel_is_whole(panel: Panel) -> None:
     assert 1 <= panel.width <= 24
     assert panel.shows.endswith(".")
     assert panel.act.endswith(".")
+    assert bool(panel.columns) == (panel.shape is Shape.TABLE)
+    for query in panel.queries.values():
+        assert set(panel.columns) <= result_labels(parse(query))
     for legend, query in panel.queries.items():
         assert set(re.findall(r"\{\{\s*(\w+)\s*\}\}", legend)) <= result_labels(parse(query)), (legend, query)
     assert all(map(needs_apart, panel.queries.values())) == (panel.needs is Needs.APART)
@@ -142,7 +154,7 @@ def test_a_panel_is_whole(panel: Panel) -> None:
 def test_every_metric_is_on_a_board() -> None:
     """A metric that no board shows need not be emitted."""
     queries = [query for panel in PANELS for query in panel.queries.values()]
-    shown = {BY_SERIES[name].name for query in queries for name in names(parse(query))}
+    shown = {BY_SERIES[name].name for query in queries for name in names(parse(query)) if name in BY_SERIES}
     assert shown == set(CATALOG)
     assert set(NARROWING.values()) <= shown
 

@@ -13,7 +13,7 @@ from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.schema import AppConfig, parse
 from deployments.settings.settings_file import OURS
 
-DEPLOYING = pathlib.Path("docs/deploying.md").read_text()
+OPERATE = pathlib.Path("docs/operate.md").read_text()
 SETTINGS = pathlib.Path("docs/settings.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()
 
@@ -82,6 +82,12 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert not dead
 
 
+def test_every_document_is_in_the_index() -> None:
+    index = pathlib.Path("docs/README.md").read_text()
+    pages = [path for path in pathlib.Path("docs").glob("*.md") if path.name != "README.md"]
+    assert [path.name for path in pages if f"({path.name})" not in index] == []
+
+
 def test_names_of_vllm_and_sglang_are_in_a_table_with_ours_and_ours_exist() -> None:
     rows = re.findall(r"^\| [^|`]+(\| [^|]*`--[^|]*\|.*)$", SETTINGS, flags=re.MULTILINE)
     for theirs, ours in OURS.items():
@@ -93,7 +99,7 @@ def test_names_of_vllm_and_sglang_are_in_a_table_with_ours_and_ours_exist() -> N
 
 
 def test_what_a_cluster_sets_for_haproxy_is_what_make_serve_sets() -> None:
-    exported = dict(re.findall(r"^export (\w+)=(\S+)", DEPLOYING, flags=re.MULTILINE))
+    exported = dict(re.findall(r"^export (\w+)=(\S+)", OPERATE, flags=re.MULTILINE))
     script = exported.pop(BINARY)
     assert exported == FLAGS
     assert script == "$PWD/" + str(WRAPPER.relative_to(pathlib.Path.cwd()))

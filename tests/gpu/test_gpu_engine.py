@@ -203,7 +203,7 @@ def test_a_start_without_room_for_a_step_of_full_size_says_what_to_lower(
 def test_flashinfer_answers_the_same_with_and_without_a_step_ahead(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads of 64 in bf16; two threads of requests, greedy, drawn and seeded, through `EngineLoop`."""
+    """Heads of 64 in bf16; requests of two threads, greedy, drawn and seeded, through `EngineLoop`."""
     if gpu is not None:
         flashinfer_stand_in.install(monkeypatch)
     folder = model(tmp_path, head_dim=64)
@@ -218,9 +218,9 @@ def test_flashinfer_answers_the_same_with_and_without_a_step_ahead(
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    """Output ids by request, of two threads that ask at once."""
+    """Output ids by request, of two threads that ask. The loop starts then: which requests share a step, and with it
+    the last bit of bf16, is not left to the threads."""
     loop = EngineLoop(engine)
-    loop.start()
     told: dict[str, list[int]] = {}
     ended = threading.Semaphore(0)
 
@@ -241,8 +241,8 @@ def answers(engine: Engine) -> dict[str, list[int]]:
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
         thread.join()
+    loop.start()
     for _ in range(2 * len(PROMPTS)):
         assert ended.acquire(timeout=120), loop.error
     loop.stop()

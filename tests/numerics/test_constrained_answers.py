@@ -10,13 +10,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pytest
 
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
 from replicas.scheduler import scheduler
 from replicas.types import Constraint, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests import harness
-from tests.embedded import MODEL
+from tests.harness import embedded_engine
 
 pytestmark = pytest.mark.model
 PERSON = {
@@ -44,20 +42,9 @@ class Told(NamedTuple):
     finish: Finish
 
 
-def make_engine(overlap: Literal["on", "off"] = "off", *, tp: int = 1) -> Engine:
-    return load_engine(
-        MODEL,
-        cache=CacheConfig(page_size=16, max_total_tokens=4096),
-        scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
-        parallel=ParallelConfig(tp=tp),
-        num_threads=1,
-        context_len=512,
-    )
-
-
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return make_engine()
+    return embedded_engine()
 
 
 def prompt(engine: Engine, text: str = "Describe a person as JSON.") -> np.ndarray:
@@ -152,7 +139,7 @@ def test_logprobs_are_those_of_the_tokens_that_are_allowed(engine: Engine) -> No
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overlap: Literal["on", "off"]) -> None:
-    engine = make_engine(overlap)
+    engine = embedded_engine(overlap)
     plain = [
         request(engine, SamplingParams(max_new_tokens=60, temperature=0.0), "plain"),
         request(engine, SamplingParams(max_new_tokens=60, seed=3), "seeded", token_ids=LONG[:40]),
@@ -166,7 +153,7 @@ def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overla
 
 def test_steps_made_ahead_hold_constrained_rows_to_their_grammar(engine: Engine) -> None:
     """Every step but the first few is launched before the tokens of the one before it are known."""
-    overlapping, num_ahead = make_engine("on"), 0
+    overlapping, num_ahead = embedded_engine("on"), 0
     asked = [
         request(engine, GREEDY, "greedy", return_logprobs=True, top_logprobs=2),
         request(engine, replace(SEEDED, n=2, repetition_penalty=1.1), "seeded"),
@@ -282,7 +269,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(engine: Engine
 
 @pytest.mark.slow
 def test_three_ranks_make_the_ids_of_one(engine: Engine) -> None:
-    ranks = make_engine(tp=3)
+    ranks = embedded_engine(tp=3)
     try:
         asked = [request(engine, GREEDY, "greedy"), request(engine, replace(SEEDED, n=2), "seeded")]
         made = {key: told[:2] for key, told in answers(ranks, *asked).items()}

@@ -6,17 +6,14 @@ in, and that its inputs are what the ranks remember (`DecodePlan.follows`), told
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import pytest
 
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests import harness
-from tests.embedded import MODEL
+from tests.harness import embedded_engine
 
 pytestmark = pytest.mark.model
 NUM_NEW = 24
@@ -24,17 +21,6 @@ GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, top_k=50, seed=7)
 PROMPTS = np.random.default_rng(5).integers(1000, 20_000, (6, 40)).astype(np.int32)
 Answer = tuple[list[int], str, tuple[float, ...], object, object]  # ids, text, logprobs, usage, finish
-
-
-def make_engine(overlap: Literal["on", "off"], *, tp: int = 1) -> Engine:
-    return load_engine(
-        MODEL,
-        cache=CacheConfig(page_size=16, max_total_tokens=4096),
-        scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
-        parallel=ParallelConfig(tp=tp),
-        num_threads=1,
-        context_len=512,
-    )
 
 
 def requests() -> list[GenerateRequest]:
@@ -83,12 +69,12 @@ def _whole(deltas: list[TokenDelta]) -> Answer:
 
 @pytest.fixture(scope="module")
 def plain() -> Engine:
-    return make_engine("off")
+    return embedded_engine("off")
 
 
 @pytest.fixture(scope="module")
 def overlapping() -> Engine:
-    return make_engine("on")
+    return embedded_engine("on")
 
 
 def test_answers_are_equal_with_overlap_on_and_off(plain: Engine, overlapping: Engine) -> None:
@@ -127,7 +113,7 @@ def test_a_retracted_request_goes_on_with_the_same_tokens(plain: Engine, overlap
 
 @pytest.mark.slow
 def test_three_ranks_make_the_same_ids_ahead(plain: Engine) -> None:
-    ranks = make_engine("on", tp=3)
+    ranks = embedded_engine("on", tp=3)
     try:
         made, wanted = answer(ranks, requests()), answer(plain, requests())
         assert {key: found[:2] for key, found in made.items()} == {key: found[:2] for key, found in wanted.items()}

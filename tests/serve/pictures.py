@@ -1,41 +1,63 @@
 """`make pictures`: the pictures of the live view in docs/pictures, taken anew from a Manta that runs under load.
 
-    live_view.png    prefill and decode apart, light
-    request.png      two replicas, dark, one request explained
+    killed.gif       the river while a replica is killed: its requests go on in another lane
+    playground.png   a prompt painted by what was reused of it
+    why.png          one request explained
+    live_view.png    the page after that
 """
 
+import base64
+import contextlib
+import io
+import os
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import httpx
+from PIL import Image
+from selenium.webdriver.common.keys import Keys
 
 from deployments.settings.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.serve.running import Running, serving
+from tests.waiting import until
 
 FOLDER = ROOT / "docs" / "pictures"
-MOST_BYTES = 300_000
-LOAD_S = 25.0  # until there is something to see
+MOST_BYTES, MOST_MOVING_BYTES = 300_000, 1_500_000
+LOAD_S = 40.0  # until there is something to see
+FRAME_S, BEFORE_S, AFTER_S = 0.5, 4.0, 20.0  # of the moving picture, around the kill
+ANSWER_S = 90.0  # at most, of the playground
+SHOWN_S = 0.4  # how long a second of it is shown
+GAP = 12  # px
 TOPICS = ("harbours", "winters", "letters", "engines")
 QUESTIONS = ("Who was first?", "What came of it?", "Tell it shorter.", "And in other countries?")
+STORY = (
+    "The harbour had been quiet for most of the winter. Then, in the first week of March, a grey ship came in on the "
+    "morning tide, flying no flag, and nobody on the quay could say whose it was. "
+) * 4
+
+PLACE = """const at = document.querySelector(arguments[0]).getBoundingClientRect();
+return [at.left, at.top, at.right, at.bottom].map(Math.round)"""
 
 
 class Load:
     """Users who each hold a conversation under one of a few system prompts, until `stop`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, users: int) -> None:
         self._url = url
         self._over = Event()
         self._names = count(1)
-        self._pool = ThreadPoolExecutor(6)
-        self._users = [self._pool.submit(self._talk, number) for number in range(6)]
+        self._pool = ThreadPoolExecutor(users)
+        self._users = [self._pool.submit(self._talk, number) for number in range(users)]
 
     def stop(self) -> None:
         self._over.set()
@@ -45,28 +67,29 @@ class Load:
 
     def _talk(self, user: int) -> None:
         round_ = 0
-        while not self._over.is_set():
+        while not self._over.wait(0.7 * user):  # they do not all begin at once
             topic = TOPICS[(user + round_) % len(TOPICS)]
             system = f"You are a patient teller of stories about {topic}, and you never hurry. " * (8 + 4 * (user % 3))
             messages = [{"role": "system", "content": system}]
             for question in QUESTIONS[: 2 + user % 3]:
                 if not self._over.is_set():
                     messages.append({"role": "user", "content": f"({user}, {round_}) {question}"})
-                    messages.append({"role": "assistant", "content": self._ask(messages)})
+                    messages.append({"role": "assistant", "content": self._ask(messages, 24 + 16 * (user % 4))})
             round_ += 1
 
-    def _ask(self, messages: list[dict[str, str]]) -> str:
-        body = {"messages": messages, "max_tokens": 24, "temperature": 0.7}
+    def _ask(self, messages: list[dict[str, str]], most: int) -> str:
+        body = {"messages": messages, "max_tokens": most, "temperature": 0.7, "ignore_eos": True}
         headers = {"X-Request-Id": f"chat-{next(self._names)}"}
         answer = httpx.post(f"{self._url}/v1/chat/completions", json=body, headers=headers, timeout=120)
         return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
 @contextmanager
-def loaded(folder: Path, **settings: Any) -> Iterator[Running]:
+def loaded(folder: Path, users: int, **settings: Any) -> Iterator[Running]:
     """An application under load, with some history."""
+    folder.mkdir()
     with serving(folder, observatory=True, **settings) as app:
-        load = Load(app.url)
+        load = Load(app.url, users)
         try:
             Event().wait(LOAD_S)
             yield app
@@ -79,37 +102,112 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="manta-pictures-") as name:
         page = open_chromium(Path(name) / "chromium")
         try:
-            take(page, Path(name))
+            take(page, Path(name) / "app")
+        except BaseException:
+            page.picture("pictures_failed")
+            raise
         finally:
             page.close()
-    for path in sorted(FOLDER.glob("*.png")):
+    for path in sorted(each for each in FOLDER.iterdir() if each.suffix in (".png", ".gif")):
+        most = MOST_MOVING_BYTES if path.suffix == ".gif" else MOST_BYTES
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
-        assert path.stat().st_size < MOST_BYTES, f"{path} is larger than {MOST_BYTES} bytes"
+        assert path.stat().st_size < most, f"{path} is larger than {most} bytes"
     return 0
 
 
 def take(page: Page, folder: Path) -> None:
-    """Both pictures."""
-    for name in ("apart", "unified"):
-        (folder / name).mkdir()
-    cache = {"max_total_tokens": 6_000}
-    with loaded(folder / "apart", base="docs/examples/disaggregated.yaml", cache=cache) as app:
-        page.open(f"{app.url}/manta/", width=1280)
-        page.until(lambda: page.all(".lines path"), "a line between prefill and decode")
-        page.one(".cell")
-        page.picture("live_view", FOLDER)
-    with loaded(folder / "unified", replicas={"count": 2}, cache=cache) as app:
-        page.open(f"{app.url}/manta/", width=1280, theme="dark")
-        choose_one(page)
-        page.picture("request", FOLDER)
+    """Of three replicas, one of which is killed."""
+    replicas = {"count": 3, "cpus": 0.5, "health_period_s": 1}
+    with loaded(folder, 6, replicas=replicas, cache={"max_total_tokens": 6_000}) as app:
+        page.open(f"{app.url}/manta/#tab=try", width=1440, height=1000)
+        page.one(".play-settings summary").click()
+        page.one(".play-settings input[type=number]").send_keys(Keys.BACKSPACE * 4 + "48")
+        page.one(".play-settings summary").click()
+        type_and_send(page, f"{STORY}Who came?")
+        type_and_send(page, "What did they want?")
+        page.resize(1440, 1600)
+        keep(shot(page, "#side"), "playground")
+        page.one("#requests tbody [data-rid]").click()
+        page.one("#pane-why .sentence, #pane-why .why-sentence")
+        keep(shot(page, "#side"), "why")
+        page.open(f"{app.url}/manta/#tab=why", width=1024, height=1600, theme="dark")
+        page.one("#river canvas")
+        frames = list(moving(page, app))
+        save_moving(frames, FOLDER / "killed.gif")
+        page.resize(1440, 1000)
+        Event().wait(1)
+        keep(shot(page), "live_view")
 
 
-def choose_one(page: Page) -> None:
-    """The newest finished request, explained, with its path in the cache."""
-    page.one(".requests tr:has(.outcome.finished) .request-name").click()
-    page.one("#why .sentence")
-    page.one(".cell.on-path")
+def type_and_send(page: Page, text: str) -> None:
+    """A turn in the playground, and the whole answer to it."""
+    box = page.one("#play-text")
+    before = len(page.all("#side .turn-figures"))
+    box.send_keys(text)
+    Event().wait(1.5)  # where it would go is asked for meanwhile
+    page.one("button.play-send.primary").click()
+    page.until(lambda: len(page.all("#side .turn-figures")) > before, "an answer")
+    until(lambda: page.all("button.play-send.primary"), ANSWER_S)
+    Event().wait(1.5)
+
+
+def shot(page: Page, *selectors: str) -> Image.Image:
+    """What is on the screen, or these parts of it, one below the other."""
+    taken = page.command("Page.captureScreenshot", format="png", optimizeForSpeed=True)
+    screen = Image.open(io.BytesIO(base64.b64decode(taken["data"]))).convert("RGB")
+    parts = [screen.crop(tuple(page.js(PLACE, selector))) for selector in selectors]
+    if len(parts) < 2:
+        return parts[0] if parts else screen
+    size = max(part.width for part in parts), sum(part.height for part in parts) + GAP * (len(parts) - 1)
+    whole = Image.new("RGB", size, screen.getpixel((2, screen.height - 2)))  # the page's ground
+    top = 0
+    for part in parts:
+        whole.paste(part, (0, top))
+        top += part.height + GAP
+    return whole
+
+
+def keep(picture: Image.Image, name: str) -> None:
+    picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        FOLDER / f"{name}.png", optimize=True
+    )
+
+
+def moving(page: Page, app: Running) -> Iterator[tuple[float, Image.Image]]:
+    """Frames with their times, in s from the first; the busiest replica is killed after BEFORE_S."""
+    started_s = time.monotonic()
+    killed = False
+    while (at_s := time.monotonic() - started_s) < BEFORE_S + AFTER_S:
+        if not killed and at_s >= BEFORE_S:
+            os.kill(busiest(app), signal.SIGKILL)
+            killed = True
+        yield at_s, shot(page, ".health", "#river")
+        Event().wait(max(0.0, at_s + FRAME_S - (time.monotonic() - started_s)))
+
+
+def busiest(app: Running) -> int:
+    """The process of the replica that runs most requests."""
+    state = max(app.states(), key=lambda each: int(each["stats"]["num_running"]))
+    return int(state["replica"]["pid"])
+
+
+def save_moving(frames: list[tuple[float, Image.Image]], path: Path) -> None:
+    """One palette for all, made of the first, the last and one in the middle: colours do not flicker."""
+    height = max(image.height for _, image in frames)
+    sheet = Image.new("RGB", (frames[0][1].width, 3 * height))
+    for row, (_, image) in enumerate((frames[0], frames[len(frames) // 2], frames[-1])):
+        sheet.paste(image, (0, row * height))
+    palette = sheet.quantize(96, method=Image.Quantize.MEDIANCUT)
+    size, ground = (sheet.width, height), frames[0][1].getpixel((0, 0))  # a lane more makes a frame higher
+    even = [Image.new("RGB", size, ground) for _ in frames]
+    for (_, image), whole in zip(frames, even, strict=True):
+        whole.paste(image, (0, 0))
+    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in even]
+    times_s = [at_s for at_s, _ in frames] + [frames[-1][0] + 2.0]  # the last one stays
+    durations = [int(1000 * SHOWN_S * (after - at)) for at, after in pairwise(times_s)]
+    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -1,11 +1,9 @@
 """The observatory on a real local Ray: it shows what runs, and whatever becomes of it, requests go on."""
 
-import contextlib
 import json
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +70,12 @@ def accepting(app: Running) -> list[str]:
     return [each["id"] for each in state(app)["replicas"] if each["state"] == "accepting"]
 
 
+def test_the_root_of_the_api_leads_a_browser_to_the_live_view(app: Running) -> None:
+    led = httpx.get(app.url, headers={"Accept": "text/html,*/*;q=0.8"}, follow_redirects=False)
+    assert (led.status_code, led.headers["location"]) == (307, "/manta/")
+    assert httpx.get(app.url).json() == {"name": "manta", "live_view": "/manta/", "document": "/openapi.json"}
+
+
 def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -> None:
     app.until(lambda: len(accepting(app)) == 2, 60)
     app.until(lambda: [each["running"] for each in state(app)["autoscaling"]["targets"]] == [2], 60)
@@ -94,10 +98,10 @@ def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -
 def test_a_request_is_shown_with_its_stages_its_explanation_and_its_path_in_the_tree(app: Running) -> None:
     assert ask(app, SHARED + "One?", "first") == 200
     assert ask(app, SHARED + "Two?", "second") == 200
-    app.until(lambda: (row_of(app, "second") or {}).get("stages") is not None, 60)
+    app.until(lambda: (row_of(app, "second") or {}).get("total_s") is not None, 60)
     row = row_of(app, "second")
     assert row is not None
-    assert (row["outcome"], row["output_tokens"], row["tries"]) == ("finished", 4, 1)
+    assert (row["outcome"], row["output_tokens"], row["tries"]) == ("ok", 4, 1)
     assert row["cached_tokens"] >= 96
     assert sum(row["stages"].values()) == pytest.approx(row["total_s"], abs=1e-6)
     told = get(app, "/api/requests/second").json()
@@ -124,6 +128,11 @@ def test_every_process_is_found_and_its_metrics_come_one_by_one_and_all_together
     assert len(types) == len(set(types))
     assert "did not answer" not in together
     assert "manta_autoscaler_replicas" in together
+    spoken = get(app, "/metrics", params={"dialect": "vllm"}).text.splitlines()
+    starts = [line.partition("{")[0] for line in spoken]
+    assert [starts.count(f"vllm:{name}") for name in ("num_requests_waiting", "kv_cache_usage_perc")] == [2, 2]
+    assert starts.count("vllm:time_to_first_token_seconds_count") == 1  # the router's
+    assert starts.count("process_resident_memory_bytes") == 4
 
 
 def test_what_is_not_there_is_said_in_the_houses_words(app: Running) -> None:
@@ -161,34 +170,32 @@ def test_the_openai_client_needs_one_of_the_files_keys_and_the_operator_the_admi
     assert httpx.get(f"{app.url}/health", timeout=30).status_code == 200
 
 
-def test_events_begin_with_the_state_and_go_on_with_deltas(app: Running) -> None:
-    names, versions = [], []
-    with httpx.stream("GET", f"{app.url}/manta/api/events", headers=SHOWN, timeout=30) as stream:
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        for line in stream.iter_lines():
-            if line.startswith("event: "):
-                names.append(line.removeprefix("event: "))
-            elif line.startswith("data: "):
-                versions.append(json.loads(line.removeprefix("data: "))["version"])
-            if len(versions) == 3:
-                break
-    assert names == ["state", "delta", "delta"]
-    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
-
-
-def test_a_reader_that_leaves_is_no_viewer_any_longer(app: Running) -> None:
-    """Serve's proxy is between: it must pass on that the connection has ended."""
+def test_a_viewer_gets_all_and_then_what_changed_and_is_counted_while_it_polls(app: Running) -> None:
+    """Through Serve's proxy, zipped."""
 
     def num_viewers() -> float:
         lines = get(app, "/metrics").text.splitlines()
         [line] = [line for line in lines if line.startswith("manta_observatory_viewers{")]
         return float(line.rpartition(" ")[2])
 
-    app.until(lambda: num_viewers() == 0, 60)
-    with httpx.stream("GET", f"{app.url}/manta/api/events", headers=SHOWN, timeout=30) as stream:
-        lines = stream.iter_lines()  # kept: without its reader the connection ends
-        next(lines)
-        app.until(lambda: num_viewers() == 1, 60)
+    first = get(app, "/api/state")
+    assert first.headers["content-encoding"] == "gzip"
+    whole = first.json()
+    assert (whole["whole"], whole["keys"], whole["api"], whole["facts"]["dtype"]) == (
+        True, {"admin": True}, "/", "float32",
+    )  # fmt: skip
+    assert 0 < whole["time"] - whole["started"] < 3600
+    asked = ask(app, "A request between two polls.", "between")
+    app.until(lambda: (row_of(app, "between") or {}).get("total_s") is not None, 60)
+    answer = get(app, "/api/state", params={"since": whole["version"]}).json()
+    assert (asked, answer["whole"], [row["rid"] for row in answer["requests"]]) == (200, False, ["between"])
+    assert len(answer["history"]["points"]) == answer["version"] - whole["version"]
+    figures = {each["name"]: each for each in answer["figures"]}
+    [row] = answer["requests"]
+    assert figures["ttft"]["more"]["p99"] >= row["ttft_s"] * 0.99
+    assert 0 < figures["itl"]["value"] < 10
+    assert (figures["errors"]["value"], figures["errors"]["level"]) == (0.0, "ok")
+    assert num_viewers() >= 1
     app.until(lambda: num_viewers() == 0, 60)
 
 
@@ -218,20 +225,3 @@ def test_the_observatorys_death_disturbs_no_request_and_it_comes_back(app: Runni
 
     app.until(back, 30)
     print(f"back {time.monotonic() - killed_s:.1f} s after the last answer")
-
-
-def test_a_viewer_that_stays_does_not_hold_up_the_end(app: Running) -> None:
-    """The end is the fixture's: Ctrl-C, and nothing is left."""
-    begun = threading.Event()
-
-    def watch() -> None:
-        events = f"{app.url}/manta/api/events"
-        with (
-            contextlib.suppress(httpx.HTTPError),
-            httpx.stream("GET", events, headers=SHOWN, timeout=60) as stream,
-        ):
-            for _ in stream.iter_raw():
-                begun.set()
-
-    threading.Thread(target=watch, daemon=True).start()
-    assert begun.wait(20)

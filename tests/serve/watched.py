@@ -107,11 +107,13 @@ def check_emission(watched: Watched, *, disaggregated: bool) -> None:
 
 
 def of_process(process: Process, *, disaggregated: bool) -> Iterable[Metric]:
-    """The catalogue's share of one process."""
+    """The catalogue's share of one process on a CPU."""
     return (
         metric
         for metric in METRICS
-        if metric.process in (process, Process.EVERY) and (disaggregated or not metric.disaggregated)
+        if metric.process in (process, Process.EVERY)
+        and (disaggregated or not metric.disaggregated)
+        and not metric.gpu
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import byte_fallback_folder, byte_level_folder
 
-from replicas.text.detokenizer import Detokenizer
+from replicas.text.detokenizer import Detokenizer, token_texts
 from replicas.text.tokenizer import Tokenizer
 
 SMOL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
@@ -54,6 +54,12 @@ def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool) -> tuple
             longest = max(ending, key=len)
             return text[: end if include_stop else end - len(longest)], longest
     return text, None
+
+
+def test_the_texts_of_tokens_join_to_the_text_and_no_character_is_cut() -> None:
+    pieces = Spelling(b"a\xf0", b"\x9f", b"\x99\x82b", "<|end|>", b"\xe2")
+    assert token_texts(pieces, [0, 1, 2, 3, 4]) == ["a", "", "\U0001f642b", "<|end|>", "\ufffd"]
+    assert token_texts(pieces, []) == []
 
 
 def test_an_unfinished_character_is_held_back_and_given_whole() -> None:

@@ -8,13 +8,14 @@ Invariant: a metric has one source: events (counter, gauge, histogram), a `Tally
 Thread:    the client's objects may be used on any; a `Tally` has one writer; functions run on the scrape's thread.
 """
 
+import dataclasses
 import importlib.metadata
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -53,19 +54,33 @@ class Identity:
 class Emitter:
     """The metrics of one process, each bound to its source."""
 
-    def __init__(self, process: Process, identity: Identity, *, disaggregated: bool = False) -> None:
-        """``disaggregated``: whether prefill and decode are apart; what needs that may not be emitted otherwise."""
+    def __init__(
+        self,
+        process: Process,
+        identity: Identity,
+        *,
+        disaggregated: bool = False,
+        gpu: bool = False,
+        objectives: Mapping[str, float] | None = None,
+    ) -> None:
+        """``disaggregated``: whether prefill and decode are apart; ``gpu``: whether this process computes on one; what
+        needs either may not be emitted otherwise. ``objectives``: histogram -> one bound more that its buckets have."""
         self.registry = CollectorRegistry()
         self.identity = identity
         self._process = process
         self._disaggregated = disaggregated
+        self._gpu = gpu
+        self._catalog = dict(CATALOG)
+        for name, bound in (objectives or {}).items():
+            metric = CATALOG[name]
+            self._catalog[name] = dataclasses.replace(metric, buckets=tuple(sorted({*metric.buckets, bound})))
         self._made: dict[str, Counter | Gauge | Histogram] = {}
         self._told: set[str] = set()  # names read from a tally or a function
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """The metrics that this process emits, once everything is bound."""
-        return tuple(metric for metric in CATALOG.values() if self._refusal(metric) is None)
+        return tuple(metric for metric in self._catalog.values() if self._refusal(metric) is None)
 
     @property
     def bound(self) -> set[str]:
@@ -131,7 +146,7 @@ class Emitter:
         return made
 
     def _of(self, name: str, kind: Kind | None = None) -> Metric:
-        metric = CATALOG.get(name)
+        metric = self._catalog.get(name)
         if metric is None:
             raise KeyError(f"{name} is not in dashboards/catalog.py: enter it there, or use a name that is")
         refusal = self._refusal(metric)
@@ -146,6 +161,8 @@ class Emitter:
             return f"{metric.name} is the {metric.process}'s to emit; this is a {self._process}"
         if metric.disaggregated and not self._disaggregated:
             return f"{metric.name} is emitted only where prefill and decode are apart"
+        if metric.gpu and not self._gpu:
+            return f"{metric.name} is emitted only by a replica on a GPU"
         return None
 
 
@@ -210,9 +227,30 @@ def _cumulative(value: TallyCounts) -> list[tuple[str, float]]:
     return list(zip(bounds, map(float, itertools.accumulate(value.counts)), strict=True))
 
 
-def emitter_of(process: Process, identity: Identity, *, disaggregated: bool) -> Emitter:
+def emitter_of(
+    process: Process,
+    identity: Identity,
+    *,
+    disaggregated: bool,
+    gpu: bool = False,
+    objectives: Mapping[str, float] | None = None,
+) -> Emitter:
     """Return an emitter with what every process emits; the rest is to be bound to it."""
-    emitter = Emitter(process, identity, disaggregated=disaggregated)
+    emitter = Emitter(process, identity, disaggregated=disaggregated, gpu=gpu, objectives=objectives)
+    tell_build(emitter)
+    own = ProcessCollector(registry=None)  # reads /proc; elsewhere it has nothing to tell
+    names = [name for name in CATALOG if name.startswith("process_")]
+    emitter.tell(names, lambda: _process_figures(own, names))
+    return emitter
+
+
+def tell_build(emitter: Emitter) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("manta", "ray")}
     emitter.gauge("build_info", version=versions["manta"], ray=versions["ray"]).set(1)
-    return emitter
+
+
+def _process_figures(own: ProcessCollector, names: list[str]) -> Iterator[tuple[str, Mapping[str, str], Value]]:
+    for family in own.collect():
+        for sample in family.samples:
+            if sample.name in names:
+                yield sample.name, {}, sample.value

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from dashboards.catalog import POOL_STATES, TIERS, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
+from replicas.config import ModelConfig
 from replicas.engine.engine import Engine
+from replicas.runner.device import gpu_figures
 from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
 from routing.types import Role
 
@@ -29,6 +31,9 @@ class ReplicaFacts:
     node_id: str
     accelerator: str  # cpu, or cuda
     attention: str  # the backend that runs
+    dtype: str  # of the weights
+    quantization: str  # none, or how the weights are rounded when they are loaded, or how the checkpoint stores them
+    context_len: int
     tp: int
     page_bytes: int  # of K and V, all ranks
     page_size: int
@@ -47,7 +52,7 @@ def tell_replica(
 
     def read() -> Iterator[Told]:
         now, seen = stats(), tallies()
-        yield from _facts(facts)
+        yield from _facts(facts, now.pool)
         yield from _scheduler(now, seen)
         yield from _pool(now.pool, now, facts)
         tiers = now.tiers or NO_TIERS
@@ -56,17 +61,34 @@ def tell_replica(
         if now.transfer is not None:
             yield from _transfers(now.transfer, seen)
 
-    names = [metric.name for metric in emitter.metrics if metric.process is Process.REPLICA]
-    emitter.tell(names, read)
+    told = [metric for metric in emitter.metrics if metric.process is Process.REPLICA]
+    emitter.tell([metric.name for metric in told if not metric.gpu], read)
+    if on_gpu := [metric.name for metric in told if metric.gpu]:
+        emitter.tell(on_gpu, _device)  # by itself: a fault of NVML costs no other metric
 
 
-def _facts(facts: ReplicaFacts) -> Iterator[Told]:
+def _device() -> Iterator[Told]:
+    found = gpu_figures()
+    if found is None:
+        return
+    device = {"device": found.device}
+    for kind, num_bytes in (("total", found.total_bytes), ("used", found.used_bytes), ("own", found.own_bytes)):
+        yield "replica_device_memory_bytes", {**device, "kind": kind}, num_bytes
+    if found.utilization is not None:
+        yield "replica_device_utilization_ratio", device, found.utilization
+
+
+def _facts(facts: ReplicaFacts, pool: PoolStats) -> Iterator[Told]:
     labels = {
         "node": facts.node_id,
         "accelerator": facts.accelerator,
         "attention": facts.attention,
         "tensor_parallel": str(facts.tp),
         "page_size_tokens": str(facts.page_size),
+        "num_pages": str(pool.num_pages),
+        "dtype": facts.dtype,
+        "quantization": facts.quantization,
+        "context_len_tokens": str(facts.context_len),
         "kv_dtype": facts.kv_dtype,
         "transfer_backend": facts.transfer_backend,
     }
@@ -111,7 +133,7 @@ def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
     yield from _each("scheduler_tokens_total", "kind", kinds)
     yield "scheduler_retractions_total", {}, stats.num_retractions
     yield "scheduler_retracted_tokens_total", {}, stats.retracted_tokens
-    ended = {"finished": stats.num_finished, "aborted": stats.num_aborted, "error": stats.num_errors}
+    ended = {"ok": stats.num_finished, "cancelled": stats.num_aborted, "error": stats.num_errors}
     yield from _each("scheduler_finished_requests_total", "outcome", ended)
 
 
@@ -163,9 +185,9 @@ def _tiers(tiers: TierStats, *, page_size: int, page_bytes: int) -> Iterator[Tol
 def _transfers(stats: TransferStats, tallies: EngineTallies) -> Iterator[Told]:
     ended = {
         ("send", "ok"): stats.sends_done,
-        ("send", "failed"): stats.sends_failed,
+        ("send", "error"): stats.sends_failed,
         ("receive", "ok"): stats.receives_done,
-        ("receive", "failed"): stats.receives_failed,
+        ("receive", "error"): stats.receives_failed,
     }
     for (direction, outcome), count in ended.items():
         yield "transfers_total", {"direction": direction, "outcome": outcome}, count
@@ -199,13 +221,16 @@ def replica_emitter(
     ``tallies`` are the engine's as of now, from any thread (`EngineLoop`'s)."""
     has_transfer = stats().transfer is not None
     identity = Identity(model=model, role=role.value, replica=replica_id)
-    emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_transfer)
     config = engine.config
+    emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_transfer, gpu=config.device == "cuda")
     cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
     facts = ReplicaFacts(
         node_id=node_id,
         accelerator=config.device,
         attention=engine.started.attention.name,
+        dtype=config.model.dtype,
+        quantization=_quantization(config.model),
+        context_len=config.model.context_len,
         tp=config.parallel.tp,
         page_bytes=config.cache.page_size * config.num_kv_parts * cell_bytes,
         page_size=config.cache.page_size,
@@ -215,3 +240,10 @@ def replica_emitter(
     )
     tell_replica(emitter, facts, stats, tallies)
     return emitter
+
+
+def _quantization(model: ModelConfig) -> str:
+    """Return how the weights are served: "none" of plain floats."""
+    if model.quantization != "none" or model.stored is None or model.stored.products is None:
+        return model.quantization
+    return str(model.stored.products)

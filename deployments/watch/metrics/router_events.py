@@ -10,23 +10,20 @@ A request is one prompt; an HTTP request with several counts as several, and one
 prompts was sent on (a wrong body, say) as one, in ``requests_total`` alone. Token counts, stages and duration are of
 requests that ended ok. Requests for tokens alone have a count and a duration.
 
-The first-token objective is missed by a request that failed before its first token, and the inter-token one by one that
-failed after it: an overload that refuses or times out must not look like one that serves all requests in time. A
-client that leaves, or asks for something impossible, counts for neither.
+Which objectives a request met: `route_log.judged`.
 """
 
 from collections.abc import Mapping
 
-from dashboards.catalog import ANSWERING, ENDPOINTS, OUTCOMES, STAGES
+from dashboards.catalog import ANSWERING, ENDPOINTS, FINISHES, OUTCOMES, STAGES
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLost
-from deployments.dispatch.route_log import RequestWatch, Try
+from deployments.dispatch.route_log import RequestWatch, Try, predicted_tokens
 from deployments.dispatch.timeline import Timeline
 from deployments.watch.metrics.emitter import Emitter
 from replicas.errors import EngineDead, Overloaded
 from routing.types import Decision
 
-FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not get its answer
 RETRIES: Mapping[type, str] = {
     ReplicaGone: "replica_gone",
     ReplicaHangs: "replica_hangs",
@@ -39,30 +36,32 @@ RETRIES: Mapping[type, str] = {
 class RouterEvents(RequestWatch):
     """The metrics of requests, counted as a `RequestWatch`."""
 
-    def __init__(
-        self, emitter: Emitter, *, ttft_objective_s: float, itl_objective_s: float, disaggregated: bool
-    ) -> None:
+    def __init__(self, emitter: Emitter, *, objectives: Mapping[str, float], disaggregated: bool) -> None:
+        super().__init__(objectives)
         self._emitter = emitter
-        self._ttft_objective_s = ttft_objective_s
-        self._itl_objective_s = itl_objective_s
         counter, histogram = emitter.counter, emitter.histogram
-        self.on_gap = emitter.tally("inter_token_latency_seconds").add_many
+        self.gaps = emitter.tally("inter_token_latency_seconds")
+        self.on_gap = self.gaps.add_many
         self._ended = {
             (endpoint, outcome): counter("requests_total", endpoint=endpoint, outcome=outcome)
             for endpoint in ENDPOINTS
             for outcome in OUTCOMES
         }
+        counter("http_responses_total", status="200")  # from the first scrape, as the series of known labels
+        self._finishes = {each: counter("request_finishes_total", reason=each) for each in FINISHES}
         self._open = {each: emitter.gauge("requests_in_flight", endpoint=each) for each in ANSWERING}
         self._ttft = {each: histogram("time_to_first_token_seconds", endpoint=each) for each in ANSWERING}
         self._duration = {each: histogram("request_duration_seconds", endpoint=each) for each in ENDPOINTS}
         self._stages = {each: histogram("request_stage_duration_seconds", stage=each) for each in STAGES}
-        self._prompt = histogram("request_prompt_tokens")
-        self._output = histogram("request_output_tokens")
+        names = ("request_prompt_tokens", "request_output_tokens", "time_per_output_token_seconds")
+        self._of_answers = {name: histogram(name) for name in names}
         self._slo = {
             (slo, met): counter("slo_requests_total", slo=slo, met="true" if met else "false")
             for slo in ("ttft", "itl")
             for met in (True, False)
         }
+        for slo in ("ttft", "itl"):
+            emitter.gauge("slo_objective_seconds", slo=slo).set(objectives[f"{slo}_objective_s"])
         self._decision_s = histogram("router_decision_duration_seconds")
         self._retries = {each: counter("router_retries_total", reason=each) for each in RETRIES.values()}
         self._tokens = {
@@ -76,7 +75,7 @@ class RouterEvents(RequestWatch):
         self._hand_offs = {}
         if disaggregated:
             self._hand_offs = {
-                came: counter("router_hand_offs_total", outcome="transferred" if came else "failed")
+                came: counter("router_hand_offs_total", outcome="ok" if came else "error")
                 for came in (True, False)
             }
 
@@ -94,8 +93,9 @@ class RouterEvents(RequestWatch):
             self._retries[reason].inc()
 
     def began(self, noted: Try, timeline: Timeline) -> None:
+        super().began(noted, timeline)
         if timeline.ttft_s is not None:
-            self._ttft[timeline.arrival.endpoint].observe(timeline.ttft_s)
+            self._ttft[timeline.arrival.endpoint].observe(timeline.ttft_s, timeline.arrival.exemplar)
         decision, actual = noted.decision, noted.cached_tokens or 0
         predicted = predicted_tokens(noted)
         self._tokens["prompt"].inc(decision.num_tokens)
@@ -115,45 +115,33 @@ class RouterEvents(RequestWatch):
         endpoint = timeline.arrival.endpoint
         self._open[endpoint].dec()
         self._ended[endpoint, outcome].inc()
-        self._judge(timeline, outcome)
+        for reason in timeline.finish_reasons:
+            self._finishes[reason].inc()
+        super().ended(timeline, prompt_tokens=prompt_tokens, outcome=outcome)
         stages = timeline.stages
         if outcome != "ok" or stages is None:
             return
-        self._duration[endpoint].observe(stages.total_s)
+        self._duration[endpoint].observe(stages.total_s, timeline.arrival.exemplar)
         for stage, histogram in self._stages.items():
             histogram.observe(getattr(stages, f"{stage}_s"))
-        self._prompt.observe(prompt_tokens)
-        self._output.observe(timeline.num_output)
+        self._of_answers["request_prompt_tokens"].observe(prompt_tokens)
+        self._of_answers["request_output_tokens"].observe(timeline.num_output)
+        if timeline.mean_itl_s is not None:
+            self._of_answers["time_per_output_token_seconds"].observe(timeline.mean_itl_s)
+
+    def responded(self, status: int) -> None:
+        self._emitter.counter("http_responses_total", status=str(status)).inc()
 
     def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None:
         self._ended[endpoint, outcome].inc()
         if outcome == "ok":
             self._duration[endpoint].observe(total_s)
-        elif outcome in FAILED and endpoint in ANSWERING:
-            self._slo["ttft", False].inc()
+        super().answered(endpoint, outcome=outcome, total_s=total_s)
 
-    def _judge(self, timeline: Timeline, outcome: str) -> None:
-        """Count against each objective, as the module's docstring says."""
-        failed = outcome in FAILED
-        if not failed and outcome != "ok":
-            return
-        ttft_s, itl_s = timeline.ttft_s, timeline.mean_itl_s
-        if ttft_s is not None:
-            self._slo["ttft", ttft_s <= self._ttft_objective_s].inc()
-        elif failed:
-            self._slo["ttft", False].inc()
-        if ttft_s is not None and failed:
-            self._slo["itl", False].inc()
-        elif itl_s is not None:
-            self._slo["itl", itl_s <= self._itl_objective_s].inc()
-
-
-def predicted_tokens(noted: Try) -> int:
-    """Return the tokens predicted to be cached where the prompt was computed in the end (as routing/fleet_state.py)."""
-    failed = noted.hand_off is not None and not noted.hand_off.transferred
-    if failed and noted.decision.pair is not None:
-        return noted.decision.pair.chosen.cached_tokens
-    return noted.decision.overlap_tokens
+    def _count(self, outcome: str, met: Mapping[str, bool]) -> None:
+        super()._count(outcome, met)
+        for slo, in_time in met.items():
+            self._slo[slo, in_time].inc()
 
 
 def _sign(difference: int) -> str:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from dashboards.catalog import ROLES, Process
-from deployments.dispatch.route_log import RequestWatch
+from deployments.dispatch.route_log import OBJECTIVES, RequestWatch
 from deployments.fleet.fleet import Fleet
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
-from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
+from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of, tell_build
 from deployments.watch.metrics.router_events import RouterEvents
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 
@@ -107,17 +107,21 @@ ROLE = "router"
 
 
 class RouterMetrics:
-    """All metrics of one router; with ``observability.metrics: false`` nothing is counted and no port is opened."""
+    """All metrics of one router; with ``observability.metrics: false`` no port is opened, and what
+    the live view needs is counted alone."""
 
     def __init__(self, config: AppConfig, *, router_id: str, fleet: Fleet) -> None:
         identity = Identity(model=config.model.name, role=ROLE, replica=router_id)
         self._settings = config.observability
         self._emitter: Emitter | None = None
-        self.watch = RequestWatch()  # what follows requests
+        self._objectives = {name: getattr(self._settings, name) for name in OBJECTIVES}
+        self.watch = RequestWatch(self._objectives)  # what follows requests
         if self._settings.metrics:
             self._emitter = self._bind(config, identity, fleet)
         # what a scrape through Serve's proxy may see: it reaches any one of the routers
-        self.shown: CollectorRegistry = emitter_of(Process.ROUTER, identity, disaggregated=False).registry
+        any_router = Emitter(Process.ROUTER, identity)
+        tell_build(any_router)
+        self.shown: CollectorRegistry = any_router.registry
         if self._emitter is not None and config.router.count == 1:
             self.shown = self._emitter.registry
 
@@ -133,13 +137,13 @@ class RouterMetrics:
 
     def _bind(self, config: AppConfig, identity: Identity, fleet: Fleet) -> Emitter:
         apart = config.mode == "disaggregated"
-        emitter = emitter_of(Process.ROUTER, identity, disaggregated=apart)
-        self.watch = RouterEvents(
-            emitter,
-            ttft_objective_s=self._settings.ttft_objective_s,
-            itl_objective_s=self._settings.itl_objective_s,
-            disaggregated=apart,
-        )
+        bounds = {
+            "time_to_first_token_seconds": self._objectives["ttft_objective_s"],
+            "inter_token_latency_seconds": self._objectives["itl_objective_s"],
+            "time_per_output_token_seconds": self._objectives["itl_objective_s"],
+        }
+        emitter = emitter_of(Process.ROUTER, identity, disaggregated=apart, objectives=bounds)
+        self.watch = RouterEvents(emitter, objectives=self._objectives, disaggregated=apart)
         page_size = config_of(config, roles_of(config)[0]).cache.page_size
         RouterFigures(emitter, fleet, page_size=page_size)
         return emitter

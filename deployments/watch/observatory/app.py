@@ -26,22 +26,21 @@ from deployments.settings.keys import KEY_VARIABLE, digest
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from deployments.watch.observatory import serve_details
+from deployments.watch.observatory.actions import Actions, serve_places
 from deployments.watch.observatory.fan_in import fetch_text
 from deployments.watch.observatory.http_app import make_app
 from deployments.watch.observatory.page_files import read_files
 from deployments.watch.observatory.parts import AdminKey, Parts
 from deployments.watch.observatory.router_view import RouterView
-from deployments.watch.observatory.routers import RayRouters
 from deployments.watch.observatory.settings import parse, with_key
 from deployments.watch.observatory.state import State
 from deployments.watch.observatory.trees import Trees
-from deployments.watch.observatory.viewers import MOST_VIEWERS, Viewers
-from deployments.watch.observatory.watch import Watch
+from deployments.watch.observatory.watch import RayRouters, Watch
 
 log = logging.getLogger(__name__)
 ROLE = "observatory"
-MOST_BESIDES = 64  # concurrent calls beside the viewers: pages, scrapes
-STOP_S = 2.0  # a viewer's stream does not end by itself
+MOST_CALLS = 128  # at once
+STOP_S = 2.0
 OPEN = f"asks for no key: there is no admin_key in args, and no {KEY_VARIABLE} where it was built"
 
 
@@ -53,8 +52,7 @@ class Observatory:
         logs.into_serve()
         settings = parse(args)
         self._id = serve.get_replica_context().replica_id.unique_id
-        self._state = State(on_scaling=self._scaled)
-        self._viewers = Viewers(lambda: self._state.snapshot)
+        self._state = State(on_scaling=self._scaled, has_key=settings.key is not None, grafana_url=settings.grafana_url)
         self._routers = RayRouters(settings.application)
         self._settings = settings
         self._key = AdminKey(settings.key)
@@ -66,24 +64,29 @@ class Observatory:
             routers=self._routers,
             look=functools.partial(serve_details.ask, settings.application),
             state=self._state,
-            viewers=self._viewers,
             on_poll=self._polled,
             on_view=self._serve_metrics,
         )
         self._watching = asyncio.create_task(watch.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        fetch = functools.partial(fetch_text, key=self._settings.key)
         return make_app(
             Parts(
                 state=self._state,
                 routers=self._routers,
                 trees=Trees(self._routers, clock=time.monotonic, calendar=time.time),
-                viewers=self._viewers,
                 key=self._key,
                 files=read_files(),
                 own_target=lambda: None if self._metrics is None else self._metrics.target,
                 clock=time.time,
-                fetch=functools.partial(fetch_text, key=self._settings.key),
+                fetch=fetch,
+            ),
+            actions=Actions(
+                find=serve_places(self._settings.application),
+                seen=self._state.merged.seen,
+                ask=self._routers.ask_replica,
+                fetch=fetch,
             ),
             browsers=browser_rules(
                 listens_on=self._listens_on,
@@ -103,7 +106,9 @@ class Observatory:
         identity = Identity(model=view.model, role=ROLE, replica=self._id)
         emitter = emitter_of(Process.OBSERVATORY, identity, disaggregated=view.mode == "disaggregated")
         self._emission = Emission(
-            emitter, targets=lambda: self._state.scaling.targets, num_viewers=lambda: self._viewers.num_open
+            emitter,
+            targets=lambda: self._state.scaling.targets,
+            num_viewers=lambda: self._state.num_viewers(time.monotonic()),
         )
         guard = digest(self._settings.key) if self._settings.key else b"" if view.asks_for_key else None
         host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
@@ -156,7 +161,7 @@ def build(args: dict[str, Any]) -> Application:
     deployment = serve.deployment(Observatory).options(
         name="Observatory",
         num_replicas=1,
-        max_ongoing_requests=MOST_VIEWERS + MOST_BESIDES,
+        max_ongoing_requests=MOST_CALLS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=STOP_S,
         graceful_shutdown_wait_loop_s=0.5,

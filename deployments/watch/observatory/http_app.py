@@ -5,19 +5,22 @@ Never:     holds state of its own (``app.state.parts`` does); asks a replica its
 Thread:    the observatory's event loop.
 """
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dashboards.dialects import translate
 from deployments.http import http_errors
 from deployments.http.access import BrowserCheck, BrowserRules, KeyNeeded
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
+from deployments.watch.observatory.actions import Actions, routes
 from deployments.watch.observatory.fan_in import CONTENT_TYPE, gather, service_discovery
 from deployments.watch.observatory.pages import open_pages, pages
 from deployments.watch.observatory.parts import Parts, admit, ask_for_key, parts_of
-from deployments.watch.observatory.routers import NoRouter
+from deployments.watch.observatory.watch import NoRouter
 from replicas.cache.tree_view import MAX_DEPTH
 from replicas.errors import InvalidRequest
 
@@ -26,7 +29,7 @@ MOST_TOKENS = 1 << 40
 MOST_DIGITS = 20  # of a number in a query
 UNHEARD = "no router has answered in the last 30 s: who serves metrics is not known"
 NOT_KEPT = {"Cache-Control": "no-store"}
-EVENTS = {**NOT_KEPT, "X-Accel-Buffering": "no"}  # a proxy in front must not buffer events
+ZIPPED = {**NOT_KEPT, "Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
 
 
 @api.get("/sd")
@@ -39,9 +42,16 @@ async def sd(request: Request) -> list[dict[str, Any]]:
 
 
 @api.get("/metrics")
-async def metrics(request: Request) -> Response:
+@api.get("/metrics/{dialect}")
+async def metrics(request: Request, dialect: str = "") -> Response:
+    """``dialect``: under the names of another server. Raises: InvalidRequest for one that there is not."""
     parts = parts_of(request)
     text = await gather(parts.targets(), parts.fetch)
+    if dialect:
+        try:
+            text = translate(text, dialect)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
     if not parts.state.merged.heard_any:
         text += f"# {UNHEARD}\n"
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
@@ -49,13 +59,18 @@ async def metrics(request: Request) -> Response:
 
 @api.get("/api/state")
 async def state(request: Request) -> Response:
-    return JSONResponse(parts_of(request).state.snapshot, headers=NOT_KEPT)
+    """Answer with what changed since version ``since``; without it with all. Raises: InvalidRequest."""
+    since = _number(request, "since", 0, least=0, most=MOST_TOKENS)
+    zipped = "gzip" in request.headers.get("accept-encoding", "")
+    body = parts_of(request).state.answer(since, zipped=zipped, now_s=time.monotonic())
+    return Response(body, media_type="application/json", headers=ZIPPED if zipped else NOT_KEPT)
 
 
-@api.get("/api/events")
-async def events(request: Request) -> Response:
-    """Raises: TooManyViewers."""
-    return StreamingResponse(parts_of(request).viewers.watch(), media_type="text/event-stream", headers=EVENTS)
+@api.get("/api/history")
+async def history(request: Request) -> Response:
+    """Raises: InvalidRequest."""
+    span_s = _number(request, "span_s", 3600, least=1, most=3600)
+    return JSONResponse(parts_of(request).state.history(span_s), headers=NOT_KEPT)
 
 
 @api.get("/api/tree")
@@ -102,12 +117,13 @@ def _number(request: Request, name: str, default: int, *, least: int, most: int)
     return int(given)
 
 
-def make_app(parts: Parts, *, browsers: BrowserRules | None = None) -> FastAPI:
-    """Make the app over ``parts``. ``browsers``: None where pages cannot do harm (`browser_rules`)."""
+def make_app(parts: Parts, *, browsers: BrowserRules | None = None, actions: Actions | None = None) -> FastAPI:
+    """Make the app over ``parts``. ``browsers``: None where pages cannot do harm (`browser_rules`). ``actions``: None
+    where there is no Serve to ask."""
     app = FastAPI(title="Manta: observatory", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.parts = parts
     app.include_router(open_pages)
-    for part in (pages, api):
+    for part in (pages, api, *([routes(actions)] if actions is not None else [])):
         app.include_router(part, dependencies=[Depends(admit)])
     http_errors.install(app)
     app.add_exception_handler(KeyNeeded, ask_for_key)

@@ -101,6 +101,10 @@ class Merged:
                     found[seen.replica_id] = (seen, age_s)
         return found
 
+    def seen(self, replica_id: str) -> SeenReplica | None:
+        """Return a replica by its newest report."""
+        return self.replicas().get(replica_id, (None, None))[0]
+
     def targets(self) -> list[Target]:
         """Return where routers and replicas serve their metrics, sorted by process."""
         found = [heard.view.target for heard in self._heard.values() if heard.view.target is not None]

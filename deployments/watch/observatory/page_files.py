@@ -18,6 +18,7 @@ from routing import terms
 FOLDER = Path(dashboards.__path__[0]) / "ui"
 INDEX = "index.html"
 LOGIN = "login.html"
+RUNBOOK = "runbook.html"
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from deployments.http.http_errors import error_body
-from deployments.watch.observatory.page_files import INDEX, LOGIN, SAFETY, PageFile, login_needs
+from deployments.watch.observatory.page_files import INDEX, LOGIN, RUNBOOK, SAFETY, PageFile, login_needs
 from deployments.watch.observatory.parts import COOKIE, LASTS_S, admit, home, parts_of
 
 MOST_LOGIN_BYTES = 4096
@@ -26,10 +26,12 @@ open_pages = APIRouter()  # routes before it
 
 @pages.get("/")
 async def index(request: Request) -> Response:
-    file = parts_of(request).files.get(INDEX)
-    if file is None:
-        return Response(ABSENT, media_type="text/plain", headers=dict(SAFETY))
-    return _file(request, file)
+    return _page(request, INDEX)
+
+
+@pages.get("/runbook")
+async def runbook(request: Request) -> Response:
+    return _page(request, RUNBOOK)
 
 
 @open_pages.get("/ui/{path:path}")
@@ -92,6 +94,13 @@ def _login(request: Request, said: str = "", *, status: int = 200) -> Response:
     if said:
         page = NOTE.sub(lambda found: found[1] + html.escape(said), page)
     return Response(page, status_code=status, headers=headers, media_type=file.content_type)
+
+
+def _page(request: Request, name: str) -> Response:
+    file = parts_of(request).files.get(name)
+    if file is None:
+        return Response(ABSENT, media_type="text/plain", headers=dict(SAFETY))
+    return _file(request, file)
 
 
 def _file(request: Request, file: PageFile) -> Response:

@@ -22,10 +22,9 @@ from deployments.http.http_errors import error_response
 from deployments.settings.keys import KEY_VARIABLE, digest
 from deployments.watch.observatory.fan_in import Fetch, fetch_text
 from deployments.watch.observatory.page_files import PageFile
-from deployments.watch.observatory.routers import Routers
 from deployments.watch.observatory.state import State
 from deployments.watch.observatory.trees import Trees
-from deployments.watch.observatory.viewers import Viewers
+from deployments.watch.observatory.watch import Routers
 
 COOKIE = "manta_observatory"
 LASTS_S = 12 * 3600  # a login
@@ -76,7 +75,6 @@ class Parts:
     state: State
     routers: Routers
     trees: Trees
-    viewers: Viewers
     key: AdminKey
     files: Mapping[str, PageFile]
     own_target: Callable[[], Target | None]  # where the observatory's own metrics are served

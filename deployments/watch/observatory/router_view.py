@@ -7,11 +7,11 @@ Thread: the router's event loop.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.dispatch.dispatcher import Dispatcher
-from deployments.dispatch.route_log import MOST_TOLD, RouteRecord
+from deployments.dispatch.route_log import MOST_TOLD, OBJECTIVES, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body
 from deployments.fleet.seen import SeenReplica, Target
@@ -19,6 +19,7 @@ from deployments.http.routes import record_body, request_row
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from kvtransfer.pages import PageKeys
+from replicas.types import TallyCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class RouterView:
     seq: int  # to be given as ``since`` next; 0 asks for all that are kept
     asks_for_key: bool = False  # it has an admin key or API keys: the observatory must not be open then either
     autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)
+    objectives: Mapping[str, float] = field(default_factory=lambda: OBJECTIVES)
+    counts: Mapping[str, int] = field(default_factory=dict)  # of requests since the router's start (RequestWatch)
+    gaps: TallyCounts | None = None  # between tokens, since then; None where metrics are off
 
 
 RULE = ("min_replicas", "max_replicas", "ttft_objective_s", "pool_high", "running_high", "slack")
@@ -54,7 +58,7 @@ def router_view(
     since: Mapping[str, int],
 ) -> RouterView:
     """Read one router. ``since``: by router, the ``seq`` of its last answer; each router looks up its own."""
-    # if more than MOST_TOLD changed (all, on a first look), the newest are enough: 50 are shown
+    # if more than MOST_TOLD changed (all, on a first look), the newest are enough: no more are shown
     records, seq = dispatcher.routes.changed_since(since.get(dispatcher.router_id, 0), most=MOST_TOLD)
     return RouterView(
         router_id=dispatcher.router_id,
@@ -76,6 +80,9 @@ def router_view(
         time_s=time.time(),
         seq=seq,
         autoscaling=scaling_rules(config),
+        objectives=dispatcher.watch.objectives,
+        counts=dict(dispatcher.watch.counts),
+        gaps=None if dispatcher.watch.gaps is None else dispatcher.watch.gaps.read(),
     )
 
 

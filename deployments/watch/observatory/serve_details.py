@@ -1,14 +1,18 @@
 """What Ray Serve's controller reports: the application's replicas, and how many each deployment should have.
 
-Never:  keeps an answer; waits longer than ANSWER_S.
-Thread: `ask` and `listens_on` block: call them on a thread. The rest is pure.
+Never:  keeps an answer, except `LiveView`; waits longer than ANSWER_S.
+Thread: `ask` and `listens_on` block: call them on a thread. `LiveView` is for an event loop. The rest is pure.
 """
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
 from deployments.settings.roles import DEPLOYMENTS
@@ -33,6 +37,8 @@ class ServeDetails:
 
     replicas: tuple[Listed, ...] = ()
     desired: Mapping[str, int] = field(default_factory=dict)  # role -> replicas wanted, of model replicas only
+    started_s: float = 0.0  # when the application was deployed, seconds since 1970; 0: not known
+    route_prefix: str = "/"  # of its API
 
     def running(self, role: str) -> int:
         return sum(each.role == role and each.state == "RUNNING" for each in self.replicas)
@@ -40,7 +46,8 @@ class ServeDetails:
 
 def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
     """Read ``details``, which has the form of ray.serve.schema.ServeInstanceDetails, as a mapping."""
-    deployments = (details["applications"].get(application) or {}).get("deployments") or {}
+    found = details["applications"].get(application) or {}
+    deployments = found.get("deployments") or {}
     replicas: list[Listed] = []
     desired = {}
     for name, deployment in deployments.items():
@@ -58,7 +65,12 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
             )
             for each in deployment["replicas"]
         ]
-    return ServeDetails(replicas=tuple(replicas), desired=desired)
+    return ServeDetails(
+        replicas=tuple(replicas),
+        desired=desired,
+        started_s=float(found.get("last_deployed_time_s") or 0.0),
+        route_prefix=found.get("route_prefix") or "/",
+    )
 
 
 ANSWER_S = 5.0
@@ -72,9 +84,54 @@ def listens_on() -> str:
 
 
 def ask(application: str) -> ServeDetails:
+    """Ask the controller for the replicas of ``application``."""
+    return details_of(ask_all(), application)
+
+
+def ask_all() -> Mapping[str, Any]:
     """Ask the controller. `serve.status()` is public but lacks the wanted number of replicas; its source has it."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
-        return ServeDetails()
-    details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
-    return details_of(details, application)
+        return {"applications": {}}
+    details: Mapping[str, Any] = ray.get(client._controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
+    return details
+
+
+def live_view_of(details: Mapping[str, Any], application: str) -> str | None:
+    """Find the path of the observatory that watches ``application``, in what `details_of` reads; None if none runs."""
+    for each in details["applications"].values():
+        prefix, config = each.get("route_prefix"), each.get("deployed_app_config") or {}
+        watches = (config.get("args") or {}).get("application", "manta")
+        if prefix and watches == application and "Observatory" in (each.get("deployments") or {}):
+            return f"{prefix.rstrip('/')}/"
+    return None
+
+
+VIEW_KEPT_S = 5.0
+
+
+class LiveView:
+    """Where the live view of one application is; asks the controller at most once in VIEW_KEPT_S."""
+
+    def __init__(
+        self,
+        application: str,
+        *,
+        ask: Callable[[], Mapping[str, Any]] = ask_all,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._application = application
+        self._ask = ask
+        self._clock = clock
+        self._path: str | None = None
+        self._asked_s: float | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def path(self) -> str | None:
+        """Return its path; the last one known where the controller does not answer."""
+        async with self._one_at_a_time:
+            if self._asked_s is None or self._clock() - self._asked_s >= VIEW_KEPT_S:
+                with contextlib.suppress(RayError):
+                    self._path = live_view_of(await asyncio.to_thread(self._ask), self._application)
+                self._asked_s = self._clock()
+        return self._path

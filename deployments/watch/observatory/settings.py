@@ -22,6 +22,7 @@ class ObservatorySettings(Settings):
     application: str = Field(default="manta", min_length=1)  # name of the application that it watches
     admin_key: SecretStr | None = None  # None: from the environment; without a key the observatory is open
     allowed_hosts: tuple[str, ...] = ()  # names in Host beside the loopback's, where that is served without a key
+    grafana_url: str | None = Field(default=None, pattern=r"^https?://")  # where people open it; the page leads there
     log_format: Literal["text", "json"] = "text"  # of its own log lines
 
     @field_validator("admin_key")

@@ -1,22 +1,39 @@
-"""What the observatory shows: one snapshot, and the delta that led to it.
+"""What the observatory shows: the state, and what of it changed since a version (README.md has the form).
 
-Owns:      the state's parts, each fed once a second, and the form of a replica's row; README.md has the whole form.
+Owns:      the state's parts, each fed once a second; the form of a replica's row; the answers, made and compressed once
+           for all viewers who ask alike.
 Never:     polls (watch.py does), or holds a prompt's text.
-Invariant: applied to the snapshot before it, each delta gives the snapshot after it (deltas.py).
+Invariant: an answer's rows and points are those that changed after ``since``. Versions grow from life to life, so that
+           one of another life asks for all.
 Thread:    the observatory's event loop.
 
-    routers' answers ─> merged ─┬─> replica rows, rates, pressures
-    Serve's list ───────────────┘   rows of requests ─> totals, links          used pools ─> history
+    routers' answers ─> merged ─┬─> replica rows, rates, pressures, readings ─┐
+    Serve's list ───────────────┘   rows of requests ─> figures, links        ├─> alerts ─> levels of the figures
+                                    counters ─> growth ───────────────────────┘
 """
 
-from collections.abc import Callable, Sequence
+import gzip
+import importlib.metadata
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dashboards.catalog import POOL_STATES, TAKEN
 from deployments.channel.frames import ReplicaReport
 from deployments.fleet.seen import SeenReplica
-from deployments.watch.observatory.deltas import History, by_role, changes
+from deployments.watch.observatory.alerts import (
+    Alerts,
+    Readings,
+    fleet_readings,
+    growing_of,
+    hand_offs_of,
+    replica_readings,
+)
+from deployments.watch.observatory.figures import WINDOW_S, Growth, History, Rates, Recent, figures_body, short
 from deployments.watch.observatory.merged import Merged, settings_of, shown_node
-from deployments.watch.observatory.rates import Rates, short
 from deployments.watch.observatory.requests import Requests
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.scaling import Scaling
@@ -55,11 +72,6 @@ def row_of(seen: SeenReplica, *, node: str, age_s: float | None, rates: Sequence
 def row_of_listed(listed: Listed, *, node: str) -> dict[str, Any]:
     """Return the row of a replica that Serve has and no router sees: it is starting or leaving."""
     return _bare(listed.replica_id, listed.role, node, SERVE_STATES.get(listed.state, "starting"))
-
-
-def used_ratio(seen: SeenReplica) -> float | None:
-    """Return the share of its pool that a new request cannot have."""
-    return None if seen.report is None else round(seen.report.stats.pool.utilization, 4)
 
 
 def _bare(replica_id: str, role: str, node: str, state: str) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def _tiers(stats: EngineStats) -> dict[str, Any]:
     if tiers is None:
         return {"pools": [device]}
     size, used = stats.pool.page_size, tiers.host_used_pages
-    host = {"tier": "L2", **dict.fromkeys(("protected", "reserved", "quarantined"), 0)}
+    host = {"tier": "L2", **dict.fromkeys(TAKEN, 0)}
     host |= {"capacity": tiers.host_pages * size, "free": (tiers.host_pages - used) * size, "evictable": used * size}
     told = {
         "host_hit_tokens": tiers.host_hit_tokens,
@@ -121,33 +133,47 @@ def _tiers(stats: EngineStats) -> dict[str, Any]:
 def _pool(pool: PoolStats) -> dict[str, Any]:
     """Return the pool in tokens; the states sum to the capacity."""
     size = pool.page_size
-    return {
-        "tier": "L1",
-        "capacity": pool.total_tokens,
-        "free": pool.free_pages * size,
-        "evictable": pool.evictable_pages * size,
-        "protected": pool.protected_pages * size,
-        "reserved": pool.reserved_pages * size,
-        "quarantined": pool.quarantined_pages * size,
-    }
+    states = {state: getattr(pool, f"{state}_pages") * size for state in POOL_STATES}
+    return {"tier": "L1", "capacity": pool.total_tokens, **states}
 
 
 PERIOD_S = 1.0
+LEVEL = 3  # of gzip: 0.3 ms for a second's changes
+VIEWERS_S = 5.0  # over which polls are counted
+MOST_ANSWERS = 64  # kept of one version
 Age = float | None
+Seen = dict[str, tuple[SeenReplica, Age]]
 
 
 class State:
     """What the observatory shows. Ages, rates and expiry go by ``now_s``; ``time_s``, seconds since 1970, is shown."""
 
-    def __init__(self, *, on_scaling: Callable[[str, str], None] = lambda role, direction: None) -> None:
+    def __init__(
+        self,
+        *,
+        on_scaling: Callable[[str, str], None] = lambda role, direction: None,
+        has_key: bool = False,
+        grafana_url: str | None = None,
+        first_version: int | None = None,
+    ) -> None:
+        """``has_key``: an admin key is set. ``first_version``: by default from the calendar, above any of an earlier
+        life, since there is at most one a second."""
         self.merged = Merged()
         self.scaling = Scaling(on_scaling)
         self._rates = Rates()
-        self._requests = Requests()
+        self._recent = Recent()
+        self._requests = Requests(self._recent)
         self._history = History()
+        self._fleet_growth = Growth(step_s=PERIOD_S, kept_s=3600.0)
+        self._replica_growth = Growth(step_s=15.0, kept_s=600.0)
+        self._alerts = Alerts(self._fleet_growth, self._replica_growth)
+        self._answers = Answers()
+        self._first = int(time.time()) if first_version is None else first_version
         self._body: dict[str, Any] = {
-            "time": 0.0, "version": 0, "model": "", "mode": "unified", "period_s": PERIOD_S, "routers": [],
-            "replicas": [], "links": [], "totals": self._totals({}, 0.0), "requests": [],
+            "time": 0.0, "version": self._first, "period_s": PERIOD_S, "model": "", "mode": "unified", "started": 0.0,
+            "api": "/", "facts": {"version": importlib.metadata.version("manta"), "grafana": grafana_url},
+            "keys": {"admin": has_key},
+            "figures": [], "alerts": [], "routers": [], "replicas": [], "links": [],
             "autoscaling": self.scaling.state,
         }  # fmt: skip
 
@@ -159,42 +185,62 @@ class State:
         *,
         time_s: float | None = None,
         details_are_new: bool = True,
-    ) -> dict[str, Any]:
-        """Take the answers of one poll and the last look at Serve; return the delta.
+    ) -> None:
+        """Take the answers of one poll and the last look at Serve.
 
         Args:   now_s: of a clock that never goes back; time_s: seconds since 1970, None if ``now_s`` is that too.
         """
         time_s = round(now_s if time_s is None else time_s, 3)
+        version = self._body["version"] + 1
         rows = self.merged.take(views, details.replicas if details_are_new else None, now_s, time_s)
-        seen = self.merged.replicas()
-        self._requests.take(rows, now_s, time_s)
-        self._requests.lose(self.merged.router_ids)
-        self._sample(seen, now_s)
-        latest = self.merged.latest
+        seen, latest = self.merged.replicas(), self.merged.latest
+        objectives = {} if latest is None else latest.objectives
+        self._requests.take(rows, now_s, time_s, version=version, objectives=objectives)
+        self._requests.lose(self.merged.router_ids, version=version)
+        self._count(views, seen, now_s)
         if details_are_new:
             self._look_at_scaling(seen, details, time_s)
-        used = {name: ratio for name, (each, _) in seen.items() if (ratio := used_ratio(each)) is not None}
-        self._history.add(time_s, used)
-        body = {
+        replicas = self._replica_rows(seen, details)
+        values, more = self._measure(replicas, now_s)
+        self._history.add(version, time_s, values)
+        self._alerts.judge(self._readings(seen, replicas), now_s, time_s)
+        known = self._body if latest is None else {"model": latest.model, "mode": latest.mode}
+        alerts = self._alerts.body({"model": known["model"] or "the model", **_objective_words(objectives)}, now_s)
+        levels = {alert["figure"]: alert["severity"] for alert in reversed(alerts) if alert["state"] == "firing"}
+        self._body = self._body | {
             "time": time_s,
-            "version": self._body["version"] + 1,
-            "model": self._body["model"] if latest is None else latest.model,
-            "mode": self._body["mode"] if latest is None else latest.mode,
-            "period_s": PERIOD_S,
+            "version": version,
+            "model": known["model"],
+            "mode": known["mode"],
+            "started": details.started_s,
+            "api": details.route_prefix,
+            "facts": self._body["facts"] | _facts(seen),
+            "figures": figures_body(values, more, objectives, levels),
+            "alerts": alerts,
             "routers": self.merged.routers,
-            "replicas": self._replica_rows(seen, details),
+            "replicas": replicas,
             "links": self._requests.links(),
-            "totals": self._totals(used, now_s),
-            "requests": self._requests.rows(),
             "autoscaling": self.scaling.state,
         }
-        delta = changes(self._body, body, used)
-        self._body = body
-        return delta
+        self._answers.clear()
 
-    @property
-    def snapshot(self) -> dict[str, Any]:
-        return {**self._body, "history": self._history.series()}
+    def since(self, version: int = 0) -> dict[str, Any]:
+        """Return the state, with the requests and points that changed after ``version``; all of them if it is 0, or not
+        of this life."""
+        whole = not self._first < version <= self.version
+        after = 0 if whole else version
+        changed = {"requests": self._requests.rows(after), "history": self._history.since(after)}
+        return {**self._body, "whole": whole, **changed}
+
+    def answer(self, version: int, *, zipped: bool, now_s: float) -> bytes:
+        """Return `since` as JSON, ``zipped`` by gzip."""
+        return self._answers.get(version, lambda: self.since(version), zipped=zipped, now_s=now_s)
+
+    def num_viewers(self, now_s: float) -> int:
+        return self._answers.num_viewers(now_s)
+
+    def history(self, span_s: float) -> dict[str, Any]:
+        return self._history.last(span_s)
 
     @property
     def version(self) -> int:
@@ -209,31 +255,82 @@ class State:
 
     def row(self, rid: str) -> dict[str, Any] | None:
         """Return the row of a request that is still shown."""
-        return next((row for row in self._body["requests"] if row["rid"] == rid), None)
+        return self._requests.row(rid)
 
     def check(self) -> None:
         """Raises AssertionError if a part breaks its invariant, or a pool's states do not sum to its capacity."""
-        for part in (self.merged, self._rates, self._requests, self._history):
+        for part in (self.merged, self._requests, self._history, self._fleet_growth, self._replica_growth):
             part.check()
         for row in self._body["replicas"]:
             for pool in row["pools"]:
-                parts = ("free", "evictable", "protected", "reserved", "quarantined")
-                assert sum(pool[part] for part in parts) == pool["capacity"], row
+                assert sum(pool[state] for state in POOL_STATES) == pool["capacity"], row
 
-    def _sample(self, seen: dict[str, tuple[SeenReplica, Age]], now_s: float) -> None:
+    def _count(self, views: Sequence[RouterView], seen: Seen, now_s: float) -> None:
+        """Take the counters of routers and replicas."""
+        for view in views:
+            self._fleet_growth.take(view.router_id, view.counts)
+            if view.gaps is not None:
+                self._recent.gaps(view.router_id, view.gaps, now_s)
         for name, (each, age_s) in seen.items():
             if each.report is not None and age_s is not None:
-                self._rates.add(name, now_s - age_s, counters_of(each.report.stats))
+                stats = each.report.stats
+                if self._rates.add(name, now_s - age_s, counters_of(stats)):  # an older report is no restart
+                    self._fleet_growth.take(name, hand_offs_of(stats))
+                    self._replica_growth.take(name, growing_of(stats), subject=name)
         self._rates.keep(seen.keys())
+        self._recent.keep(self.merged.router_ids)
+        self._fleet_growth.keep(self.merged.router_ids | seen.keys())
+        self._replica_growth.keep(seen.keys())
+        self._fleet_growth.sample(now_s)
+        self._replica_growth.sample(now_s)
 
-    def _look_at_scaling(self, seen: dict[str, tuple[SeenReplica, Age]], details: ServeDetails, time_s: float) -> None:
+    def _measure(self, replicas: list[dict[str, Any]], now_s: float) -> tuple[dict[str, Age], dict[str, Any]]:
+        """Return the newest value of each series of the history, and what else the figures tell."""
+        growth = self._fleet_growth
+        ended, failed, shed = (growth.over(name, WINDOW_S, now_s) for name in ("requests", "failed", "shed"))
+        lost = sum(growth.over(name, 300.0, now_s) for name in ("failed", "shed"))
+        known = [row for row in replicas if row["running"] is not None]
+        used = {row["id"]: _used(row["pools"][0]) for row in known}
+        running, waiting = (sum(row[name] for row in known) for name in ("running", "waiting"))
+        values: dict[str, Age] = {
+            **self._recent.values(now_s),
+            **{
+                name: sum(row["rates"][f"{of}_tokens_per_s"] for row in known) if known else None
+                for name, of in {"output": "decode", "prefill": "prefill", "cached": "cached"}.items()
+            },
+            "errors": (failed + shed) / ended if ended else None,
+            "shed": shed / ended if ended else None,
+            "queue": waiting + sum(row["preallocating"] for row in known) if known else None,
+            "running": running if known else None,
+            "kv_max": max(used.values(), default=None),
+            "kv_mean": sum(used.values()) / len(used) if used else None,
+        }
+        prompt_tokens, cached_tokens = self._recent.tokens
+        more = {
+            "hit": {"cached_tokens": cached_tokens, "prompt_tokens": prompt_tokens},
+            "errors": {"count": round(lost), "requests_per_s": short(ended / WINDOW_S)},
+            "queue": {"running": running, "tokens": sum(row["queued_tokens"] for row in known)},
+            "kv": {"mean": short(values["kv_mean"] or 0.0), "replica": max(used, key=used.__getitem__, default=None)},
+        }
+        return values, more
+
+    def _readings(self, seen: Seen, replicas: list[dict[str, Any]]) -> Readings:
+        answering = any(router["answering"] for router in self.merged.routers)
+        ready = {row["role"] for row in replicas if row["state"] == "accepting"}
+        found = fleet_readings(ready, answering=answering, targets=self.scaling.targets)
+        for name, (each, age_s) in seen.items():
+            for source, reading in replica_readings(each, age_s).items():
+                found.setdefault(source, {})[name] = reading
+        return found
+
+    def _look_at_scaling(self, seen: Seen, details: ServeDetails, time_s: float) -> None:
         stats: dict[str, list[Any]] = {}
         for each, _ in seen.values():
             if each.report is not None:
                 stats.setdefault(each.role, []).append(each.report.stats)
         self.scaling.take(details, stats, settings_of(self.merged.latest), time_s)
 
-    def _replica_rows(self, seen: dict[str, tuple[SeenReplica, Age]], details: ServeDetails) -> list[dict[str, Any]]:
+    def _replica_rows(self, seen: Seen, details: ServeDetails) -> list[dict[str, Any]]:
         listed = {each.replica_id: each for each in details.replicas if each.role != ROUTER}
         rows = {}
         for name, each in listed.items():
@@ -241,7 +338,58 @@ class State:
         for name, (each_seen, age_s) in seen.items():
             node_id = each_seen.info.node_id if each_seen.info else listed[name].node_id if name in listed else ""
             rows[name] = row_of(each_seen, node=shown_node(node_id), age_s=age_s, rates=self._rates.of(name))
-        return by_role(rows)
+        return sorted(rows.values(), key=lambda row: (row["role"], row["id"]))
 
-    def _totals(self, used: dict[str, float], now_s: float) -> dict[str, Any]:
-        return {**self._requests.totals(now_s), "fullest_pool_ratio": max(used.values(), default=None)}
+
+class Answers:
+    """The answers of one version of the state, as bytes, and how often they are asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], bytes] = {}
+        self._asked: deque[float] = deque()
+
+    def clear(self) -> None:
+        self._made.clear()
+
+    def get(self, since: int, make: Callable[[], dict[str, Any]], *, zipped: bool, now_s: float) -> bytes:
+        self._asked.append(now_s)
+        while now_s - self._asked[0] > VIEWERS_S:
+            self._asked.popleft()
+        if (since, zipped) not in self._made:
+            if len(self._made) >= MOST_ANSWERS:
+                self._made.clear()
+            plain = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
+            self._made[since, zipped] = gzip.compress(plain, compresslevel=LEVEL) if zipped else plain
+        return self._made[since, zipped]
+
+    def num_viewers(self, now_s: float) -> int:
+        """Return how many live views poll: the polls a second of the last VIEWERS_S. On any thread."""
+        polls = sum(now_s - asked_s <= VIEWERS_S for asked_s in tuple(self._asked))
+        return math.ceil(polls * PERIOD_S / VIEWERS_S)
+
+
+def _used(pool: Mapping[str, Any]) -> float:
+    """Return the share of a pool that a new request cannot take."""
+    held: float = sum(pool[state] for state in TAKEN)
+    return round(held / pool["capacity"], 4) if pool["capacity"] else 0.0
+
+
+def _objective_words(objectives: Mapping[str, float]) -> dict[str, str]:
+    return {name: f" of {1e3 * value:g} ms" if value < 1 else f" of {value:g} s" for name, value in objectives.items()}
+
+
+def _facts(seen: Seen) -> dict[str, Any]:
+    """Return what all replicas have in common, as the newest one tells it; nothing while none has told."""
+    infos = [each.info for each, _ in seen.values() if each.info is not None]
+    if not infos:
+        return {}
+    info = infos[-1]
+    return {
+        "dtype": info.dtype,
+        "quantization": info.weights or None,
+        "context_len": info.context_len,
+        "page_size": info.page_size,
+        "tp": info.tp,
+        "device": "cpu" if info.kernels else "gpu",
+        "attention": info.attention,
+    }

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.watch.observatory.routers import Routers
+from deployments.watch.observatory.watch import Routers
 from kvtransfer.pages import PageKey
 from replicas.cache.tree_view import CacheTree, NodeView
 
@@ -58,7 +58,7 @@ def node_body(node: NodeView, names: PageNames) -> dict[str, Any]:
         "subtree_tokens": node.subtree_tokens,
         "subtree_nodes": node.subtree_nodes,
         "hits": node.hits,
-        "locked": node.locked,
+        "protected": node.locked,
         "idle_s": round(node.idle_s, 1),
         "key": None if node.key is None else names(node.key),
         "children": [node_body(child, names) for child in node.children],

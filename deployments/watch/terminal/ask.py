@@ -30,12 +30,15 @@ class Unanswered(Exception):
         return self.status == UNREACHABLE
 
 
-def state(url: str, key: str | None) -> dict[str, Any]:
-    """Return the observatory's state. Raises: Unanswered."""
+def state(url: str, key: str | None, *, since: int = 0) -> dict[str, Any]:
+    """Return the observatory's state; of requests and history what came after version ``since``. Raises: Unanswered."""
     try:
-        return _get(f"{_observatory(url)}/api/state", key)
+        found = _get(f"{_observatory(url)}/api/state?since={since}", key)
     except urllib.error.HTTPError as error:
         raise _refused(error, url, key) from error
+    if "version" not in found:
+        raise _not_manta(url)
+    return found
 
 
 def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
@@ -56,17 +59,6 @@ def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
             if error.code >= 500:
                 raise Unanswered(f"{each} answers {error.code}: {said or error.reason}", UNREACHABLE) from error
     raise Unanswered(f"no router of Manta answers under {' or '.join(bases)}: give its address with --url", NOT_THERE)
-
-
-def objectives(url: str, key: str | None) -> tuple[float | None, float | None]:
-    """Return the objectives of TTFT and ITL in the settings, in seconds; None where the routers do not tell them."""
-    for each in _bases(url):
-        try:
-            told = _get(f"{each}/get_server_info", key).get("observability") or {}
-            return told.get("ttft_objective_s"), told.get("itl_objective_s")
-        except (urllib.error.HTTPError, Unanswered):
-            continue
-    return None, None
 
 
 def first_model(url: str, key: str | None) -> str:
@@ -132,8 +124,12 @@ def _get(url: str, key: str | None = None) -> dict[str, Any]:
     with _understood(url), _open(url, key) as answer:
         body = json.load(answer)
     if not isinstance(body, dict):
-        raise Unanswered(f"{url} does not answer as Manta does: check --url", NOT_THERE)
+        raise _not_manta(url)
     return body
+
+
+def _not_manta(url: str) -> Unanswered:
+    return Unanswered(f"{url} does not answer as Manta does: check --url", NOT_THERE)
 
 
 def _open(url: str, key: str | None, body: Mapping[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S) -> Any:

@@ -45,7 +45,7 @@ class ChatTurn:
     route: Mapping[str, str] = field(default_factory=dict)  # of x-manta-route
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
-    first_s: float | None = None  # from the question to the first text
+    first_s: float | None = None  # from the question to the first text, of reasoning too
     last_s: float | None = None
 
 
@@ -76,9 +76,12 @@ class Conversation:
                     if "error" in event:
                         raise ask.Unanswered(f"the answer broke off: {event['error'].get('message')}", ask.UNREACHABLE)
                     turn.usage = event.get("usage") or turn.usage
-                    if part := "".join(each["delta"].get("content") or "" for each in event.get("choices", ())):
+                    deltas = [each["delta"] for each in event.get("choices", ())]
+                    part = "".join(each.get("content") or "" for each in deltas)
+                    if part or any(each.get("reasoning_content") for each in deltas):  # its tokens count in usage too
                         turn.last_s = self._clock() - asked_s
                         turn.first_s = turn.last_s if turn.first_s is None else turn.first_s
+                    if part:
                         turn.text += part
                         yield part
         except ask.Unanswered:

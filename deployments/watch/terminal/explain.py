@@ -16,7 +16,7 @@ from rich.text import Text
 from deployments.watch.terminal import ask
 from deployments.watch.terminal.keyboard import on_terminal
 from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds
-from deployments.watch.terminal.words import STAGES, outcome
+from deployments.watch.terminal.words import STAGES
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, chosen
 
 _BAR_WIDTH = 48
@@ -71,7 +71,7 @@ def _heading(body: Mapping[str, Any]) -> str:
     at = datetime.fromtimestamp(body["time"], tz=UTC).astimezone()
     tries = len(body["tries"])
     return (
-        f"{body['rid']}: {outcome(body)}, {tries} {'try' if tries == 1 else 'tries'}, "
+        f"{body['rid']}: {body['outcome']}, {tries} {'try' if tries == 1 else 'tries'}, "
         f"{at:%Y-%m-%d %H:%M:%S}, router {body['router']}"
     )
 
@@ -132,9 +132,9 @@ def _end(each: Mapping[str, Any]) -> str:
     if each["failure"]:
         return f"It failed: {each['failure']}"
     if actual["ttft_s"] is None:
-        return f"It {'is running' if each['outcome'] == 'running' else each['outcome']}; no token came yet."
+        return f"Outcome: {each['outcome']}; no token {'yet' if each['outcome'] == 'running' else 'came'}."
     return (
-        f"It {'is running' if each['outcome'] == 'running' else each['outcome']}. First token after "
+        f"Outcome: {each['outcome']}. First token after "
         f"{seconds(actual['ttft_s'])} ({seconds(predicted['ttft_s'])} predicted); {actual['cached_tokens']} of "
         f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted)."
     )

@@ -96,12 +96,14 @@ def count(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Write a duration: 0.3 ms, 91 ms, 1.52 s, 75 s."""
+    """Write a duration: 0.3 ms, 91 ms, 1.52 s, 75 s, 42 min, 5 h."""
     if value is None:
         return NOTHING
     if value < 0.9995:
         return f"{value * 1000:.1f} ms" if 0 < value < 0.00995 else f"{value * 1000:.0f} ms"
-    return f"{value:.2f} s" if value < 9.995 else f"{value:.0f} s"
+    if value < 600:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
 
 
 def percent(value: float | None) -> str:

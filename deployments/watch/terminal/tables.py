@@ -18,14 +18,12 @@ from deployments.watch.terminal.words import (
     STAGES,
     STATE_COLOURS,
     TROUBLE,
-    outcome,
     outcome_colour,
     short_id,
 )  # fmt: skip
 
 _NODE_CHARS = 8
 STAGES_WIDTH = 24
-_SO_FAR = (("p", "blue"), ("d", "green"))  # of a request that runs: before its first token, and since
 
 Row = Mapping[str, Any]
 
@@ -129,7 +127,7 @@ def _pool(each: Row) -> str | Bar:
 
 
 def _request(row: Row, now_s: float, stages_width: int) -> list[Cell]:
-    word = outcome(row)
+    word = row["outcome"]
     total_s = elapsed_s(row, now_s)
     tries = f", {row['tries']} tries" if row["tries"] > 1 else ""
     return [
@@ -149,18 +147,16 @@ def elapsed_s(row: Row, now_s: float) -> float | None:
     """Return how long a request took, or has run so far."""
     if row["total_s"] is not None:
         return float(row["total_s"])
-    return max(0.0, now_s - row["time"]) if outcome(row) == RUNNING else None
+    return max(0.0, now_s - row["time"]) if row["outcome"] == RUNNING else None
 
 
 def _stages(row: Row, total_s: float | None, width: int) -> str | Bar:
-    """Draw each stage's share of the request's own time; of one that runs, before and after its first token."""
+    """Draw each stage's share of the request's own time; of one that runs, the stage it is in takes the rest."""
     if not total_s:
         return "-"
-    if stages := row["stages"]:
-        parts = tuple((character, colour, stages[f"{name}_s"] / total_s) for name, character, colour in STAGES)
-        return Bar(parts=parts, words="", width=width)
-    if outcome(row) != RUNNING:
-        return "-"
-    first = 1.0 if row["ttft_s"] is None else min(1.0, row["ttft_s"] / total_s)
-    parts = tuple((*drawn, part) for drawn, part in zip(_SO_FAR, (first, 1.0 - first), strict=True))
-    return Bar(parts=parts, words="...", width=width)
+    running, grows = row["outcome"] == RUNNING, "queue" if row["ttft_s"] is None else "decode"
+    spent = {name: row["stages"][f"{name}_s"] for name, _, _ in STAGES}
+    if running:
+        spent[grows] += max(0.0, total_s - sum(spent.values()))
+    parts = tuple((character, colour, spent[name] / total_s) for name, character, colour in STAGES)
+    return Bar(parts=parts, words="..." if running else "", width=width)

@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deployments.watch.terminal import ask, explain
-from deployments.watch.terminal.health import Objectives, figures, troubles, warnings
+from deployments.watch.terminal.health import figures, merged, troubles, warnings
 from deployments.watch.terminal.keyboard import on_terminal, pressed, single_keys
 from deployments.watch.terminal.tables import link_table, replica_table, request_table, router_table
 from deployments.watch.terminal.view import View, heading
@@ -48,8 +48,13 @@ class Options:
 def run(url: str, key: str | None, options: Options) -> int:
     """Run the command. Return the exit status: 0, or why Manta did not answer (ask.py)."""
 
+    version = 0
+
     def fetch() -> dict[str, Any]:
-        return ask.state(url, key)
+        nonlocal version
+        answer = ask.state(url, key, since=version)
+        version = answer["version"]
+        return answer
 
     def told(rid: str) -> RenderableType:
         try:
@@ -62,9 +67,9 @@ def run(url: str, key: str | None, options: Options) -> int:
         if options.as_json:
             print(json.dumps(state))
         elif options.once or not on_terminal(sys.stdout):
-            print(plain(state, _objectives(url, key)))
+            print(plain(merged(None, state)))
         else:
-            _live(View(state, _objectives(url, key), time.monotonic()), fetch, told, options.interval_s)
+            _live(View(state, time.monotonic()), fetch, told, options.interval_s)
     except ask.Unanswered as error:
         print(error, file=sys.stderr)
         return error.status
@@ -73,10 +78,10 @@ def run(url: str, key: str | None, options: Options) -> int:
     return 0
 
 
-def plain(state: Mapping[str, Any], objectives: Objectives) -> str:
+def plain(state: Mapping[str, Any]) -> str:
     """Return a snapshot as lines without any escape sequence."""
-    told = [f"{each.name} {each.text}{' (!)' if each.is_trouble else ''}" for each in figures(state, objectives)]
-    wrong = [f"! {each}" for each in [*troubles(state, objectives), *warnings(state)]] or ["all well"]
+    told = [f"{each.name} {each.text}{' (!)' if each.is_trouble else ''}" for each in figures(state)]
+    wrong = [f"! {each}" for each in [*troubles(state), *warnings(state)]] or ["all well"]
     tables = [
         replica_table(state["replicas"]),
         request_table(state["requests"][:SNAPSHOT_REQUESTS], now_s=state["time"]),
@@ -85,11 +90,6 @@ def plain(state: Mapping[str, Any], objectives: Objectives) -> str:
     ]
     blocks = ["\n".join([heading(state), " | ".join(told), *wrong]), *(each.plain() for each in tables if each.rows)]
     return "\n\n".join([*blocks, f"{LEGEND}\n{STAGE_LEGEND}"])
-
-
-def _objectives(url: str, key: str | None) -> Objectives:
-    ttft_s, itl_s = ask.objectives(url, key)
-    return Objectives(ttft_s=ttft_s, itl_s=itl_s)
 
 
 class _Questions:
@@ -151,7 +151,7 @@ def _take(view: View, questions: _Questions) -> None:
             if isinstance(found, dict):
                 view.take(found, time.monotonic())
             elif not isinstance(found, ask.Unanswered):
-                view.show(found)
+                view.answer(found)
             elif not found.may_pass:
                 raise found
             else:

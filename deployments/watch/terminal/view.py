@@ -1,13 +1,11 @@
 """The screen of `manta top`: figures with their history, replicas, requests; and what each key does.
 
-Owns:      the last state, the history of the figures since the start, which table the keys act on, its order, its
-           chosen row.
+Owns:      the last state, which table the keys act on, its order, its chosen row.
 Never:     asks, reads keys or writes to the terminal (top.py does).
 Invariant: what is drawn has the height of the terminal: longer tables are scrolled to the chosen row.
 Thread:    the main thread.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,22 +17,21 @@ from rich.rule import Rule
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from dashboards.catalog import FAILED
 from deployments.watch.terminal.health import (
     HealthFigure,
-    Objectives,
     figures,
-    tpot_s,
+    merged,
     trouble_of,
     troubles,
     used_ratio,
     waiting,
     warnings,
 )  # fmt: skip
-from deployments.watch.terminal.table import count, seconds, sparkline
+from deployments.watch.terminal.table import seconds, sparkline
 from deployments.watch.terminal.tables import elapsed_s, link_table, replica_table, request_table
-from deployments.watch.terminal.words import FAILED, LEGEND, STAGE_LEGEND, TROUBLE, WARNING, outcome
+from deployments.watch.terminal.words import LEGEND, STAGE_LEGEND, TROUBLE, WARNING
 
-HISTORY = 120  # points of each figure
 CHOSEN = "reverse"
 HEAD = 2  # lines
 FIGURES = 3
@@ -53,7 +50,7 @@ p        pause: the screen keeps what it shows
 
 {LEGEND}
 {STAGE_LEGEND}
-The figures are of the last 60 s, failed and TPOT of the latest requests. Red is what an alert would tell."""
+The figures and the alerts are those of the live view. Red: an alert fires."""
 
 Row = Mapping[str, Any]
 Order = tuple[str, Callable[[Row], Any]]
@@ -76,9 +73,9 @@ REPLICA_ORDERS: tuple[Order, ...] = (
 def _request_orders(now_s: float) -> tuple[Order, ...]:
     return (
         ("newest", lambda row: -row["time"]),
-        ("trouble", lambda row: (outcome(row) not in FAILED, row["tries"] < 2, -row["time"])),
+        ("trouble", lambda row: (row["outcome"] not in FAILED, row["tries"] < 2, -row["time"])),
         ("TTFT", lambda row: _falling(row["ttft_s"])),
-        ("TPOT", lambda row: _falling(tpot_s(row))),
+        ("ITL", lambda row: _falling(row["itl_s"])),
         ("total", lambda row: _falling(elapsed_s(row, now_s))),
         ("prompt", lambda row: -row["prompt_tokens"]),
     )
@@ -104,25 +101,23 @@ class Place:
 class View:
     """The state and what was pressed; `drawn` makes the screen of both."""
 
-    def __init__(self, state: Row, objectives: Objectives, now_s: float) -> None:
+    def __init__(self, answer: Row, now_s: float) -> None:
         self.quits = False
         self.wants: str | None = None  # rid of the request to explain
-        self._objectives = objectives
-        self._history: dict[str, deque[float | None]] = {}
+        self._latest: Row | None = None  # also while paused
         self._places = {"requests": Place(), "replicas": Place()}
         self._on = "requests"
         self._over: RenderableType | None = None  # drawn in the place of the tables
         self._paused = False
         self._note = ""
-        self.take(state, now_s)
+        self.take(answer, now_s)
 
-    def take(self, state: Row, now_s: float) -> None:
-        """Take a new state; while paused only its figures are kept."""
+    def take(self, answer: Row, now_s: float) -> None:
+        """Take what is new; while paused the screen keeps what it shows."""
         self._heard_s, self._note = now_s, ""
-        for each in figures(state, self._objectives):
-            self._history.setdefault(each.name, deque(maxlen=HISTORY)).append(each.value)
+        self._latest = merged(self._latest, answer)
         if not self._paused:
-            self._state = state
+            self._state = self._latest
 
     def lose(self, why: object, now_s: float) -> None:
         """Note that there was no answer; the last state stays."""
@@ -131,6 +126,11 @@ class View:
     def show(self, over: RenderableType) -> None:
         """Draw ``over`` in the place of the tables, until a key is pressed."""
         self._over = over
+
+    def answer(self, over: RenderableType) -> None:
+        """Draw what `show` has announced, unless a key has been pressed meanwhile."""
+        if self._over is not None:
+            self._over = over
 
     def press(self, key: str) -> None:
         """Do what a key says; one without a meaning does nothing."""
@@ -175,7 +175,7 @@ class View:
         return screen
 
     def _head(self) -> RenderableType:
-        wrong = [self._note] if self._note else troubles(self._state, self._objectives)
+        wrong = [self._note] if self._note else troubles(self._state)
         found = [*wrong, *warnings(self._state)]
         more = f"  (and {len(found) - 1} more)" if len(found) > 1 else ""
         colour = TROUBLE if wrong else WARNING if found else "green"
@@ -189,8 +189,8 @@ class View:
 
     def _figures(self, width: int) -> RenderableType:
         """Draw the figures side by side: name, value, history."""
-        shown = figures(self._state, self._objectives)
-        room = width // len(shown) - 1
+        shown = figures(self._state)
+        room = width // max(len(shown), 1) - 1
         grid = RichTable.grid(padding=(0, 1, 0, 0))
         for _ in shown:
             grid.add_column(width=room, no_wrap=True)
@@ -200,7 +200,7 @@ class View:
         return grid
 
     def _line(self, figure: HealthFigure, room: int) -> str:
-        return sparkline(self._history[figure.name], min(room, 30)).lstrip()
+        return sparkline(figure.line, min(room, 30)).lstrip()
 
     def _table(self, name: str, room: int, width: int) -> RenderableType:
         place, rows, orders = self._places[name], self._sorted(name), self._orders(name)
@@ -241,11 +241,10 @@ def heading(state: Row) -> str:
     """Return what is served, how many processes there are, and when that was so."""
     at = datetime.fromtimestamp(state["time"], tz=UTC).astimezone()
     replicas, routers = state["replicas"], state["routers"]
-    rate = state["totals"]["requests_per_s"]
-    return (
-        f"{state['model']}, {state['mode']}: {many(replicas, 'replica')}, {many(routers, 'router')}, "
-        f"{count(rate)} requests/s  {at:%H:%M:%S}"
-    )
+    up = f", up {seconds(state['time'] - state['started'])}" if state["started"] else ""  # 0: Serve has not told
+    model = state["model"] or "no model yet"
+    counted = f"{many(replicas, 'replica')}, {many(routers, 'router')}"
+    return f"{model}, {state['mode']}: {counted}{up}  {at:%H:%M:%S}"
 
 
 def many(things: Any, name: str) -> str:

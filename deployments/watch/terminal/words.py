@@ -3,8 +3,7 @@
 Invariant: the words are those of dashboards/catalog.py, which docs/metrics.md is written from; a test holds them to it.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from dashboards.catalog import FAILED
 
 POOL = (  # (state of tokens, character, colour); what a new request cannot have comes first
     ("protected", "#", "blue"),
@@ -13,7 +12,6 @@ POOL = (  # (state of tokens, character, colour); what a new request cannot have
     ("evictable", "o", "yellow"),
     ("free", ".", "bright_black"),
 )
-TAKEN = ("protected", "reserved", "quarantined")
 STAGES = (  # of a request, in their order, with character and colour
     ("route", "r", "magenta"),
     ("queue", "q", "yellow"),
@@ -26,9 +24,6 @@ LEGEND = "pool: " + ", ".join(f"{character} {state}" for state, character, _ in 
 STAGE_LEGEND = "stages: " + ", ".join(f"{character} {name}" for name, character, _ in STAGES)
 
 RUNNING = "running"
-# the routers' records say these; the metrics say which of "shed" and "invalid" a refused request was
-_RECORDED = {"finished": "ok", "aborted": "cancelled", "failed": "error"}
-FAILED = ("error", "timeout", "shed", "refused")  # outcomes in which the client did not get its answer
 STATE_COLOURS = {"accepting": "green", "starting": "yellow", "draining": "yellow", "released": "yellow"}
 ID_CHARS = 12
 TROUBLE = "bold red"  # also of any other state: unhealthy
@@ -38,11 +33,6 @@ WARNING = "yellow"
 def short_id(name: str | None) -> str:
     """Shorten an id to its end, which tells replicas of one deployment apart."""
     return "-" if name is None else name.rpartition("#")[2][:ID_CHARS]
-
-
-def outcome(row: Mapping[str, Any]) -> str:
-    """Return how the request of ``row`` ended, in the catalogue's word; "running" if it did not."""
-    return _RECORDED.get(row["outcome"], str(row["outcome"]))
 
 
 def outcome_colour(word: str) -> str:

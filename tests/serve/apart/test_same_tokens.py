@@ -104,7 +104,7 @@ def test_a_chat_over_two_replicas_is_that_of_one(both: Running) -> None:
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
     raw = client(both).chat.completions.with_raw_response.create(model=MODEL, messages=messages, temperature=0)
     told = fields(raw)
-    assert (told["policy"], told["pair"], told["hand_off"]) == ("pd_pair", "hand_off_always", "transferred")
+    assert (told["policy"], told["pair"], told["hand_off"]) == ("pd_pair", "hand_off_always", "ok")
     assert {told["prefill"]} == ids_of(both, "prefill")
     assert raw.parse().choices[0].message.content == "The capital of France is Paris."
     chunks = client(both).chat.completions.create(model=MODEL, messages=messages, temperature=0, stream=True)
@@ -142,7 +142,7 @@ def test_a_prefill_replica_killed_while_requests_queue_there_loses_none(both: Ru
     assert len(moved) >= len(texts) - 1  # one may have been through already
     for each in moved:
         assert each["tries"][0]["failure"].startswith("PrefillLost")
-        assert each["outcome"] == "finished"
+        assert each["outcome"] == "ok"
 
 
 def test_a_new_prefill_replica_on_the_same_node_is_used(both: Running) -> None:

@@ -72,10 +72,12 @@ def test_the_page_shows_the_replicas_and_the_shared_prefix_of_a_request_and_why_
     assert {each.get_attribute("data-replica") for each in browser.all(".card")} == ids
     name = fleet.traffic.last("completions").name
     told = fleet.get(f"/api/requests/{name}").json()
-    browser.one(f'.request-name[title$="{name}"]').click()
-    route = httpx.get(f"{fleet.app.url}/route/{name}", timeout=30).json()
-    browser.says("#why .sentence", sentence(route))
-    assert len(browser.all("#why .candidates tbody tr")) == 2
+    browser.one(f'.request-name[data-rid$="{name}"]').click()
+    [only] = httpx.get(f"{fleet.app.url}/route/{name}", timeout=30).json()["tries"]
+    browser.says("#why .sentence", f"Sent to {only['replica']}: ")
+    cached = only["predicted"]["cached_tokens"]
+    browser.says("#why .sentence", f"{cached} of {only['num_tokens']} prompt tokens are cached")
+    assert len(browser.all("#why .bar-row")) == 2
 
     tree = fleet.get("/api/tree", replica=told["row"]["replica"], depth="6").json()
     [trunk] = [node for node in tree["root"]["children"] if node["key"] in told["page_keys"]]
@@ -172,20 +174,24 @@ def times_of(events: dict[str, Callable[[], bool]], *, within_s: float) -> dict[
     return came_s
 
 
-def test_the_page_says_that_the_observatory_is_gone_and_goes_on_when_it_is_back(fleet: Watched, browser: Page) -> None:
+def test_the_page_goes_on_when_the_observatory_was_killed_and_is_back(fleet: Watched, browser: Page) -> None:
+    """While it is away the proxy may hold the page's poll: whether a banner is seen depends on how long that takes."""
+
+    def observatories() -> set[int]:
+        return {pid for pid, command in fleet.app.processes().items() if "Observatory" in command}
+
     browser.open(f"{fleet.app.url}/manta/")
     browser.says(".link", "live")
-    [pid] = [pid for pid, command in fleet.app.processes().items() if "Observatory" in command]
+    [pid] = observatories()
     os.kill(pid, signal.SIGKILL)
-    browser.says(".banner", "Connection lost")
     killed_s = time.monotonic()
-    browser.picture("live_lost")
     fleet.traffic.round()  # requests go on
+    fleet.app.until(lambda: bool(observatories() - {pid}), 60)
     fleet.app.until(lambda: not browser.all(".banner"), 60)
-    print(f"live again {time.monotonic() - killed_s:.1f} s after the banner")
+    print(f"live again {time.monotonic() - killed_s:.1f} s after the kill")
     browser.says(".link", "live")
     newest = fleet.traffic.last("chat").name
-    browser.until(lambda: browser.all(f'.request-name[title$="{newest}"]'), f"{newest} among the requests")
+    browser.until(lambda: browser.all(f'.request-name[data-rid$="{newest}"]'), f"{newest} among the requests")
     fleet.app.until(lambda: sorted(fleet.prometheus.targets().values()) == ["up"] * 4, 30)
     assert fleet.prometheus.fired() == []
     browser.complaints()  # of the tries meanwhile

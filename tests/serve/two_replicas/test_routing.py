@@ -61,7 +61,7 @@ def test_a_recent_request_can_be_explained_and_a_dry_run_changes_nothing(app: Ru
     text = prompt("explanations")
     ask(app, text, name="explain-me")
     route = httpx.get(f"{app.url}/route/explain-me", timeout=30).json()
-    assert (route["rid"], route["outcome"], len(route["tries"])) == ("explain-me", "finished", 1)
+    assert (route["rid"], route["outcome"], len(route["tries"])) == ("explain-me", "ok", 1)
     assert len(route["tries"][0]["candidates"]) == 2
     assert "explain-me" in route["explanation"]
     dry = [httpx.post(f"{app.url}/route/explain", json={"prompt": text + "?"}, timeout=30).json() for _ in range(3)]
@@ -161,7 +161,7 @@ def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: R
     for route in moved:
         assert route["tries"][0]["replica"] == victim
         assert "ReplicaGone" in route["tries"][0]["failure"]  # its end was noticed, not its silence
-        assert (route["tries"][0]["outcome"], route["outcome"]) == ("failed", "finished")
+        assert (route["tries"][0]["outcome"], route["outcome"]) == ("error", "ok")
     retries = [retry for retry in app.info()["recent_retries"] if retry["replica_id"] == victim]
     assert any(retry["num_delivered"] > 0 for retry in retries)
     print(f"no request was sent there {gone_s:.2f} s after kill -9")

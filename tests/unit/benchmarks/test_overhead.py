@@ -91,7 +91,7 @@ def test_haproxy_where_there_is_none_is_refused_before_anything_starts(
 
 @asynccontextmanager
 async def fleet() -> AsyncIterator[str]:
-    """One process that is its own observatory; its stream sends one event and stays open."""
+    """One process that is its own observatory."""
     address = ""
 
     async def sd(request: web.Request) -> web.Response:
@@ -100,15 +100,11 @@ async def fleet() -> AsyncIterator[str]:
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(text="manta_build_info 1\n")
 
-    async def stream(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b"event: delta\ndata: {}\n\n")
-        await asyncio.Event().wait()
-        return response
+    async def state(request: web.Request) -> web.Response:
+        return web.json_response({"version": int(request.query["since"]) + 1})
 
     app = web.Application()
-    app.add_routes([web.get("/manta/sd", sd), web.get("/metrics", metrics), web.get("/manta/api/events", stream)])
+    app.add_routes([web.get("/manta/sd", sd), web.get("/metrics", metrics), web.get("/manta/api/state", state)])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -123,6 +119,6 @@ async def fleet() -> AsyncIterator[str]:
 
 async def test_a_scraper_and_a_view_watch_until_the_end() -> None:
     async with fleet() as url, watching(url) as seen, asyncio.timeout(30):
-        while not (seen.scrapes and seen.events):
+        while not (seen.scrapes and seen.polls):
             await asyncio.sleep(0)
-    assert (seen.scrapes, seen.events) == (1, 1)
+    assert (seen.scrapes, seen.polls) == (1, 1)

@@ -2,12 +2,14 @@
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import yaml
 
 from dashboards import files
 from dashboards.__main__ import main
+from dashboards.alerts import ALERTS
 
 
 def test_prometheus_asks_the_observatory_for_targets(tmp_path: pathlib.Path) -> None:
@@ -17,6 +19,30 @@ def test_prometheus_asks_the_observatory_for_targets(tmp_path: pathlib.Path) -> 
     assert settings["scrape_configs"] == [
         {"job_name": "manta", "http_sd_configs": [{"url": "http://serve:8000/manta/sd", "refresh_interval": "1s"}]}
     ]
+
+
+def test_a_longer_interval_is_the_data_sources_too_and_a_scrape_stays_bounded(tmp_path: pathlib.Path) -> None:
+    main(["export", str(tmp_path), "--interval", "15"])
+    times = yaml.safe_load((tmp_path / "prometheus.yml").read_text())["global"]
+    assert (times["scrape_interval"], times["scrape_timeout"]) == ("15s", "10s")
+    assert options(tmp_path) == {"timeInterval": "15s", "httpMethod": "POST"}
+    assert "scrapes them every 15 s." in (tmp_path / "README.md").read_text()
+    main(["export", str(tmp_path), "--interval", "2.5"])  # Prometheus refuses 2.5s
+    assert yaml.safe_load((tmp_path / "prometheus.yml").read_text())["global"]["scrape_interval"] == "2500ms"
+
+
+def test_exemplars_lead_to_their_traces_where_these_are_known(tmp_path: pathlib.Path) -> None:
+    """Grafana's provisioning reads $$ as a $."""
+    main(["export", str(tmp_path), "--traces-url", "http://jaeger/trace/${__value.raw}"])
+    [leads] = options(tmp_path)["exemplarTraceIdDestinations"]
+    assert (leads["name"], leads["url"]) == ("trace_id", "http://jaeger/trace/$${__value.raw}")
+
+
+def options(folder: pathlib.Path) -> dict[str, Any]:
+    """What the data source in an exported folder is told besides its address."""
+    source = yaml.safe_load((folder / "grafana/provisioning/datasources/manta.yml").read_text())
+    found: dict[str, Any] = source["datasources"][0]["jsonData"]
+    return found
 
 
 def test_the_key_is_named_by_its_file_and_never_copied(tmp_path: pathlib.Path) -> None:
@@ -41,12 +67,37 @@ def test_grafana_finds_the_boards_and_prometheus(tmp_path: pathlib.Path) -> None
     assert uids == set(files.BOARD_FILES)
 
 
+def test_boards_lead_to_the_live_view_at_the_address_that_was_given(tmp_path: pathlib.Path) -> None:
+    main(["export", str(tmp_path), "--url", "http://serve:8000/manta/"])
+    for uid in files.BOARD_FILES:
+        board = json.loads((tmp_path / "grafana" / "boards" / f"{uid}.json").read_text())
+        [live] = [each for each in board["templating"]["list"] if each["name"] == "live"]
+        assert live["query"] == live["current"]["value"] == "http://serve:8000/manta"
+
+
 def test_alerts_link_to_where_the_runbook_can_be_read(tmp_path: pathlib.Path) -> None:
     main(["export", str(tmp_path), "--docs-url", "https://example.org/manta/"])
     rules = yaml.safe_load((tmp_path / "rules.yml").read_text())["groups"][1]["rules"]
     sections = [rule["annotations"]["runbook_url"] for rule in rules]
     assert sections == [f"https://example.org/manta/docs/runbook.md#{rule['alert'].lower()}" for rule in rules]
     assert sections[0].endswith("#norouter")
+    main(["export", str(tmp_path), "--url", "http://serve:8000/manta/"])
+    rules = yaml.safe_load((tmp_path / "rules.yml").read_text())["groups"][1]["rules"]
+    assert rules[0]["annotations"]["runbook_url"] == "http://serve:8000/manta/runbook#norouter"
+
+
+def test_an_alert_leads_to_the_board_that_shows_most_of_what_it_reads(tmp_path: pathlib.Path) -> None:
+    main(["export", str(tmp_path), "--grafana", "http://grafana:3000/"])
+    rules = yaml.safe_load((tmp_path / "rules.yml").read_text())["groups"][1]["rules"]
+    boards = {rule["alert"]: rule["annotations"]["dashboard_url"] for rule in rules}
+    assert boards["KvPoolNearlyFull"] == "http://grafana:3000/d/manta-kv"
+    assert boards["KvTransferFailures"] == boards["RouterReportsOld"] == "http://grafana:3000/d/manta-routing"
+    assert boards["ItlObjectiveBurn"] == boards["TargetDown"] == "http://grafana:3000/d/manta-fleet"
+
+
+def test_an_alerts_name_as_the_boards_have_it_is_a_place_in_the_runbook() -> None:
+    page = files.RUNBOOK_PAGE.read_text()
+    assert all(f'id="{alert.name}"' in page for alert in ALERTS)
 
 
 def test_build_says_that_there_is_nothing_to_write(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from deployments.dispatch.dispatcher import NO_HINTS, Dispatcher, RouteHints
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
+from deployments.http.routes import request_row
 from deployments.http.service import Service, read_face
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import ModelSettings
@@ -281,9 +282,18 @@ class ScriptedReplica:
     async def resume_memory(self, tags: tuple[str, ...]) -> str | None:
         return None
 
+    async def drain(self) -> None:
+        return None
+
     async def push_cache(self, order: PushCache) -> MoveStats:
         self.orders.append(order)
         return MoveStats()
 
     async def abort(self, name: str | None, owner: str | None) -> int:
         return 0
+
+
+def changed_rows(dispatcher: Dispatcher, since: int) -> tuple[tuple[dict[str, Any], ...], int]:
+    """The rows that changed after change number ``since``, the oldest first, and the number for the next call."""
+    records, seq = dispatcher.routes.changed_since(since)
+    return tuple(request_row(record, router_id=dispatcher.router_id) for record in records), seq

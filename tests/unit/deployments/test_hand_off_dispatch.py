@@ -110,7 +110,7 @@ async def test_the_record_tells_the_pair_the_report_and_how_the_prefill_leg_ende
     assert (only.hand_off.transferred, only.hand_off.num_pages, only.prefill_end) == (True, 2, "handed off")
     assert header_part(record) == (
         "replica=d0; overlap_predicted=0; overlap_actual=0; policy=pd_pair; reason=only_candidate; tries=1; "
-        "prefill=p0; pair=hand_off_always; hand_off=transferred"
+        "prefill=p0; pair=hand_off_always; hand_off=ok"
     )
     body = record_body(record, router_id="r")["tries"][0]
     assert body["hand_off"]["num_bytes"] == 2 << 20
@@ -331,7 +331,7 @@ async def test_a_client_that_leaves_ends_both_legs(pairs: Pairs, stage: str) -> 
     assert p.num_aborted == (1 if stage == "queued" else 0)
     assert (pairs.house.router.num_open, pairs.house.channel.num_streams) == (0, 0)
     assert pairs.tries[0].outcome is not None
-    assert pairs.tries[0].outcome.ending.value == "aborted"
+    assert pairs.tries[0].outcome.ending.value == "cancelled"
 
 
 async def test_the_tries_are_bounded_and_the_last_one_needs_no_prefill_replica(pairs: Pairs) -> None:

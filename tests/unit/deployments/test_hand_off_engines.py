@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from deployments.http.routes import request_row
 from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
@@ -132,6 +133,18 @@ async def test_its_time_is_told_by_both_legs(apart: Apart) -> None:
     assert times.came_s is not None
     assert stages.prefill_s == times.prefill.prefill_s > 0
     assert min(stages.transfer_s, stages.decode_s) > 0
+    [sent] = request_row(record, router_id="router")["tries_at"]
+    assert (sent["prefill"], sent["replica"]) == ("p0", "d0")
+
+
+async def test_queue_and_prefill_are_told_with_the_first_token(apart: Apart) -> None:
+    stream = apart.house.dispatcher.stream(apart.request(200, start=4_000, max_new_tokens=40))
+    async with asyncio.timeout(60), contextlib.aclosing(stream) as deltas:
+        first = await anext(deltas)
+        row = request_row(apart.house.dispatcher.routes.recent()[-1], router_id="router")
+    assert (first.finish, row["outcome"]) == (None, "running")
+    assert min(row["stages"]["prefill_s"], row["stages"]["transfer_s"]) > 0
+    assert sum(row["stages"].values()) == pytest.approx(row["ttft_s"])
 
 
 async def test_prefill_lost_while_it_computes_costs_only_time(apart: Apart) -> None:

@@ -69,7 +69,7 @@ async def test_everything_but_health_asks_for_an_api_key_routes_that_do_not_exis
         told = answer.json()["error"][key] if method != "HEAD" else "invalid_api_key"
         assert told == ("authentication_error" if key == "type" else "invalid_api_key"), path
         assert answer.headers["www-authenticate"] == 'Bearer realm="manta"'
-    assert open_ones == {"/health", "/ready", "/ping"}
+    assert open_ones == {"/", "/health", "/ready", "/ping"}
 
 
 async def test_either_header_carries_a_key_and_any_of_them_is_right(http: httpx.AsyncClient) -> None:

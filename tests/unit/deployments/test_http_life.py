@@ -13,6 +13,7 @@ from deployments.http.streaming import sse
 from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
 from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.listening import client_of
 
 pytestmark = pytest.mark.model
 LONG = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
@@ -82,6 +83,32 @@ async def test_what_can_be_read_can_be_asked_for_by_head(client: httpx.AsyncClie
         assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"]), path
     assert (await client.head("/flush_cache")).status_code == 405
     assert (await client.get("/version")).json() == {"version": "0.1.0"}
+
+
+async def test_the_root_leads_browsers_to_the_live_view_and_tells_programs_where_it_is(service: Service) -> None:
+    async def live_view() -> str | None:
+        return next(answers)
+
+    answers = iter(["/manta/", "/manta/", None])
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    async with client_of(make_app(service, live_view=live_view)) as client:
+        led = await client.get("/", headers=browser)
+        assert (led.status_code, led.headers["location"], led.headers["vary"]) == (307, "/manta/", "Accept")
+        told = await client.get("/")
+        assert told.json() == {"name": "manta", "live_view": "/manta/", "document": "/openapi.json"}
+        assert (await client.get("/", headers=browser)).json()["live_view"] is None  # none runs: there is no page
+
+
+async def test_tokenize_gives_the_text_of_each_token_of_a_chat(client: httpx.AsyncClient) -> None:
+    turns = [{"role": "user", "content": "Grüße 🦑!"}]
+    body = (await client.post("/tokenize", json={"messages": turns, "return_texts": True})).json()
+    whole = (await client.post("/detokenize", json={"tokens": body["tokens"], "skip_special_tokens": False})).json()
+    assert len(body["texts"]) == body["count"] == len(body["tokens"])
+    assert "".join(body["texts"]) == whole["text"]
+    assert "Grüße 🦑!<|im_end|>" in whole["text"]
+    both = (await client.post("/tokenize", json={"prompt": ["a b", "c"], "return_texts": True})).json()
+    assert both["texts"] == [["a", " b"], ["c"]]
+    assert "texts" not in (await client.post("/tokenize", json={"prompt": "a"})).json()
 
 
 async def test_a_stream_goes_on_over_the_death_of_its_replica(

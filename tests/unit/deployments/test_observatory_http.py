@@ -19,10 +19,9 @@ from deployments.watch.observatory.page_files import FOLDER, read_files
 from deployments.watch.observatory.pages import open_pages, pages
 from deployments.watch.observatory.parts import COOKIE, LASTS_S, AdminKey, Parts
 from deployments.watch.observatory.router_view import RouterView
-from deployments.watch.observatory.routers import NoRouter
 from deployments.watch.observatory.state import State
 from deployments.watch.observatory.trees import Trees
-from deployments.watch.observatory.viewers import Viewers
+from deployments.watch.observatory.watch import NoRouter
 from kvtransfer.pages import PageKey
 from replicas.cache.tree_view import CacheTree, LeftOut, NodeView
 from routing.terms import CANDIDATE, DECODE_REPLICA
@@ -31,7 +30,8 @@ from tests.unit.deployments.observed import details, listed, row, seen, view
 
 KEY = "open sesame"
 ROOT = "/manta"  # where Serve puts the application
-PROTECTED = ["/", "/ui/main.js", "/sd", "/metrics", "/api/state", "/api/events", "/api/tree", "/api/requests/x"]
+PROTECTED = ["/", "/runbook", "/ui/main.js", "/sd", "/metrics", "/metrics/vllm", "/api/state", "/api/history",
+             "/api/tree", "/api/requests/x"]  # fmt: skip
 OPEN = ["/login", "/ui/style.css"]
 
 
@@ -78,7 +78,6 @@ class Site:
             state=self.state,
             routers=self.routers,
             trees=Trees(self.routers, clock=self.clock, calendar=self.clock),
-            viewers=Viewers(lambda: self.state.snapshot),
             key=AdminKey(key),
             files=read_files(),
             own_target=lambda: Target(address="own:1", role="observatory", process_id="own", node_id="nn"),
@@ -109,7 +108,36 @@ async def client(site: Site) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_the_state_is_answered_whole(site: Site, client: httpx.AsyncClient) -> None:
-    assert (await client.get("/api/state")).json() == site.state.snapshot
+    assert (await client.get("/api/state")).json() == site.state.since()
+
+
+async def test_an_answer_has_what_changed_and_is_made_once_and_zipped_where_that_is_accepted(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    version = site.state.version
+    site.state.advance([view("one", seen("a"), rows=(row("y", time=1000.0),))], details(listed("a"), unified=1), 1001.0)
+    plain = await client.get(f"/api/state?since={version}", headers={"Accept-Encoding": "identity"})
+    assert [each["rid"] for each in plain.json()["requests"]] == ["y"]
+    assert (plain.json()["whole"], len(plain.json()["history"]["points"])) == (False, 1)
+    zipped = await client.get(f"/api/state?since={version}", headers={"Accept-Encoding": "gzip, br"})
+    assert (zipped.headers["content-encoding"], zipped.headers["vary"]) == ("gzip", "Accept-Encoding")
+    assert zipped.json() == plain.json()
+    made = [site.state.answer(version, zipped=True, now_s=1.0) for _ in range(2)]
+    assert made[0] is made[1]
+    assert len(made[0]) < len(plain.content) / 2
+
+
+async def test_history_is_answered_for_five_minutes_by_the_second_and_for_an_hour_in_steps(site: Site) -> None:
+    for second in range(1, 1000):
+        site.state.advance([view("one", seen("a"))], details(listed("a"), unified=1), 1000.0 + second)
+    async with site.client() as client:
+        fine = (await client.get("/api/history?span_s=300")).json()
+        hour = (await client.get("/api/history")).json()
+        assert (await client.get("/api/history?span_s=0")).status_code == 400
+    assert (fine["step_s"], len(fine["points"]), fine["points"][-1][0]) == (1, 300, 1999.0)
+    assert (hour["step_s"], [point[0] for point in hour["points"][:3]]) == (15, [1000.0, 1015.0, 1030.0])
+    kv = 1 + hour["names"].index("kv_max")
+    assert {point[kv] for point in hour["points"]} == {0.0}
 
 
 async def test_discovery_has_an_entry_a_process_with_its_node_and_no_job(client: httpx.AsyncClient) -> None:
@@ -135,6 +163,24 @@ async def test_metrics_of_who_answers_come_and_the_silent_are_named(client: http
         "# router one at one:1000 did not answer: ConnectionError\n"
         "# observatory own at own:1 did not answer: ConnectionError\n"
     )
+
+
+async def test_metrics_of_all_come_under_another_servers_names_and_the_silent_are_named(
+    site: Site,
+) -> None:
+    async def fetch(address: str) -> str:
+        if address == "own:1":
+            raise ConnectionError
+        return f'manta_scheduler_requests{{model="m",role="unified",replica="{address[0]}",state="running"}} 2\n'
+
+    async with site.client(replace(site.parts, fetch=fetch)) as client:
+        told = (await client.get("/metrics", params={"dialect": "vllm"})).text.splitlines()
+        assert (await client.get("/metrics/tgi")).status_code == 400
+    assert told[2:] == [
+        'vllm:num_requests_running{model_name="m",engine="a"} 2.0',
+        'vllm:num_requests_running{model_name="m",engine="o"} 2.0',
+        "# observatory own at own:1 did not answer: ConnectionError",
+    ]
 
 
 async def test_while_no_router_has_answered_it_is_not_known_who_serves_metrics(site: Site) -> None:
@@ -167,7 +213,7 @@ async def test_a_tree_is_asked_of_a_router_and_its_keys_are_hex(site: Site, clie
     [child] = body["root"]["children"]
     assert child["key"] == site.parts.trees.names(2**63 + 5) != "8000000000000005"
     assert child == {
-        "tokens": 64, "subtree_tokens": 96, "subtree_nodes": 1, "hits": 3, "locked": False, "idle_s": 1.2,
+        "tokens": 64, "subtree_tokens": 96, "subtree_nodes": 1, "hits": 3, "protected": False, "idle_s": 1.2,
         "key": child["key"], "children": [], "left_out": {"nodes": 2, "tokens": 32},
     }  # fmt: skip
     assert (body["replica"], body["page_size"], body["tokens"], body["nodes"], body["shown"]) == ("a", 16, 96, 3, 1)
@@ -224,7 +270,7 @@ async def test_a_request_that_routers_forgot_is_told_as_far_as_it_is_shown(
 
 
 async def test_without_a_key_everything_is_open(client: httpx.AsyncClient) -> None:
-    for path in [*OPEN[1:], *(path for path in PROTECTED if path not in ("/api/events", "/api/tree"))]:
+    for path in [*OPEN[1:], *(path for path in PROTECTED if path != "/api/tree")]:
         assert (await client.get(path)).status_code == 200, path
     assert (await client.get("/login")).headers["location"] == "/manta/"
 
@@ -233,7 +279,9 @@ async def test_with_a_key_every_path_but_the_login_asks_for_it() -> None:
     site = Site(KEY)
     served = {route.path.split("{")[0] for part in (pages, open_pages, api) for route in part.routes
               if isinstance(route, APIRoute)}  # fmt: skip
-    assert served == {path.removesuffix("x").replace("/ui/main.js", "/ui/") for path in [*PROTECTED, "/login"]}
+    ends = ("/ui/main.js", "/metrics/vllm", "/requests/x")
+    known = {path.rpartition("/")[0] + "/" if path.endswith(ends) else path for path in [*PROTECTED, "/login"]}
+    assert served == known
     async with site.client() as client:
         for path in PROTECTED:
             refused = await client.get(path)
@@ -381,5 +429,6 @@ async def test_the_path_without_its_slash_leads_to_it(site: Site) -> None:
 
 async def test_without_the_views_files_that_is_said(site: Site) -> None:
     async with site.client(replace(site.parts, files={})) as client:
-        assert "are not installed" in (await client.get("/")).text
+        for path in ("/", "/runbook"):
+            assert "are not installed" in (await client.get(path)).text, path
         assert (await client.get("/api/state")).status_code == 200

@@ -1,31 +1,27 @@
-"""Fan-in, viewers, polling and settings of the observatory, each by itself."""
+"""Fan-in, numbers, polling and settings of the observatory, each by itself."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dashboards.catalog import Process
+from dashboards.catalog import METRICS, Process
 from deployments.command.check import read
 from deployments.fleet.seen import Target
 from deployments.settings.places import ROOT
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.observatory import fan_in
 from deployments.watch.observatory.app import Emission
-from deployments.watch.observatory.deltas import applied
 from deployments.watch.observatory.fan_in import merge
-from deployments.watch.observatory.rates import quantile, short
+from deployments.watch.observatory.figures import bucket_quantile, quantile, short
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.settings import key_moved, parse, with_key
 from deployments.watch.observatory.state import State
-from deployments.watch.observatory.viewers import MOST_WAITING, TooManyViewers, Viewers
 from deployments.watch.observatory.watch import Watch
 from replicas.errors import InvalidConfig
-from tests.harness import Clock
 from tests.unit.deployments.observed import details, listed, seen, view
 from tests.unit.deployments.test_observatory_http import ListedRouters
 
@@ -76,101 +72,11 @@ def test_numbers_are_short() -> None:
         0.0, 123000.0, 0.0123, -1.0, 0.0, 0.0,
     ]  # fmt: skip
     assert (quantile([], 0.5), quantile([1.0, 2.0, 3.0], 0.5), quantile([1.0, 2.0, 3.0], 0.9)) == (None, 2.0, 3.0)
-
-
-class Told:
-    """A stream, read event by event."""
-
-    def __init__(self, viewers: Viewers, **options: float) -> None:
-        self.stream = viewers.watch(**options)
-
-    async def next(self) -> tuple[str, Any]:
-        """Kind and data of the next event; kind and nothing for what is none."""
-        text = (await anext(self.stream)).decode()
-        if not text.startswith("event: "):
-            return text.split(":")[0], None
-        head, data = text.removesuffix("\n\n").split("\n")
-        return head.removeprefix("event: "), json.loads(data.removeprefix("data: "))
-
-    async def close(self) -> None:
-        await self.stream.aclose()  # type: ignore[attr-defined]
-
-
-def viewed() -> tuple[State, Viewers]:
-    state = State()
-    return state, Viewers(lambda: state.snapshot, most=2)
-
-
-def go_on(state: State, viewers: Viewers, now_s: float) -> None:
-    viewers.publish(state.advance([view("one", seen("a"))], details(listed("a")), now_s))
-
-
-async def test_a_viewer_has_the_state_first_and_then_each_delta() -> None:
-    state, viewers = viewed()
-    go_on(state, viewers, 1.0)
-    told = Told(viewers)
-    assert (await told.next())[0] == "retry"
-    kind, mirror = await told.next()
-    assert (kind, mirror) == ("state", state.snapshot)
-    for second in (2.0, 3.0):
-        go_on(state, viewers, second)
-    for _ in range(2):
-        kind, delta = await told.next()
-        assert kind == "delta"
-        mirror = applied(mirror, delta)
-    assert mirror == state.snapshot
-    await told.close()
-    assert viewers.num_open == 0
-
-
-async def test_a_slow_viewer_starts_over_with_the_state_and_others_notice_nothing() -> None:
-    state, viewers = viewed()
-    slow, quick = Told(viewers), Told(viewers)
-    for told in (slow, quick):
-        await told.next()
-        await told.next()
-    for second in range(MOST_WAITING + 1):
-        go_on(state, viewers, float(second))
-        viewers.check()
-        assert (await quick.next())[0] == "delta"
-    assert await slow.next() == ("state", state.snapshot)
-    go_on(state, viewers, 99.0)
-    assert (await slow.next())[1]["version"] == state.version
-
-
-async def test_a_delta_is_made_into_bytes_once_for_all() -> None:
-    state, viewers = viewed()
-    one, two = viewers.watch(), viewers.watch()
-    for stream in (one, two):
-        await anext(stream)
-    assert await anext(one) is await anext(two)
-    go_on(state, viewers, 1.0)
-    assert await anext(one) is await anext(two)
-
-
-async def test_no_more_viewers_than_are_served_and_one_that_left_makes_room() -> None:
-    _, viewers = viewed()
-    first, _second = Told(viewers), Told(viewers)
-    with pytest.raises(TooManyViewers, match="2 live views are open"):
-        viewers.watch()
-    await first.next()
-    await first.close()
-    assert viewers.num_open == 1
-    viewers.watch()  # dropped unread, as when the browser is gone by then
-    assert viewers.num_open == 1
-
-
-async def test_a_stream_without_news_beats_and_ends_after_its_life() -> None:
-    clock = Clock()
-    viewers = Viewers(lambda: State().snapshot, clock=clock)
-    told = Told(viewers, heartbeat_s=0.001, life_s=20.0)
-    kinds = [(await told.next())[0] for _ in range(3)]
-    assert kinds == ["retry", "state", ""]
-    clock.now_s += 19.9
-    assert (await told.next())[0] == ""
-    clock.now_s += 0.2
-    assert [data async for data in told.stream] == []
-    assert viewers.num_open == 0
+    # 10 gaps of at most 10 ms, 10 between 10 and 20 ms, none above
+    bounds, counts = (0.01, 0.02), (10, 10, 0)
+    shares = [bucket_quantile(bounds, counts, share) for share in (0.25, 0.5, 0.75)]
+    assert shares == pytest.approx([0.005, 0.01, 0.015])
+    assert (bucket_quantile(bounds, (0, 0, 1), 0.5), bucket_quantile(bounds, (0, 0, 0), 0.5)) == (0.02, None)
 
 
 class Failing(ListedRouters):
@@ -188,29 +94,35 @@ class Failing(ListedRouters):
 
 
 async def test_a_poll_that_fails_is_followed_by_one_that_does_not() -> None:
-    state, viewers = viewed()
+    state = State(first_version=0)
     routers, models = Failing(), list[str]()
     watch = Watch(
-        routers=routers, look=lambda: details(listed("a"), unified=1), state=state, viewers=viewers,
+        routers=routers, look=lambda: details(listed("a"), unified=1), state=state,
         on_view=lambda newest: models.append(newest.model), clock=lambda: 5.0, calendar=lambda: 1005.0,
     )  # fmt: skip
     await watch.look()
     for _ in range(3):
         await watch.poll()
     assert routers.sinces == [{}, {"one": 1}, {"one": 1}]
-    assert (state.version, state.snapshot["time"]) == (2, 1005.0)
+    assert (state.version, state.since()["time"]) == (2, 1005.0)
     assert models == ["tiny", "tiny"]
-    assert state.snapshot["autoscaling"]["targets"][0]["running"] == 1
+    assert state.since()["autoscaling"]["targets"][0]["running"] == 1
 
 
 async def test_when_serve_does_not_answer_its_last_word_stands() -> None:
-    state, viewers = viewed()
+    state = State(first_version=0)
     answers: list[ServeDetails] = [details(listed("b", state="STARTING"))]
-    watch = Watch(routers=ListedRouters(), look=answers.pop, state=state, viewers=viewers)
+    watch = Watch(routers=ListedRouters(), look=answers.pop, state=state)
     for _ in range(2):
         await watch.look()
         await watch.poll()
         assert state.replica_ids == ["b"]
+
+
+def test_the_page_is_told_where_grafana_is() -> None:
+    state = State(grafana_url="http://grafana:3000")
+    state.advance([view("one", seen("a"))], details(listed("a"), unified=1), 1.0)
+    assert state.since(0)["facts"]["grafana"] == "http://grafana:3000"
 
 
 def test_its_own_metrics_are_those_of_the_catalogue_all_of_them() -> None:
@@ -225,7 +137,9 @@ def test_its_own_metrics_are_those_of_the_catalogue_all_of_them() -> None:
         own = {"model": "tiny", "role": "observatory", "replica": "own", **labels}
         return emitter.registry.get_sample_value(f"manta_{name}", own)
 
-    assert {metric.name for metric in emitter.metrics} - emitter.bound == {"build_info"}  # metrics/emitter.py.py has it
+    assert {metric.name for metric in emitter.metrics} - emitter.bound == {
+        metric.name for metric in METRICS if metric.process is Process.EVERY  # emitter_of binds them
+    }
     assert value("observatory_viewers") == 3
     assert value("observatory_poll_duration_seconds_count") == 1
     assert value("autoscaler_replicas", target_role="unified", kind="desired") == 2

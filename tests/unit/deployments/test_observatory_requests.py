@@ -1,34 +1,55 @@
 """Each request counts once, whatever it is called, whichever clock its router has, and however many come."""
 
+from typing import Any
+
 import pytest
 
-from deployments.watch.observatory.requests import MOST_TTFTS, Requests
+from deployments.dispatch.route_log import OBJECTIVES
+from deployments.watch.observatory.figures import MOST_TTFTS, Recent
+from deployments.watch.observatory.requests import MOST_ROWS, Requests
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import State
+from replicas.types import TallyCounts
 from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
 
 NOBODY = ServeDetails()
 
 
+class Told:
+    """`Requests` with what they count, told rows of one second after the other."""
+
+    def __init__(self) -> None:
+        self.recent = Recent()
+        self.requests = Requests(self.recent)
+        self.version = 0
+
+    def take(self, rows: list[dict[str, Any]], now_s: float) -> None:
+        self.version += 1
+        self.requests.take(rows, now_s, now_s, version=self.version, objectives=OBJECTIVES)
+
+    def rids(self, since: int = 0) -> list[str]:
+        return [row["rid"] for row in self.requests.rows(since)]
+
+
 def test_requests_that_are_called_alike_count_each() -> None:
-    requests = Requests()
+    told = Told()
     for number in range(5):
-        told = row("same", key=f"{number}", time=1000.0 + number, hand_offs=[hand_off("p", "d")])
-        requests.take([told], 1000.0 + number, 1000.0 + number)
+        each = row("same", key=f"{number}", time=1000.0 + number, hand_offs=[hand_off("p", "d")])
+        told.take([each], 1000.0 + number)
     late = row("same", key="0", time=1000.0, ttft_s=4.5, total_s=4.5, hand_offs=[hand_off("p", "d")])
-    requests.take([late], 1005.0, 1005.0)  # the first one changes once more
-    assert requests.totals(1005.0)["requests_per_s"] == pytest.approx(5 / 60, abs=0.001)
-    [link] = requests.links()
+    told.take([late], 1005.0)  # the first one changes once more
+    assert told.recent.tokens == (500, 200)
+    [link] = told.requests.links()
     assert link["hand_offs_per_s"] == 0.5  # 5 in 10 s
-    assert [(each["rid"], each["time"]) for each in requests.rows()] == [("same", 1004.0)]
-    requests.check()
+    assert [(each["rid"], each["time"]) for each in told.requests.rows()] == [("same", 1004.0)]
+    told.requests.check()
 
 
 def test_two_routers_may_use_the_same_names_inside() -> None:
-    requests = Requests()
+    told = Told()
     rows = [row(name, key="k", router=name, time=1000.0, hand_offs=[hand_off("p", "d")]) for name in ("one", "two")]
-    requests.take(rows, 1000.0, 1000.0)
-    assert requests.links()[0]["hand_offs_per_s"] == 0.2
+    told.take(rows, 1000.0)
+    assert told.requests.links()[0]["hand_offs_per_s"] == 0.2
 
 
 @pytest.mark.parametrize("skew_s", [0.0, -12.0, -70.0, 70.0])
@@ -40,12 +61,13 @@ def test_a_routers_clock_that_is_wrong_changes_no_count_and_no_order(skew_s: flo
         right = row(f"s{second}", time=now_s - 0.6, router="two", cached_tokens=None, ttft_s=None)
         wrong = view("one", rows=(told,), time_s=now_s + skew_s)
         state.advance([wrong, view("two", rows=(right,), time_s=now_s)], NOBODY, now_s - 900.0, time_s=now_s)
-    snapshot = state.snapshot
-    assert snapshot["totals"]["requests_per_s"] == pytest.approx(40 / 60, abs=0.001)
-    assert snapshot["totals"]["ttft_p50_s"] == 0.5
+    snapshot = state.since()
+    figures = {each["name"]: each for each in snapshot["figures"]}
+    assert figures["ttft"]["value"] == 0.5
+    assert figures["hit"]["more"] == {"prompt_tokens": 2000, "cached_tokens": 800}
     assert snapshot["links"][0]["hand_offs_per_s"] == 1.1  # 11 polls are within 10 s
-    assert [each["rid"] for each in snapshot["requests"][:4]] == ["r19", "s19", "r18", "s18"]
-    assert snapshot["requests"][0]["time"] == pytest.approx(1018.5)
+    assert [each["rid"] for each in snapshot["requests"][-4:]] == ["s18", "r18", "s19", "r19"]
+    assert snapshot["requests"][-1]["time"] == pytest.approx(1018.5)
     state.check()
 
 
@@ -55,7 +77,7 @@ def test_a_rows_time_does_not_waver_with_how_long_an_answer_takes() -> None:
     for late_s in (20.0, 20.7, 19.4, 22.0):
         told = view("one", rows=(row("x", time=980.0),), time_s=1000.0 - late_s)
         state.advance([told], NOBODY, 1000.0)
-        times.append(state.snapshot["requests"][0]["time"])
+        times.append(state.since()["requests"][0]["time"])
     assert times == [1000.0, 1000.0, 1000.0, 1002.0]
 
 
@@ -67,26 +89,70 @@ def test_our_own_clock_may_jump_and_only_what_is_shown_jumps_with_it() -> None:
         replica = seen("a", age_s=0.1, prefill_tokens=int(100 * now_s))
         state.advance([view("one", replica, rows=(told,), time_s=time_s)], NOBODY, now_s, time_s=time_s)
         state.check()
-    snapshot = state.snapshot
+    snapshot = state.since()
     assert snapshot["time"] == 5400.0
-    assert snapshot["history"] == {"times": [5400.0], "used": {"a": [0.0]}}
-    assert snapshot["totals"]["requests_per_s"] == pytest.approx(2 / 60, abs=0.001)
+    assert [point[0] for point in snapshot["history"]["points"]] == [5400.0]
+    assert snapshot["figures"][0]["more"]["p50"] == 0.5
     assert snapshot["links"][0]["hand_offs_per_s"] == 0.2
     assert snapshot["replicas"][0]["rates"]["prefill_tokens_per_s"] == 100.0
     state.advance([], NOBODY, 12.0, time_s=99_000.0)
-    assert [each["id"] for each in state.snapshot["replicas"]] == ["a"]  # it was heard a second ago
+    assert [each["id"] for each in state.since()["replicas"]] == ["a"]  # it was heard a second ago
 
 
 def test_the_quantiles_are_of_the_newest_first_tokens_where_very_many_come() -> None:
-    requests = Requests()
+    told = Told()
     for second, ttft_s in ((1, 9.0), (2, 0.25)):
         rows = [row(f"r{second}.{i}", time=1000.0 + second, ttft_s=ttft_s) for i in range(MOST_TTFTS)]
-        requests.take(rows, 1020.0, 1020.0)
-    totals = requests.totals(1020.0)
-    assert (totals["ttft_p50_s"], totals["ttft_p90_s"]) == (0.25, 0.25)
-    assert totals["requests_per_s"] == pytest.approx(2 * MOST_TTFTS / 60, abs=1)
-    assert totals["reuse_ratio"] == 0.4
+        told.take(rows, 1012.0)
+    values = told.recent.values(1012.0)
+    assert (values["ttft_p50"], values["ttft_p99"], values["hit"]) == (0.25, 0.25, 0.4)
+    told.requests.check()
+
+
+def test_the_newest_thousand_are_shown_oldest_first_and_later_what_changed_since() -> None:
+    told = Told()
+    told.take([row(f"r{i}", time=float(i)) for i in range(MOST_ROWS + 10)], 1010.0)
+    assert (len(told.rids()), told.rids()[0], told.rids()[-1]) == (MOST_ROWS, "r10", f"r{MOST_ROWS + 9}")
+    told.take([row("r1009", time=1009.0, outcome="error"), row("r1008", time=30.0, key="another")], 1011.0)
+    assert told.rids(since=1) == ["r1009"]  # of two bearers of a name the last counts
+    assert told.rids(since=2) == []
+    told.requests.lose([], version=3)
+    assert told.rids(since=2) == []  # none was running
+    told.requests.check()
+
+
+def test_a_row_says_which_objectives_the_request_missed() -> None:
+    told = Told()
+    quick, slow = row("quick", ttft_s=0.5, itl_s=0.05), row("slow", ttft_s=2.5, itl_s=0.2)
+    shed, broke = row("shed", ttft_s=None, outcome="shed"), row("broke", outcome="error")
+    told.take([slow, quick, shed, broke, row("left", ttft_s=9.0, outcome="cancelled")], 10.0)
+    missed = {each["rid"]: each["missed"] for each in told.requests.rows()}
+    assert missed == {"slow": ["ttft", "itl"], "quick": [], "shed": ["ttft"], "broke": ["itl"], "left": []}
+
+
+def test_links_are_of_the_last_ten_seconds_and_each_hand_off_counts_once() -> None:
+    told = Told()
+    requests = told.requests
+    ends = [hand_off("p", "d", num_bytes=5000, ok=False), hand_off("p", "e", num_bytes=20_000)]
+    told.take([row("x", time=99.0, outcome="running", hand_offs=ends[:1])], 100.0)
+    told.take([row("x", time=99.0, hand_offs=ends)], 101.0)
+    assert requests.links() == [
+        {"from": "p", "to": "d", "bytes_per_s": 500.0, "hand_offs_per_s": 0.0, "failed_per_s": 0.1},
+        {"from": "p", "to": "e", "bytes_per_s": 2000.0, "hand_offs_per_s": 0.1, "failed_per_s": 0.0},
+    ]
+    assert all("hand_offs" not in each for each in requests.rows())
+    told.take([], 110.5)
+    assert [link["to"] for link in requests.links()] == ["e"]
+    told.take([], 112.0)
+    assert requests.links() == []
     requests.check()
+
+
+def test_hand_offs_that_were_long_over_when_we_came_count_for_no_link() -> None:
+    told = Told()
+    requests = told.requests
+    told.take([row("x", time=50.0, hand_offs=[hand_off("p", "d")])], 100.0)
+    assert requests.links() == []
 
 
 def test_a_router_that_hangs_keeps_no_replica_that_has_left() -> None:
@@ -94,10 +160,10 @@ def test_a_router_that_hangs_keeps_no_replica_that_has_left() -> None:
     serve = details(listed("one", "router"), listed("two", "router"))
     state.advance([view("one", seen("a"), seen("b")), view("two", seen("a"), seen("b"))], serve, 1000.0)
     state.advance([view("one", seen("a"))], serve, 1005.0)
-    assert [each["id"] for each in state.snapshot["replicas"]] == ["a"]
+    assert [each["id"] for each in state.since()["replicas"]] == ["a"]
     assert [target.process_id for target in state.merged.targets()] == ["a", "one", "two"]
     state.advance([], serve, 1010.0)  # nobody answers: the last word of all stands
-    assert [each["id"] for each in state.snapshot["replicas"]] == ["a", "b"]
+    assert [each["id"] for each in state.since()["replicas"]] == ["a", "b"]
 
 
 def test_a_router_that_drains_has_its_requests_until_it_has_left() -> None:
@@ -107,7 +173,15 @@ def test_a_router_that_drains_has_its_requests_until_it_has_left() -> None:
     draining = details(listed("one", "router", "STOPPING"), listed("two", "router"))
     for now_s in (1001.0, 1040.0):
         state.advance([view("two")], draining, now_s)
-        assert [each["outcome"] for each in state.snapshot["requests"]] == ["running"]
-        assert [each["id"] for each in state.snapshot["routers"]] == ["two"]
+        assert [each["outcome"] for each in state.since()["requests"]] == ["running"]
+        assert [each["id"] for each in state.since()["routers"]] == ["two"]
     state.advance([view("two")], details(listed("two", "router")), 1041.0)
-    assert [each["outcome"] for each in state.snapshot["requests"]] == ["unknown"]
+    assert [each["outcome"] for each in state.since()["requests"]] == ["unknown"]
+
+
+def test_gaps_of_a_router_that_has_left_are_forgotten() -> None:
+    recent = Recent()
+    for router in ("one", "two"):
+        recent.gaps(router, TallyCounts(bounds=(1.0,), counts=(1, 0), total=0.5), 1.0)
+    recent.keep({"two"})
+    assert recent._gaps.keys() == {"two"}

@@ -4,37 +4,71 @@ from typing import Any
 
 import pytest
 
-from deployments.watch.observatory.deltas import History
-from deployments.watch.observatory.rates import Rates
-from deployments.watch.observatory.requests import Requests
+from deployments.watch.observatory.figures import Rates
 from deployments.watch.observatory.scaling import Scaling
-from deployments.watch.observatory.serve_details import ServeDetails, details_of
+from deployments.watch.observatory.serve_details import ServeDetails, details_of, live_view_of
 from deployments.watch.observatory.state import State
 from replicas.types import TierStats
-from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
+from tests.fake_fleet import FakeFleet
+from tests.unit.deployments.observed import details, listed, row, seen, view
 
 NOBODY = ServeDetails()
 
 
+def figure(state: State, name: str) -> dict[str, Any]:
+    return next(each for each in state.since()["figures"] if each["name"] == name)
+
+
 def by_id(state: State) -> dict[str, dict[str, Any]]:
-    return {row["id"]: row for row in state.snapshot["replicas"]}
+    return {row["id"]: row for row in state.since()["replicas"]}
 
 
 def test_before_anything_is_heard_the_state_is_whole_and_empty() -> None:
-    snapshot = State().snapshot
-    assert (snapshot["version"], snapshot["routers"], snapshot["replicas"], snapshot["requests"]) == (0, [], [], [])
-    assert snapshot["history"] == {"times": [], "used": {}}
-    assert snapshot["totals"] == {
-        "requests_per_s": 0.0, "ttft_p50_s": None, "ttft_p90_s": None, "reuse_ratio": None, "fullest_pool_ratio": None,
-    }  # fmt: skip
+    state = State(first_version=0).since()
+    assert (state["version"], state["whole"], state["routers"], state["replicas"], state["requests"]) == (
+        0, True, [], [], [],
+    )  # fmt: skip
+    assert (state["figures"], state["alerts"], state["history"]["points"]) == ([], [], [])
+
+
+def test_the_fake_fleet_of_the_pages_tests_has_the_form_of_the_state() -> None:
+    state = State()
+    state.advance([view("one", seen("a", used_pages=10), rows=(row("x"),))], details(listed("a"), unified=1), 10.0)
+    real, fake = state.since(), FakeFleet(unified=2, requests_per_tick=1, ticks=9, slow=True).answer(0)
+    assert fake.keys() == real.keys()
+    assert fake["facts"].keys() <= real["facts"].keys()
+    assert [(each["name"], each["more"].keys(), each.keys()) for each in fake["figures"]] == [
+        (each["name"], each["more"].keys(), each.keys()) for each in real["figures"]
+    ]
+    assert fake["history"]["names"] == real["history"]["names"]
+    for part in ("alerts", "replicas", "routers"):
+        assert fake[part][0].keys() == real[part][0].keys(), part
+
+
+def test_a_version_of_another_life_is_answered_with_all() -> None:
+    state = State(first_version=100)
+    for second in (1.0, 2.0):
+        state.advance([view("one", seen("a"), rows=(row(f"r{second:.0f}", time=second),))], NOBODY, second)
+    for stranger in (0, 7, 100, 103):
+        assert (state.since(stranger)["whole"], len(state.since(stranger)["requests"])) == (True, 2)
+    assert (state.since(101)["whole"], [each["rid"] for each in state.since(101)["requests"]]) == (False, ["r2"])
+    assert state.since(102)["requests"] == state.since(102)["history"]["points"] == []
+    assert State().version > 1_700_000_000  # from the calendar: a later life begins above all earlier ones
+
+
+def test_viewers_are_counted_without_a_change_since_a_scrape_does_it_on_its_own_thread() -> None:
+    state = State()
+    for at_s in (10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0):  # two views, each polls once a second
+        state.answer(0, zipped=False, now_s=at_s)
+    assert [state.num_viewers(now_s) for now_s in (100.0, 13.0)] == [0, 2]
 
 
 def test_of_two_routers_the_newest_report_of_a_replica_counts() -> None:
     state = State()
     old, new = seen("a", age_s=0.4, num_running=1), seen("a", age_s=0.1, num_running=2)
     state.advance([view("one", old), view("two", new)], NOBODY, 10.0)
-    assert [(row["running"], row["report_age_s"]) for row in state.snapshot["replicas"]] == [(2, 0.1)]
-    assert [router["id"] for router in state.snapshot["routers"]] == ["one", "two"]
+    assert [(row["running"], row["report_age_s"]) for row in state.since()["replicas"]] == [(2, 0.1)]
+    assert [router["id"] for router in state.since()["routers"]] == ["one", "two"]
     state.check()
 
 
@@ -53,9 +87,16 @@ def test_a_pools_states_are_in_tokens_and_sum_to_its_capacity() -> None:
     assert pool == {
         "tier": "L1", "capacity": 160, "free": 112, "evictable": 0, "protected": 48, "reserved": 0, "quarantined": 0,
     }  # fmt: skip
-    assert state.snapshot["history"] == {"times": [10.0], "used": {"a": [0.3]}}
-    assert state.snapshot["totals"]["fullest_pool_ratio"] == 0.3
+    assert figure(state, "kv")["value"] == 0.3
     state.check()
+
+
+def test_the_pool_in_use_is_that_of_the_fullest_replica_which_is_named() -> None:
+    state = State()
+    both = seen("a", used_pages=7), seen("b", used_pages=3)
+    state.advance([view("one", *both)], details(listed("a"), listed("b"), unified=2), 10.0)
+    kv = figure(state, "kv")
+    assert (kv["value"], kv["more"]) == (0.7, {"mean": 0.5, "replica": "a"})
 
 
 def test_the_host_tier_is_a_pool_and_what_the_tiers_did_is_told() -> None:
@@ -71,7 +112,7 @@ def test_the_host_tier_is_a_pool_and_what_the_tiers_did_is_told() -> None:
         "host_hit_tokens": 480, "store_hit_tokens": 32, "saved_s": 1.23, "wrong_pages": 1, "store_bytes": 7000,
         "store_error": "no space",
     }  # fmt: skip
-    assert state.snapshot["totals"]["fullest_pool_ratio"] == 0.3  # of the devices
+    assert figure(state, "kv")["value"] == 0.3  # of the devices
     state.check()
 
 
@@ -80,12 +121,12 @@ def test_a_router_that_is_silent_for_a_moment_takes_nothing_away_and_is_shown_as
     serve = details(listed("one", "router"))
     state.advance([view("one", seen("a", age_s=0.1))], serve, 10.0)
     state.advance([], serve, 12.0)
-    assert [router["answering"] for router in state.snapshot["routers"]] == [False]
+    assert [router["answering"] for router in state.since()["routers"]] == [False]
     assert by_id(state)["a"]["report_age_s"] == 2.1
     assert [target.process_id for target in state.merged.targets()] == ["a", "one"]
     state.advance([], serve, 41.0)  # more than 30 s
-    assert state.snapshot["replicas"] == []
-    assert [router["id"] for router in state.snapshot["routers"]] == ["one"]  # Serve still lists it
+    assert state.since()["replicas"] == []
+    assert [router["id"] for router in state.since()["routers"]] == ["one"]  # Serve still lists it
 
 
 def test_a_router_that_serve_no_longer_lists_is_gone_at_once_and_nobody_knows_how_its_open_requests_ended() -> None:
@@ -94,8 +135,8 @@ def test_a_router_that_serve_no_longer_lists_is_gone_at_once_and_nobody_knows_ho
     state.advance([view("one", rows=rows[:1]), view("two", rows=rows[1:])],
                   details(listed("one", "router"), listed("two", "router")), 10.0)  # fmt: skip
     state.advance([view("two")], details(listed("two", "router")), 11.0)
-    assert [router["id"] for router in state.snapshot["routers"]] == ["two"]
-    assert {each["rid"]: each["outcome"] for each in state.snapshot["requests"]} == {"x": "unknown", "y": "running"}
+    assert [router["id"] for router in state.since()["routers"]] == ["two"]
+    assert {each["rid"]: each["outcome"] for each in state.since()["requests"]} == {"x": "unknown", "y": "running"}
 
 
 def test_replicas_that_only_serve_knows_start_or_drain() -> None:
@@ -127,69 +168,8 @@ def test_rates_are_over_the_last_five_seconds_and_begin_anew_when_a_counter_goes
     assert rates.of("a") is None
     rates.add("a", 13.0, (40, 1))
     assert rates.of("a") == (30.0, 1.0)
-    rates.check()
     rates.keep([])
     assert rates.of("a") is None
-
-
-def test_history_holds_five_minutes_and_null_where_a_replica_was_not_there() -> None:
-    history = History()
-    for second in range(302):
-        history.add(float(second), {"b": 0.5} if second == 301 else {"a": 0.25})
-    series = history.series()
-    assert (len(series["times"]), series["times"][0], series["times"][-1]) == (300, 2.0, 301.0)
-    assert series["used"]["a"][-2:] == [0.25, None]
-    assert series["used"]["b"][-2:] == [None, 0.5]
-    assert History.of_series(series).series() == series
-    history.check()
-
-
-def test_totals_are_of_the_last_minute_and_a_request_counts_when_its_first_token_came() -> None:
-    requests = Requests()
-    requests.take([row(f"r{i}", time=100.0 + i, ttft_s=0.1 * (i + 1)) for i in range(10)], 110.0, 110.0)
-    requests.take([row("early", time=40.0, ttft_s=65.0, cached_tokens=90)], 110.0, 110.0)  # its first token came at 105
-    requests.take([row("old", time=40.0, ttft_s=1.0)], 110.0, 110.0)
-    totals = requests.totals(110.0)
-    assert totals["requests_per_s"] == pytest.approx(10 / 60, abs=0.001)
-    assert (totals["ttft_p50_s"], totals["ttft_p90_s"]) == (0.6, 1.0)
-    assert totals["reuse_ratio"] == pytest.approx((10 * 40 + 90) / 1100, abs=0.001)
-    requests.take([], 180.0, 180.0)
-    assert requests.totals(180.0)["ttft_p50_s"] is None
-    assert len(requests.rows()) == 12  # shown until newer ones come
-    requests.check()
-
-
-def test_the_fifty_newest_requests_are_shown_newest_first() -> None:
-    requests = Requests()
-    requests.take([row(f"r{i}", time=float(i)) for i in range(60)], 60.0, 60.0)
-    rows = requests.rows()
-    assert (len(rows), rows[0]["rid"], rows[-1]["rid"]) == (50, "r59", "r10")
-    requests.take([row("r59", time=59.0, outcome="failed"), row("r58", time=3.0, key="another")], 61.0, 61.0)
-    assert [each["outcome"] for each in requests.rows()[:2]] == ["failed", "finished"]
-    assert requests.rows()[1]["time"] == 58.0  # of two bearers of a name the last counts
-
-
-def test_links_are_of_the_last_ten_seconds_and_each_hand_off_counts_once() -> None:
-    requests = Requests()
-    told = [hand_off("p", "d", num_bytes=5000, ok=False), hand_off("p", "e", num_bytes=20_000)]
-    requests.take([row("x", time=99.0, outcome="running", hand_offs=told[:1])], 100.0, 100.0)
-    requests.take([row("x", time=99.0, hand_offs=told)], 101.0, 101.0)
-    assert requests.links() == [
-        {"from": "p", "to": "d", "bytes_per_s": 500.0, "hand_offs_per_s": 0.0, "failed_per_s": 0.1},
-        {"from": "p", "to": "e", "bytes_per_s": 2000.0, "hand_offs_per_s": 0.1, "failed_per_s": 0.0},
-    ]
-    assert all("hand_offs" not in each for each in requests.rows())
-    requests.take([], 110.5, 110.5)
-    assert [link["to"] for link in requests.links()] == ["e"]
-    requests.take([], 112.0, 112.0)
-    assert requests.links() == []
-    requests.check()
-
-
-def test_hand_offs_that_were_long_over_when_we_came_count_for_no_link() -> None:
-    requests = Requests()
-    requests.take([row("x", time=50.0, hand_offs=[hand_off("p", "d")])], 100.0, 100.0)
-    assert requests.links() == []
 
 
 def test_a_changed_target_is_logged_with_the_signal_that_asked_for_it() -> None:
@@ -199,15 +179,15 @@ def test_a_changed_target_is_logged_with_the_signal_that_asked_for_it() -> None:
                         "running_high": 0.9, "slack": 0.7}}  # fmt: skip
     busy = seen("a", waiting_uncached_tokens=18_000, prefill_tokens_per_s=2000.0)
     state.advance([view("one", busy, autoscaling=rule)], details(listed("a"), unified=1), 10.0)
-    [target] = state.snapshot["autoscaling"]["targets"]
+    [target] = state.since()["autoscaling"]["targets"]
     assert target == {
         "role": "unified", "running": 1, "desired": 1, "minimum": 1, "maximum": 4,
         "pressure": {"queue": 1.8, "kv_pool": 0.0, "slots": 0.0},
     }  # fmt: skip
-    assert state.snapshot["autoscaling"]["log"] == []
+    assert state.since()["autoscaling"]["log"] == []
     state.advance([view("one", busy, autoscaling=rule)], details(listed("a"), unified=2), 12.0)
     state.advance([view("one", seen("a"), autoscaling=rule)], details(listed("a"), unified=1), 14.0)
-    down, up = state.snapshot["autoscaling"]["log"]
+    down, up = state.since()["autoscaling"]["log"]
     assert (up["from"], up["to"], up["time"]) == (1, 2, 12.0)
     assert up["reason"] == "18,000 prompt tokens wait, 1.8 times the work of 1 replica in 5 s"
     assert (down["from"], down["to"]) == (2, 1)
@@ -232,7 +212,7 @@ def test_a_scrape_in_the_middle_of_a_look_sees_all_roles() -> None:
 def test_a_role_with_a_fixed_number_has_it_for_bounds_and_null_pressure_before_a_report() -> None:
     state = State()
     state.advance([view("one")], details(unified=2), 10.0)
-    [target] = state.snapshot["autoscaling"]["targets"]
+    [target] = state.since()["autoscaling"]["targets"]
     assert (target["running"], target["minimum"], target["maximum"]) == (0, 2, 2)
     assert target["pressure"] == {"queue": None, "kv_pool": None, "slots": None}
 
@@ -253,3 +233,15 @@ def test_serves_own_form_is_read() -> None:
     ]  # fmt: skip
     assert (found.running("unified"), found.running("router")) == (1, 0)
     assert details_of({"applications": {}}, "manta") == ServeDetails()
+
+
+def test_the_live_view_of_an_application_is_where_its_observatory_is_served() -> None:
+    def watching(prefix: str | None, application: str) -> dict[str, Any]:
+        config = {"args": {"application": application}}
+        return {"route_prefix": prefix, "deployed_app_config": config, "deployments": {"Observatory": {}}}
+
+    api = {"route_prefix": "/", "deployed_app_config": None, "deployments": {"Router": {}}}
+    views = {"watch": watching("/manta", "manta"), "other": watching("/b/", "b"), "off": watching(None, "c")}
+    served = {"manta": api, **views}
+    found = {name: live_view_of({"applications": served}, name) for name in ("manta", "b", "c", "d")}
+    assert found == {"manta": "/manta/", "b": "/b/", "c": None, "d": None}

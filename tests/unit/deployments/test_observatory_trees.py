@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from deployments.watch.observatory.routers import NoRouter
 from deployments.watch.observatory.trees import Trees
+from deployments.watch.observatory.watch import NoRouter
 from replicas.cache.tree_view import CacheTree
 from tests.harness import Clock
 from tests.unit.deployments.test_observatory_http import ListedRouters

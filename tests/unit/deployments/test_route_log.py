@@ -41,7 +41,7 @@ async def test_a_record_tells_each_try_why_it_failed_and_what_came_of_it(scripte
     assert "ReplicaGone" in first.failure
     assert (second.failure, second.cached_tokens) == (None, 0)
     assert second.outcome is not None
-    assert second.outcome.ending.value == "finished"
+    assert second.outcome.ending.value == "ok"
     assert second.ttft_s is not None
     assert header_part(record) == (
         "replica=r1; overlap_predicted=0; overlap_actual=0; policy=round_robin; reason=only_candidate; tries=2"
@@ -122,7 +122,7 @@ async def test_a_route_is_told_and_a_dry_run_leaves_no_trace(client: httpx.Async
     answer = await client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "tell-me"})
     for name in ("tell-me", answer.json()["id"]):
         told = (await client.get(f"/route/{name}")).json()
-        assert (told["rid"], told["replica"], told["outcome"], told["num_retries"]) == ("tell-me", "r0", "finished", 0)
+        assert (told["rid"], told["replica"], told["outcome"], told["num_retries"]) == ("tell-me", "r0", "ok", 0)
         assert told["tries"][0]["actual"]["ttft_s"] > 0
         assert sum(told["stages"].values()) == pytest.approx(told["total_s"])
         assert min(told["stages"]["prefill_s"], told["stages"]["decode_s"]) > 0  # told by the engine, over the channel
@@ -144,7 +144,7 @@ async def test_closing_a_stream_early_leaves_an_aborted_record(scripted: House) 
     record = scripted.dispatcher.routes.find("me")
     assert record is not None
     assert record.tries[0].outcome is not None
-    assert record.tries[0].outcome.ending.value == "aborted"
+    assert record.tries[0].outcome.ending.value == "cancelled"
 
 
 @pytest.mark.model

@@ -46,7 +46,7 @@ async def serve(house: House, name: str) -> None:
 async def test_each_request_is_told_once_after_each_change(house: House) -> None:
     await serve(house, "one")
     first = told(house, {})
-    assert [(row["rid"], row["outcome"], row["router"]) for row in first.requests] == [("one", "finished", "router")]
+    assert [(row["rid"], row["outcome"], row["router"]) for row in first.requests] == [("one", "ok", "router")]
     assert told(house, {"router": first.seq}).requests == ()
     await serve(house, "two")
     assert [row["rid"] for row in told(house, {"router": first.seq, "another": 99}).requests] == ["two"]

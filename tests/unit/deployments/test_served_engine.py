@@ -203,3 +203,28 @@ async def test_however_many_wait_for_a_flush_the_engine_is_asked_once_each_50_ms
     assert asked == [False, False, False, True]
     assert time.monotonic() - started_s >= 0.15
     assert await served.flush_cache(0.0)
+
+
+async def test_a_replica_that_drains_gets_nothing_new_ends_what_runs_and_has_serve_replace_it(
+    served: ServedEngine,
+) -> None:
+    stays = EngineLoop(fake_engine()[0])
+    stays.start()
+    other = ServedEngine(stays, replica_id="r1", node_id="here")
+    async with House() as house, asyncio.timeout(60):
+        await house.ready(served, other)
+        running = asyncio.create_task(run(house, served, ask(rid="a1.0-long", max_new_tokens=200)))
+        await until_async(lambda: served.loop.num_open == 1)
+        await house.leases.call("r0", ReplicaCalls.drain)
+        await until_async(lambda: {each.replica_id: each.state for each in house.fleet.seen()}["r0"] == "draining")
+        assert house.fleet.num_ready == 1
+        for number in range(4):
+            [delta async for delta in house.dispatcher.stream(ask(rid=f"b{number}.0-new", max_new_tokens=2))]
+            record = house.dispatcher.routes.find("new")
+            assert record is not None
+            assert record.tries[-1].decision.replica_id == "r1"
+        assert await running is None  # it ended as if nothing had been
+        with pytest.raises(ReplicaGone, match="an operator asked for it"):
+            await served.check_health()
+        await other.check_health()
+    await other.stop()

@@ -7,7 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.output import validation
+
 pytestmark = pytest.mark.model
+
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = [{"role": "user", "content": "Name a colour."}]
 COLOURS = ["red", 'a "dark" blue\nor green', "é/\\d+"]
@@ -20,6 +23,12 @@ PERSON = {
 PAIR = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
 NUMBER = 'root ::= "4" digit\ndigit ::= [0-9]'
 TAGS = {"structures": [{"begin": "<n>", "schema": {"enum": [7]}, "end": "</n>"}], "triggers": ["<n"]}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes longer to validate a document than a server may."""
+    monkeypatch.setattr(validation, "DEADLINE_S", 60.0)
 
 
 def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:

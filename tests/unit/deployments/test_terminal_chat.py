@@ -82,6 +82,16 @@ def test_a_conversation_sends_all_earlier_turns_until_it_is_forgotten(server: Re
     assert (first["max_tokens"], "temperature" in first) == (8, False)
 
 
+def test_the_first_token_is_that_of_the_reasoning_which_is_not_part_of_the_answer(server: Recorded) -> None:
+    thought = {**CHUNK, "choices": [{"index": 0, "delta": {"reasoning_content": "Hm."}}]}
+    server.events = [thought, *RECORDED]
+    times = iter(range(100))
+    talk = chat.Conversation(server.url, None, OPTIONS, lambda: float(next(times)))
+    assert said(talk, QUESTION) == ANSWER
+    assert talk.last is not None
+    assert (talk.last.first_s, talk.last.last_s) == (1.0, 9.0)  # nine parts came, the thought first
+
+
 def test_a_turn_that_failed_leaves_no_message_behind(server: Recorded) -> None:
     talk = chat.Conversation(server.url, None, OPTIONS, lambda: 0.0)
     server.status = 429

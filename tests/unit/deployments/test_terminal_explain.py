@@ -33,14 +33,14 @@ def tried(**changed: Any) -> dict[str, Any]:
             candidate("b2", chosen=False, cached_tokens=1704, own_tokens=5, queued_tokens=900, queue_s=0.6,
                       ttft_s=0.81, own_s=0.2, behind_s=1.5),
         ],
-        "actual": {"cached_tokens": 1400, "ttft_s": 0.25}, "outcome": "finished", "failure": None, **changed,
+        "actual": {"cached_tokens": 1400, "ttft_s": 0.25}, "outcome": "ok", "failure": None, **changed,
     }  # fmt: skip
 
 
 def answer(*tries: dict[str, Any], **changed: Any) -> dict[str, Any]:
     return {
         "rid": "me", "internal_rid": "f00.0-me", "router": "r1", "time": 1763722000.1, "replica": "a1",
-        "outcome": "finished", "num_retries": len(tries) - 1, "tries": list(tries), **changed,
+        "outcome": "ok", "num_retries": len(tries) - 1, "tries": list(tries), **changed,
     }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ me (1709 prompt tokens) went to a1 by estimated_ttft: soonest.
 >  a1         unified    1.4k    309       0   1.5k    0 ms  200 ms   10 ms      0 ms  210 ms    0 ms         3  40 %
    b2         unified    1.7k      5     900   1.5k  600 ms  200 ms   10 ms      0 ms  810 ms  1.50 s         3  40 %
 
-It finished. First token after 250 ms (210 ms predicted); 1400 of 1709 prompt tokens were cached (1400 predicted).
+Outcome: ok. First token after 250 ms (210 ms predicted); 1400 of 1709 prompt tokens were cached (1400 predicted).
 
 stage      time  of 1.00 s
 route     10 ms  [                                                ]   1 %
@@ -84,7 +84,7 @@ def test_each_try_tells_why_it_failed() -> None:
 
 def test_a_request_without_a_token_says_so() -> None:
     running = tried(outcome="running", actual={"cached_tokens": None, "ttft_s": None})
-    assert "It is running; no token came yet." in explain.plain(answer(running, outcome="running"))
+    assert "Outcome: running; no token yet." in explain.plain(answer(running, outcome="running"))
 
 
 TERMS = {

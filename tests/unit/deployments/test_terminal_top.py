@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import pathlib
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,9 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dashboards.catalog import OUTCOMES, POOL_STATES, STAGES
+from dashboards import files
+from dashboards.catalog import FAILED, OUTCOMES, POOL_STATES, STAGES
+from deployments.watch.observatory.state import State
 from deployments.watch.terminal import ask, top, words
-from deployments.watch.terminal.health import Objectives, figures, troubles
+from deployments.watch.terminal.health import figures, merged, troubles
 from deployments.watch.terminal.keyboard import on_terminal
 from deployments.watch.terminal.table import Bar, count, percent, seconds, sparkline
 from deployments.watch.terminal.tables import replica_table, request_table
@@ -42,29 +46,43 @@ def replica(name: str, **changed: Any) -> dict[str, Any]:
 def request(rid: str, **changed: Any) -> dict[str, Any]:
     stages = {"route_s": 0.0, "queue_s": 0.25, "prefill_s": 0.25, "transfer_s": 0.0, "decode_s": 0.5}
     body: dict[str, Any] = {
-        "rid": rid, "router": "r1", "time": 1763721990.0, "endpoint": "chat", "outcome": "finished",
+        "rid": rid, "router": "r1", "time": 1763721990.0, "endpoint": "chat", "outcome": "ok",
         "replica": "ModelReplica#abc", "prefill": None, "policy": "estimated_ttft", "reason": "soonest_first_token",
         "tries": 1, "prompt_tokens": 400, "output_tokens": 11, "cached_tokens": 300, "predicted_tokens": 300,
-        "best_tokens": 300, "ttft_s": 0.5, "total_s": 1.0, "stages": stages,
+        "best_tokens": 300, "ttft_s": 0.5, "itl_s": 0.05, "total_s": 1.0, "stages": stages, "missed": [],
     }  # fmt: skip
     return {**body, **changed}
 
 
+def figure(name: str, title: str, unit: str, value: float, level: str = "ok", **more: float) -> dict[str, Any]:
+    return {"name": name, "title": title, "unit": unit, "value": value, "level": level, "series": [name], "more": more}
+
+
+FIGURES = [
+    figure("ttft", "TTFT", "seconds", 0.091, p50=0.091), figure("output", "Output", "tokens/s", 88.0),
+    figure("hit", "Cache hit", "ratio", 0.75), figure("queue", "Queue", "requests", 2),
+]  # fmt: skip
+
+
+def alert(summary: str, **changed: Any) -> dict[str, Any]:
+    return {"name": "A", "severity": "critical", "state": "firing", "summary": summary, "replica": None, **changed}
+
+
 def state(**changed: Any) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "time": 1763722000.1, "version": 17, "model": "SmolLM2", "mode": "unified", "period_s": 1.0,
+        "time": 1763722000.1, "started": 1763719480.1, "version": 17, "whole": True, "model": "SmolLM2",
+        "mode": "unified", "period_s": 1.0, "figures": FIGURES, "alerts": [],
         "routers": [{"id": "r1", "node": "0123456789abcdef", "answering": True, "open": 5}],
         "replicas": [replica("abc")], "links": [],
-        "totals": {"requests_per_s": 4.0, "ttft_p50_s": 0.091, "ttft_p90_s": 1.684, "reuse_ratio": 0.75,
-                   "fullest_pool_ratio": 0.5},
-        "requests": [], "autoscaling": {"targets": [], "log": []}, "history": {"times": [], "used": {}},
+        "requests": [], "autoscaling": {"targets": [], "log": []},
+        "history": {"names": ["ttft", "output", "hit", "queue"], "step_s": 1, "points": [[1763722e3, 0.1, 88, 1, 2]]},
     }  # fmt: skip
     return {**body, **changed}
 
 
 BLOCK = """\
-SmolLM2, unified: 1 replica, 1 router, 4 requests/s  10:46:40
-TTFT p50 91 ms | TPOT p50 50 ms | output/s 88 | cached 75 % | failed 0 % | waiting 2 | KV pool 50 %
+SmolLM2, unified: 1 replica, 1 router, up 42 min  10:46:40
+TTFT p50 91 ms | Output 88 | Cache hit 75 % | Queue 2
 all well
 
 replica  role     node      state      running  waiting  pool                                      cached  prefill/s  output/s
@@ -78,11 +96,10 @@ r1      01234567     5  yes
 
 pool: # protected, % reserved, x quarantined, o evictable, . free
 stages: r route, q queue, p prefill, t transfer, d decode"""  # noqa: E501
-NONE = Objectives()
 
 
 def plain(**changed: Any) -> str:
-    return top.plain(state(**changed), NONE)
+    return top.plain(state(**changed))
 
 
 def test_a_state_is_a_block_of_lines() -> None:
@@ -93,8 +110,17 @@ def test_the_words_are_those_of_the_metrics() -> None:
     """docs/metrics.md is written from the catalogue."""
     assert [name for name, _, _ in words.STAGES] == list(STAGES)
     assert {name for name, _, _ in words.POOL} == set(POOL_STATES)
-    shown = {words.outcome({"outcome": each}) for each in ("finished", "aborted", "failed", *OUTCOMES)}
-    assert shown == set(OUTCOMES)
+    assert {each for each in (*OUTCOMES, words.RUNNING) if words.outcome_colour(each) == words.TROUBLE} == set(FAILED)
+
+
+def test_the_live_views_words_are_those_of_the_metrics_too() -> None:
+    ui = pathlib.Path(files.__file__).parent / "ui"
+    listed = re.search(r"OUTCOMES = (\[.*\]);", (ui / "requests.js").read_text())
+    states = re.search(r"STATES = \[(.*?)\];", (ui / "pools.js").read_text(), flags=re.DOTALL)
+    assert listed is not None
+    assert states is not None
+    assert json.loads(listed[1]) == [words.RUNNING, *OUTCOMES, "unknown"]  # unknown: its router left before it told
+    assert set(re.findall(r'^  \["(\w+)"', states[1], flags=re.MULTILINE)) == set(POOL_STATES)
 
 
 def test_tiers_are_columns_where_a_replica_has_them() -> None:
@@ -116,9 +142,13 @@ def test_tiers_are_columns_where_a_replica_has_them() -> None:
 
 def test_what_is_not_known_is_a_dash_and_no_replica_is_explained() -> None:
     starting = replica("s", state="starting", pools=[], rates=None, running=None, running_limit=None, waiting=None)
-    line = plain(replicas=[starting]).splitlines()[6]
+    line = plain(replicas=[starting]).splitlines()[5]
     assert line.split() == ["s", "unified", "01234567", "starting", "-/-", "-", "-", "-", "-", "-"]
     assert "! no replica yet" in plain(replicas=[])
+
+
+def test_before_serve_has_told_since_when_manta_runs_nothing_is_said_of_it() -> None:
+    assert plain(started=0.0).startswith("SmolLM2, unified: 1 replica, 1 router  10:46:40\n")
 
 
 def test_links_are_shown_where_prefill_and_decode_are_apart() -> None:
@@ -144,8 +174,8 @@ def test_counts_have_three_digits_or_so(value: float | None, text: str) -> None:
 
 
 def test_times_and_shares_are_written_with_their_unit() -> None:
-    assert [seconds(x) for x in (None, 0.0, 0.0003, 0.091, 1.523, 75.0)] == [
-        "-", "0 ms", "0.3 ms", "91 ms", "1.52 s", "75 s"]  # fmt: skip
+    assert [seconds(x) for x in (None, 0.0, 0.0003, 0.091, 1.523, 75.0, 2520, 18e3)] == [
+        "-", "0 ms", "0.3 ms", "91 ms", "1.52 s", "75 s", "42 min", "5 h"]  # fmt: skip
     assert [percent(x) for x in (None, 0.0, 0.914)] == ["-", "0 %", "91 %"]
 
 
@@ -155,12 +185,14 @@ def test_a_sparkline_ends_with_the_newest_and_leaves_out_what_is_not_known() -> 
     assert sparkline([], 3) == "   "
 
 
-def test_a_request_that_runs_is_drawn_before_and_after_its_first_token() -> None:
-    running = {"outcome": "running", "total_s": None, "stages": None, "time": 1763722000.1 - 4}
-    rows = [request("new", ttft_s=None, **running), request("old", ttft_s=1.0, tries=2, **running)]
+def test_of_a_request_that_runs_the_stage_that_it_is_in_is_drawn_to_the_end() -> None:
+    running = {"outcome": "running", "total_s": None, "time": 1763722000.1 - 4}
+    none = dict.fromkeys(("route_s", "queue_s", "prefill_s", "transfer_s", "decode_s"), 0.0)
+    rows = [request("new", ttft_s=None, stages=none, **running)]
+    rows.append(request("old", ttft_s=1.0, tries=2, stages=none | {"queue_s": 0.5, "prefill_s": 0.5}, **running))
     lines = request_table(rows, now_s=1763722000.1, stages_width=8).plain().splitlines()
-    assert lines[1].endswith("-  4.00 s  [pppppppp] ...")
-    assert lines[2].endswith("1.00 s  4.00 s  [ppdddddd] ...")
+    assert lines[1].endswith("-  4.00 s  [qqqqqqqq] ...")
+    assert lines[2].endswith("1.00 s  4.00 s  [qpdddddd] ...")
     assert "running, 2 tries" in lines[2]
     assert " 11+ " in lines[2]  # so many when the router last told
 
@@ -168,46 +200,53 @@ def test_a_request_that_runs_is_drawn_before_and_after_its_first_token() -> None
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
+        ({"alerts": [alert("45 % of the requests miss the ITL objective.")]},
+         "45 % of the requests miss the ITL objective."),
         ({"replicas": [replica("M#abc", state="unhealthy", error="CUDA error")]}, "abc is unhealthy: CUDA error"),
-        ({"replicas": [replica("abc", report_age_s=31.0)]}, "abc is accepting: its last report is 31 s old"),
-        ({"replicas": [replica("abc", pools=[{**L1, "free": 0, "evictable": 60, "protected": 1340}])]},
-         "abc is accepting: its KV pool is 96 % in use"),
-        ({"replicas": [replica("abc", state="draining")]}, "no replica accepts requests"),
+        ({"replicas": [replica("abc", state="unhealthy")]}, "abc is unhealthy: Serve's health check failed"),
         ({"routers": [{"id": "r1", "node": "x", "answering": False, "open": 0}]}, "router r1 does not answer"),
-        ({"routers": []}, "no router runs"),
-        ({"requests": [request(str(n), outcome="failed") for n in range(2)] + [request("a")] * 3},
-         "2 of the last 5 requests failed"),
-        ({"requests": [request("a", ttft_s=2.1, total_s=2.2)] * 2 + [request("b", output_tokens=101)] * 3},
-         "40 % of the last requests miss TTFT 2.00 s"),
-        ({"requests": [request("a", total_s=1.6)] * 2 + [request("b")] * 3},
-         "40 % of the last requests miss ITL 100 ms"),
     ],
 )  # fmt: skip
 def test_each_trouble_is_a_sentence(changed: dict[str, Any], says: str) -> None:
-    objectives = Objectives(ttft_s=2.0, itl_s=0.1)
-    assert says in troubles(state(**changed), objectives)
-    assert troubles(state(requests=[request(str(n)) for n in range(5)]), objectives) == []
+    assert troubles(state(**changed)) == [says]
+    assert troubles(state()) == []
+
+
+def test_a_replica_that_an_alert_is_about_is_told_once() -> None:
+    sick = [replica("M#abc", state="unhealthy", error="CUDA error")]
+    assert troubles(state(replicas=sick, alerts=[alert("It is unhealthy.", replica="M#abc")])) == ["It is unhealthy."]
+
+
+def test_an_alert_that_is_pending_is_told_before_it_is_trouble() -> None:
+    body = state(alerts=[alert("6 % are refused.", state="pending")])
+    assert troubles(body) == []
+    assert top.plain(body).splitlines()[2] == "! 6 % are refused."
+
+
+def test_an_answer_adds_what_is_new_to_what_was_kept_and_a_whole_one_replaces_it() -> None:
+    first = merged(None, state(requests=[request("a", time=1.0), request("b", time=2.0, outcome="running")]))
+    points = {**state()["history"], "points": [[1763722001.1, 0.2, 90, 1, 3]]}
+    news = state(whole=False, requests=[request("b", time=2.0), request("c", time=3.0)], history=points)
+    second = merged(first, news)
+    assert [(row["rid"], row["outcome"]) for row in second["requests"]] == [("c", "ok"), ("b", "ok"), ("a", "ok")]
+    assert [each.line for each in figures(second)][:2] == [[0.1, 0.2], [88, 90]]
+    assert merged(second, state())["requests"] == []
 
 
 def test_a_replica_that_is_replaced_and_requests_that_moved_are_told_before_they_are_trouble() -> None:
     replaced = [replica("abc"), replica("new", state="starting", pools=[])]
     body = state(replicas=replaced, requests=[request("a", tries=2), request("b")])
-    assert troubles(body, NONE) == []
-    assert top.plain(body, NONE).splitlines()[2:4] == [
+    assert troubles(body) == []
+    assert top.plain(body).splitlines()[2:4] == [
         "! 1 of 2 replicas accept requests", "! 1 of the last 2 requests were tried again elsewhere",
     ]  # fmt: skip
-    lines = screen(View(body, NONE, 0.0))
+    lines = screen(View(body, 0.0))
     assert lines[1] == "! 1 of 2 replicas accept requests  (and 1 more)"
 
 
-def test_a_figure_is_red_by_the_rule_of_its_alert_and_few_requests_say_nothing() -> None:
-    def red(requests: list[dict[str, Any]]) -> list[str]:
-        told = figures(state(requests=requests), Objectives(ttft_s=0.4, itl_s=0.1))
-        return [each.name for each in told if each.is_trouble]
-
-    assert red([request("a", outcome="failed")] * 4) == []
-    assert red([request("a", outcome="failed")] * 5) == ["TTFT p50", "failed"]
-    assert red([request("a", ttft_s=0.4)] * 5) == []
+def test_a_figure_is_red_where_the_observatory_says_that_its_alert_fires() -> None:
+    told = figures(state(figures=[figure("ttft", "TTFT", "seconds", 3.0, "warning"), FIGURES[1]]))
+    assert [(each.name, each.is_trouble) for each in told] == [("TTFT", True), ("Output", False)]
 
 
 def screen(view: View, width: int = 80, height: int = 24) -> list[str]:
@@ -218,7 +257,7 @@ def screen(view: View, width: int = 80, height: int = 24) -> list[str]:
 
 def test_the_screen_fits_a_small_terminal() -> None:
     many = [replica(f"M#{n:02}") for n in range(30)]
-    view = View(state(replicas=many, requests=[request(f"req-{n}") for n in range(50)]), NONE, 0.0)
+    view = View(state(replicas=many, requests=[request(f"req-{n}") for n in range(50)]), 0.0)
     lines = screen(view)
     assert len(lines) == 24
     assert max(map(len, lines)) <= 80
@@ -231,9 +270,15 @@ def test_the_screen_fits_a_small_terminal() -> None:
     assert any("pool: # protected" in line for line in screen(view, 200, 60))
 
 
+def test_before_the_observatory_has_heard_of_anything_the_screen_says_that_nothing_is_there() -> None:
+    lines = screen(View(State().since(), 0.0))
+    assert lines[0].startswith("no model yet, unified: 0 replicas, 0 routers ")
+    assert lines[1].startswith("! no replica yet")
+
+
 def test_keys_choose_sort_pause_and_ask_for_an_explanation() -> None:
     rows = [request("slow", ttft_s=3.0, time=1.0), request("new", time=9.0), request("old", time=0.5)]
-    view = View(state(replicas=[replica("a"), replica("b", running=9)], requests=rows), NONE, 0.0)
+    view = View(state(replicas=[replica("a"), replica("b", running=9)], requests=rows), 0.0)
 
     def press(*keys: str) -> None:
         for key in keys:
@@ -264,8 +309,18 @@ def test_keys_choose_sort_pause_and_ask_for_an_explanation() -> None:
     assert view.quits
 
 
+def test_an_explanation_that_comes_late_does_not_cover_the_tables_to_which_a_key_has_gone_back() -> None:
+    view = View(state(), 0.0)
+    for wait, shown in ((False, True), (True, False)):
+        view.show("asking")
+        if wait:
+            view.press("escape")
+        view.answer("because of its cache")
+        assert ("because of its cache" in "\n".join(screen(view))) is shown
+
+
 def test_while_manta_is_away_the_last_tables_stay_under_a_note_of_how_long() -> None:
-    view = View(state(), NONE, 10.0)
+    view = View(state(), 10.0)
     view.lose("it answers 500", 14.0)
     assert screen(view)[1] == "! no answer for 4.00 s (asking again): it answers 500"
     assert any(line.startswith("abc") for line in screen(view))
@@ -297,8 +352,6 @@ class Scripted:
         self.asked: list[tuple[str, str | None]] = []
 
     def respond(self, path: str, headers: Mapping[str, str], _: bytes) -> tuple[int, bytes]:
-        if path == "/get_server_info":
-            return 200, b'{"observability": {"ttft_objective_s": 2.0, "itl_objective_s": 0.1}}'
         if path.startswith("/route/"):
             return 404, b'{"error": {"message": "no decision is kept for it", "code": "route_not_found"}}'
         self.asked.append((path, headers.get("Authorization")))
@@ -322,7 +375,7 @@ def run_top(*args: str, **env: str) -> "subprocess.CompletedProcess[str]":
 def test_once_prints_one_block_and_ends_without_importing_ray(server: Scripted) -> None:
     done = run_top("--once", "--url", server.url, PYTHONPROFILEIMPORTTIME="1", MANTA_ADMIN_KEY="k")
     assert (done.returncode, done.stdout) == (0, f"{BLOCK}\n")
-    assert server.asked == [("/manta/api/state", "Bearer k")]
+    assert server.asked == [("/manta/api/state?since=0", "Bearer k")]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "rich.table" in imported
     assert not imported & {"ray", "torch", "fastapi", "pydantic"}
@@ -330,7 +383,7 @@ def test_once_prints_one_block_and_ends_without_importing_ray(server: Scripted) 
 
 def test_json_is_the_state_itself(server: Scripted) -> None:
     assert json.loads(run_top("--once", "--json", "--url", f"{server.url}/elsewhere").stdout) == server.answers[0][1]
-    assert server.asked == [("/elsewhere/api/state", None)]
+    assert server.asked == [("/elsewhere/api/state?since=0", None)]
 
 
 @pytest.mark.parametrize(
@@ -340,6 +393,7 @@ def test_json_is_the_state_itself(server: Scripted) -> None:
         (404, {}, 1, "has no observatory: add the application"),
         (500, {"error": {"message": "it broke"}}, 3, "answers 500: it broke"),
         (200, [], 1, "does not answer as Manta does: check --url"),
+        (200, {"status": "success"}, 1, "does not answer as Manta does: check --url"),
     ],
 )
 def test_what_is_amiss_is_said_with_what_to_do(server: Scripted, status: int, body: Any, code: int, said: str) -> None:
@@ -352,7 +406,8 @@ def test_what_is_amiss_is_said_with_what_to_do(server: Scripted, status: int, bo
 def test_nothing_listening_is_an_exit_status_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = top.Options(once=True, as_json=False, interval_s=1.0)
     assert top.run("127.0.0.1:1", None, options) == 3
-    assert capsys.readouterr().err.startswith("nothing answers at http://127.0.0.1:1/manta/api/state ([Errno 111]")
+    said = "nothing answers at http://127.0.0.1:1/manta/api/state?since=0 ([Errno 111]"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -388,16 +443,14 @@ def test_a_key_that_no_header_carries_is_not_sent_and_not_shown(server: Scripted
 
 def test_white_space_around_the_key_does_not_count(server: Scripted) -> None:
     ask.state(server.url, " secret\n")
-    assert server.asked == [("/manta/api/state", "Bearer secret")]
+    assert server.asked == [("/manta/api/state?since=0", "Bearer secret")]
 
 
-def test_in_a_pipe_one_snapshot_is_printed_with_the_objectives_of_the_settings(server: Scripted) -> None:
-    server.answers = [(200, state(requests=[request(str(n), ttft_s=2.1, total_s=2.2) for n in range(5)]))]
+def test_in_a_pipe_one_snapshot_is_printed_with_the_alerts(server: Scripted) -> None:
+    slow = [figure("ttft", "TTFT", "seconds", 2.1, "warning", p50=2.1)]
+    server.answers = [(200, state(figures=slow, alerts=[alert("45 % of the requests miss the TTFT objective.")]))]
     done = run_top("--url", server.url)
-    assert done.stdout.splitlines()[1:3] == [
-        "TTFT p50 91 ms (!) | TPOT p50 10 ms | output/s 88 | cached 75 % | failed 0 % | waiting 2 | KV pool 50 %",
-        "! 100 % of the last requests miss TTFT 2.00 s",
-    ]
+    assert done.stdout.splitlines()[1:3] == ["TTFT p50 2.10 s (!)", "! 45 % of the requests miss the TTFT objective."]
 
 
 def test_on_a_terminal_it_is_drawn_in_place_and_heeds_keys(server: Scripted) -> None:

@@ -78,6 +78,19 @@ def test_of_a_hand_off_that_failed_the_decode_replica_tells_what_it_waited_and_c
     assert rounded(stages(timeline)) == (0.0, 0.3, 0.4, 0.3, 0.5)
 
 
+def test_stages_of_a_request_that_runs_end_with_what_is_known() -> None:
+    """Sent 100.1; first token 100.6 with the engine's times; while it waits the queue grows, then decode does."""
+    timeline, leg = line(), LegTimes()
+    timeline.sent(leg, 100.1)
+    assert rounded(timeline.stages_so_far) == (0.1, 0.0, 0.0, 0.0, 0.0)
+    leg.tell(StageTimes(queue_s=0.15, prefill_s=0.3))
+    timeline.saw(delta(1), 100.6)
+    assert rounded(timeline.stages_so_far) == (0.1, 0.2, 0.3, 0.0, 0.0)
+    timeline.end(101.0)  # the client has left
+    assert timeline.stages is None
+    assert rounded(timeline.stages_so_far) == (0.1, 0.2, 0.3, 0.0, 0.4)
+
+
 def test_tries_that_brought_no_token_are_route_and_what_follows_the_first_token_is_decode() -> None:
     """The first try dies at 101, the second brings a token at 103 and dies, the third ends it at 106."""
     timeline, lost, second, third = line(), LegTimes(), LegTimes(), LegTimes()

@@ -128,7 +128,7 @@ async def test_a_chat_is_one_span_with_its_stages_under_it(service: Service, col
         "gen_ai.response.finish_reasons": ["length"],
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": 4,
-        "manta.outcome": "finished",
+        "manta.outcome": "ok",
         "http.response.status_code": 200,
     }
     assert (root.kind, root.parent_span_id, root.status.code) == (2, b"", 0)  # SERVER, no parent, unset
@@ -278,6 +278,16 @@ async def test_where_ray_serves_own_tracing_runs_its_span_is_the_parent(
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+async def test_only_a_trace_that_is_kept_is_an_exemplar(service: Service, collector: Collector, ratio: float) -> None:
+    async with Traced(service, collector.url, ratio) as client:
+        await client.post("/v1/chat/completions", json=CHAT)
+    [record] = service.dispatcher.routes.recent()
+    kept = {"trace_id": collector.spans["chat smol"].trace_id.hex()} if ratio else None
+    assert record.timeline.arrival.exemplar == kept
+
+
+@pytest.mark.model
 async def test_a_receiver_that_is_away_disturbs_no_request(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds that the end is waited for
     traced = Traced(service, "http://127.0.0.1:1", 1.0)
@@ -311,7 +321,7 @@ async def test_a_client_that_leaves_has_its_span(service: Service, collector: Co
     await traced.client.aclose()
     [span] = collector.spans.values()
     told = values(span.attributes)
-    assert (told["manta.outcome"], told["http.response.status_code"], span.status.code) == ("aborted", 200, 0)
+    assert (told["manta.outcome"], told["http.response.status_code"], span.status.code) == ("cancelled", 200, 0)
 
 
 @pytest.fixture
@@ -355,7 +365,7 @@ async def test_the_spans_of_stages_sum_to_the_total(pairs: House) -> None:
 async def test_a_try_that_failed_is_told_by_its_errors_name_alone(pairs: House) -> None:
     tree = span_tree([await run(pairs, ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))])
     assert tree.failed_tries == ({"manta.replica": "r0", "error.type": "ReplicaGone"},)
-    assert (tree.error, tree.attributes["manta.outcome"]) == (None, "finished")
+    assert (tree.error, tree.attributes["manta.outcome"]) == (None, "ok")
 
 
 async def test_an_aborted_request_has_no_span_of_a_stage(pairs: House) -> None:
@@ -364,7 +374,7 @@ async def test_an_aborted_request_has_no_span_of_a_stage(pairs: House) -> None:
     await anext(deltas)
     await deltas.aclose()
     tree = span_tree(pairs.dispatcher.routes.recent())
-    assert (tree.stages, tree.error, tree.attributes["manta.outcome"]) == ((), None, "aborted")
+    assert (tree.stages, tree.error, tree.attributes["manta.outcome"]) == ((), None, "cancelled")
 
 
 async def test_the_spans_of_several_prompts_are_in_one_tree_with_summed_usage(pairs: House) -> None:

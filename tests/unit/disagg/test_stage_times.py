@@ -27,12 +27,19 @@ class SlowDevice:
 
 
 def ends(deltas: list[TokenDelta]) -> dict[tuple[str, int], StageTimes]:
-    """Of each choice, from its last delta; none before it."""
-    found = {}
+    """Of each choice, from its last delta; before it only its first token has stages, those before decode."""
+    found: dict[tuple[str, int], StageTimes] = {}
+    begun: dict[tuple[str, int], StageTimes] = {}
     for delta in deltas:
-        assert (delta.stages is None) == (delta.finish is None)
-        if delta.stages is not None:
-            found[delta.rid, delta.index] = delta.stages
+        choice = delta.rid, delta.index
+        if delta.finish is not None:
+            assert delta.stages is not None
+            found[choice] = delta.stages
+            assert begun.get(choice, delta.stages) in (delta.stages, replace(delta.stages, decode_s=0.0))
+        else:
+            assert (delta.stages is None) == (not delta.token_ids or choice in begun)
+            if delta.stages is not None:
+                begun[choice] = delta.stages
     return found
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dashboards.catalog import Process
-from deployments.watch.metrics.emitter import Emitter, Identity
+from dashboards.catalog import CATALOG, Process
+from deployments.watch.metrics.emitter import Emitter, Identity, emitter_of
 from tests.scraped import Scraped
 
 WHO = Identity(model="smollm2", role="router", replica="abc")
@@ -27,10 +27,30 @@ def test_what_another_process_emits_is_refused(emitter: Emitter) -> None:
 
 def test_what_needs_prefill_and_decode_apart_is_refused_without() -> None:
     with pytest.raises(ValueError, match="emitted only where prefill and decode are apart"):
-        Emitter(Process.ROUTER, WHO).counter("router_hand_offs_total", outcome="failed")
+        Emitter(Process.ROUTER, WHO).counter("router_hand_offs_total", outcome="error")
     apart = Emitter(Process.ROUTER, WHO, disaggregated=True)
-    apart.counter("router_hand_offs_total", outcome="failed").inc()
-    assert Scraped(apart.registry).value("router_hand_offs_total", outcome="failed") == 1
+    apart.counter("router_hand_offs_total", outcome="error").inc()
+    assert Scraped(apart.registry).value("router_hand_offs_total", outcome="error") == 1
+
+
+def test_an_objective_is_a_bound_of_its_histogram_in_its_place() -> None:
+    emitter = Emitter(Process.ROUTER, WHO, objectives={"time_to_first_token_seconds": 1.25})
+    emitter.histogram("time_to_first_token_seconds", endpoint="chat").observe(1.2)
+    seen = Scraped(emitter.registry)
+    within = {le: seen.value("time_to_first_token_seconds_bucket", endpoint="chat", le=le) for le in ("1.0", "1.25")}
+    assert within == {"1.0": 0, "1.25": 1}
+    assert 1.25 not in CATALOG["time_to_first_token_seconds"].buckets
+
+
+def test_a_process_tells_its_cpu_time_memory_and_files() -> None:
+    seen = Scraped(emitter_of(Process.ROUTER, WHO, disaggregated=False).registry)
+    assert (seen.value("process_cpu_seconds_total") or 0) > 0
+    assert (seen.value("process_resident_memory_bytes") or 0) > 1e6
+    opened, most = seen.value("process_open_fds"), seen.value("process_max_fds")
+    assert opened is not None
+    assert most is not None
+    assert 0 < opened < most
+    assert (seen.value("process_start_time_seconds", replica="abc") or 0) > 1.5e9
 
 
 def test_another_kind_label_or_value_is_refused(emitter: Emitter) -> None:

@@ -3,12 +3,15 @@
 import dataclasses
 
 import pytest
+import torch
 
 from dashboards.catalog import POOL_STATES, Process
+from deployments.watch.metrics import replica_metrics
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
 from kvtransfer.types import TransferStats
 from replicas.distributions import Distributions
+from replicas.runner.device import GpuFigures, gpu_figures
 from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair
@@ -19,6 +22,9 @@ FACTS = ReplicaFacts(
     node_id="n1",
     accelerator="cpu",
     attention="triton",
+    dtype="bfloat16",
+    quantization="int8",
+    context_len=8192,
     tp=3,
     page_bytes=1000,
     page_size=16,
@@ -89,11 +95,46 @@ def test_a_replica_without_tiers_tells_nothing_in_them_and_no_failure() -> None:
 def test_facts_are_labels_and_unknown_start_times_are_not_told() -> None:
     seen = scrape(stats())
     facts = {"node": "n1", "accelerator": "cpu", "attention": "triton", "tensor_parallel": "3",
-             "page_size_tokens": "16",
+             "page_size_tokens": "16", "dtype": "bfloat16", "quantization": "int8", "context_len_tokens": "8192",
              "kv_dtype": "float32", "transfer_backend": "none", "replica": "r0", "role": "unified",
              "model": "m"}  # fmt: skip
     assert seen.value("replica_info", **facts) == 1
     assert seen.values("replica_start_seconds", "phase") == {"load_weights": 1.5, "total": 4.0}
+
+
+def test_a_gpus_memory_and_use_are_told_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of NVML leaves the last figures, and costs no other metric; a replica without a GPU tells none."""
+    found = [GpuFigures(device="cuda:0", total_bytes=100, used_bytes=60, own_bytes=40, utilization=0.25)]
+    monkeypatch.setattr(replica_metrics, "gpu_figures", lambda: found.pop())
+    emitter = Emitter(Process.REPLICA, Identity(model="m", role="unified", replica="r0"), gpu=True)
+    tell_replica(emitter, FACTS, stats, tallies)
+    for _ in range(2):  # the second time it raises: there is no figure left
+        seen = Scraped(emitter.registry)
+        told = seen.values("replica_device_memory_bytes", "kind")
+        assert told == {"total": 100, "used": 60, "own": 40}
+        assert seen.value("replica_device_utilization_ratio", device="cuda:0") == 0.25
+        assert seen.total("replica_info") == 1
+    assert "replica_device" not in scrape(stats()).text
+
+
+def test_a_process_that_uses_no_gpu_makes_no_context_to_look_at_one() -> None:
+    assert gpu_figures() is None
+
+
+def test_a_gpu_whose_load_nvml_does_not_tell_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def refuse(device: int) -> int:
+        raise NVMLError("Not Supported")  # as of a slice of a GPU (MIG)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    assert gpu_figures() == GpuFigures(
+        device="cuda:0", total_bytes=100, used_bytes=70, own_bytes=50, utilization=None
+    )
 
 
 def test_what_an_engine_did_is_counted() -> None:
@@ -106,7 +147,7 @@ def test_what_an_engine_did_is_counted() -> None:
     assert seen.values("scheduler_tokens_total", "kind") == {"prefill_computed": 16, "prefill_cached": 8, "decode": 14}
     assert seen.value("cache_lookup_tokens_total") == 24
     assert seen.value("cache_hit_tokens_total", tier="L1") == 8
-    assert seen.value("scheduler_finished_requests_total", outcome="finished") == 2
+    assert seen.value("scheduler_finished_requests_total", outcome="ok") == 2
     assert seen.values("scheduler_batch_requests_count", "phase") == {"prefill": 2, "decode": 14}
     assert seen.value("scheduler_batch_tokens_sum", phase="prefill") == 16
     assert seen.value("scheduler_step_duration_seconds_count", phase="decode") == 14
@@ -136,7 +177,7 @@ def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
     )  # fmt: skip
     seen = scrape(dataclasses.replace(stats(), transfer=service))
     assert seen.values("transfers_in_flight", "direction") == {"send": 0, "receive": 2, "draining": 1}
-    assert seen.value("transfers_total", direction="receive", outcome="failed") == 5
+    assert seen.value("transfers_total", direction="receive", outcome="error") == 5
     assert seen.value("transfer_bytes_total", direction="send") == 500
     assert seen.value("transfer_oldest_drain_seconds") == 1.5
 

@@ -29,8 +29,8 @@ def server() -> Iterator[MetricsServer]:
     server.close()
 
 
-def get(address: str, **headers: str) -> tuple[str, bytes]:
-    request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
+def get(address: str, path: str = "metrics", **headers: str) -> tuple[str, bytes]:
+    request = urllib.request.Request(f"http://{address}/{path}", headers=headers)
     with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.headers["Content-Type"], answer.read()
 
@@ -43,6 +43,17 @@ def test_it_answers_text_or_openmetrics_and_compressed_as_asked(server: MetricsS
     kind, packed = get(server.address, **wanted)
     assert kind.startswith("application/openmetrics-text")
     assert gzip.decompress(packed).endswith(b"# EOF\n")
+
+
+def test_it_answers_under_the_names_of_another_server(server: MetricsServer) -> None:
+    for path in ("metrics?dialect=vllm", "metrics/vllm"):
+        kind, told = get(server.address, path)
+        assert kind == "text/plain; version=0.0.4; charset=utf-8"
+        assert b'\nprocess_open_fds{model_name="m",engine="abc"} ' in told
+        assert b"manta_build_info" not in told
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        get(server.address, "metrics?dialect=tgi")
+    assert refused.value.read() == b"dialect: 'tgi' is unknown; there are: vllm, sglang\n"
 
 
 def test_with_a_guard_it_answers_whoever_shows_the_admin_key_and_nobody_where_there_is_none() -> None:

@@ -25,6 +25,7 @@ def accepts(schema: Any, document: Any) -> bool:
         ({"$defs": {"n": NAME}, "properties": {"of": {"$ref": "#/$defs/n"}}}, lambda each: {"of": each}),
         ({"anyOf": [{"type": "null"}, NAME]}, lambda each: each),
         ({"type": "object", "additionalProperties": NAME}, lambda each: {"any": each}),
+        ({"properties": {"not": NAME}}, lambda each: {"not": each}),  # a name, no keyword
     ],
 )
 def test_an_object_that_names_its_properties_has_no_others_wherever_it_is(schema: dict[str, Any], wrap: Any) -> None:

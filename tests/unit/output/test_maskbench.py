@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from deployments.output.validation import is_valid
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import LIMITS, Examined, _places, examine, grammar_of
+from replicas.grammar.checking import LIMITS, Examined, examine, grammar_of, keywords_of
 from tests.embedded import MODEL
 
 DATA = Path(__file__).parents[2] / "data" / "maskbench.jsonl.xz"
@@ -54,7 +54,7 @@ def takes(matcher: LLMatcher, text: str) -> bool:
 
 def in_order(document: Any, schema: Any) -> Any:
     """The document with all objects' names in the order of the schema."""
-    names = [name for _, keyword, value, _ in _places(schema) if keyword == "properties" for name in value]
+    names = [name for _, keyword, value, _ in keywords_of(schema) if keyword == "properties" for name in value]
     if isinstance(document, dict):
         ranks = {name: names.index(name) if name in names else len(names) for name in document}
         return {name: in_order(document[name], schema) for name in sorted(document, key=ranks.__getitem__)}

@@ -59,9 +59,9 @@ def test_formats_are_found_in_the_chat_template(
 
 def test_settings_win_over_the_template() -> None:
     found = OutputFormat.of(tokenizer(QWEN3), tool_format="mistral", reasoning_format="none")
-    assert (found.tools, found.has_reasoning, found.end_of_reasoning) == (FORMATS["mistral"], False, "")
+    assert (found.tools, found.has_reasoning, found.before_answer("assistant\n")) == (FORMATS["mistral"], False, "")
     found = OutputFormat.of(tokenizer(SMOL), tool_format="none", reasoning_format="think")
-    assert (found.tools, found.has_reasoning, found.end_of_reasoning) == (None, True, "</think>")
+    assert (found.tools, found.has_reasoning, found.before_answer("assistant\n")) == (None, True, "</think>")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,8 @@ def test_a_prompt_opens_reasoning_if_its_last_word_does() -> None:
     assert found.opens_in_prompt("<|im_start|>assistant\n<think>\n")
     assert not found.opens_in_prompt("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not OutputFormat.of(tokenizer(QWEN)).opens_in_prompt("<think>\n")
+    for end, after in (("<think>\n", "</think>"), ("</think>\n\n", ""), ("assistant\n", "</think>")):
+        assert found.before_answer(end) == after
 
 
 def test_tags_that_are_special_tokens_must_stay_and_other_special_tokens_are_left_out_by_the_reader() -> None:

@@ -66,7 +66,7 @@ def test_a_late_report_is_brought_up_to_date_with_what_was_sent_after_it() -> No
 def test_what_ended_no_longer_waits() -> None:
     f = Fixture(view("a", rate=0.0))
     decision = f.choose()
-    f.router.done(decision, RouteOutcome(ending=Ending.FINISHED))
+    f.router.done(decision, RouteOutcome(ending=Ending.OK))
     assert f.look()["a"].queued_tokens == 0
 
 
@@ -181,7 +181,7 @@ def test_those_who_waited_go_as_the_queue_drains() -> None:
 def test_a_session_breaks_a_tie_and_nothing_else() -> None:
     f = Fixture(view("a"), view("b"), seed=3)
     first = f.choose([1] * 10, session_id="s")
-    f.router.done(first, RouteOutcome(ending=Ending.FINISHED))
+    f.router.done(first, RouteOutcome(ending=Ending.OK))
     other = "b" if first.replica_id == "a" else "a"
     again = f.choose([2] * 10, session_id="s")
     assert (again.replica_id, again.reason) == (first.replica_id, Reason.SESSION)
@@ -214,7 +214,7 @@ def test_a_dry_run_says_what_choose_will_and_changes_nothing() -> None:
     dry = [f.router.explain_only(query) for _ in range(3)]
     assert {(d.replica_id, d.dry_run) for d in dry} == {(f.router.choose(query).replica_id, True)}
     assert f.router.num_open == 1
-    assert not f.router.done(dry[0], RouteOutcome(ending=Ending.FINISHED))
+    assert not f.router.done(dry[0], RouteOutcome(ending=Ending.OK))
     assert f.router.num_open == 1
     f.router.check()
 
@@ -222,9 +222,9 @@ def test_a_dry_run_says_what_choose_will_and_changes_nothing() -> None:
 def test_it_learns_how_wrong_it_was() -> None:
     f = Fixture(view("a"))
     decision = f.choose()  # 1,000 tokens at 1,000 a second, none cached
-    f.router.done(decision, RouteOutcome(ending=Ending.FINISHED, cached_tokens=160, ttft_s=1.5))
+    f.router.done(decision, RouteOutcome(ending=Ending.OK, cached_tokens=160, ttft_s=1.5))
     failed = f.choose()
-    f.router.done(failed, RouteOutcome(ending=Ending.FAILED))  # tells nothing
+    f.router.done(failed, RouteOutcome(ending=Ending.ERROR))  # tells nothing
     errors = f.router.errors
     assert (errors.num, errors.cached_bias_tokens, errors.ttft_bias_s) == (1, 160.0, 0.5)
     assert (errors.predicted_ttft_s, errors.actual_ttft_s) == (1.0, 1.5)

@@ -43,12 +43,12 @@ def test_each_candidate_is_a_row_with_every_term_and_the_winner_is_marked() -> N
 
 
 def test_the_outcome_adds_a_last_sentence() -> None:
-    served = explain(decide(), RouteOutcome(ending=Ending.FINISHED, cached_tokens=6, ttft_s=0.25))
+    served = explain(decide(), RouteOutcome(ending=Ending.OK, cached_tokens=6, ttft_s=0.25))
     assert served.splitlines()[-1] == (
-        "The request finished; the first token came after 0.250 s; 6 of 40 prompt tokens were cached."
+        "Outcome: ok; the first token came after 0.250 s; 6 of 40 prompt tokens were cached."
     )
-    failed = explain(decide(), RouteOutcome(ending=Ending.FAILED))
-    assert failed.splitlines()[-1] == "The request failed; no token came; 0 of 40 prompt tokens were cached."
+    failed = explain(decide(), RouteOutcome(ending=Ending.ERROR))
+    assert failed.splitlines()[-1] == "Outcome: error; no token came; 0 of 40 prompt tokens were cached."
 
 
 def test_every_term_stands_once_in_the_table() -> None:

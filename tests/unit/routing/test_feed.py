@@ -105,7 +105,7 @@ def test_what_a_request_was_expected_to_leave_and_did_not_is_dropped_two_batches
     router, decision = routed()
     router.apply("a", [KeysStored(2, decision.keys[:1])])
     assert router.num_pages("a") == (2, 3)
-    router.done(decision, RouteOutcome(ending=Ending.ABORTED))
+    router.done(decision, RouteOutcome(ending=Ending.CANCELLED))
     router.apply("a", [])
     assert router.num_pages("a") == (2, 3)
     router.apply("a", [])
@@ -116,7 +116,7 @@ def test_what_a_request_was_expected_to_leave_and_did_not_is_dropped_two_batches
 def test_without_events_what_was_expected_stays() -> None:
     router = Router("estimated_ttft", Random(0), lambda: 0.0)
     router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=10)])
-    router.done(router.choose(RouteQuery(rid="r", token_ids=PROMPT)), RouteOutcome(ending=Ending.FINISHED))
+    router.done(router.choose(RouteQuery(rid="r", token_ids=PROMPT)), RouteOutcome(ending=Ending.OK))
     assert router.num_pages("a") == (0, 4)
 
 
@@ -132,7 +132,7 @@ def test_what_ended_before_the_first_snapshot_is_expected_no_more_after_it() -> 
     router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=100)])
     ended = router.choose(RouteQuery(rid="r0", token_ids=PROMPT))
     router.choose(RouteQuery(rid="r1", token_ids=[1] * 32))
-    router.done(ended, RouteOutcome(ending=Ending.FAILED))
+    router.done(ended, RouteOutcome(ending=Ending.ERROR))
     assert router.num_pages("a") == (0, 4 + 2)
     assert router.apply_snapshot("a", IndexSnapshot(10, keys(1, 2, 3)))
     assert router.num_pages("a") == (3, 2)

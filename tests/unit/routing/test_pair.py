@@ -26,7 +26,7 @@ from routing.types import (
 )
 
 PROMPT = list(range(1_000))  # 62 whole pages, 63 in all
-FINISHED = RouteOutcome(ending=Ending.FINISHED, cached_tokens=0, ttft_s=1.0)
+FINISHED = RouteOutcome(ending=Ending.OK, cached_tokens=0, ttft_s=1.0)
 PAGE_BYTES = 1_000_000
 
 
@@ -207,7 +207,7 @@ def test_both_legs_are_open_until_each_is_done() -> None:
     assert made.num_open == 1
     assert made.done(decision, FINISHED)
     assert not made.done(decision, FINISHED)
-    assert (made.num_open, made.endings[Ending.FINISHED]) == (0, 1)
+    assert (made.num_open, made.endings[Ending.OK]) == (0, 1)
     made.check()
 
 
@@ -224,7 +224,7 @@ def test_what_the_decode_replica_had_cached_is_held_against_what_was_predicted_o
     made.apply("p0", [KeysStored(1, page_keys(np.array(PROMPT[:320], dtype=np.int32), 16, ""))])
     decision = made.choose(query())
     assert (decision.prefill_id, decision.overlap_tokens) == ("p0", 320)
-    made.done(decision, RouteOutcome(ending=Ending.FINISHED, cached_tokens=320, ttft_s=1.0, hand_off_failed=failed))
+    made.done(decision, RouteOutcome(ending=Ending.OK, cached_tokens=320, ttft_s=1.0, hand_off_failed=failed))
     assert made.errors.cached_bias_tokens == bias
 
 

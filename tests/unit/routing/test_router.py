@@ -7,7 +7,7 @@ import pytest
 from routing.router import Router
 from routing.types import Decision, Ending, NoReplica, Reason, ReplicaView, RouteOutcome, RouteQuery
 
-FINISHED = RouteOutcome(ending=Ending.FINISHED)
+FINISHED = RouteOutcome(ending=Ending.OK)
 
 
 class Clock:
@@ -151,9 +151,9 @@ def test_done_twice_counts_once() -> None:
     r = router()
     r.update([view("a")])
     decision = r.choose(query())
-    assert r.done(decision, RouteOutcome(ending=Ending.FAILED))
+    assert r.done(decision, RouteOutcome(ending=Ending.ERROR))
     assert not r.done(decision, FINISHED)
-    assert r.endings == {Ending.FAILED: 1}
+    assert r.endings == {Ending.ERROR: 1}
     assert r.num_open == 0
 
 
@@ -164,7 +164,7 @@ def test_a_retry_of_the_same_request_is_a_decision_of_its_own() -> None:
     second = r.choose(query("r1", excluded=frozenset({first.replica_id})))
     assert second.replica_id != first.replica_id
     assert r.num_open == 2
-    r.done(first, RouteOutcome(ending=Ending.FAILED))
+    r.done(first, RouteOutcome(ending=Ending.ERROR))
     assert r.num_open == 1
 
 

@@ -1,0 +1,182 @@
+"""Which alerts hold, by the conditions of dashboards/alerts.py, without another server.
+
+Owns:      what a condition reads of reports, and since when each holds.
+Invariant: an alert fires once its condition has held for as long as its rule wants, as in Prometheus. Prometheus looks
+           every 15 s: a condition that was not true for less than that goes on.
+Thread:    the observatory's event loop.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dashboards.alerts import ALERTS, FIGURES, REPLICA, Alert, Grew, Over, Share, Stands
+from dashboards.catalog import ROLES
+from deployments.fleet.seen import SeenReplica
+from deployments.watch.observatory.figures import Growth
+from replicas.types import EngineStats
+
+CLEAR_S = 15.0  # a condition that was last true this long ago is over
+OBJECTIVE_OF = {figure.name: figure.objective for figure in FIGURES if figure.objective}
+SEVERITIES = ("critical", "warning")  # the worst first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What is true of the fleet (""), a role or one replica now; ``labels`` are for an alert's words."""
+
+    value: float = 1.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+Readings = Mapping[str, Mapping[str, Reading]]  # an `Over`'s source, or a `Stands`' reading -> subject -> reading
+
+
+def hand_offs_of(stats: EngineStats) -> dict[str, int]:
+    """Return the counters that alerts about the fleet's hand-offs are judged by (dashboards.alerts.SOURCES)."""
+    transfer = stats.transfer
+    if transfer is None:
+        return {}
+    ended = transfer.receives_done + transfer.receives_failed
+    return {"received": ended, "receive_failed": transfer.receives_failed}
+
+
+def growing_of(stats: EngineStats) -> dict[str, int]:
+    """Return the counters that alerts about one replica are judged by (dashboards.alerts.SOURCES)."""
+    tiers, transfer = stats.tiers, stats.transfer
+    return {
+        "tokens": stats.prefill_tokens + stats.cached_tokens + stats.decode_tokens,
+        "retracted": stats.retracted_tokens,
+        "damaged": 0 if transfer is None else transfer.digest_mismatches,
+        "wrong_pages": 0 if tiers is None else tiers.host_wrong_pages + tiers.store_wrong_pages,
+    }
+
+
+def fleet_readings(
+    ready: Collection[str], *, answering: bool, targets: Iterable[Mapping[str, Any]]
+) -> dict[str, dict[str, Reading]]:
+    """Return what is true of the fleet. ``ready``: roles that accept requests; ``targets``: the autoscaler's."""
+    found: dict[str, dict[str, Reading]] = {}
+    if not answering:
+        found["no_router"] = {"": Reading()}
+    elif not {"unified", "decode"} & set(ready):
+        found["no_ready_replica"] = {"": Reading()}
+    elif "decode" in ready and "prefill" not in ready:
+        found["no_prefill_replica"] = {"": Reading()}
+    for target in targets:
+        pressure = max((each for each in target["pressure"].values() if each is not None), default=0.0)
+        if pressure > 1 and target["running"] >= target["maximum"]:
+            found.setdefault("at_maximum", {})[target["role"]] = Reading(labels={"target_role": target["role"]})
+    return found
+
+
+def replica_readings(seen: SeenReplica, age_s: float | None) -> dict[str, Reading]:
+    """Return what is true of one replica, whose last report is ``age_s`` old."""
+    found = {}
+    if seen.state == "unhealthy":
+        why = None if seen.report is None else seen.report.error
+        found["unhealthy"] = Reading(labels={"target_role": seen.role, "detail": f": {why}" if why else ""})
+    if seen.report is not None and age_s is not None:
+        stats = seen.report.stats
+        found["pool_used"] = Reading(value=stats.pool.utilization)
+        found["report_age_s"] = Reading(value=age_s)
+        if stats.transfer is not None:
+            found["drain_s"] = Reading(value=stats.transfer.oldest_drain_s)
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """A condition that holds: since when, by both clocks, and when it was last true."""
+
+    since_s: float
+    since_time: float
+    true_s: float
+    reading: Reading
+
+
+class Alerts:
+    """The alerts that are pending or fire. Durations go by ``now_s``, which never goes back."""
+
+    def __init__(self, fleet: Growth, replicas: Growth) -> None:
+        """``fleet``: counters of the routers, ``replicas``: those of each replica."""
+        self._fleet = fleet
+        self._replicas = replicas
+        self._standing: dict[tuple[Alert, str], Standing] = {}
+
+    def judge(self, readings: Readings, now_s: float, time_s: float) -> None:
+        """Look at every condition once. ``time_s``: seconds since 1970, for what is shown."""
+        for alert in ALERTS:
+            for subject, reading in self._true(alert, readings, now_s):
+                held = self._standing.get((alert, subject))
+                since_s, since_time = (now_s, time_s) if held is None else (held.since_s, held.since_time)
+                self._standing[alert, subject] = Standing(
+                    since_s=since_s, since_time=since_time, true_s=now_s, reading=reading
+                )
+        for key, held in list(self._standing.items()):
+            if now_s - held.true_s >= CLEAR_S:
+                del self._standing[key]
+
+    def body(self, labels: Mapping[str, str], now_s: float) -> list[dict[str, Any]]:
+        """Return the alerts as the state shows them, the worst first; one that is pending only while its condition is
+        true. ``labels``: of the whole application."""
+        rows = [
+            {
+                "name": alert.name,
+                "severity": alert.severity,
+                "state": "firing" if now_s - held.since_s >= alert.for_s else "pending",
+                "since": held.since_time,
+                "summary": summary(alert, held.reading, labels, subject),
+                "runbook": f"runbook#{alert.name.lower()}",
+                "figure": alert.figure,
+                "replica": None if subject in ("", *ROLES) else subject,
+            }
+            for (alert, subject), held in self._standing.items()
+            if held.true_s == now_s or now_s - held.since_s >= alert.for_s
+        ]
+        return sorted(rows, key=lambda row: (row["state"] != "firing", SEVERITIES.index(row["severity"]), row["since"]))
+
+    def _true(self, alert: Alert, readings: Readings, now_s: float) -> Iterator[tuple[str, Reading]]:
+        """Yield whom the condition holds of."""
+        when = alert.when
+        if isinstance(when, Share):
+            yield from self._shares(when, now_s)
+        elif isinstance(when, Grew):
+            for subject in self._replicas.subjects(when.source):
+                grown = self._replicas.over(when.source, when.minutes * 60, now_s, subject=subject)
+                if grown > 0:
+                    yield subject, Reading(value=grown)
+        elif isinstance(when, Over):
+            for subject, reading in readings.get(when.source, {}).items():
+                if reading.value > when.bound:
+                    yield subject, reading
+        elif isinstance(when, Stands) and when.reading is not None:
+            yield from readings.get(when.reading, {}).items()
+
+    def _shares(self, when: Share, now_s: float) -> Iterator[tuple[str, Reading]]:
+        growth = self._replicas if when.by == REPLICA else self._fleet
+        for subject in growth.subjects(when.of):
+            shares = []
+            for minutes in when.minutes:
+                part, of = (growth.over(name, minutes * 60, now_s, subject=subject) for name in (when.part, when.of))
+                if of > when.least_per_s * minutes * 60:
+                    shares.append(part / of)
+            bad = [share < when.bound if when.below else share > when.bound for share in shares]
+            if len(bad) == len(when.minutes) and all(bad):
+                yield subject, Reading(value=shares[0])
+
+
+def summary(alert: Alert, reading: Reading, labels: Mapping[str, str], subject: str) -> str:
+    """Write an alert's sentence, with its numbers."""
+    name = subject.rpartition("#")[2]
+    words = {
+        "share": f"{reading.value:.0%}".replace("%", " %"),
+        "duration": f"{reading.value:.0f} s",
+        "replica": name,
+        "target": name,
+        "detail": labels.get(OBJECTIVE_OF.get(alert.figure or "", ""), ""),
+        "tier": "a lower tier",
+        **labels,
+        **reading.labels,
+    }
+    return alert.summary.format(**words)

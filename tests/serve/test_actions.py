@@ -1,0 +1,158 @@
+"""What an operator does with one replica, on a real local Ray: nothing of it loses a request."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.settings.places import ROOT
+from tests.serve.running import Running, serving
+
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
+KEY = "the key of these tests"
+SHOWN = {"Authorization": f"Bearer {KEY}"}
+LONG = 150  # tokens of a request that still runs when something is done to its replica
+STORY = "Once upon a time there was a tree of pages. " * 8
+GCS = re.compile(r"--gcs-address=(\S+)")
+ON_NODE = """
+import asyncio, ray, sys
+from ray._private import services
+from deployments.watch import process
+from deployments.watch.observatory.actions import in_task
+services.resolve_ip_for_localhost = lambda host: host  # this Ray listens on the loopback alone
+ray.init(address=sys.argv[3], log_to_driver=False, logging_level="ERROR")
+print("stacks:", asyncio.run(in_task(sys.argv[1], process.read_stacks, int(sys.argv[2]))))
+"""
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(
+        tmp_path_factory.mktemp("actions"),
+        admin_key=KEY,
+        observatory={"admin_key": KEY},
+        replicas={"count": 2, "cpus": 0.5, "health_period_s": 0.5},
+        cache={"max_total_tokens": 8_000},
+        router={"admin_key": KEY},
+    ) as running:
+        yield running
+
+
+def get(app: Running, path: str) -> dict[str, Any]:
+    return dict(httpx.get(f"{app.url}/manta/api/{path}", headers=SHOWN, timeout=30).json())
+
+
+def act(app: Running, replica: str, action: str) -> httpx.Response:
+    return httpx.post(f"{app.url}/manta/api/replicas/{replica}/{action}", headers=SHOWN, timeout=30)
+
+
+def states(app: Running) -> dict[str, str]:
+    return {each["id"]: each["state"] for each in get(app, "state")["replicas"]}
+
+
+def two(app: Running) -> list[str]:
+    """Both replicas, once both take requests."""
+    app.until(lambda: list(states(app).values()) == ["accepting"] * 2, 120)
+    return sorted(states(app))
+
+
+def stream(app: Running, replica: str = "", *, went: list[str] | None = None) -> Iterator[str]:
+    """The texts of a long answer; ``replica``: the only one that may compute it; ``went``: gets where it began."""
+    body = {"prompt": STORY, "max_tokens": LONG, "temperature": 0, "ignore_eos": True, "stream": True}
+    headers = {"x-manta-replicas": replica} if replica else {}
+    with httpx.stream("POST", f"{app.url}/v1/completions", json=body, headers=headers, timeout=120) as answer:
+        assert answer.status_code == 200
+        if went is not None:
+            went.append(answer.headers["x-manta-route"].partition("replica=")[2].partition(";")[0])
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+
+
+def test_facts_log_and_stacks_of_a_replica_are_its_own(app: Running) -> None:
+    infos = {each["replica"]["replica_id"]: each["replica"] for each in app.states()}
+    for replica in two(app):
+        facts = get(app, f"replicas/{replica}")
+        for name in ("pid", "node_id", "dtype", "tp", "page_size", "pool"):
+            assert facts[name] == infos[replica][name], name
+        assert facts["rss_bytes"] > 100 << 20
+        assert (facts["device"], facts["running"], bool(facts["host"])) == ("cpu", True, True)
+        log = get(app, f"replicas/{replica}/logs?lines=500")
+        assert replica in log["file"]
+        assert any(f"replica {replica} serves" in line for line in log["lines"])
+        text = get(app, f"replicas/{replica}/stacks")["stacks"]
+        assert "replicas/engine/loop.py" in text
+        assert "default_worker.py" in text  # the main thread too
+
+
+def test_a_flush_empties_one_cache_and_waits_for_no_request(app: Running) -> None:
+    first, second = two(app)
+    for replica in (first, second):
+        assert len(list(stream(app, replica))) > 1
+    tokens = [get(app, f"tree?replica={replica}")["tokens"] for replica in (first, second)]
+    assert min(tokens) > LONG
+    answer = stream(app, first)
+    next(answer)
+    refused = act(app, first, "flush")
+    assert (refused.status_code, "try again when none runs" in refused.json()["error"]["message"]) == (409, True)
+    assert len(list(answer)) > 1
+    app.until(lambda: act(app, first, "flush").status_code == 200, 30)
+    app.until(lambda: get(app, f"tree?replica={first}")["tokens"] == 0, 30)
+    assert get(app, f"tree?replica={second}")["tokens"] == tokens[1]
+
+
+def test_a_drained_replica_ends_its_request_and_another_one_comes_in_its_place(app: Running) -> None:
+    leaves, stays = two(app)
+    whole = "".join(stream(app, stays))
+    answer = stream(app, leaves)
+    begun = next(answer)
+    assert act(app, leaves, "drain").status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(lambda: "".join(answer))
+        app.until(lambda: states(app).get(leaves) != "accepting", 30)
+        assert begun + rest.result() == whole
+    app.until(lambda: leaves not in states(app), 120)
+    assert stays in two(app)
+    assert app.info()["num_retries"] == 0
+
+
+def test_a_killed_replicas_request_goes_on_elsewhere_and_its_log_can_still_be_read(app: Running) -> None:
+    both, went = two(app), list[str]()
+    whole = "".join(stream(app, both[0]))
+    answer = stream(app, went=went)
+    begun = next(answer)
+    [dies] = went
+    assert act(app, dies, "kill").status_code == 200
+    assert begun + "".join(answer) == whole
+    assert app.info()["num_retries"] == 1
+    app.until(lambda: dies not in states(app), 60)
+    assert set(both) - {dies} < set(two(app))
+    assert any(f"replica {dies} serves" in line for line in get(app, f"replicas/{dies}/logs")["lines"])
+    assert act(app, dies, "kill").status_code == 409
+
+
+def test_a_process_on_another_node_is_read_by_a_task_there(app: Running) -> None:
+    facts = get(app, f"replicas/{two(app)[0]}")
+    [address] = {found[1] for command in app.processes().values() if (found := GCS.search(command))}
+    environment = Path(f"/proc/{facts['pid']}/environ").read_bytes().decode().split("\0")
+    token = dict(line.split("=", 1) for line in environment if line.startswith("RAY_AUTH_"))
+    words = [sys.executable, "-c", ON_NODE, facts["node_id"], str(facts["pid"]), address]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | token, cwd=ROOT)
+    assert "replicas/engine/loop.py" in done.stdout.partition("stacks:")[2], done.stderr
+
+
+def test_nothing_is_done_without_the_key(app: Running) -> None:
+    replica = two(app)[0]
+    for path in ("", "/logs", "/stacks"):
+        assert httpx.get(f"{app.url}/manta/api/replicas/{replica}{path}", timeout=30).status_code == 401
+    for action in ("flush", "drain", "kill"):
+        assert httpx.post(f"{app.url}/manta/api/replicas/{replica}/{action}", timeout=30).status_code == 401
+    assert states(app)[replica] == "accepting"

@@ -1,0 +1,248 @@
+"""What the observatory shows of one replica and does with it, without Ray: to whom, and what it says."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from deployments.dispatch.leases import ReplicaGone
+from deployments.settings.places import ROOT as ROOT_FOLDER
+from deployments.watch import process
+from deployments.watch.observatory.actions import Actions, NotReadable, ReplicaPlace, on_node, place_of, remote
+from deployments.watch.observatory.http_app import make_app
+from tests.unit.deployments.observed import seen
+from tests.unit.deployments.sample_values import info
+from tests.unit.deployments.test_observatory_http import KEY, ROOT, Site
+
+GPU = """# TYPE manta_replica_device_memory_bytes gauge
+manta_replica_device_memory_bytes{device="H200",kind="used",model="m",replica="a",role="unified"} 7e+10
+manta_replica_device_memory_bytes{device="H200",kind="own",model="m",replica="a",role="unified"} 6.5e+10
+manta_replica_device_utilization_ratio{device="H200",model="m",replica="a",role="unified"} 0.42
+"""
+SHOWN = {"Authorization": f"Bearer {KEY}"}
+PLACE = ReplicaPlace(
+    actor="SERVE_REPLICA::a", node_id="n1", address="10.0.0.1", pid=4711, log_file="a.log", started=1000.0
+)
+
+
+class Operated:
+    """A replica ``a`` that Serve runs, and what was asked of it."""
+
+    def __init__(self, key: str | None = KEY) -> None:
+        self.site = Site(key)
+        self.places = {"a": PLACE}
+        self.asked: list[tuple[Any, ...]] = []
+        self.answer: Any = True
+        self.client = self._client()
+
+    def _client(self) -> httpx.AsyncClient:
+        known = {"a": seen("a")}
+        actions = Actions(find=self.places.get, seen=known.get, ask=self._ask, there=self._there)
+        transport = httpx.ASGITransport(app=make_app(self.site.parts, actions=actions), root_path=ROOT)
+        return httpx.AsyncClient(transport=transport, base_url=f"http://host{ROOT}", headers=SHOWN)
+
+    async def _ask(self, *asked: Any) -> Any:
+        self.asked.append(asked)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def _there(self, node_id: str, function: Any, *args: Any) -> Any:
+        self.asked.append((node_id, function.__name__, *args))
+        return {"read_usage": {"host": "box", "cpu_s": 2.5}, "read_log": ["one", "two"], "read_stacks": "Thread 1"}[
+            function.__name__
+        ]
+
+
+async def test_the_facts_of_a_replica_join_what_it_reported_with_what_its_process_uses() -> None:
+    operated = Operated()
+    facts = (await operated.client.get("/api/replicas/a")).json()
+    assert operated.asked == [("n1", "read_usage", 4711)]
+    named = ("id", "host", "address", "pid", "device", "tp", "page_size", "cpu_s", "running")
+    assert [facts[name] for name in named] == ["a", "box", "10.0.0.1", 4711, "cpu", 1, 16, 2.5, True]
+
+
+async def test_the_gpu_of_a_replica_is_read_from_its_own_metrics() -> None:
+    on_gpu = replace(seen("a"), info=replace(info("a"), kernels="", metrics="a:1000"))
+    texts = {"a:1000": GPU}
+
+    async def fetch(address: str) -> str:
+        return texts[address]
+
+    async def nothing(*asked: Any) -> dict[str, Any]:
+        return {}
+
+    actions = Actions(find={"a": PLACE}.get, seen={"a": on_gpu}.get, ask=nothing, there=nothing, fetch=fetch)
+    facts = await actions.facts("a")
+    assert (facts["device"], facts["gpu_used_bytes"], facts["gpu_own_bytes"]) == ("cuda", 7e10, 6.5e10)
+    assert facts["gpu_utilization"] == 0.42
+    texts.clear()  # its metrics do not come
+    assert "gpu_used_bytes" not in await actions.facts("a")
+
+
+async def test_without_an_admin_key_the_facts_are_shown_and_nothing_else() -> None:
+    operated = Operated(key=None)
+    assert (await operated.client.get("/api/replicas/a")).status_code == 200
+    operated.asked.clear()
+    for method, path in (("GET", "logs"), ("GET", "stacks"), ("POST", "flush"), ("POST", "drain"), ("POST", "kill")):
+        refused = await operated.client.request(method, f"/api/replicas/a/{path}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_key_not_set"), path
+        assert "MANTA_ADMIN_KEY" in refused.json()["error"]["message"]
+    assert operated.asked == []
+
+
+async def test_a_wrong_key_is_401_on_every_path() -> None:
+    operated = Operated()
+    wrong = {"Authorization": "Bearer nobody's"}
+    for method, path in (("GET", ""), ("GET", "/logs"), ("GET", "/stacks"), ("POST", "/flush"), ("POST", "/kill")):
+        refused = await operated.client.request(method, f"/api/replicas/a{path}", headers=wrong)
+        assert refused.status_code == 401, path
+    assert operated.asked == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "same-site"}, {"Content-Type": "text/plain"}],
+    ids=["another origin", "another port", "a form"],
+)
+async def test_a_page_of_another_site_does_nothing_though_the_browser_adds_the_login(headers: dict[str, str]) -> None:
+    operated = Operated()
+    assert (await operated.client.post("/api/replicas/a/drain", headers=headers)).status_code in (403, 415)
+    assert operated.asked == []
+    own = {"Origin": "http://host", "Sec-Fetch-Site": "same-origin", "Content-Type": "application/json"}
+    assert (await operated.client.post("/api/replicas/a/drain", headers=own)).status_code == 200
+    assert operated.asked == [("a", "drain")]
+
+
+async def test_a_flush_of_a_busy_replica_is_409_and_says_what_to_do() -> None:
+    operated = Operated()
+    assert (await operated.client.post("/api/replicas/a/flush")).json()["message"] == "its cache is empty"
+    operated.answer = False
+    refused = await operated.client.post("/api/replicas/a/flush")
+    assert (refused.status_code, "try again when none runs" in refused.json()["error"]["message"]) == (409, True)
+    operated.answer = ReplicaGone("replica a is gone")
+    assert (await operated.client.post("/api/replicas/a/flush")).status_code == 503
+
+
+async def test_what_is_unknown_is_told_by_name() -> None:
+    operated = Operated()
+    assert (await operated.client.get("/api/replicas/nobody")).json()["error"]["code"] == "replica_not_found"
+    assert (await operated.client.post("/api/replicas/nobody/kill")).status_code == 404
+    assert "flush, drain, kill" in (await operated.client.post("/api/replicas/a/fold")).json()["error"]["message"]
+    for lines in ("0", "-1", "2001", "many"):
+        assert (await operated.client.get(f"/api/replicas/a/logs?lines={lines}")).status_code == 400, lines
+
+
+async def test_the_log_of_a_replica_that_has_died_is_still_shown_and_it_is_not_killed_twice() -> None:
+    operated = Operated()
+    assert (await operated.client.get("/api/replicas/a/logs?lines=7")).json() == {
+        "file": "a.log", "lines": ["one", "two"],
+    }  # fmt: skip
+    assert operated.asked == [("n1", "read_log", "a.log", 7)]
+    del operated.places["a"]
+    assert (await operated.client.get("/api/replicas/a/logs")).status_code == 200
+    assert (await operated.client.post("/api/replicas/a/kill")).status_code == 409
+    assert (await operated.client.get("/api/replicas/a/stacks")).status_code == 503
+    gone = (await operated.client.get("/api/replicas/a")).json()
+    assert (gone["running"], gone["pid"]) == (False, 4711)
+
+
+def test_only_model_replicas_of_the_application_are_found_and_of_a_logs_path_the_name_counts() -> None:
+    entry = {"replica_id": "a", "actor_name": "x", "node_id": "n", "node_ip": "i", "pid": 1, "start_time_s": 2.0,
+             "log_file_path": "/serve/a.log"}  # fmt: skip
+    deployments = {"ModelReplica": {"replicas": [entry]}, "Router": {"replicas": [entry | {"replica_id": "r"}]}}
+    listed = {"applications": {"manta": {"deployments": deployments}}}
+    found = place_of(listed, "manta", "a")
+    assert found is not None
+    assert (found.actor, found.log_file) == ("x", "a.log")
+    assert [place_of(listed, *names) for names in (("manta", "r"), ("other", "a"))] == [None, None]
+
+
+STUCK = """
+from deployments.watch.process import offer_stacks
+offer_stacks()
+def never_ends():
+    print("ready", flush=True)
+    while True:
+        sum(range(10**9))  # C code that keeps Python's lock
+never_ends()
+"""
+
+
+@pytest.fixture
+def stuck() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            yield child.pid
+        finally:
+            child.kill()
+
+
+def test_the_stacks_of_a_process_that_hangs_are_read_again_and_again(stuck: int) -> None:
+    for _ in range(2):
+        text = process.read_stacks(stuck)
+        assert text is not None
+        assert text.count("in never_ends") == 1
+        assert text.startswith(("Thread", "Current thread"))
+    usage = process.read_usage(stuck)
+    assert (usage["num_threads"], usage["rss_bytes"] > 1 << 20) == (1, True)
+
+
+def test_a_process_that_offers_no_stacks_is_not_signalled() -> None:
+    with subprocess.Popen(["sleep", "100"]) as child:
+        assert process.read_stacks(child.pid) is None
+        assert child.poll() is None
+        child.kill()
+    assert process.read_stacks(child.pid) is None  # it has ended
+    assert process.read_usage(child.pid)["rss_bytes"] is None
+    assert process.read_usage(os.getpid())["rss_bytes"] > 1 << 20
+
+
+def test_the_end_of_a_long_file_has_whole_lines_only(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    assert process.read_end(str(file), 5) is None
+    file.write_text("".join(f"line {number}\n" for number in range(40_000)))
+    assert process.read_end(str(file), 2) == ["line 39998", "line 39999"]
+    every = process.read_end(str(file), 100_000)
+    assert every is not None
+    assert (len(every) < 40_000, every[-1]) == (True, "line 39999")
+    assert {line.partition(" ")[0] for line in every} == {"line"}
+
+
+async def test_while_serve_does_not_answer_it_is_said_so() -> None:
+    def find(replica_id: str) -> ReplicaPlace | None:
+        raise GetTimeoutError
+
+    actions = Actions(find=find, seen={}.get, ask=on_node)
+    with pytest.raises(NotReadable, match="Serve's controller did not answer"):
+        await actions.kill("a")
+
+
+async def test_no_browser_keeps_a_log_and_a_name_in_the_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    operated = Operated()
+    assert (await operated.client.get("/api/replicas/a/logs")).headers["Cache-Control"] == "no-store"
+    await operated.client.post("/api/replicas/a%0Aforged/kill")
+    assert "replica 'a\\nforged'" in caplog.text
+
+
+async def test_a_models_path_is_shown_as_the_api_shows_it() -> None:
+    here = replace(seen("a"), info=replace(info("a"), model_path=str(ROOT_FOLDER / "models" / "tiny")))
+
+    async def usage(*asked: Any) -> dict[str, Any]:
+        return {}
+
+    actions = Actions(find={"a": PLACE}.get, seen={"a": here}.get, ask=usage, there=usage)
+    assert (await actions.facts("a"))["model_path"] == "models/tiny"
+
+
+def test_ray_is_given_one_remote_function_however_often_a_replica_is_looked_at() -> None:
+    assert remote(process.read_usage) is remote(process.read_usage)

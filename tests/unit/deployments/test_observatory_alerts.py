@@ -1,0 +1,223 @@
+"""The live view's alerts: each fires by the rule that Prometheus has (dashboards/alerts.py), without Prometheus."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dashboards.alerts import ALERTS, SOURCES, Grew, Over, Share, Stands
+from deployments.fleet.seen import SeenReplica
+from deployments.watch.observatory.alerts import Alerts, fleet_readings
+from deployments.watch.observatory.figures import Growth
+from deployments.watch.observatory.router_view import RouterView
+from deployments.watch.observatory.serve_details import ServeDetails
+from deployments.watch.observatory.state import State
+from kvtransfer.types import TransferStats
+from replicas.types import TierStats
+from tests.unit.deployments.observed import details, listed, seen, view
+
+Make = Callable[[int], list[RouterView]]  # second -> what the routers answer
+STEP_S = 5
+
+
+class Watching:
+    """A state that goes on from what routers answer, a step of STEP_S after the other."""
+
+    def __init__(self, serve: ServeDetails | None = None) -> None:
+        self.state = State()
+        self.second = 0
+        self.serve = details(listed("a"), unified=1) if serve is None else serve
+
+    def go_on(self, seconds: int, make: Make) -> "Watching":
+        for _ in range(0, seconds, STEP_S):
+            self.state.advance(make(self.second), self.serve, 1000.0 + self.second, time_s=5000.0 + self.second)
+            self.second += STEP_S
+        self.state.check()
+        return self
+
+    @property
+    def alerts(self) -> dict[str, tuple[str, str]]:
+        return {each["name"]: (each["state"], each["summary"]) for each in self.state.since()["alerts"]}
+
+    def figure(self, name: str) -> dict[str, Any]:
+        return next(each for each in self.state.since()["figures"] if each["name"] == name)
+
+
+def counting(**rates: float) -> Make:
+    """A router whose counters grow so."""
+    return lambda second: [view("one", seen("a"), counts={name: int(each * second) for name, each in rates.items()})]
+
+
+def replica(**changes: Any) -> Make:
+    return lambda second: [view("one", seen("a", **changes))]
+
+
+def apart(prefill: str) -> Make:
+    decode: SeenReplica = seen("d", role="decode")
+    return lambda second: [view("one", decode, replace(seen("p", role="prefill"), state=prefill), mode="disaggregated")]
+
+
+def handed(second: int) -> list[RouterView]:
+    return [view("one", seen("a", transfer=TransferStats(receives_done=9 * second, receives_failed=second)))]
+
+
+def sick(second: int) -> list[RouterView]:
+    return [view("one", replace(seen("a"), state="unhealthy"), seen("b"))]
+
+
+def retracting(second: int) -> list[RouterView]:
+    return [view("one", seen("a", retracted_tokens=20 * second, decode_tokens=100 * second))]
+
+
+def wrong(second: int) -> list[RouterView]:
+    return [view("one", seen("a", tiers=TierStats(host_pages=1, host_used_pages=0, store_wrong_pages=second)))]
+
+
+def asking(second: int) -> list[RouterView]:
+    rule = {"unified": {"min_replicas": 1.0, "max_replicas": 1.0, "ttft_objective_s": 5.0, "pool_high": 0.85,
+                        "running_high": 0.9, "slack": 0.7}}  # fmt: skip
+    return [view("one", seen("a", waiting_uncached_tokens=18_000, prefill_tokens_per_s=2000.0), autoscaling=rule)]
+
+
+# alert -> what happens, seconds until it fires, its sentence
+FIRING: dict[str, tuple[Make, int, str]] = {
+    "NoRouter": (lambda second: [], 60, "No router answers"),
+    "NoReadyReplica": (lambda second: [view("one", seen("a", age_s=None))], 60, "No replica of tiny accepts requests."),
+    "NoPrefillReplica": (apart("starting"), 60, "tiny has decode replicas and no prefill replica"),
+    "ReplicaUnhealthy": (sick, 30, "A unified replica of tiny is unhealthy."),
+    "RequestErrors": (counting(requests=10, failed=1), 300, "10 % of the requests to tiny end with an error"),
+    "RequestsShed": (counting(requests=10, shed=1), 120, "10 % of the requests to tiny are refused"),
+    "TtftObjectiveBurn": (counting(ttft_judged=20, ttft_missed=9), 120, "45 % of the requests to tiny miss the TTFT "
+                          "objective of 2 s."),
+    "ItlObjectiveBurn": (counting(itl_judged=20, itl_missed=9), 120, "45 % of the requests to tiny miss the ITL "
+                         "objective of 100 ms."),
+    "AutoscalerAtMaximum": (asking, 600, "The unified replicas of tiny are at their maximum"),
+    "KvPoolNearlyFull": (replica(used_pages=10), 120, "100 % of the KV pool of a cannot be taken by new requests."),
+    "RetractionsHigh": (retracting, 300, "a gives up 20 % as many tokens as it computes"),
+    "KvTransferFailures": (handed, 300, "10 % of the hand-offs of tiny fail"),
+    "KvTransferDamaged": (
+        lambda second: [view("one", seen("a", transfer=TransferStats(digest_mismatches=second // 30)))], 0,
+        "a received K/V that differs"),
+    "WrongPages": (wrong, 0, "a read back a page from a lower tier"),
+    "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "kept pages of a for 301 s."),
+    "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
+    "RouterReportsOld": (replica(age_s=31.0), 60, "The newest report of replica a is 31 s old."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRING)
+def test_an_alert_is_pending_for_as_long_as_its_rule_wants_and_then_fires(name: str) -> None:
+    make, for_s, words = FIRING[name]
+    alert = next(each for each in ALERTS if each.name == name)
+    assert alert.for_s == for_s
+    watching = Watching()
+    for _ in range(0, 1200, STEP_S):  # until it is true at all
+        watching.go_on(STEP_S, make)
+        if name in watching.alerts:
+            break
+    assert watching.alerts[name][0] == ("pending" if for_s else "firing")
+    watching.go_on(for_s - STEP_S, make)
+    assert watching.alerts[name][0] == ("pending" if for_s else "firing")
+    watching.go_on(STEP_S, make)
+    state, summary = watching.alerts[name]
+    assert (state, words in summary) == ("firing", True), summary
+    if alert.figure:
+        assert watching.figure(alert.figure)["level"] == alert.severity
+
+
+def test_all_alerts_are_judged_here_but_those_that_only_prometheus_can_see() -> None:
+    assert {alert.name for alert in ALERTS} - FIRING.keys() == {"TargetDown", "PoolVanished"}
+    named = set[str]()
+    for alert in ALERTS:
+        if isinstance(alert.when, Share):
+            named |= {alert.when.part, alert.when.of}
+        elif isinstance(alert.when, Over | Grew):
+            named.add(alert.when.source)
+        else:
+            assert isinstance(alert.when, Stands)
+    assert named == SOURCES.keys()
+
+
+def test_nothing_is_wrong_with_a_fleet_that_works() -> None:
+    busy = counting(requests=10, ttft_judged=10, ttft_missed=1, itl_judged=10, predicted=100, actual=95)
+    watching = Watching().go_on(1200, busy)
+    assert watching.alerts == {}
+    assert {each["level"] for each in watching.state.since()["figures"]} <= {"ok", "idle"}
+
+
+def test_a_moment_in_which_a_condition_does_not_hold_is_passed_over_and_a_quarter_of_a_minute_ends_it() -> None:
+    full, free = replica(used_pages=10), replica(used_pages=1)
+    watching = Watching().go_on(60, full).go_on(10, free)
+    assert watching.alerts == {}  # nothing is pending that is not so
+    watching.go_on(60, full)
+    assert watching.alerts["KvPoolNearlyFull"][0] == "firing"
+    assert watching.go_on(15, free).alerts == {}
+    assert watching.go_on(60, full).alerts["KvPoolNearlyFull"][0] == "pending"
+
+
+def test_each_role_that_is_at_its_maximum_is_told() -> None:
+    targets = [{"role": role, "pressure": {"queue": 1.5}, "running": 2, "maximum": 2} for role in ("prefill", "decode")]
+    readings = fleet_readings({"prefill", "decode"}, answering=True, targets=targets)
+    alerts = Alerts(Growth(step_s=1.0, kept_s=60.0), Growth(step_s=1.0, kept_s=60.0))
+    alerts.judge(readings, 10.0, 1000.0)
+    told = alerts.body({"model": "tiny"}, 10.0)
+    assert [(each["summary"].split()[1], each["replica"]) for each in told] == [("prefill", None), ("decode", None)]
+
+
+def test_five_bad_minutes_after_a_good_hour_burn_no_budget() -> None:
+    good, bad = 3600, 300
+
+    def judged(second: int) -> list[RouterView]:
+        missed = max(0, second - good) * 10
+        return [view("one", seen("a"), counts={"ttft_judged": 10 * second, "ttft_missed": missed})]
+
+    assert "TtftObjectiveBurn" not in Watching().go_on(good + bad, judged).alerts
+
+
+def test_the_worst_alert_comes_first_and_names_its_replica_and_where_to_read() -> None:
+    def both(second: int) -> list[RouterView]:
+        return [view("one", seen("a", used_pages=10), replace(seen("b"), state="unhealthy"))]
+
+    first, second = Watching().go_on(300, both).state.since()["alerts"]
+    assert (first["name"], first["severity"], first["replica"], first["since"]) == (
+        "ReplicaUnhealthy", "critical", "b", 5000.0,
+    )  # fmt: skip
+    assert (second["severity"], second["figure"], second["runbook"]) == ("warning", "kv", "runbook#kvpoolnearlyfull")
+
+
+def test_a_replica_that_is_lost_and_seen_again_begins_anew() -> None:
+    def wrong(second: int) -> list[RouterView]:
+        pages = 2 * (second >= 50) + (second >= 740)
+        tiers = TierStats(host_pages=10, host_used_pages=0, host_wrong_pages=pages)
+        return [] if 700 <= second < 735 else [view("one", seen("a", tiers=tiers))]
+
+    watching = Watching().go_on(55, wrong)
+    assert watching.alerts["WrongPages"][0] == "firing"
+    watching.go_on(685, wrong)  # the ten minutes are over; then no router is heard for more than 30 s
+    assert "WrongPages" not in watching.alerts
+    assert watching.go_on(10, wrong).alerts["WrongPages"][0] == "firing"  # one more page
+
+
+def test_an_older_report_of_a_replica_is_no_restart() -> None:
+    state = State()
+    counted = [(0.1, 1000), (0.1, 2000), (5.0, 1500), (0.1, 2100)]  # a report's age, and all retracted tokens in it
+    for second, (age_s, tokens) in enumerate(counted):
+        one = view("one", seen("a", age_s=age_s, retracted_tokens=tokens))
+        state.advance([one], details(), 100.0 + second)
+    assert state._replica_growth.over("retracted", 60.0, 103.0, subject="a") == 1100
+
+
+def test_growth_is_that_of_the_window_and_a_restarted_source_begins_anew() -> None:
+    growth = Growth(step_s=1.0, kept_s=60.0)
+    for second in range(100):
+        growth.take("one", {"requests": 1000 + 2 * second})  # what was counted before is not ours
+        growth.take("two", {"requests": 3 * (second % 50)})  # it starts anew at 50
+        growth.sample(float(second))
+        growth.check()
+    assert growth.over("requests", 10.0, 99.0) == 50
+    assert growth.over("requests", 1000.0, 99.0) == pytest.approx(60 * 5, abs=8)  # of what is kept
+    assert growth.over("unheard", 10.0, 99.0) == 0
+    growth.keep(["one"])
+    growth.take("two", {"requests": 7})  # another life again: it only says where it begins
+    assert growth.over("requests", 10.0, 99.0) == 50
