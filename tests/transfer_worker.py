@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvtransfer.ports.transfer_agent import RemotePool, TransferAgent, TransferS
 from kvtransfer.types import PageIds
 from tests.kv_pools import join_heads, layout, random_pools
 from tests.local_agents import LocalAgent, LocalFabric
+from tests.waiting import until
 
 Kind = Literal["local", "cma", "tcp"]
 CALL_LIMIT_S = 30.0
@@ -215,7 +217,10 @@ class Spawned:
         self.process.join(CALL_LIMIT_S)
 
     def stop(self) -> None:
+        """Returns when none of its threads runs any more: one on another core may take milliseconds to notice."""
         self._signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        until(lambda: all(_state(each) in "TZ" for each in threads.glob("*/stat")))
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -223,6 +228,14 @@ class Spawned:
     def _signal(self, number: int) -> None:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, number)
+
+
+def _state(stat: Path) -> str:
+    """The state of a thread: R, S, T (stopped), Z (gone), ...; see proc(5)."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 class Worker(Spawned):

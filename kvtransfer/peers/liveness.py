@@ -18,38 +18,12 @@ from dataclasses import dataclass
 from kvtransfer.types import PeerAddress
 
 
-class Heartbeat:
-    """When one connection between engines needs a ping, and when its other end has been silent for too long."""
-
-    def __init__(self, *, period_s: float, misses: int, now: float) -> None:
-        self.period_s = period_s
-        self.limit_s = period_s * misses
-        self.heard_s = now
-        self.sent_s = now
-
-    def heard(self, now: float) -> None:
-        self.heard_s = now
-
-    def take_due(self, now: float) -> bool:
-        """Return whether a ping is due; the caller sends it."""
-        due = now >= self.sent_s + self.period_s
-        if due:
-            self.sent_s = now
-        return due
-
-    def silent(self, now: float) -> bool:
-        return now >= self.heard_s + self.limit_s
-
-    @property
-    def next_s(self) -> float:
-        return min(self.sent_s + self.period_s, self.heard_s + self.limit_s)
-
-
 class Silence:
-    """How long the port of a rank has been silent while its service listened; a false alarm here costs a replica.
+    """How long the other end of a connection has been silent while this one listened; a false alarm is expensive: it
+    costs rooms or, from the port of a rank, a replica.
 
     Time in which the listener did not look counts as one period at most: then the listener itself was held up, or the
-    whole machine, and messages of the other side may still be unread.
+    whole machine, and messages of the other side may still be unread, or were never sent.
     """
 
     def __init__(self, *, period_s: float, limit_s: float, now: float) -> None:
@@ -64,6 +38,31 @@ class Silence:
         self._silent_s = 0.0 if heard else self._silent_s + min(now - self._looked_s, self._period_s)
         self._looked_s = now
         return self._silent_s >= self.limit_s
+
+    @property
+    def next_s(self) -> float:
+        """When it is too long at the earliest."""
+        return self._looked_s + self.limit_s - self._silent_s
+
+
+class Heartbeat:
+    """When one connection between engines needs a ping, and the silence of its other end."""
+
+    def __init__(self, *, period_s: float, misses: int, now: float) -> None:
+        self.period_s = period_s
+        self.silence = Silence(period_s=period_s, limit_s=period_s * misses, now=now)
+        self.sent_s = now
+
+    def take_due(self, now: float) -> bool:
+        """Return whether a ping is due; the caller sends it."""
+        due = now >= self.sent_s + self.period_s
+        if due:
+            self.sent_s = now
+        return due
+
+    @property
+    def next_s(self) -> float:
+        return min(self.sent_s + self.period_s, self.silence.next_s)
 
 
 GRACE_S = 1.0

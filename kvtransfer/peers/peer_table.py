@@ -199,7 +199,7 @@ class PeerTable:
 
     def heard(self, link: int, now: float) -> None:
         if (beat := self._beats.get(link)) is not None:
-            beat.heard(now)
+            beat.silence.looked(now, heard=True)
 
     def drop(self, incarnation: str, reason: str, now: float) -> None:
         """Close the links of a peer that misbehaves; the next hello begins anew."""
@@ -218,7 +218,7 @@ class PeerTable:
         for link, beat in list(self._beats.items()):
             if link not in self._beats:
                 continue
-            if beat.silent(now):
+            if beat.silence.looked(now, heard=False):
                 self._silent(link, beat, now)
             elif beat.take_due(now):
                 self._links.send(link, Ping())
@@ -252,7 +252,7 @@ class PeerTable:
 
     def _silent(self, link: int, beat: Heartbeat, now: float) -> None:
         peer = self._peers[self._by_link[link]]
-        peer.suspect = f"the peer has been silent for {beat.limit_s:g} s"
+        peer.suspect = f"the peer has been silent for {beat.silence.limit_s:g} s"
         self._lost(link, peer.suspect, now)
 
     def _lost(self, link: int, reason: str, now: float) -> None:

@@ -139,6 +139,17 @@ class FakeCuda:
             self.capturing.operations.append(lambda: _again(func, args, kwargs, made))
         return tree_map(wrap, made)
 
+    def kernel(self, run: Callable[[], None]) -> None:
+        """``run`` as one kernel: a graph that captures it replays it whole, with what its numbers on the host are then.
+        """
+        graph, self.capturing = self.capturing, None
+        try:
+            run()
+        finally:
+            self.capturing = graph
+        if graph is not None:
+            graph.operations.append(run)
+
     def pin(self, x: Tensor) -> Tensor:
         self._pinned[x.untyped_storage().data_ptr()] = x
         return x
@@ -261,9 +272,7 @@ class Kernel:
             plains = [plain(x) for x in args]
             FAKE.kernels += 1
             with _disable_current_modes():  # what the interpreter does is no launch
-                self._kernel[grid](*plains, **options)
-            if FAKE.capturing is not None:
-                FAKE.capturing.operations.append(lambda: self._kernel[grid](*plains, **options))
+                FAKE.kernel(lambda: self._kernel[grid](*plains, **options))
 
         return launch
 

@@ -82,7 +82,10 @@ def smol_ranks() -> Iterator[Processes]:
 def start_processes(
     model: str, transport: str, *, prefill_tp: int, decode_tp: int, page: int = 16
 ) -> Iterator[Processes]:
-    ends = [EngineProcess(model, page=page, chunk=32, transport=transport, tp=tp) for tp in (prefill_tp, decode_tp)]
+    ends = [
+        EngineProcess(model, page=page, chunk=32, transport=transport, tp=tp, heartbeat_misses=20)  # nobody dies here
+        for tp in (prefill_tp, decode_tp)
+    ]
     unified = make_engine(model, page, 32, None)
     yield Processes(ends[0], ends[1], unified)
     unified.close()

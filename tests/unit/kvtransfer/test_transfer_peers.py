@@ -3,9 +3,10 @@
 Transfer services over a simulated network; see tests/transfer_net.py.
 """
 
+import numpy as np
 import pytest
 
-from kvtransfer.peers.liveness import Heartbeat
+from kvtransfer.peers.liveness import Heartbeat, Silence
 from kvtransfer.peers.wire import Abort, Open
 from tests.transfer_net import SETTINGS, Net, Room, SimEngine
 
@@ -34,11 +35,17 @@ def started() -> tuple[Net, SimEngine, SimEngine, Room]:
 def test_a_heartbeat_is_due_every_period_and_silence_is_three_of_them() -> None:
     beat = Heartbeat(period_s=1.0, misses=3, now=10.0)
     assert [beat.take_due(10.9), beat.take_due(11.0), beat.take_due(11.0)] == [False, True, False]
-    assert not beat.silent(12.9)
-    assert beat.silent(13.0)
-    beat.heard(12.5)
-    assert not beat.silent(13.0)
     assert beat.next_s == 12.0
+    looks = [beat.silence.looked(now, heard=now == 12.5) for now in np.arange(10.5, 16.0, 0.5)]
+    assert looks == [False] * 10 + [True]  # three periods after 12.5
+    assert beat.next_s == 12.0
+
+
+def test_a_pause_of_the_listener_or_of_the_machine_is_no_silence_of_a_peer() -> None:
+    silence = Silence(period_s=1.0, limit_s=3.0, now=10.0)
+    assert [silence.looked(now, heard=False) for now in (40.0, 80.0)] == [False, False]
+    assert silence.next_s == 81.0
+    assert silence.looked(81.0, heard=False)
 
 
 def test_idle_peers_stay_connected_by_their_heartbeats() -> None:
@@ -58,6 +65,15 @@ def test_a_silent_peer_fails_its_rooms_after_three_heartbeats_long_before_their_
     net.run(0.6)
     assert room.receives == ["ReceiveFailed"]
     assert room.reasons == ["the peer has been silent for 3 s"]
+
+
+def test_a_pause_of_the_whole_machine_fails_no_room() -> None:
+    net, p, _, room = started()
+    net.now += SILENT_S
+    net.run(0.2)
+    p.send(room, 3, last=True)
+    net.run(0.2)
+    assert (room.sends, room.receives) == (["SendReady", "SendDone"], ["Received"])
 
 
 def test_a_suspect_gets_no_new_room_until_it_has_said_hello() -> None:
