@@ -9,7 +9,7 @@ import hashlib
 import random
 from typing import Any
 
-from dashboards.alerts import FIGURES, SERIES
+from dashboards.alerts import FIGURES, FIRING, PENDING, SERIES
 from tests.fake_route import explained
 
 Json = dict[str, Any]
@@ -32,7 +32,7 @@ SHED: Json = {
     "figure": "errors", "replica": None,
 }  # fmt: skip
 UNHEALTHY: Json = {
-    "name": "ReplicaUnhealthy", "severity": "critical", "state": "firing", "runbook": "runbook#replicaunhealthy",
+    "name": "ReplicaUnhealthy", "severity": "critical", "state": "seen", "runbook": "runbook#replicaunhealthy",
     "figure": None,
 }  # fmt: skip
 LOG = "{level} 2026-11-23 16:00:{number:02} replica.py:{number} step {number} took 0.021 s, 3 requests ran"
@@ -282,10 +282,10 @@ class FakeFleet:
         if self.slow:
             alerts += [BURN | {"since": START_S - 360}, SHED | {"since": START_S - 20}]
         for name in self.sick:
-            said = f"Replica {name} is unhealthy: {CUDA}."
+            said = f"A unified replica of {MODEL} is unhealthy ({name.partition('#')[2]}): {CUDA}."
             alerts.append(UNHEALTHY | {"since": START_S - 130, "summary": said, "replica": name})
-        firing = {alert["figure"]: alert["severity"] for alert in alerts if alert["state"] == "firing"}
-        self.state["alerts"] = sorted(alerts, key=lambda alert: (alert["severity"], alert["state"]))
+        firing = {alert["figure"]: alert["severity"] for alert in alerts if alert["state"] == FIRING}
+        self.state["alerts"] = sorted(alerts, key=lambda alert: (alert["state"] == PENDING, alert["severity"]))
         self.state["figures"] = [
             {"name": each.name, "title": each.title, "unit": each.unit, "value": values[each.series[0]],
              "more": more.get(each.name, {name.rpartition("_")[2]: values[name] for name in each.series}),

@@ -9,7 +9,6 @@ import * as talk from "../../dashboards/ui/conversation.js";
 import * as decision from "../../dashboards/ui/decision.js";
 import { worstFirst } from "../../dashboards/ui/fleet.js";
 import * as format from "../../dashboards/ui/format.js";
-import { findings } from "../../dashboards/ui/health.js";
 import * as painted from "../../dashboards/ui/painted.js";
 import { matches, scaleOf } from "../../dashboards/ui/requests.js";
 import * as river from "../../dashboards/ui/river_layout.js";
@@ -85,33 +84,6 @@ test("long ids are shortened", () => {
   assert.equal(format.shortId("ModelReplica#a1b2c3d4"), "a1b2c3d4");
   assert.equal(format.shortId("prefill-a1"), "prefill-a1");
   assert.equal(format.shortId("0123456789abcdef0123456789abcdef"), "012345…abcdef");
-});
-
-const alert = (name, severity, state, more) => ({ name, severity, state, since: 5, summary: `${name} of Replica#a`, ...more });
-const fleet = (...replicas) => ({ alerts: [], routers: [{ id: "r", answering: true }], replicas });
-
-test("the worst stands first in the strip: what fires before what is pending, critical before warning", () => {
-  const alerts = [alert("P", "critical", "pending"), alert("W", "warning", "firing"), alert("C", "critical", "firing")];
-  const found = findings({ ...fleet({ id: "a", state: "accepting" }), alerts });
-  assert.deepEqual(found.map((each) => each.name), ["C", "W", "P"]);
-  assert.equal(found[0].text, "C of a", "ids as everywhere on the page");
-});
-
-test("an unhealthy replica is told before its alert fires, and once when it does", () => {
-  const sick = { id: "Replica#a", state: "unhealthy", error: "CUDA" };
-  const state = fleet(sick, { id: "b", state: "accepting" });
-  assert.deepEqual(findings(state).map((each) => [each.text, each.replica]), [["Replica a is unhealthy: CUDA", "Replica#a"]]);
-  const pending = { ...state, alerts: [alert("ReplicaUnhealthy", "critical", "pending")] };
-  assert.equal(findings(pending).length, 1);
-  assert.equal(findings(pending)[0].pending, false);
-  const firing = { ...state, alerts: [alert("ReplicaUnhealthy", "critical", "firing")] };
-  assert.deepEqual(findings(firing).map((each) => each.text), ["ReplicaUnhealthy of a"]);
-});
-
-test("a silent router, an old report and a fleet that accepts nothing are told", () => {
-  const state = { ...fleet({ id: "a", state: "draining", report_age_s: 30 }), routers: [{ id: "r", answering: false }] };
-  assert.deepEqual(findings(state).map((each) => each.name), ["NoReadyReplica", "RouterSilent", "RouterReportsOld"]);
-  assert.deepEqual(findings(fleet({ id: "a", state: "starting" })), []);
 });
 
 test("replicas in trouble come first, and the order does not follow the load", () => {

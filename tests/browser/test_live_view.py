@@ -220,7 +220,7 @@ def test_the_strip_names_what_is_wrong_and_leads_to_it(page: Page, served: FakeO
     page.says("#chart h2", "ITL")
     assert page.all('.tile.warning[aria-pressed="true"]') != []
     page.open(f"{served.url}/many/?snapshot=1")
-    page.says(".health.critical", "is unhealthy: CUDA error: an illegal memory access was encountered.")
+    page.says(".health.critical", "): CUDA error: an illegal memory access was encountered.")
     page.one(".health button").click()
     sick = next(each["id"] for each in served.fleets["many"].state["replicas"] if each["state"] == "unhealthy")
     page.until(lambda: page.one("#tab-replica").get_attribute("aria-selected") == "true", "the tab of the replica")

@@ -5,7 +5,7 @@
             ends this one. Serve stops no replica by name, so the replica fails its health checks, three in a row
     kill    the process ends at once; its requests go on at other replicas, and Serve starts another one
 
-Owns:      these routes, and where Serve ran the replicas looked at last, whose logs are shown after they died.
+Owns:      these routes.
 Never:     does anything on the word of a page of another site; reads a path or a process that a client names.
 Invariant: without an admin key only the facts are shown, as `GET /get_server_info` shows them.
 Thread:    the observatory's event loop; files are read, and processes looked at, on a thread or in a task of the node.
@@ -15,9 +15,8 @@ import asyncio
 import functools
 import logging
 import re
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,11 +31,10 @@ from deployments.fleet.seen import SeenReplica
 from deployments.http.access import BrowserRules, Refused
 from deployments.settings.keys import KEY_VARIABLE
 from deployments.settings.places import shown_path
-from deployments.settings.roles import DEPLOYMENTS
 from deployments.watch import process
 from deployments.watch.observatory.fan_in import Fetch, fetch_text
 from deployments.watch.observatory.parts import parts_of
-from deployments.watch.observatory.serve_details import ask_all
+from deployments.watch.observatory.serve_details import Listed
 from replicas.errors import InvalidRequest, MantaError
 
 log = logging.getLogger(__name__)
@@ -45,7 +43,6 @@ ANSWER_S = 20.0  # of a task on another node, whose worker may have to start fir
 METRICS_S = 5.0
 FLUSH_S = 2.0  # how long a flush waits for requests to end
 LINES, MOST_LINES = 200, 2000
-MOST_PLACES = 64
 FACTS = (
     "pid", "model_path", "architecture", "dtype", "weights", "context_len", "tp", "page_size", "page_bytes", "pool",
     "host_bytes", "num_threads", "attention", "attention_why", "kernels", "products",
@@ -75,44 +72,6 @@ class NotReadable(MantaError):
 
     http_status = 503
     code = "not_readable"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaPlace:
-    """Where Serve runs one replica."""
-
-    actor: str
-    node_id: str
-    address: str  # of the node
-    pid: int | None  # None until it has started
-    log_file: str  # its name in Serve's folder of logs; "" until it has started
-    started: float
-
-
-def place_of(details: Mapping[str, Any], application: str, replica_id: str) -> ReplicaPlace | None:
-    """Look a model replica up in ``details``, which has the form of ray.serve.schema.ServeInstanceDetails."""
-    deployments = (details["applications"].get(application) or {}).get("deployments") or {}
-    for name in DEPLOYMENTS.values():
-        for each in (deployments.get(name) or {}).get("replicas") or ():
-            if each["replica_id"] == replica_id:
-                return ReplicaPlace(
-                    actor=each["actor_name"] or "",
-                    node_id=each["node_id"] or "",
-                    address=each["node_ip"] or "",
-                    pid=each["pid"],
-                    log_file=Path(each["log_file_path"] or "").name,
-                    started=each["start_time_s"],
-                )
-    return None
-
-
-def serve_places(application: str) -> Callable[[str], ReplicaPlace | None]:
-    """Return a look-up of replicas by id that asks Serve's controller, and blocks."""
-
-    def find(replica_id: str) -> ReplicaPlace | None:
-        return place_of(ask_all(), application, replica_id)
-
-    return find
 
 
 async def on_node(node_id: str, function: Callable[..., T], *args: Any) -> T:
@@ -159,20 +118,19 @@ class Actions:
     def __init__(
         self,
         *,
-        find: Callable[[str], ReplicaPlace | None],
+        find: Callable[[str], tuple[Listed, bool] | None],
         seen: Callable[[str], SeenReplica | None],
         ask: Ask,
         fetch: Fetch = fetch_text,
         there: Callable[..., Awaitable[Any]] = on_node,
     ) -> None:
-        """``find`` blocks; ``seen``: what routers know of a replica; ``ask``: one replica, through any router;
-        ``fetch``: the metrics of one process."""
+        """``find``: `Looks.find`, blocks; ``seen``: what routers know of a replica; ``ask``: one replica, through any
+        router; ``fetch``: the metrics of one process."""
         self._find = find
         self._seen = seen
         self._ask = ask
         self._fetch = fetch
         self._there = there
-        self._places: OrderedDict[str, ReplicaPlace] = OrderedDict()  # of the replicas asked about last
 
     async def facts(self, replica_id: str) -> dict[str, Any]:
         """Raises: UnknownReplica, NotReadable."""
@@ -238,21 +196,15 @@ class Actions:
         await asyncio.to_thread(kill, place.actor)
         return "its process has ended; its requests go on at other replicas, and Serve starts a new one"
 
-    async def _place(self, replica_id: str) -> tuple[ReplicaPlace, bool]:
+    async def _place(self, replica_id: str) -> tuple[Listed, bool]:
         """Return where a replica runs or ran, and whether it does now. Raises: UnknownReplica, NotReadable."""
         try:
-            place = await asyncio.to_thread(self._find, replica_id)
+            found = await asyncio.to_thread(self._find, replica_id)
         except RayError as error:
             raise NotReadable(f"Serve's controller did not answer ({type(error).__name__}): try again") from error
-        if place is not None:
-            self._places[replica_id] = place
-            if len(self._places) > MOST_PLACES:
-                self._places.popitem(last=False)
-        kept = self._places.get(replica_id)
-        if kept is None:
+        if found is None:
             raise UnknownReplica(f"there is no replica {replica_id[:200]!r}")
-        self._places.move_to_end(replica_id)
-        return kept, place is not None
+        return found
 
 
 OWN_PAGES = BrowserRules(hosts=None, origins=frozenset())

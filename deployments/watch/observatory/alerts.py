@@ -2,15 +2,16 @@
 
 Owns:      what a condition reads of reports, and since when each holds.
 Invariant: an alert fires once its condition has held for as long as its rule wants, as in Prometheus. Prometheus looks
-           every 15 s: a condition that was not true for less than that goes on.
+           every 15 s: a condition that was not true for less than that goes on. Until then it is pending or, where
+           nobody need wait to be sure (`Alert.at_once`), seen.
 Thread:    the observatory's event loop.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dashboards.alerts import ALERTS, FIGURES, REPLICA, Alert, Grew, Over, Share, Stands
+from dashboards.alerts import ALERTS, FIGURES, FIRING, PENDING, REPLICA, SEEN, Alert, Grew, Over, Share, Stands
 from dashboards.catalog import ROLES
 from deployments.fleet.seen import SeenReplica
 from deployments.watch.observatory.figures import Growth
@@ -53,11 +54,15 @@ def growing_of(stats: EngineStats) -> dict[str, int]:
 
 
 def fleet_readings(
-    ready: Collection[str], *, answering: bool, targets: Iterable[Mapping[str, Any]]
+    ready: Collection[str], *, routers: Sequence[Mapping[str, Any]], targets: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[str, Reading]]:
-    """Return what is true of the fleet. ``ready``: roles that accept requests; ``targets``: the autoscaler's."""
+    """Return what is true of the fleet. ``ready``: roles that accept requests; ``routers``: as the state shows them;
+    ``targets``: the autoscaler's."""
     found: dict[str, dict[str, Reading]] = {}
-    if not answering:
+    if silent := [router["id"] for router in routers if not router["answering"]]:
+        more = f" (and {len(silent) - 1} more)" if silent[1:] else ""
+        found["silent_router"] = {"": Reading(labels={"instance": f"router {silent[0]}{more}"})}
+    if len(silent) == len(routers):
         found["no_router"] = {"": Reading()}
     elif not {"unified", "decode"} & set(ready):
         found["no_ready_replica"] = {"": Reading()}
@@ -74,8 +79,9 @@ def replica_readings(seen: SeenReplica, age_s: float | None) -> dict[str, Readin
     """Return what is true of one replica, whose last report is ``age_s`` old."""
     found = {}
     if seen.state == "unhealthy":
-        why = None if seen.report is None else seen.report.error
-        found["unhealthy"] = Reading(labels={"target_role": seen.role, "detail": f": {why}" if why else ""})
+        why = (seen.report.error if seen.report is not None else None) or "Serve's health check failed"
+        detail = f" ({short_name(seen.replica_id)}): {why}"
+        found["unhealthy"] = Reading(labels={"target_role": seen.role, "detail": detail})
     if seen.report is not None and age_s is not None:
         stats = seen.report.stats
         found["pool_used"] = Reading(value=stats.pool.utilization)
@@ -124,7 +130,7 @@ class Alerts:
             {
                 "name": alert.name,
                 "severity": alert.severity,
-                "state": "firing" if now_s - held.since_s >= alert.for_s else "pending",
+                "state": FIRING if now_s - held.since_s >= alert.for_s else SEEN if alert.at_once else PENDING,
                 "since": held.since_time,
                 "summary": summary(alert, held.reading, labels, subject),
                 "runbook": f"runbook#{alert.name.lower()}",
@@ -134,7 +140,7 @@ class Alerts:
             for (alert, subject), held in self._standing.items()
             if held.true_s == now_s or now_s - held.since_s >= alert.for_s
         ]
-        return sorted(rows, key=lambda row: (row["state"] != "firing", SEVERITIES.index(row["severity"]), row["since"]))
+        return sorted(rows, key=lambda row: (row["state"] == PENDING, SEVERITIES.index(row["severity"]), row["since"]))
 
     def _true(self, alert: Alert, readings: Readings, now_s: float) -> Iterator[tuple[str, Reading]]:
         """Yield whom the condition holds of."""
@@ -166,9 +172,13 @@ class Alerts:
                 yield subject, Reading(value=shares[0])
 
 
+def short_name(replica_id: str) -> str:
+    return replica_id.rpartition("#")[2]
+
+
 def summary(alert: Alert, reading: Reading, labels: Mapping[str, str], subject: str) -> str:
     """Write an alert's sentence, with its numbers."""
-    name = subject.rpartition("#")[2]
+    name = short_name(subject)
     words = {
         "share": f"{reading.value:.0%}".replace("%", " %"),
         "duration": f"{reading.value:.0f} s",

@@ -26,7 +26,7 @@ from deployments.settings.keys import KEY_VARIABLE, digest
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from deployments.watch.observatory import serve_details
-from deployments.watch.observatory.actions import Actions, serve_places
+from deployments.watch.observatory.actions import Actions
 from deployments.watch.observatory.fan_in import fetch_text
 from deployments.watch.observatory.http_app import make_app
 from deployments.watch.observatory.page_files import read_files
@@ -54,6 +54,7 @@ class Observatory:
         self._id = serve.get_replica_context().replica_id.unique_id
         self._state = State(on_scaling=self._scaled, has_key=settings.key is not None, grafana_url=settings.grafana_url)
         self._routers = RayRouters(settings.application)
+        self._looks = serve_details.Looks(settings.application)
         self._settings = settings
         self._key = AdminKey(settings.key)
         self._listens_on = await asyncio.to_thread(serve_details.listens_on)
@@ -62,7 +63,7 @@ class Observatory:
         self._metrics: ServedMetrics | None = None
         watch = Watch(
             routers=self._routers,
-            look=functools.partial(serve_details.ask, settings.application),
+            look=self._looks.look,
             state=self._state,
             on_poll=self._polled,
             on_view=self._serve_metrics,
@@ -83,7 +84,7 @@ class Observatory:
                 fetch=fetch,
             ),
             actions=Actions(
-                find=serve_places(self._settings.application),
+                find=self._looks.find,
                 seen=self._state.merged.seen,
                 ask=self._routers.ask_replica,
                 fetch=fetch,

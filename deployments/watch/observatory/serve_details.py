@@ -1,14 +1,16 @@
 """What Ray Serve's controller reports: the application's replicas, and how many each deployment should have.
 
-Never:  keeps an answer, except `LiveView`; waits longer than ANSWER_S.
-Thread: `ask` and `listens_on` block: call them on a thread. `LiveView` is for an event loop. The rest is pure.
+Never:  keeps an answer, except `Looks` and `LiveView`; waits longer than ANSWER_S.
+Thread: `Looks` is for any thread, and blocks, as `listens_on` does. `LiveView` is for an event loop. The rest is pure.
 """
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,6 +31,11 @@ class Listed:
     role: str  # unified, prefill, decode, router
     node_id: str
     state: str  # as Serve names it: STARTING, RUNNING, STOPPING, ...
+    actor: str = ""  # its name in Ray
+    address: str = ""  # of its node
+    pid: int | None = None  # None until it has started
+    log_file: str = ""  # its name in Serve's folder of logs; "" until it has started
+    started: float | None = None  # seconds since 1970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,11 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
                 role=role,
                 node_id=each.get("node_id") or "",
                 state=str(getattr(each["state"], "value", each["state"])),
+                actor=each.get("actor_name") or "",
+                address=each.get("node_ip") or "",
+                pid=each.get("pid"),
+                log_file=Path(each.get("log_file_path") or "").name,
+                started=each.get("start_time_s"),
             )
             for each in deployment["replicas"]
         ]
@@ -83,11 +95,6 @@ def listens_on() -> str:
     return str(client.http_config.host)
 
 
-def ask(application: str) -> ServeDetails:
-    """Ask the controller for the replicas of ``application``."""
-    return details_of(ask_all(), application)
-
-
 def ask_all() -> Mapping[str, Any]:
     """Ask the controller. `serve.status()` is public but lacks the wanted number of replicas; its source has it."""
     client = _get_global_client(raise_if_no_controller_running=False)
@@ -95,6 +102,46 @@ def ask_all() -> Mapping[str, Any]:
         return {"applications": {}}
     details: Mapping[str, Any] = ray.get(client._controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
     return details
+
+
+LOOK_KEPT_S = 1.0
+MOST_GONE = 64
+
+
+class Looks:
+    """Serve's list of one application, asked for at most once in LOOK_KEPT_S, and the model replicas that left it."""
+
+    def __init__(
+        self,
+        application: str,
+        *,
+        ask: Callable[[], Mapping[str, Any]] = ask_all,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._application = application
+        self._ask = ask
+        self._clock = clock
+        self._details = ServeDetails()
+        self._asked_s: float | None = None
+        self._known: dict[str, Listed] = {}  # model replicas by id; those seen last are last
+        self._one_at_a_time = threading.Lock()
+
+    def look(self) -> ServeDetails:
+        """Raises: RayError."""
+        with self._one_at_a_time:
+            if self._asked_s is None or self._clock() - self._asked_s >= LOOK_KEPT_S:
+                self._details = details_of(self._ask(), self._application)
+                self._asked_s = self._clock()
+                here = {each.replica_id: each for each in self._details.replicas if each.role != ROUTER}
+                gone = [each for each in self._known.items() if each[0] not in here]
+                self._known = dict(gone[-MOST_GONE:]) | here
+            return self._details
+
+    def find(self, replica_id: str) -> tuple[Listed, bool] | None:
+        """Return where a model replica runs or ran, and whether it does now. Raises: RayError."""
+        details = self.look()
+        listed = self._known.get(replica_id)
+        return None if listed is None else (listed, listed in details.replicas)
 
 
 def live_view_of(details: Mapping[str, Any], application: str) -> str | None:

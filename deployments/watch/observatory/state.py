@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dashboards.alerts import FIRING
 from dashboards.catalog import POOL_STATES, TAKEN
 from deployments.channel.frames import ReplicaReport
 from deployments.fleet.seen import SeenReplica
@@ -206,7 +207,7 @@ class State:
         self._alerts.judge(self._readings(seen, replicas), now_s, time_s)
         known = self._body if latest is None else {"model": latest.model, "mode": latest.mode}
         alerts = self._alerts.body({"model": known["model"] or "the model", **_objective_words(objectives)}, now_s)
-        levels = {alert["figure"]: alert["severity"] for alert in reversed(alerts) if alert["state"] == "firing"}
+        levels = {alert["figure"]: alert["severity"] for alert in reversed(alerts) if alert["state"] == FIRING}
         self._body = self._body | {
             "time": time_s,
             "version": version,
@@ -315,9 +316,8 @@ class State:
         return values, more
 
     def _readings(self, seen: Seen, replicas: list[dict[str, Any]]) -> Readings:
-        answering = any(router["answering"] for router in self.merged.routers)
         ready = {row["role"] for row in replicas if row["state"] == "accepting"}
-        found = fleet_readings(ready, answering=answering, targets=self.scaling.targets)
+        found = fleet_readings(ready, routers=self.merged.routers, targets=self.scaling.targets)
         for name, (each, age_s) in seen.items():
             for source, reading in replica_readings(each, age_s).items():
                 found.setdefault(source, {})[name] = reading

@@ -1,7 +1,6 @@
 """Whether a running Manta is well, as the observatory says: its figures, and a sentence for each trouble.
 
 Never:     asks, draws, or has a threshold of its own: the observatory decides by dashboards/alerts.py what is trouble.
-           Beside its alerts only what can be seen at once is told: a replica's error, a router that is away.
 Invariant: what is not known is None, never 0.
 """
 
@@ -9,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dashboards.alerts import PENDING
 from dashboards.catalog import TAKEN
 from deployments.watch.terminal.table import count, percent, seconds, share
-from deployments.watch.terminal.words import short_id
 
 MOST_ROWS, MOST_POINTS = 1000, 300  # kept of requests, and of the history
 RECENT = 50  # requests that a warning looks at
@@ -57,33 +56,19 @@ def figures(state: State) -> list[HealthFigure]:
 
 def troubles(state: State) -> list[str]:
     """Return a sentence for each trouble, the worst first; none if all is well."""
-    replicas, alerts = state["replicas"], [each for each in state["alerts"] if each["state"] == "firing"]
-    found = [each["summary"] for each in alerts]
-    if not replicas:
+    found = [each["summary"] for each in state["alerts"] if each["state"] != PENDING]
+    if not state["replicas"]:
         found.append("no replica yet: its weights are being loaded, or Serve cannot place it (see `serve status`)")
-    told = {each["replica"] for each in alerts}
-    wrong = [(each, trouble) for each in replicas if each["id"] not in told and (trouble := trouble_of(each))]
-    found += [f"{short_id(each['id'])} is {each['state']}: {trouble}" for each, trouble in wrong]
-    return found + [f"router {each['id']} does not answer" for each in state["routers"] if not each["answering"]]
+    return found
 
 
 def warnings(state: State) -> list[str]:
     """Return a sentence for each thing that is not trouble yet, such as a replica that is being replaced."""
     replicas, requests = state["replicas"], state["requests"][:RECENT]
     ready, again = sum(each["state"] == "accepting" for each in replicas), sum(row["tries"] > 1 for row in requests)
-    found = [each["summary"] for each in state["alerts"] if each["state"] == "pending"]
+    found = [each["summary"] for each in state["alerts"] if each["state"] == PENDING]
     found += [f"{ready} of {len(replicas)} replicas accept requests"] if ready < len(replicas) else []
     return found + ([f"{again} of the last {len(requests)} requests were tried again elsewhere"] if again else [])
-
-
-def trouble_of(replica: State) -> str:
-    """Return what is wrong with a replica, in words; "" if nothing is."""
-    if replica.get("error"):
-        return str(replica["error"])
-    if replica["state"] == "unhealthy":
-        return "Serve's health check failed"
-    wrong = (replica.get("tiers") or {}).get("wrong_pages")
-    return f"{wrong} pages from its lower tiers were wrong" if wrong else ""
 
 
 def used_ratio(replica: State) -> float | None:

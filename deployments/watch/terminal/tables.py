@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from deployments.watch.terminal.health import device_pool, trouble_of, used_ratio, waiting
+from deployments.watch.terminal.health import device_pool, used_ratio, waiting
 from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds, share
 from deployments.watch.terminal.words import (
     ID_CHARS,
@@ -88,12 +88,11 @@ def cached_share(replica: Row) -> float | None:
 
 def _replica(each: Row, *, lower: bool) -> list[Cell]:
     rates = each.get("rates") or {}
-    colour = TROUBLE if trouble_of(each) else STATE_COLOURS.get(each["state"], TROUBLE)
     return [
         short_id(each["id"]),
         each["role"],
         (each.get("node") or "-")[:_NODE_CHARS],
-        Text(each["state"], colour),
+        Text(each["state"], STATE_COLOURS.get(each["state"], TROUBLE)),
         f"{count(each.get('running'))}/{count(each.get('running_limit'))}",
         count(waiting(each)),
         _pool(each),

@@ -22,7 +22,6 @@ from deployments.watch.terminal.health import (
     HealthFigure,
     figures,
     merged,
-    trouble_of,
     troubles,
     used_ratio,
     waiting,
@@ -61,7 +60,7 @@ def _falling(value: float | None) -> float:
 
 
 REPLICA_ORDERS: tuple[Order, ...] = (
-    ("trouble", lambda each: (not trouble_of(each), each["state"] == "accepting", _falling(used_ratio(each)))),
+    ("trouble", lambda each: (each["state"] != "unhealthy", each["state"] == "accepting", _falling(used_ratio(each)))),
     ("pool", lambda each: _falling(used_ratio(each))),
     ("running", lambda each: _falling(each.get("running"))),
     ("waiting", lambda each: _falling(waiting(each))),

@@ -15,8 +15,9 @@ from ray.exceptions import GetTimeoutError
 from deployments.dispatch.leases import ReplicaGone
 from deployments.settings.places import ROOT as ROOT_FOLDER
 from deployments.watch import process
-from deployments.watch.observatory.actions import Actions, NotReadable, ReplicaPlace, on_node, place_of, remote
+from deployments.watch.observatory.actions import Actions, NotReadable, on_node, remote
 from deployments.watch.observatory.http_app import make_app
+from deployments.watch.observatory.serve_details import LOOK_KEPT_S, MOST_GONE, Listed, Looks
 from tests.unit.deployments.observed import seen
 from tests.unit.deployments.sample_values import info
 from tests.unit.deployments.test_observatory_http import KEY, ROOT, Site
@@ -27,9 +28,11 @@ manta_replica_device_memory_bytes{device="H200",kind="own",model="m",replica="a"
 manta_replica_device_utilization_ratio{device="H200",model="m",replica="a",role="unified"} 0.42
 """
 SHOWN = {"Authorization": f"Bearer {KEY}"}
-PLACE = ReplicaPlace(
-    actor="SERVE_REPLICA::a", node_id="n1", address="10.0.0.1", pid=4711, log_file="a.log", started=1000.0
-)
+PLACE = Listed(
+    replica_id="a", role="unified", node_id="n1", state="RUNNING", actor="SERVE_REPLICA::a", address="10.0.0.1",
+    pid=4711, log_file="a.log", started=1000.0,
+)  # fmt: skip
+FOUND = {"a": (PLACE, True)}.get
 
 
 class Operated:
@@ -37,7 +40,7 @@ class Operated:
 
     def __init__(self, key: str | None = KEY) -> None:
         self.site = Site(key)
-        self.places = {"a": PLACE}
+        self.places = {"a": (PLACE, True)}
         self.asked: list[tuple[Any, ...]] = []
         self.answer: Any = True
         self.client = self._client()
@@ -79,7 +82,7 @@ async def test_the_gpu_of_a_replica_is_read_from_its_own_metrics() -> None:
     async def nothing(*asked: Any) -> dict[str, Any]:
         return {}
 
-    actions = Actions(find={"a": PLACE}.get, seen={"a": on_gpu}.get, ask=nothing, there=nothing, fetch=fetch)
+    actions = Actions(find=FOUND, seen={"a": on_gpu}.get, ask=nothing, there=nothing, fetch=fetch)
     facts = await actions.facts("a")
     assert (facts["device"], facts["gpu_used_bytes"], facts["gpu_own_bytes"]) == ("cuda", 7e10, 6.5e10)
     assert facts["gpu_utilization"] == 0.42
@@ -146,7 +149,7 @@ async def test_the_log_of_a_replica_that_has_died_is_still_shown_and_it_is_not_k
         "file": "a.log", "lines": ["one", "two"],
     }  # fmt: skip
     assert operated.asked == [("n1", "read_log", "a.log", 7)]
-    del operated.places["a"]
+    operated.places["a"] = (PLACE, False)
     assert (await operated.client.get("/api/replicas/a/logs")).status_code == 200
     assert (await operated.client.post("/api/replicas/a/kill")).status_code == 409
     assert (await operated.client.get("/api/replicas/a/stacks")).status_code == 503
@@ -154,15 +157,56 @@ async def test_the_log_of_a_replica_that_has_died_is_still_shown_and_it_is_not_k
     assert (gone["running"], gone["pid"]) == (False, 4711)
 
 
-def test_only_model_replicas_of_the_application_are_found_and_of_a_logs_path_the_name_counts() -> None:
-    entry = {"replica_id": "a", "actor_name": "x", "node_id": "n", "node_ip": "i", "pid": 1, "start_time_s": 2.0,
-             "log_file_path": "/serve/a.log"}  # fmt: skip
-    deployments = {"ModelReplica": {"replicas": [entry]}, "Router": {"replicas": [entry | {"replica_id": "r"}]}}
-    listed = {"applications": {"manta": {"deployments": deployments}}}
-    found = place_of(listed, "manta", "a")
+class Controller:
+    """What Serve's controller answers, and how often it was asked."""
+
+    def __init__(self, *ids: str) -> None:
+        self.ids = list(ids)
+        self.num_asked = 0
+        self.now_s = 100.0
+        self.looks = Looks("manta", ask=self._ask, clock=lambda: self.now_s)
+
+    def _ask(self) -> dict[str, Any]:
+        self.num_asked += 1
+        models, routers = ([self._entry(name) for name in names] for names in (self.ids, ["r"]))
+        deployments = {
+            "ModelReplica": {"replicas": models, "target_num_replicas": 1}, "Router": {"replicas": routers}
+        }  # fmt: skip
+        return {"applications": {"manta": {"deployments": deployments}}}
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {
+            "replica_id": name, "state": "RUNNING", "actor_name": "x", "node_id": "n", "node_ip": "i", "pid": 1,
+            "start_time_s": 2.0, "log_file_path": f"/serve/{name}.log",
+        }  # fmt: skip
+
+
+def test_only_model_replicas_are_found_and_of_a_logs_path_the_name_counts() -> None:
+    looks = Controller("a").looks
+    found = looks.find("a")
     assert found is not None
-    assert (found.actor, found.log_file) == ("x", "a.log")
-    assert [place_of(listed, *names) for names in (("manta", "r"), ("other", "a"))] == [None, None]
+    assert (found[0].actor, found[0].log_file, found[1]) == ("x", "a.log", True)
+    assert looks.find("r") is None
+
+
+def test_a_replica_that_is_gone_is_remembered_though_nobody_had_looked_at_it() -> None:
+    controller = Controller("a", *(f"old {i}" for i in range(MOST_GONE)))
+    controller.looks.look()
+    for ids in (["a", "b"], ["b"]):
+        controller.ids, controller.now_s = ids, controller.now_s + LOOK_KEPT_S
+        controller.looks.look()
+    gone, here, forgotten = (controller.looks.find(name) for name in ("a", "b", "old 0"))
+    assert gone is not None
+    assert here is not None
+    assert (gone[1], here[1], forgotten) == (False, True, None)
+
+
+def test_however_many_look_at_replicas_serve_is_asked_once_a_second() -> None:
+    controller = Controller("a")
+    for _ in range(50):
+        controller.now_s += LOOK_KEPT_S / 10
+        assert controller.looks.find("a")
+    assert controller.num_asked == 5
 
 
 STUCK = """
@@ -219,7 +263,7 @@ def test_the_end_of_a_long_file_has_whole_lines_only(tmp_path: Path) -> None:
 
 
 async def test_while_serve_does_not_answer_it_is_said_so() -> None:
-    def find(replica_id: str) -> ReplicaPlace | None:
+    def find(replica_id: str) -> None:
         raise GetTimeoutError
 
     actions = Actions(find=find, seen={}.get, ask=on_node)
@@ -240,7 +284,7 @@ async def test_a_models_path_is_shown_as_the_api_shows_it() -> None:
     async def usage(*asked: Any) -> dict[str, Any]:
         return {}
 
-    actions = Actions(find={"a": PLACE}.get, seen={"a": here}.get, ask=usage, there=usage)
+    actions = Actions(find=FOUND, seen={"a": here}.get, ask=usage, there=usage)
     assert (await actions.facts("a"))["model_path"] == "models/tiny"
 
 

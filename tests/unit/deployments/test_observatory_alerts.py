@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dashboards.alerts import ALERTS, SOURCES, Grew, Over, Share, Stands
 from deployments.fleet.seen import SeenReplica
@@ -17,6 +18,7 @@ from kvtransfer.types import TransferStats
 from replicas.types import TierStats
 from tests.unit.deployments.observed import details, listed, seen, view
 
+ROUTERS = details(*(listed(name, "router") for name in ("one", "two", "three")), listed("a"), unified=1)
 Make = Callable[[int], list[RouterView]]  # second -> what the routers answer
 STEP_S = 5
 
@@ -85,7 +87,8 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "NoRouter": (lambda second: [], 60, "No router answers"),
     "NoReadyReplica": (lambda second: [view("one", seen("a", age_s=None))], 60, "No replica of tiny accepts requests."),
     "NoPrefillReplica": (apart("starting"), 60, "tiny has decode replicas and no prefill replica"),
-    "ReplicaUnhealthy": (sick, 30, "A unified replica of tiny is unhealthy."),
+    "ReplicaUnhealthy": (sick, 30, "A unified replica of tiny is unhealthy (a): Serve's health check failed."),
+    "TargetDown": (replica(), 60, "router three (and 1 more) does not answer."),
     "RequestErrors": (counting(requests=10, failed=1), 300, "10 % of the requests to tiny end with an error"),
     "RequestsShed": (counting(requests=10, shed=1), 120, "10 % of the requests to tiny are refused"),
     "TtftObjectiveBurn": (counting(ttft_judged=20, ttft_missed=9), 120, "45 % of the requests to tiny miss the TTFT "
@@ -111,14 +114,15 @@ def test_an_alert_is_pending_for_as_long_as_its_rule_wants_and_then_fires(name: 
     make, for_s, words = FIRING[name]
     alert = next(each for each in ALERTS if each.name == name)
     assert alert.for_s == for_s
-    watching = Watching()
+    watching = Watching(ROUTERS if name == "TargetDown" else None)
     for _ in range(0, 1200, STEP_S):  # until it is true at all
         watching.go_on(STEP_S, make)
         if name in watching.alerts:
             break
-    assert watching.alerts[name][0] == ("pending" if for_s else "firing")
+    before = "firing" if not for_s else "seen" if alert.at_once else "pending"
+    assert watching.alerts[name][0] == before
     watching.go_on(for_s - STEP_S, make)
-    assert watching.alerts[name][0] == ("pending" if for_s else "firing")
+    assert watching.alerts[name][0] == before
     watching.go_on(STEP_S, make)
     state, summary = watching.alerts[name]
     assert (state, words in summary) == ("firing", True), summary
@@ -126,8 +130,20 @@ def test_an_alert_is_pending_for_as_long_as_its_rule_wants_and_then_fires(name: 
         assert watching.figure(alert.figure)["level"] == alert.severity
 
 
+def test_what_is_seen_at_once_stands_before_what_is_pending_and_the_worst_first() -> None:
+    there = seen("a")
+    assert there.report is not None
+    there = replace(there, state="unhealthy", report=structs.replace(there.report, error="CUDA error"))
+    found = Watching(ROUTERS).go_on(STEP_S, lambda second: [view("one", there)]).state.since()["alerts"]
+    assert [(each["name"], each["state"]) for each in found] == [
+        ("ReplicaUnhealthy", "seen"), ("TargetDown", "seen"), ("NoReadyReplica", "pending"),
+    ]  # fmt: skip
+    assert found[0]["summary"] == "A unified replica of tiny is unhealthy (a): CUDA error."
+    assert [each["replica"] for each in found] == ["a", None, None]
+
+
 def test_all_alerts_are_judged_here_but_those_that_only_prometheus_can_see() -> None:
-    assert {alert.name for alert in ALERTS} - FIRING.keys() == {"TargetDown", "PoolVanished"}
+    assert {alert.name for alert in ALERTS} - FIRING.keys() == {"PoolVanished"}
     named = set[str]()
     for alert in ALERTS:
         if isinstance(alert.when, Share):
@@ -158,7 +174,7 @@ def test_a_moment_in_which_a_condition_does_not_hold_is_passed_over_and_a_quarte
 
 def test_each_role_that_is_at_its_maximum_is_told() -> None:
     targets = [{"role": role, "pressure": {"queue": 1.5}, "running": 2, "maximum": 2} for role in ("prefill", "decode")]
-    readings = fleet_readings({"prefill", "decode"}, answering=True, targets=targets)
+    readings = fleet_readings({"prefill", "decode"}, routers=[{"id": "r", "answering": True}], targets=targets)
     alerts = Alerts(Growth(step_s=1.0, kept_s=60.0), Growth(step_s=1.0, kept_s=60.0))
     alerts.judge(readings, 10.0, 1000.0)
     told = alerts.body({"model": "tiny"}, 10.0)
