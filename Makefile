@@ -62,7 +62,7 @@ model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
-test: install-test tools-test model ## Run all tests: those with Ray beside the others, and arithmetic under AVX2 too; 15 to 35 minutes on 2 cores
+test: install-test tools-test model ## Run all tests: those with Ray beside the others, and arithmetic under AVX2 too; 20 to 45 minutes on 2 cores
 	@$(BIN)/python -m tests
 
 test-all: export MANTA_TEST_ALL := 1
