@@ -178,6 +178,14 @@ def test_a_viewer_gets_all_and_then_what_changed_and_is_counted_while_it_polls(a
         [line] = [line for line in lines if line.startswith("manta_observatory_viewers{")]
         return float(line.rpartition(" ")[2])
 
+    def nothing_new() -> bool:
+        """Of what other tests asked, two polls long."""
+        version = get(app, "/api/state").json()["version"]
+        news = {"since": version}
+        app.until(lambda: get(app, "/api/state", params=news).json()["version"] >= version + 2, 30)
+        return not get(app, "/api/state", params=news).json()["requests"]
+
+    app.until(nothing_new, 60)
     first = get(app, "/api/state")
     assert first.headers["content-encoding"] == "gzip"
     whole = first.json()
