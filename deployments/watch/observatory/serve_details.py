@@ -122,6 +122,7 @@ class Looks:
         self._ask = ask
         self._clock = clock
         self._details = ServeDetails()
+        self._failure: RayError | None = None  # of the last time it was asked
         self._asked_s: float | None = None
         self._known: dict[str, Listed] = {}  # model replicas by id; those seen last are last
         self._one_at_a_time = threading.Lock()
@@ -130,18 +131,26 @@ class Looks:
         """Raises: RayError."""
         with self._one_at_a_time:
             if self._asked_s is None or self._clock() - self._asked_s >= LOOK_KEPT_S:
-                self._details = details_of(self._ask(), self._application)
+                self._failure = None
+                try:
+                    self._take(details_of(self._ask(), self._application))
+                except RayError as error:
+                    self._failure = error
                 self._asked_s = self._clock()
-                here = {each.replica_id: each for each in self._details.replicas if each.role != ROUTER}
-                gone = [each for each in self._known.items() if each[0] not in here]
-                self._known = dict(gone[-MOST_GONE:]) | here
+            if self._failure is not None:  # for all who waited: not each of them waits for ANSWER_S
+                raise self._failure
             return self._details
 
     def find(self, replica_id: str) -> tuple[Listed, bool] | None:
         """Return where a model replica runs or ran, and whether it does now. Raises: RayError."""
         details = self.look()
         listed = self._known.get(replica_id)
-        return None if listed is None else (listed, listed in details.replicas)
+        return None if listed is None else (listed, any(each.replica_id == replica_id for each in details.replicas))
+
+    def _take(self, details: ServeDetails) -> None:
+        here = {each.replica_id: each for each in details.replicas if each.role != ROUTER}
+        gone = [each for each in self._known.items() if each[0] not in here]
+        self._details, self._known = details, dict(gone[-MOST_GONE:]) | here
 
 
 def live_view_of(details: Mapping[str, Any], application: str) -> str | None:

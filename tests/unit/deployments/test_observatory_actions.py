@@ -163,11 +163,14 @@ class Controller:
     def __init__(self, *ids: str) -> None:
         self.ids = list(ids)
         self.num_asked = 0
+        self.silent = False
         self.now_s = 100.0
         self.looks = Looks("manta", ask=self._ask, clock=lambda: self.now_s)
 
     def _ask(self) -> dict[str, Any]:
         self.num_asked += 1
+        if self.silent:
+            raise GetTimeoutError
         models, routers = ([self._entry(name) for name in names] for names in (self.ids, ["r"]))
         deployments = {
             "ModelReplica": {"replicas": models, "target_num_replicas": 1}, "Router": {"replicas": routers}
@@ -207,6 +210,17 @@ def test_however_many_look_at_replicas_serve_is_asked_once_a_second() -> None:
         controller.now_s += LOOK_KEPT_S / 10
         assert controller.looks.find("a")
     assert controller.num_asked == 5
+
+
+def test_while_serve_is_silent_one_look_waits_for_it_and_the_others_are_told() -> None:
+    controller = Controller("a")
+    controller.silent = True
+    for _ in range(2):
+        with pytest.raises(GetTimeoutError):
+            controller.looks.find("a")
+    assert controller.num_asked == 1
+    controller.silent, controller.now_s = False, controller.now_s + LOOK_KEPT_S
+    assert controller.looks.find("a")
 
 
 STUCK = """
