@@ -82,7 +82,7 @@ CASES = (
          summary="A decode replica of m is unhealthy."),
     Case(alert="TargetDown", series={'up{job="manta",instance="10.0.0.1:9101",node="n1"}': "1 1 1 0x9"},
          quiet_at="3m", fires_at="4m", labels={"job": "manta", "instance": "10.0.0.1:9101", "node": "n1"},
-         summary="10.0.0.1:9101 does not answer Prometheus."),
+         summary="10.0.0.1:9101 does not answer."),
     Case(alert="PoolVanished", series={**pool(A, "1000x20 stale"), **pool(B, "1000x40")},
          quiet_at="25m", fires_at="26m", labels=IN_A,
          summary="The pool of replica a (decode) is gone, and no other replaced it."),
