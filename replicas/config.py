@@ -271,8 +271,8 @@ class CacheConfig:
     prefix_cache: Literal["radix", "chunk"] = "radix"  # radix: requests reuse cached prefixes; chunk: they do not
     # which unused pages are evicted first
     eviction: Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru"] = "lru"
-    mem_fraction_static: float = 0.9  # share of device memory for weights and KV
-    # CPU only: memory of one replica for weights and KV; by default 15 % of free RAM, at most 3 GiB
+    mem_fraction_static: float = 0.9  # share of device memory for weights and KV; of engines on one GPU below 1 in all
+    # the device memory of one replica; by default all of its GPUs, on a CPU 15 % of free RAM, at most 3 GiB
     device_memory_bytes: int | None = None
     max_total_tokens: int | None = None  # most tokens in the pool; by default all that fit
     # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8 (e4m3) and

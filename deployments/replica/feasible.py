@@ -101,7 +101,7 @@ def check_budget(engine: EngineConfig) -> None:
     weights = sizing.weight_bytes(engine.model, tp)
     cell_bytes = engine.model.kv_cell_bytes(tp=tp, kv_dtype=engine.kv_dtype)
     try:
-        left = sizing.kv_bytes(budget // tp, budget // tp - weights, engine.cache.mem_fraction_static)
+        left = sizing.kv_bytes(budget // tp, weights, engine.cache.mem_fraction_static)
         sizing.pool_tokens(left, cell_bytes, engine.cache.page_size, None)
     except InvalidConfig as error:
         origin = engine.origin.get("cache.device_memory_bytes")

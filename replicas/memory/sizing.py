@@ -37,27 +37,52 @@ class PoolSize:
         return f"{self.num_tokens:,} tokens, {self.num_pages:,} pages, {self.bytes / 2**20:,.0f} MiB"
 
 
-def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> int:
-    """Count the bytes for the KV pool: what is free after the weights, less a reserve for activations (SPEC A05).
+def kv_bytes(memory: int, weights: int, mem_fraction_static: float) -> int:
+    """Count the bytes for the KV pool: the memory less the weights and a reserve for activations (SPEC A05).
 
-    Args:   free_before, free_after: free device bytes before and after the weights were loaded (M1, M2).
-            mem_fraction_static: share of M1 for weights and KV together; the reserve is M1 * (1 - it), elsewhere called
-            reserve_ratio (SPEC A09).
+    Args:   memory: bytes that a rank may use (`rank_memory`); weights: those of it that it holds for weights, and sets
+            aside. Not the difference of what is free before and after: another engine on the GPU moves that.
+            mem_fraction_static: share of ``memory`` for weights and KV together; the reserve is memory * (1 - it),
+            elsewhere called reserve_ratio (SPEC A09).
     Raises: InvalidConfig when nothing is left.
-    Source: SGLang's profile_max_num_token.
     """
-    reserve = free_before * (1.0 - mem_fraction_static)
-    left = int(free_after - reserve)
+    reserve = memory * (1.0 - mem_fraction_static)
+    left = int(memory - weights - reserve)
     if left <= 0:
-        weights = free_before - free_after
-        share = weights / max(free_before, 1)
+        share = weights / max(memory, 1)
         raising = f"increase mem_fraction_static above {share:.2f}, or " if share < 1 else ""
         raise InvalidConfig(
-            f"no memory is left for the KV pool: {_mib(free_before)} were free, weights took {_mib(weights)}, and "
+            f"no memory is left for the KV pool: there are {_mib(memory)}, weights took {_mib(weights)}, and "
             f"mem_fraction_static = {mem_fraction_static:g} reserves {_mib(reserve)}: {raising}give the replica more "
-            f"memory (on CPU: cache.device_memory_bytes)"
+            f"memory (cache.device_memory_bytes)"
         )
     return left
+
+
+def rank_memory(total: int, free: int, budget: int | None, mem_fraction_static: float) -> int:
+    """Count the bytes of a GPU that one rank may use: its ``budget``, where cache.device_memory_bytes gives one, else
+    all of the GPU.
+
+    Several engines on one GPU each take mem_fraction_static of all of it, in whatever order they start. If the share is
+    more than the ``free`` bytes at the start, others hold memory that nobody planned; then the share is of those.
+
+    Raises: InvalidConfig when a budget is given, and the GPU has not as much free.
+    """
+    if budget is not None:
+        if budget > free:
+            raise InvalidConfig(
+                f"cache.device_memory_bytes gives each rank {_mib(budget)}, but of the GPU's {_mib(total)} only "
+                f"{_mib(free)} are free: lower it, or end what holds the rest"
+            )
+        return budget
+    if total * mem_fraction_static <= free:
+        return total
+    log.warning(
+        "mem_fraction_static = %g of the GPU's %s is more than the %s that are free, so it is taken of those: if "
+        "engines share this GPU, their fractions must sum to less than 1",
+        mem_fraction_static, _mib(total), _mib(free),
+    )  # fmt: skip
+    return free
 
 
 def weight_bytes(model: ModelConfig, tp: int) -> int:

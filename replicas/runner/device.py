@@ -30,9 +30,14 @@ def measure_hardware() -> Hardware:
 
 def free_device_bytes(device: torch.device) -> int:
     """Count the free bytes of a CUDA device; memory that PyTorch caches counts as free."""
+    return device_bytes(device)[0]
+
+
+def device_bytes(device: torch.device) -> tuple[int, int]:
+    """Count the free bytes of a CUDA device, as `free_device_bytes`, and all of its bytes."""
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free), int(total)
 
 
 def num_gpus() -> int:

@@ -21,6 +21,7 @@ from replicas.attention.base import AttentionBackend, BatchMeta, HeadTurn, Rotat
 from replicas.attention.registry import make_attention
 from replicas.attention.workspace import num_sms
 from replicas.config import EngineConfig, Products
+from replicas.errors import InvalidConfig
 from replicas.kernels import gpu
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
@@ -34,7 +35,7 @@ from replicas.models.registry import model_class
 from replicas.runner import batch as batches
 from replicas.runner import set_aside
 from replicas.runner.batch import PendingTokens, Staging
-from replicas.runner.device import free_device_bytes
+from replicas.runner.device import device_bytes, free_device_bytes
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
 from replicas.runner.model_files import load_model_config
 from replicas.runner.sampler import Sampler
@@ -64,8 +65,8 @@ class ModelRunner:
         self._config = config
         self.tp = tp
         self.device = tp.device
-        free_before = self._free_bytes(0)
-        self._reserve_bytes = int(free_before * (1.0 - config.cache.mem_fraction_static))
+        memory, held_before = self._memory(), self._held_bytes()
+        self._reserve_bytes = int(memory * (1.0 - config.cache.mem_fraction_static))
         self._attention = _LateAttention()
         started_s = time.monotonic()
         self._model = model_class(config.model)(config.model, tp, self._attention)
@@ -74,11 +75,18 @@ class ModelRunner:
         load_s = time.monotonic() - started_s
         log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, load_s)
         channels = self._label_channels()
-        self.pool_size = self._size_pool(free_before, channels)
+        self.pool_size = self._size_pool(memory, max(self.weight_bytes, self._held_bytes() - held_before), channels)
         self.max_running = sizing.max_running_requests(
             self.pool_size.num_tokens, config.model.context_len, config.scheduler.max_running_requests
         )
-        self.pool = self._make_pool(channels)
+        try:
+            self.pool = self._make_pool(channels)
+        except torch.OutOfMemoryError as error:
+            raise InvalidConfig(
+                f"the KV pool of {self.pool_size.describe()} does not fit on {self.device}, of which "
+                f"{free_device_bytes(self.device) >> 20:,} MiB are free: lower cache.mem_fraction_static "
+                f"({config.cache.mem_fraction_static:g}) or set cache.device_memory_bytes"
+            ) from error
         self.table = batches.DeviceTable(self.max_running + 1, config.model.context_len + ROW_SLACK, self.device)
         self._attention.backend, self.attention_choice = make_attention(
             config.attention,
@@ -185,19 +193,25 @@ class ModelRunner:
             ids.copy_(self._sampled[index].clamp_min(0))
         self.tp.broadcast(ids)
 
-    def _free_bytes(self, weights: int) -> int:
-        """Compute the free device memory with ``weights`` bytes of this rank's weights loaded."""
+    def _memory(self) -> int:
+        """Count the bytes of the device that this rank may use: its part of the budget, or on a GPU all of it."""
+        cache = self._config.cache
+        budget = None if cache.device_memory_bytes is None else cache.device_memory_bytes // self.tp.size
         if self.device.type == "cuda":
-            return free_device_bytes(self.device)
-        budget = self._config.cache.device_memory_bytes
+            free, total = device_bytes(self.device)
+            return sizing.rank_memory(total, free, budget, cache.mem_fraction_static)
         assert budget is not None
-        return budget // self.tp.size - weights
+        return budget
 
-    def _size_pool(self, free_before: int, channels: Tensor | None = None) -> sizing.PoolSize:
+    def _held_bytes(self) -> int:
+        """Count the bytes of a GPU that tensors of this process take."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _size_pool(self, memory: int, weights: int, channels: Tensor | None = None) -> sizing.PoolSize:
         config, cache = self._config, self._config.cache
-        left = self._free_bytes(self.weight_bytes) - set_aside.bytes_for_graphs(config)
-        left -= set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
-        kv_bytes = self.tp.min_int(sizing.kv_bytes(free_before, left, cache.mem_fraction_static))
+        taken = weights + set_aside.bytes_for_graphs(config)
+        taken += set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
+        kv_bytes = self.tp.min_int(sizing.kv_bytes(memory, taken, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
         if channels is not None:
             cell_bytes += channels.numel() * torch.float32.itemsize  # a token's labels

@@ -1,5 +1,6 @@
 """Pools and CUDA graphs of a runner: the bytes they take, and that a captured step answers as one that is not."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,18 +9,23 @@ import pytest
 import torch
 
 from replicas.attention.workspace import num_sms
+from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
+from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner import set_aside
-from replicas.runner.device import free_device_bytes
+from replicas.runner.device import device_bytes
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, TableWrite
+from tests.gpu import fake_cuda
 from tests.gpu.rigs import DEVICES, engine_config, make_rig
 from tests.numerics import tiny
+
+MAKE_POOL = ModelRunner._make_pool
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_pool_is_sized_by_the_memory_that_the_weights_leave(tmp_path: Path, device: str) -> None:
-    """SPEC A05: bytes = free after the weights - (1 - fraction) * free before; here capped by max_total_tokens."""
+    """SPEC A05: bytes = fraction * memory - weights; here capped by max_total_tokens."""
     tiny.save("llama", tmp_path)
     runner = make_rig(engine_config(tmp_path, device)).runner
     assert runner.pool_size.num_tokens == 512
@@ -29,22 +35,23 @@ def test_the_pool_is_sized_by_the_memory_that_the_weights_leave(tmp_path: Path, 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_a_cap_the_pool_takes_the_memory_that_is_left(tmp_path: Path, device: str) -> None:
-    """SPEC A05 in bytes: half of what was free, less the weights and what is set aside; on a GPU the other half is
-    still free in the end, but for 256 MiB of libraries."""
+    """SPEC A05 in bytes: half of the GPU, or of the CPU's budget, less the weights and what is set aside; the other
+    half of a GPU is still free in the end, but for what was taken before and 256 MiB of libraries."""
     tiny.save("llama", tmp_path)
     config = engine_config(tmp_path, device)
     config = replace(config, cache=replace(config.cache, max_total_tokens=None))
-    before = free_device_bytes(torch.device(device)) if device == "cuda" else config.cache.device_memory_bytes
-    assert before is not None
+    memory = device_bytes(torch.device(device))[1] if device == "cuda" else config.cache.device_memory_bytes
+    before = device_bytes(torch.device(device))[0] if device == "cuda" else 0
+    assert memory is not None
     runner = ModelRunner(config, TpGroup(device=device))
-    wanted = before // 2 - runner.weight_bytes - set_aside.bytes_for_graphs(config)
+    wanted = memory // 2 - runner.weight_bytes - set_aside.bytes_for_graphs(config)
     wanted -= set_aside.bytes_for_attention(config, 1, num_sms=num_sms(runner.device))
     wanted -= set_aside.bytes_for_table(config, wanted, runner.pool_size.cell_bytes)
     slack = 128 << 20 if device == "cuda" else 2 * runner.pool.page_bytes
     assert wanted - slack <= runner.pool_size.bytes <= wanted + (slack if device == "cuda" else 0)
     assert runner.pool.buffer.nbytes == runner.pool_size.bytes + runner.pool.page_bytes
     if device == "cuda":
-        assert free_device_bytes(runner.device) > before // 2 - (256 << 20)
+        assert device_bytes(runner.device)[0] > before - memory // 2 - (256 << 20)
 
 
 @pytest.mark.parametrize("device", [DEVICES[1]])
@@ -114,3 +121,63 @@ def test_graphs_take_no_more_memory_than_was_set_aside(tmp_path: Path, device: s
     without.runner._capture_graphs()
     torch.cuda.synchronize()
     assert before - torch.cuda.mem_get_info()[0] <= set_aside.bytes_for_graphs(config)
+
+
+def test_two_engines_that_start_together_on_one_gpu_have_equal_pools(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes 0.4 of it. The second sees less free each time that it looks: the first is taking its own 0.4."""
+    if gpu is None:
+        pytest.skip("a real GPU has no second engine whose allocations a test can place")
+    tiny.save("llama", tmp_path)
+    config = engine_config(tmp_path, "cuda")
+    config = replace(config, cuda_graphs=False)
+    config = replace(config, cache=replace(config.cache, max_total_tokens=None, mem_fraction_static=0.4))
+    pools = []
+    for taken in ((0.0, 0.0), (0.0, 0.4)):
+        shares = iter(taken)
+
+        def seen(device: object = None, shares: Iterator[float] = shares) -> tuple[int, int]:
+            return int(fake_cuda.TOTAL_BYTES * (1.0 - next(shares, 0.4))), fake_cuda.TOTAL_BYTES
+
+        monkeypatch.setattr(torch.cuda, "mem_get_info", seen)
+        monkeypatch.setattr(ModelRunner, "_make_pool", _small_pool)
+        pools.append(ModelRunner(config, TpGroup(device="cuda")).pool_size.bytes)
+    assert pools[0] == pools[1]
+    assert pools[0] == pytest.approx(0.4 * fake_cuda.TOTAL_BYTES, abs=256 << 20)  # what is set aside for attention
+
+
+def test_a_budget_bounds_the_pool_on_a_gpu(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cache.device_memory_bytes, half of it for weights and pool."""
+    tiny.save("llama", tmp_path)
+    config = replace(engine_config(tmp_path, "cuda"), cuda_graphs=False, attention="triton")
+    limited = replace(config.cache, max_total_tokens=None, device_memory_bytes=64 << 20)
+    runner = ModelRunner(replace(config, cache=limited), TpGroup(device="cuda"))
+    assert 28 << 20 < runner.pool_size.bytes + runner.weight_bytes <= 32 << 20
+    wrong = replace(limited, device_memory_bytes=1 << 50)
+    with pytest.raises(InvalidConfig, match=r"device_memory_bytes gives each rank .* are free: lower it"):
+        ModelRunner(replace(config, cache=wrong), TpGroup(device="cuda"))
+
+
+def test_a_pool_for_which_the_gpu_has_no_memory_says_what_to_lower(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: ModelRunner, channels: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    tiny.save("llama", tmp_path)
+    monkeypatch.setattr(ModelRunner, "_make_pool", full)
+    says = r"KV pool of 512 tokens.* does not fit on cuda:0, .*mem_fraction_static \(0.5\)"
+    with pytest.raises(InvalidConfig, match=says):
+        ModelRunner(engine_config(tmp_path, "cuda"), TpGroup(device="cuda"))
+
+
+def _small_pool(runner: ModelRunner, channels: object) -> MHATokenToKVPool:
+    """The pool of a runner with 8 of its pages: gigabytes would have to be touched here."""
+    whole, runner.pool_size = runner.pool_size, replace(runner.pool_size, num_pages=8)
+    try:
+        return MAKE_POOL(runner, None)
+    finally:
+        runner.pool_size = whole

@@ -15,8 +15,28 @@ GIB = 2**30
 
 
 def test_kv_gets_what_weights_and_reserve_leave() -> None:
-    """SPEC A05, A09: 10 GiB free, weights take 4, a tenth is the reserve: 6 - 1 = 5."""
-    assert sizing.kv_bytes(10 * GIB, 6 * GIB, 0.9) == pytest.approx(5 * GIB, abs=8)
+    """SPEC A05, A09: of 10 GiB weights take 4, a tenth is the reserve: 6 - 1 = 5."""
+    assert sizing.kv_bytes(10 * GIB, 4 * GIB, 0.9) == pytest.approx(5 * GIB, abs=8)
+
+
+def test_engines_on_one_gpu_each_have_their_share_of_all_of_it_in_whatever_order_they_start() -> None:
+    """Two of 0.4: the second sees 80, 60 or 48 GiB free, as the first has loaded nothing, its weights, or its pool."""
+    for free in (80, 60, 48):
+        memory = sizing.rank_memory(80 * GIB, free * GIB, None, 0.4)
+        assert sizing.kv_bytes(memory, 12 * GIB, 0.4) == pytest.approx(20 * GIB, abs=8)
+
+
+def test_a_share_that_others_have_taken_already_is_one_of_what_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert sizing.rank_memory(80 * GIB, 70 * GIB, None, 0.9) == 70 * GIB
+    assert "0.9 of the GPU's 81,920 MiB is more than the 71,680 MiB that are free" in caplog.text
+    assert "their fractions must sum to less than 1" in caplog.text
+
+
+def test_a_budget_on_a_gpu_is_honoured_and_refused_where_the_gpu_has_not_as_much() -> None:
+    assert sizing.rank_memory(80 * GIB, 48 * GIB, 32 * GIB, 0.9) == 32 * GIB
+    with pytest.raises(InvalidConfig, match="each rank 32,768 MiB, but of the GPU's 81,920 MiB only 20,480 MiB are"):
+        sizing.rank_memory(80 * GIB, 20 * GIB, 32 * GIB, 0.9)
 
 
 class LeastOfTwo:
@@ -35,12 +55,12 @@ def test_a_rank_sizes_its_pool_by_the_rank_with_the_least_memory() -> None:
     hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30)
     runner = object.__new__(ModelRunner)
     runner._config = resolve(model, hardware, cache=cache, parallel=ParallelConfig(tp=2))
-    runner.device, runner.weight_bytes = torch.device("cpu"), 1 << 20
+    runner.device = torch.device("cpu")
     pools = []
     for tp in (TpGroup(device="cpu"), LeastOfTwo()):
         runner.tp = tp  # type: ignore[assignment]
         runner.tp.size = 2
-        pools.append(runner._size_pool(1 << 23).bytes)
+        pools.append(runner._size_pool(1 << 23, 1 << 20).bytes)
     assert pools[1] == pytest.approx(pools[0] / 2, rel=0.01)
 
 
@@ -65,7 +85,7 @@ def test_pressure_is_by_the_share_that_no_new_request_can_have(used: int, level:
 
 def test_no_room_for_kv_names_the_setting_and_the_value_that_would_do() -> None:
     with pytest.raises(InvalidConfig, match=r"weights took 8,192 MiB.*increase mem_fraction_static above 0.80"):
-        sizing.kv_bytes(10 * GIB, 2 * GIB, 0.75)
+        sizing.kv_bytes(10 * GIB, 8 * GIB, 0.75)
 
 
 def test_tokens_are_bytes_over_cell_floored_to_pages() -> None:
