@@ -238,6 +238,7 @@ async def _read_in_parts(service: Service, body: ChatRequest, prepared: Prepared
     reader = partial(
         output.reader,
         schemas=None if use is None else use.schemas,
+        must_call=use is not None and use.must_call,
         reasoning_open=is_open,
         separate_reasoning=body.separate_reasoning is not False,
     )

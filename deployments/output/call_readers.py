@@ -2,37 +2,59 @@
 
 Owns:      what is a call, and what is text. The rules, for all formats:
            - arguments are passed on as they were generated, whatever they are: a string or null too. A call that is
-             complete without arguments gets ``{}``; a call that is cut gets what came.
+             complete without arguments gets ``{}``; a call that is cut gets what came of them.
+           - a call is told with its first argument text. Of one that a limit cuts before that, nothing is told: neither
+             a call without arguments, nor its tags as text.
            - what does not continue as the format has it, before a call's name is known, is text; nothing is lost.
-             Behind the name, what came is the call, and what does not belong to it is text.
+             Behind the name, what came is the call, and what does not belong to it is text. The same where the model
+             itself ends in the middle of one.
            - a name that no tool has is a call still: the client answers it best.
            - whitespace between calls, and before the first where no text is, is dropped.
 Thread:    the owner of the choice.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart
-from deployments.output.text_machine import Steps, Tags, TextMachine
+from deployments.output.text_machine import Sink, Steps, Tags, TextMachine
 from deployments.output.tool_formats import TEXT, ToolFormat, as_json, value_types
 
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 
 
 class CallReader(TextMachine):
-    """Finds text and calls; what a call looks like is its children's."""
+    """Finds text and calls; what a call looks like is its children's.
 
-    def __init__(self) -> None:
+    Args: must_call: the text is held to calls, so that what is cut of it is no answer's text.
+    """
+
+    def __init__(self, *, must_call: bool = False) -> None:
         super().__init__()
+        self._must_call = must_call
         self._gap: list[str] | None = []  # whitespace since the beginning, or since a call; None behind other text
+        self._name: str | None = None  # of a call that has begun, and has no arguments yet
         self._num_calls = 0
 
-    def end(self) -> list[Part]:
+    def end(self, *, is_cut: bool = False) -> list[Part]:
         """Return what was kept back: the text has ended, perhaps in the middle of a call."""
-        parts = super().end()
-        return parts if self._num_calls or not self._gap else [*parts, TextPart("".join(self._gap))]
+        parts = super().end(is_cut=is_cut)
+        if self._name is not None and not is_cut:
+            return [*parts, CallPart(self._num_calls, self._name)]
+        if self._num_calls or not self._gap or (is_cut and self._must_call):
+            return parts
+        return [*parts, TextPart("".join(self._gap))]
+
+    def _tag_cut(self, begin: str, sink: Sink) -> None:
+        """Drop the beginning of a tag that a limit cut; one character of it alone may well be text."""
+        is_of_call = self._must_call or (self._num_calls > 0 and self._gap is not None)
+        if not self._was_cut or (len(begin) == 1 and not is_of_call):
+            sink(begin)
+        elif self._gap is not None:
+            self._gap = []
 
     def _text(self, text: str) -> None:
         if self._ended and self._num_calls and self._gap is not None and "</tool_call>".startswith(text):
@@ -45,11 +67,12 @@ class CallReader(TextMachine):
         self._parts.append(TextPart(text))
 
     def _call(self, name: str) -> None:
-        self._raw, self._gap = None, []
-        self._parts.append(CallPart(self._num_calls, name))
-        self._num_calls += 1
+        self._raw, self._gap, self._name = None, [], name
 
     def _arguments(self, text: str) -> None:
+        if self._name is not None:
+            self._parts.append(CallPart(self._num_calls, self._name))
+            self._num_calls, self._name = self._num_calls + 1, None
         self._parts.append(ArgumentsPart(self._num_calls - 1, text))
 
     def _close(self) -> None:
@@ -57,10 +80,17 @@ class CallReader(TextMachine):
         self._gap = None if self._gap is None else []
 
     def _not_a_call(self) -> None:
-        """Give what was read since ``_raw`` began as text, unless it has become a call."""
-        raw, self._raw = self._raw, None
-        if raw:
-            self._text("".join(raw))
+        """Give what was read since ``_raw`` began as text, unless it has become a call, or is the beginning of one
+        that a limit cut."""
+        raw, self._raw = "".join(self._raw or ()), None
+        if self._was_cut and self._is_over and raw and (self._must_call or self._num_calls or self._begins_call(raw)):
+            self._gap = []
+        elif raw:
+            self._text(raw)
+
+    def _begins_call(self, raw: str) -> bool:
+        """Whether ``raw``, to which nothing was wrong when it was cut, can only be the beginning of a call."""
+        return True  # a tag began it
 
     def _object(self, *, is_tagged: bool) -> Steps[bool]:
         """Read an object with a name and arguments, which begins here. Returns: whether it is a call.
@@ -111,7 +141,7 @@ class CallReader(TextMachine):
                 yield from self._value(None)
         if self._raw is not None:
             return False
-        if not has_arguments and (is_closed or not self._is_cut):
+        if not has_arguments and (is_closed or not self._is_over):
             self._arguments("{}")
         return True
 
@@ -149,7 +179,27 @@ class HermesReader(CallReader):
 
 
 class LlamaReader(CallReader):
-    """Reads ``{"name": ..., "parameters": ...}`` at the beginning, or behind ``<|python_tag|>``."""
+    """Reads ``{"name": ..., "parameters": ...}`` at the beginning, or behind ``<|python_tag|>``.
+
+    Args: names: of the tools. An object without a tag that is cut is a call if it names one of them, as far as it goes.
+    """
+
+    def __init__(self, names: Iterable[str] = (), *, must_call: bool = False) -> None:
+        super().__init__(must_call=must_call)
+        self._names = tuple(names)
+
+    def _begins_call(self, raw: str) -> bool:
+        text = raw.lstrip()
+        if not text.startswith("{"):
+            return True
+        try:
+            found = from_json(text, allow_partial="trailing-strings")
+        except ValueError:
+            return False
+        name, others = found.get("name"), found.keys() - {"name", "type"}
+        if not name:  # nothing has come that an answer in JSON would miss
+            return not others and "function".startswith(str(found.get("type", "")))
+        return isinstance(name, str) and any(each.startswith(name) for each in self._names)
 
     def _read(self) -> Steps[None]:
         self._raw = []
@@ -192,7 +242,7 @@ class MistralReader(CallReader):
         char = yield from self._after_spaces()
         if char == "{":
             yield from self._value(self._arguments)
-        elif not self._is_cut:
+        elif not self._is_over:
             self._arguments("{}")
         return None
 
@@ -248,8 +298,8 @@ class QwenCoderReader(CallReader):
     Args: schemas: of the parameters of each tool, by the tool's name.
     """
 
-    def __init__(self, schemas: Mapping[str, Any]) -> None:
-        super().__init__()
+    def __init__(self, schemas: Mapping[str, Any], *, must_call: bool = False) -> None:
+        super().__init__(must_call=must_call)
         self._schemas = schemas
 
     def _read(self) -> Steps[None]:
@@ -264,7 +314,8 @@ class QwenCoderReader(CallReader):
                 continue
             if tags is inside:
                 self._arguments("}")
-            self._close()
+            if tags is not outside or tag not in begin:
+                self._close()
             tags = behind if tag == "</function>" else outside
             if tag in begin:
                 self._raw = [tag]
@@ -308,9 +359,14 @@ class QwenCoderReader(CallReader):
         return ", "
 
 
-def reader_of(tool_format: ToolFormat, schemas: Mapping[str, Any]) -> CallReader:
-    """Make a reader of calls in this format. Args: schemas: of each tool's parameters, by the tool's name."""
+def reader_of(tool_format: ToolFormat, schemas: Mapping[str, Any], *, must_call: bool = False) -> CallReader:
+    """Make a reader of calls in this format.
+
+    Args: schemas: of each tool's parameters, by the tool's name. must_call: the text is held to calls.
+    """
     if tool_format.name == "qwen3_coder":
-        return QwenCoderReader(schemas)
-    kinds = {"hermes": HermesReader, "llama3_json": LlamaReader, "mistral": MistralReader}
-    return kinds.get(tool_format.name, DeepseekReader)()
+        return QwenCoderReader(schemas, must_call=must_call)
+    if tool_format.name == "llama3_json":
+        return LlamaReader(schemas, must_call=must_call)
+    kinds = {"hermes": HermesReader, "mistral": MistralReader}
+    return kinds.get(tool_format.name, DeepseekReader)(must_call=must_call)

@@ -88,15 +88,23 @@ class OutputFormat:
         return self.has_reasoning and prompt_end.rstrip().endswith(BEGIN)
 
     def reader(
-        self, *, schemas: Mapping[str, Any] | None, reasoning_open: bool = False, separate_reasoning: bool = True
+        self,
+        *,
+        schemas: Mapping[str, Any] | None,
+        must_call: bool = False,
+        reasoning_open: bool = False,
+        separate_reasoning: bool = True,
     ) -> Reader:
         """Make a reader for the text of one choice.
 
         Args: schemas: of the parameters of each tool, by the tool's name; None: calls are not looked for.
+              must_call: the answer is held to calls.
               reasoning_open: the prompt leaves it open (`opens_in_prompt`).
               separate_reasoning: give reasoning in parts of its own; else it is text, with its tags.
         """
-        reader: Reader = TextReader() if schemas is None or self.tools is None else reader_of(self.tools, schemas)
+        reader: Reader = TextReader()
+        if schemas is not None and self.tools is not None:
+            reader = reader_of(self.tools, schemas, must_call=must_call)
         if self.has_reasoning:
             reader = ReasoningReader(reader, is_open=reasoning_open, is_separate=separate_reasoning)
         return WithoutTokens(reader, Tags.of(*self.dropped)) if self.dropped else reader
@@ -113,7 +121,7 @@ class WithoutTokens(TextMachine):
     def _read(self) -> Steps[None]:
         while (yield from self._scan(self._tokens, lambda text: self._parts.extend(self._reader.push(text)))):
             pass
-        self._parts += self._reader.end()
+        self._parts += self._reader.end(is_cut=self._was_cut)
 
 
 def names_tools(template: str) -> bool:

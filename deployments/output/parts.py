@@ -46,8 +46,11 @@ class Reader(Protocol):
     def push(self, text: str) -> list[Part]:
         """Return the parts that ``text`` completes or adds to."""
 
-    def end(self) -> list[Part]:
-        """Return what was kept back: the text has ended, perhaps in the middle of a call."""
+    def end(self, *, is_cut: bool = False) -> list[Part]:
+        """Return what was kept back: the text has ended, perhaps in the middle of a call.
+
+        Args: is_cut: a limit ended it, or an abort; else the model did.
+        """
 
 
 class TextReader:
@@ -56,5 +59,5 @@ class TextReader:
     def push(self, text: str) -> list[Part]:
         return [TextPart(text)] if text else []
 
-    def end(self) -> list[Part]:
+    def end(self, *, is_cut: bool = False) -> list[Part]:
         return []

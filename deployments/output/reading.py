@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from deployments.output.parts import CallPart, Part, Reader, ReasoningPart
 from deployments.output.reasoning import ReasoningCount
-from replicas.types import TokenDelta
+from replicas.types import FinishReason, TokenDelta
 
 
 def call_id(answer_id: str, choice: int, index: int, *, prefix: str = "call_") -> str:
@@ -31,7 +31,9 @@ class ChoiceReading:
         """Return the parts that ``delta`` adds."""
         if self.count is not None:
             self.count.consume(delta.token_ids)
-        parts = self.reader.push(delta.text) + (self.reader.end() if delta.finish is not None else [])
+        parts = self.reader.push(delta.text)
+        if delta.finish is not None:
+            parts += self.reader.end(is_cut=delta.finish.reason is not FinishReason.STOP)
         self.num_calls += sum(isinstance(part, CallPart) for part in parts)
         return [part for part in parts if self.shows_reasoning or not isinstance(part, ReasoningPart)]
 

@@ -53,7 +53,7 @@ class ReasoningReader(TextMachine):
             self._parts += self._answer.push(head)
         while (yield from self._more()):
             self._take(len(self._buffer) - self._pos, lambda text: self._parts.extend(self._answer.push(text)))
-        self._parts += self._answer.end()
+        self._parts += self._answer.end(is_cut=self._was_cut)
 
     def _thought(self, text: str) -> None:
         if not self._is_separate:

@@ -50,6 +50,7 @@ class TextMachine:
         self._buffer = ""
         self._pos = 0  # in the buffer: what is before it has been read
         self._ended = False
+        self._was_cut = False  # ended by a limit, not by the model
         self._raw: list[str] | None = None  # what was read of what may be a call; it is text if it proves to be none
         self._parts: list[Part] = []
         self._program = self._read()
@@ -65,14 +66,21 @@ class TextMachine:
         parts, self._parts = self._parts, []
         return _merged(parts)
 
-    def end(self) -> list[Part]:
-        """Return what was kept back: the text has ended, perhaps in the middle of a call."""
-        self._ended = True
+    def end(self, *, is_cut: bool = False) -> list[Part]:
+        """Return what was kept back: the text has ended, perhaps in the middle of a call.
+
+        Args: is_cut: a limit ended it, or an abort; else the model did.
+        """
+        self._ended, self._was_cut = True, is_cut
         return self.push("")
 
     @property
-    def _is_cut(self) -> bool:
+    def _is_over(self) -> bool:
         return self._ended and self._pos == len(self._buffer)
+
+    def _tag_cut(self, begin: str, sink: Sink) -> None:
+        """Take the beginning of a tag that the end of the text cut: it is text, as it stands."""
+        sink(begin)
 
     def _more(self) -> Steps[bool]:
         """Wait until there is text to read. Returns: False at the end of the text."""
@@ -109,9 +117,13 @@ class TextMachine:
         return "".join(read)
 
     def _literal(self, text: str) -> Steps[bool]:
-        """Read ``text``, if it is what comes next; else nothing. Returns: whether it was."""
+        """Read ``text``, if it is what comes next, also where the end cuts it; else nothing. Returns: whether all of it
+        was there."""
         while not (come := self._buffer[self._pos : self._pos + len(text)]).startswith(text):
-            if self._ended or not text.startswith(come):
+            if not text.startswith(come):
+                return False
+            if self._ended:
+                self._take(len(come))
                 return False
             yield
         self._take(len(text))
@@ -140,12 +152,15 @@ class TextMachine:
                     if start < at - len(tag):
                         sink(text[start : at - len(tag)])
                     return tag
-            certain = at if self._ended else at - depth[state]
+            certain = at - depth[state]
             if start < certain:
                 sink(text[start:certain])
-            self._buffer, self._pos = text[certain:], 0
             if self._ended:
+                self._buffer, self._pos = "", 0
+                if certain < at:
+                    self._tag_cut(text[certain:at], sink)
                 return ""
+            self._buffer, self._pos = text[certain:], 0
             start, at = 0, at - certain
             yield
 

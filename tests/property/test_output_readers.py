@@ -112,11 +112,13 @@ def test_an_answer_in_json_is_released_as_soon_as_it_cannot_be_a_call_without_a_
     assert reader.push(": 3") == [TextPart(": 3")]
 
 
-def test_a_name_and_its_arguments_are_released_as_they_come() -> None:
+def test_a_name_is_released_with_its_first_argument_text_which_follows_as_it_comes() -> None:
     reader = reader_of(FORMATS["hermes"], {})
     pieces = ['<tool_call>\n{"name": "f', '", ', '"arguments": ', '{"a"', ": 1", "}", "}\n</tool_call>"]
-    begin, *arguments = [CallPart(0, "f"), *(ArgumentsPart(0, text) for text in ('{"a"', ": 1", "}"))]
-    assert [reader.push(piece) for piece in pieces] == [[], [begin], [], *([each] for each in arguments), []]
+    first, *later = (ArgumentsPart(0, text) for text in ('{"a"', ": 1", "}"))
+    assert [reader.push(piece) for piece in pieces] == [
+        [], [], [], [CallPart(0, "f"), first], *([each] for each in later), [],
+    ]  # fmt: skip
 
 
 LONG: dict[str, Callable[[int], str]] = {

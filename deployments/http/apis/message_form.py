@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from deployments.http.http_errors import body_of, messages_error
 from deployments.http.streaming import Deltas, Key
-from deployments.output.parts import CallPart, Part, ReasoningPart, TextPart, TextReader
+from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart, TextReader
 from deployments.output.reading import ChoiceReading
 from replicas.types import Finish, FinishReason, TokenDelta
 
@@ -24,33 +24,61 @@ _NEW: dict[str, dict[str, Any]] = {
 
 
 class ContentBlocks:
-    """The content blocks of one answer, made from its parts in order."""
+    """The content blocks of one answer, made from its parts in order.
+
+    A call's block begins when a client that parses what has come of its input finds something there, or when all of it
+    has come: one that is cut before that is left out, since clients would run it with an empty input.
+    """
 
     def __init__(self, call_id: Callable[[int], str]) -> None:
         self._call_id = call_id
         self._open: str | None = None  # the type of the block that was begun and not ended
         self._num = 0
+        self._held: tuple[CallPart, list[str]] | None = None  # a call whose block has not begun, and its input
+        self._try_at = 0  # characters of the held input at which it is parsed again: the work is linear in them
 
     def events(self, parts: Sequence[Part]) -> list[Event]:
         """Make the events of ``parts``."""
         found: list[Event] = []
         for part in parts:
-            if isinstance(part, CallPart):
-                found += self._begin("tool_use", id=self._call_id(part.index), name=part.name)
+            if isinstance(part, ArgumentsPart):
+                found += self._add("input_json", "partial_json", part.text) if self._held is None else self._hold(part)
                 continue
-            if isinstance(part, TextPart | ReasoningPart):
-                kind, name = ("text", "text") if isinstance(part, TextPart) else ("thinking", "thinking")
-                found += [] if self._open == kind else self._begin(kind)
-            else:
-                kind, name = "input_json", "partial_json"
-            if part.text:
-                delta = {"type": f"{kind}_delta", name: part.text}
-                found.append({"type": "content_block_delta", "index": self._num - 1, "delta": delta})
+            found += self._release()
+            if isinstance(part, CallPart):
+                self._held, self._try_at = (part, []), 1
+                continue
+            kind = "text" if isinstance(part, TextPart) else "thinking"
+            found += [] if self._open == kind else self._begin(kind)
+            found += self._add(kind, kind, part.text)
         return found
 
-    def end(self) -> list[Event]:
+    def end(self, *, is_cut: bool) -> list[Event]:
         """End the open block. An answer without any content gets an empty text, which clients expect to be there."""
-        return [*([] if self._num else self._begin("text")), *self._end()]
+        if is_cut and self._held is not None and not _says("".join(self._held[1])):
+            self._held = None
+        return [*self._release(), *([] if self._num else self._begin("text")), *self._end()]
+
+    def _hold(self, part: ArgumentsPart) -> list[Event]:
+        assert self._held is not None
+        self._held[1].append(part.text)
+        length = sum(map(len, self._held[1]))
+        if length < self._try_at:
+            return []
+        self._held[1][:], self._try_at = ["".join(self._held[1])], length + length // 4 + 1
+        return self._release() if _says(self._held[1][0]) else []
+
+    def _release(self) -> list[Event]:
+        """Begin the block of the held call, with what has come of its input."""
+        if self._held is None:
+            return []
+        (part, texts), self._held = self._held, None
+        begun = self._begin("tool_use", id=self._call_id(part.index), name=part.name)
+        return [*begun, *self._add("input_json", "partial_json", "".join(texts))]
+
+    def _add(self, kind: str, name: str, text: str) -> list[Event]:
+        delta = {"type": f"{kind}_delta", name: text}
+        return [{"type": "content_block_delta", "index": self._num - 1, "delta": delta}] if text else []
 
     def _begin(self, kind: str, **fields: str) -> list[Event]:
         ended = self._end()
@@ -122,7 +150,7 @@ class MessageForm:
         found += self.blocks.events(parts)
         if delta.finish is not None:
             found += [
-                *self.blocks.end(),
+                *self.blocks.end(is_cut=delta.finish.reason is not FinishReason.STOP),
                 {"type": "message_delta", "delta": self._stop(delta.finish, delta), "usage": _usage(delta)},
                 {"type": "message_stop"},
             ]
@@ -153,6 +181,17 @@ def _usage(delta: TokenDelta) -> dict[str, int]:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
+
+
+def _says(arguments: str) -> bool:
+    """Whether what has come of a call's arguments is all, or more than an empty input to a client that parses it."""
+    for is_partial in (False, True):
+        try:
+            found = from_json(arguments, allow_partial=is_partial)
+        except ValueError:
+            continue
+        return not is_partial or bool(found)
+    return arguments != ""
 
 
 def _input(arguments: str) -> dict[str, Any]:

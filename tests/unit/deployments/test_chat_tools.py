@@ -147,6 +147,18 @@ async def test_a_call_that_max_tokens_cuts_is_told_as_far_as_it_went(client: htt
     assert call["function"]["arguments"].startswith("{")
 
 
+@pytest.mark.parametrize("max_tokens", [1, 4, 9])
+async def test_a_call_that_is_cut_before_its_arguments_is_neither_text_nor_a_call(
+    client: httpx.AsyncClient, max_tokens: int
+) -> None:
+    body = await post(client, max_tokens=max_tokens)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == max_tokens
+    assert choice["message"]["content"] == ""
+    assert "tool_calls" not in choice["message"]
+
+
 async def test_text_under_tools_is_content(client: httpx.AsyncClient) -> None:
     body = await post(client, tool_choice="auto", max_tokens=5, parallel_tool_calls=None)
     [choice] = body["choices"]

@@ -3,11 +3,13 @@
 import hashlib
 import json
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
+from pydantic_core import from_json
 
-from deployments.http.apis.message_form import MessageForm
+from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.messages import MessagesRequest, chat_of
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import GenerationFailed
@@ -321,7 +323,7 @@ class Scripted:
         found, self._parts = self._parts[: len(text)], self._parts[len(text) :]
         return found
 
-    def end(self) -> list[Part]:
+    def end(self, *, is_cut: bool = False) -> list[Part]:
         return self._parts
 
 
@@ -333,7 +335,11 @@ def delta_of(text: str, finish: FinishReason | None = None) -> TokenDelta:
 def form_of(*parts: Part) -> MessageForm:
     reader = Scripted(*parts) if parts else TextReader()
     return MessageForm(
-        answer_id="msg_1", model="m", max_tokens=5, stop=(), reading=ChoiceReading(reader),
+        answer_id="msg_1",
+        model="m",
+        max_tokens=5,
+        stop=(),
+        reading=ChoiceReading(reader),
         call_id=lambda index: f"toolu_{index}",
     )
 
@@ -377,6 +383,28 @@ def test_arguments_that_are_no_object_have_the_name_that_anthropic_gives_them() 
     assert input_of("[1]") == {"INVALID_JSON": "[1]"}
     for text in ("{a: 1}", '{"a": NaN}', '{"a": [1e999]}'):
         assert input_of(text) == {"INVALID_JSON": text}
+
+
+def test_a_call_that_is_cut_before_its_input_says_anything_is_left_out() -> None:
+    for text in ("", "{", '{"path', '{"path": "a.t'):
+        parts = (TextPart("I look."), CallPart(0, "Read"), *([ArgumentsPart(0, text)] if text else []))
+        answer = whole(*parts, finish=FinishReason.LENGTH)
+        assert answer["content"] == [{"type": "text", "text": "I look."}]
+        assert answer["stop_reason"] == "max_tokens"
+        assert streamed(*parts, finish=FinishReason.LENGTH) == answer
+    whole_call = (CallPart(0, "Now"), ArgumentsPart(0, "{}"))  # only its end tag was cut
+    assert whole(*whole_call, finish=FinishReason.LENGTH)["content"][0]["input"] == {}
+
+
+def test_a_long_input_is_parsed_seldom_while_its_block_is_held() -> None:
+    pieces = [ArgumentsPart(0, '{"text": "'), *[ArgumentsPart(0, "x")] * 20_000]
+    blocks = ContentBlocks(str)
+    with patch("deployments.http.apis.message_form.from_json", wraps=from_json) as parse:
+        assert blocks.events([CallPart(0, "write"), *pieces]) == []
+    assert sum(len(call.args[0]) for call in parse.call_args_list) < 20 * 20_000
+    [begin, delta] = blocks.events([ArgumentsPart(0, '"}' + " " * 9_000)])
+    assert begin["content_block"]["name"] == "write"
+    assert len(delta["delta"]["partial_json"]) == 20_010 + 9_002
 
 
 def test_an_answer_without_content_has_an_empty_text() -> None:

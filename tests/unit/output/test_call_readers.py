@@ -137,6 +137,7 @@ EXAMPLES: list[tuple[str, str, list[Short]]] = [
     ("qwen3_coder", "<function=f><parameter=first name>a b</parameter>", [("f", '{"first name": "a b"')]),
     ("qwen3_coder", "<function=f><parameter=a\n>b</parameter>", [("f", "{"), "<parameter=a\n>b</parameter>"]),
     ("qwen3_coder", "<tool_call>f</tool_call>", ["<tool_call>f</tool_call>"]),
+    ("qwen3_coder", " <tool_call>", [" <tool_call>"]),
     # deepseek v3 and v3.1
     (
         "deepseek_v3",
