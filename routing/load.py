@@ -1,7 +1,7 @@
 """Estimates how busy each replica is now: its last report, what this router sent since, and how old the report is.
 
 Owns:      the last view of each replica; the open requests of this router; a column of numbers made from both; how much
-           an old report still counts.
+           an old report still counts, and an old rate.
 Never:     guesses other routers' requests; they show in the next report.
 Invariant: per replica, requests_since <= in_flight; the counts in a column equal those over its open requests. An
            estimate holds copies, one element a replica in order of ids; nothing changes it afterwards.
@@ -10,6 +10,10 @@ Thread:    the router's own (one event loop).
 Between two reports the queue is a fluid: a request that is sent adds to it, and the replica drains it at its prefill
 rate. A report older than FRESH_S fades: each number moves towards the mean over the replicas whose reports are fresh,
 which is the best estimate for a replica of which nothing is known.
+
+A rate (prompt tokens a second, a decode step) is as old as the work that it was measured on: a replica without work
+reports the same one again and again. From RATE_FRESH_S on it fades likewise towards those that were measured lately.
+What a replica reports after it was silent was measured before or across the silence: it counts once it changes.
 """
 
 from collections.abc import Iterable, KeysView
@@ -28,6 +32,11 @@ FRESH_S = 2.0
 FADE_HALF_S = 5.0
 # The engine's rates are means of its last ten steps already; this evens out the odd report and follows within seconds.
 RATE_HALF_S = 1.0
+# A rate that was not measured anew for so long fades, by half in as long again. A replica that is believed to be slow
+# gets no work that would show otherwise, so it must not be believed for ever; one that is slow shows it with its next
+# request.
+RATE_FRESH_S = 5.0
+RATE_FADE_HALF_S = 5.0
 # Before any replica has measured: between a small model on a CPU and a large one on a GPU. It is the same for all
 # replicas, so that it orders them by tokens; only its ratio to the other terms is a guess.
 PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
@@ -35,7 +44,8 @@ PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 # replaces them, and there is one, unless they make it slower than computing.
 ASSUMED_HOST_BYTES_PER_S, ASSUMED_STORE_BYTES_PER_S, ASSUMED_STORE_LATENCY_S = 2e9, 2e8, 0.005
 (IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
- UTILIZATION, POOL_TOKENS, MAX_REQUESTS, HOST_S, STORE_S, LATENCY_S, NUM_FIELDS) = range(20)  # fmt: skip
+ UTILIZATION, POOL_TOKENS, MAX_REQUESTS, RATE_AT_S, STEP_AT_S, HOST_S, STORE_S, LATENCY_S,
+ NUM_FIELDS) = range(22)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,8 +82,8 @@ def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.
     return Eligible(
         views=views,
         columns=columns,
-        prefill_tokens_per_s=_measured(data[RATE, columns], PRIOR_PREFILL_TOKENS_PER_S),
-        decode_step_s=_measured(data[STEP_S, columns], 0.0),
+        prefill_tokens_per_s=_believed(data, RATE, RATE_AT_S, columns, PRIOR_PREFILL_TOKENS_PER_S),
+        decode_step_s=_believed(data, STEP_S, STEP_AT_S, columns, 0.0),
         loading=data[HOST_S:, columns],
         oldest_s=float(data[REPORT_S, columns].min(initial=float("inf"))),
     )
@@ -140,6 +150,11 @@ def _loading(view: ReplicaView) -> tuple[float, float, float]:
     )
 
 
+def _rates(view: ReplicaView) -> tuple[float, float]:
+    """Return what ``view`` tells for the fields RATE and STEP_S."""
+    return view.prefill_tokens_per_s, view.decode_step_s
+
+
 def smooth(old: float, new: float, since_s: float) -> float:
     """Return an exponential mean over time; 0 stands for not measured, on either side."""
     if old == 0.0 or new == 0.0:
@@ -147,12 +162,20 @@ def smooth(old: float, new: float, since_s: float) -> float:
     return new + (old - new) * float(0.5 ** (since_s / RATE_HALF_S))
 
 
-def _fade(values: Floats, late_s: Floats) -> Floats:
+def _fade(values: Floats, late_s: Floats, half_s: float = FADE_HALF_S) -> Floats:
     """Move ``values`` of late reports towards the mean of the others, or of all if all are late."""
     fresh = late_s == 0
     believed = values[fresh].mean() if fresh.any() else values.mean()
-    faded: Floats = believed + (values - believed) * np.exp2(-late_s / FADE_HALF_S)
+    faded: Floats = believed + (values - believed) * np.exp2(-late_s / half_s)
     return faded
+
+
+def _believed(data: Floats, rate: int, at: int, columns: npt.NDArray[np.intp], prior: float) -> Floats:
+    """Return the field ``rate`` of ``columns``, last measured at the times in field ``at``, as far as it is believed
+    at the last report."""
+    values = _measured(data[rate, columns], prior)
+    idle_s = data[REPORT_S, columns] - data[at, columns] - RATE_FRESH_S
+    return _fade(values, np.maximum(idle_s, 0.0), RATE_FADE_HALF_S) if (idle_s > 0.0).any() else values
 
 
 def _measured(values: Floats, prior: float) -> Floats:
@@ -174,6 +197,7 @@ class _Replica:
     column: int
     view: ReplicaView
     open: dict[int, _Open] = field(default_factory=dict)  # by decision number, oldest first
+    doubted: tuple[float, ...] = (0.0, 0.0)  # rates that it reported after it was silent
 
     def since(self, time_s: float) -> list[_Open]:
         """Open requests sent at ``time_s`` or later, oldest first."""
@@ -233,14 +257,20 @@ class Load:
         replica = self._replicas[view.replica_id]
         if view.may_take != replica.view.may_take:
             self._able = None
-        replica.view = view
+        before, replica.view = replica.view, view
         column = self._data[:, replica.column]
         if view.time_s <= column[REPORT_S]:
             return
         self._eligible = None
         since_s = view.time_s - column[REPORT_S]
-        column[RATE] = smooth(column[RATE], view.prefill_tokens_per_s, since_s)
-        column[STEP_S] = smooth(column[STEP_S], view.decode_step_s, since_s)
+        if not before.healthy:
+            replica.doubted = _rates(view)
+        for at, (told, last, doubted) in enumerate(zip(_rates(view), _rates(before), replica.doubted, strict=True)):
+            if told == doubted:
+                continue
+            if told != last or column[RATE + at] == 0.0:
+                column[RATE_AT_S + at] = view.time_s
+            column[RATE + at] = smooth(column[RATE + at], told, since_s)
         column[REPORT_S] = column[QUEUE_S] = view.time_s
         column[REQUESTS] = view.num_running + view.num_waiting + view.num_receiving
         column[RECEIVING] = view.num_receiving

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 
 SMOOTHING = 0.2  # weight of the newest load in the measured rate
+OUTLIER = 4.0  # a load that took so many times the measured rate counts as that: the process may have stood still
 
 
 class Copier(Protocol):
@@ -106,8 +107,8 @@ class TierCounters:
         self.loaded_pages += num_pages - num_wrong
         self.wrong_pages += num_wrong
         self.load_s += load_s
-        each_s = load_s / num_pages
-        self.load_s_per_page += (each_s - self.load_s_per_page) * (SMOOTHING if self.load_s_per_page else 1.0)
+        each_s, old_s = load_s / num_pages, self.load_s_per_page
+        self.load_s_per_page = old_s + (min(each_s, OUTLIER * old_s) - old_s) * SMOOTHING if old_s else each_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ T = TypeVar("T")
 IDLE_WAIT_S = 0.5  # after which an idle engine thread looks for work without being woken
 STATS_PERIOD_S = 0.05
 MAX_EVENT_STEPS = 65_536  # whose cache events wait to be taken; then the oldest are lost: a gap in their numbers
+BEAT_S = 0.25  # of the watchdog: what it looks for is found so soon, and a process that stood still is known as such
 STALL_WAIT_S = 0.002  # work is queued but nothing can run: look again soon
 
 
@@ -265,14 +266,15 @@ class EngineLoop:
 
     def _watch(self) -> None:
         """Answer every request and become unhealthy on a stuck step or a dead rank: the engine thread cannot."""
-        limit_s = self.engine.config.scheduler.watchdog_s
+        limit_s, pulse = self.engine.config.scheduler.watchdog_s, self.engine.steps.pulse
         while not self._stopping.is_set() and self.error is None:
             if self.step_age_s > limit_s:
                 self._die(f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)")
             dead = self.engine.executor.dead_rank()
             if dead is not None:
                 self._die(dead)
-            self._stopping.wait(min(1.0, limit_s / 4))
+            pulse.beat()
+            self._stopping.wait(min(BEAT_S, limit_s / 4))
 
 
 def _tell(

@@ -10,6 +10,7 @@ Thread:    engine thread only; `end` waits for the device.
 """
 
 import collections
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,10 +27,44 @@ from replicas.types import EngineStats, TierStats
 SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
 RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
 FULL_STEP_TOKENS = 64  # smaller extend steps say little about the prefill rate, unless none need be as large
+OUTLIER = 4.0  # a step that took so many times the median of the recent ones counts as that, or was interrupted
+STOOD_STILL_S = 1.0  # without a beat of the pulse: the process was stopped, or its machine suspended
+
+
+class Pulse:
+    """Tells whether this process stood still: a thread that does nothing else calls `beat`. Any thread may ask.
+
+    A step that spans SIGSTOP, a suspended machine or a frozen container took as long as that lasted, which says nothing
+    about how fast this engine is. No clock tells it: the monotonic one goes on, and a process that computes on a GPU
+    uses no CPU time either.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._beat_s: float | None = None
+        self._resumed_s = float("-inf")  # end of the last stop that was noticed
+
+    def beat(self) -> None:
+        """Note that this process runs; called every fraction of STOOD_STILL_S."""
+        now_s = self._clock()
+        if self._stopped_at(now_s):
+            self._resumed_s = now_s
+        self._beat_s = now_s
+
+    def stopped_since(self, since_s: float) -> bool:
+        """Return whether the process stood still at some time after ``since_s``; False where nothing beats."""
+        return self._resumed_s > since_s or self._stopped_at(self._clock())
+
+    def _stopped_at(self, now_s: float) -> bool:
+        return self._beat_s is not None and now_s - self._beat_s > STOOD_STILL_S
 
 
 class StepClock:
-    """The durations of engine steps: sums, smoothed rates, and the longest recent step. Engine thread only."""
+    """The durations of engine steps: sums, smoothed rates, and the longest recent step. Engine thread only.
+
+    The sums count each step as it was. In the rates a step that took more than OUTLIER times the median of the recent
+    ones counts as that much. If the process stood still meanwhile, it counts for nothing, the longest step included.
+    """
 
     def __init__(self, *, chunk_size: int) -> None:
         self._full_step = min(FULL_STEP_TOKENS, least_prompt_tokens(chunk_size))
@@ -43,28 +78,48 @@ class StepClock:
         self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
         self._recent_s = {is_extend: collections.deque[float](maxlen=RECENT_STEPS) for is_extend in (False, True)}
         self._full_tokens, self._full_s = 0.0, 0.0  # smoothed, of extend steps of at least _full_step
+        self._recent_s_per_token = collections.deque[float](maxlen=RECENT_STEPS)  # of those
 
-    def record(self, step_s: float, num_prompt_tokens: int, *, is_extend: bool, is_mixed: bool = False) -> None:
+    def record(
+        self,
+        step_s: float,
+        num_prompt_tokens: int,
+        *,
+        is_extend: bool,
+        is_mixed: bool = False,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Record a step of ``step_s`` seconds that ran ``num_prompt_tokens`` of prompts.
 
         A mixed step counts whole: so fast are prompts computed beside running requests. The rate is the quotient of two
         smoothed sums, not a smoothed quotient, so steps weigh by their length: a short prompt in a step with many
         decode rows says little about the rate of long prompts. Much smaller steps are left out: 16 tokens beside 8
         others run at 520 a second where 240 run at 1,190 (docs/performance.md, Mixed steps).
+
+        Args: interrupted: tells whether the process stood still during the step; asked only of one that took long.
         """
+        if is_extend:
+            self.num_extend += 1
+            self.num_mixed += is_mixed
+            self.extend_s += step_s
+        else:
+            self.num_decode += 1
+            self.decode_s += step_s
+        is_full = is_extend and num_prompt_tokens >= self._full_step and step_s > 0
+        recent, units = self._recent_s[is_extend], 1
+        if is_full:
+            recent, units = self._recent_s_per_token, num_prompt_tokens
+        most_s = OUTLIER * statistics.median(recent) * units if recent else step_s
+        if step_s > most_s and interrupted():
+            return
         self._recent_s[is_extend].append(step_s)
         self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
         if not is_extend:
-            self.num_decode += 1
-            self.decode_s += step_s
-            self.decode_step_s = _smooth(self.decode_step_s, step_s)
-            return
-        self.num_extend += 1
-        self.num_mixed += is_mixed
-        self.extend_s += step_s
-        if num_prompt_tokens >= self._full_step and step_s > 0:
+            self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s))
+        elif is_full:
+            self._recent_s_per_token.append(step_s / num_prompt_tokens)
             self._full_tokens = _smooth(self._full_tokens, num_prompt_tokens)
-            self._full_s = _smooth(self._full_s, step_s)
+            self._full_s = _smooth(self._full_s, min(step_s, most_s))
             self.prefill_tokens_per_s = self._full_tokens / self._full_s
 
 
@@ -156,6 +211,7 @@ class Stepping:
         self._clock = clock
         self._under_way: Launched | None = None
         self._counted_s = clock()
+        self.pulse = Pulse(clock)
         self.times = StepClock(chunk_size=chunk_size)
 
     @property
@@ -185,7 +241,13 @@ class Stepping:
         is_extend, num_rows = isinstance(plan, ExtendPlan), len(plan.rows)
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
-        self.times.record(step_s, num_prompt, is_extend=is_extend, is_mixed=is_extend and num_prompt < num_new)
+        self.times.record(
+            step_s,
+            num_prompt,
+            is_extend=is_extend,
+            is_mixed=is_extend and num_prompt < num_new,
+            interrupted=lambda: self.pulse.stopped_since(started_s),
+        )
         tiers = self._scheduler.kv.store.tiers
         if tiers is not None and self.times.prefill_tokens_per_s:
             tiers.compute_s_per_token = 1.0 / self.times.prefill_tokens_per_s

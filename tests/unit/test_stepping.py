@@ -2,7 +2,8 @@
 
 import pytest
 
-from replicas.engine.stepping import StepClock
+from replicas.engine.stepping import STOOD_STILL_S, Pulse, StepClock
+from tests.harness import Clock
 
 
 def test_a_mixed_step_counts_its_prompt_tokens_over_all_of_its_time() -> None:
@@ -55,3 +56,54 @@ def test_chunks_too_small_for_a_full_step_still_give_a_rate() -> None:
     assert clock.prefill_tokens_per_s == pytest.approx(630)
     clock.record(0.1, 31, is_extend=True, is_mixed=True)  # a short prompt, or the end of one
     assert clock.prefill_tokens_per_s == pytest.approx(630)
+
+
+def test_a_step_that_a_stop_of_the_process_spans_says_nothing_of_rates_nor_of_how_long_steps_are() -> None:
+    """50 s of SIGSTOP in the middle of a decode step and of a chunk; the sums count them, they did take so long."""
+    clock = StepClock(chunk_size=512)
+    for step_s, is_extend in ((0.028, False), (0.5, True), (0.028, False)):
+        clock.record(step_s, 512 * is_extend, is_extend=is_extend)
+    clock.record(50.0, 0, is_extend=False, interrupted=lambda: True)
+    clock.record(50.0, 512, is_extend=True, interrupted=lambda: True)
+    assert (clock.decode_step_s, clock.prefill_tokens_per_s) == (pytest.approx(0.028), pytest.approx(1024))
+    assert clock.longest_s == 0.5
+    assert (clock.num_decode, clock.decode_s, clock.extend_s) == (3, pytest.approx(50.056), pytest.approx(50.5))
+
+
+def test_a_step_far_longer_than_the_recent_ones_counts_as_four_times_their_median() -> None:
+    """A rank elsewhere stood still, or the machine swapped: 0.028 + 0.2 x 3 x 0.028 s, where the mean of all was 10 s.
+    Of prompts, per token: 512 at 1,024 a second, then 4 times as slow: 512 / (0.5 + 0.2 x 1.5) a second."""
+    clock = StepClock(chunk_size=512)
+    for _ in range(5):
+        clock.record(0.028, 0, is_extend=False)
+        clock.record(0.5, 512, is_extend=True)
+    clock.record(50.0, 0, is_extend=False)
+    clock.record(50.0, 512, is_extend=True)
+    assert clock.decode_step_s == pytest.approx(0.028 * 1.6)
+    assert clock.prefill_tokens_per_s == pytest.approx(512 / 0.8)
+    assert clock.longest_s == 50.0  # such steps exist: nothing that takes 50 s is hung
+
+
+def test_an_engine_that_has_become_slower_is_believed_after_some_steps() -> None:
+    clock = StepClock(chunk_size=512)
+    for _ in range(32):
+        clock.record(0.01, 0, is_extend=False)
+    for _ in range(40):
+        clock.record(0.1, 0, is_extend=False)
+    assert clock.decode_step_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_pulse_tells_whether_the_process_stood_still_whichever_thread_goes_on_first() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
+    clock.now_s = 100.0
+    assert not pulse.stopped_since(0.0)  # nothing beats here
+    pulse.beat()
+    clock.now_s += STOOD_STILL_S
+    assert not pulse.stopped_since(100.0)
+    pulse.beat()
+    clock.now_s += 50.0
+    assert pulse.stopped_since(101.0)  # before the thread of the pulse goes on,
+    pulse.beat()
+    assert pulse.stopped_since(101.0)  # and after that
+    assert not pulse.stopped_since(clock.now_s)  # a step that began later

@@ -5,7 +5,7 @@ import pytest
 
 from kvtransfer.pages import Tier, page_keys
 from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
-from replicas.cache.host_pages import HostTier
+from replicas.cache.host_pages import HostTier, TierCounters
 from replicas.cache.tiers import MEASURE_EVERY, HiRadixCache
 from tests.harness import Clock
 
@@ -452,3 +452,12 @@ def test_a_page_that_was_lost_and_is_brought_back_is_hot_and_queued_once() -> No
     assert brought.hit_count == 2
     rig.load(ids(A), 30)
     rig.cache.check()
+
+
+def test_a_load_that_took_far_longer_than_the_others_counts_as_four_times_what_they_take() -> None:
+    """The process was stopped meanwhile: 0.01 + 0.2 x 0.03 s, so that loading goes on being worth it."""
+    counters = TierCounters()
+    counters.loaded(10, 0.1, num_wrong=0)
+    counters.loaded(10, 50.0, num_wrong=0)
+    assert counters.load_s_per_page == pytest.approx(0.016)
+    assert counters.load_s == 50.1

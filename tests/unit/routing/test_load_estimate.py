@@ -1,8 +1,10 @@
 """What is believed of a replica between its reports, and of one whose reports are late."""
 
+from dataclasses import replace
+
 import pytest
 
-from routing.load import FADE_HALF_S, FRESH_S, Load, LoadEstimate, smooth
+from routing.load import FADE_HALF_S, FRESH_S, RATE_FADE_HALF_S, RATE_FRESH_S, Load, LoadEstimate, smooth
 from routing.types import ReplicaView
 
 
@@ -84,3 +86,55 @@ def test_a_rate_follows_its_reports_by_half_in_a_second_and_0_is_no_measurement(
     assert smooth(100.0, 200.0, 1.0) == 150.0
     assert smooth(0.0, 200.0, 1.0) == 200.0
     assert smooth(100.0, 0.0, 1.0) == 100.0
+
+
+def slow(
+    replica_id: str, time_s: float, *, rate: float = 1_000.0, step_s: float = 0.028, healthy: bool = True
+) -> ReplicaView:
+    told = view(replica_id, time_s, decode_step_s=step_s)
+    return replace(told, prefill_tokens_per_s=rate, healthy=healthy)
+
+
+def rates(made: Load) -> tuple[list[float], list[float]]:
+    then = at(made, 0.0)
+    return then.prefill_tokens_per_s.tolist(), then.decode_step_s.tolist()
+
+
+def test_what_was_measured_across_a_silence_is_dropped_and_what_is_measured_after_it_counts() -> None:
+    """50 s of silence, in which it was not healthy; then it reports a step of 10 s until it makes another one."""
+    made = load(slow("a", 0.0))
+    made.report(slow("a", 0.0, healthy=False))
+    for time_s in (50.0, 50.1, 53.0):
+        made.report(slow("a", time_s, rate=20.0, step_s=10.0))
+        assert rates(made) == ([1_000.0], [0.028])
+    made.report(slow("a", 54.0, rate=900.0, step_s=0.038))
+    assert rates(made) == ([pytest.approx(950.0)], [pytest.approx(0.033)])
+
+
+def test_rates_are_forgotten_with_the_replica_so_that_one_attached_anew_is_what_it_says() -> None:
+    made = load(slow("a", 0.0, rate=20.0, step_s=10.0))
+    made.forget("a")
+    made.join([slow("a", 0.1)])
+    assert rates(made) == ([1_000.0], [0.028])
+
+
+def test_the_rates_of_an_idle_replica_drift_to_those_that_were_measured_lately() -> None:
+    """a measured its last step at 0 s; b measures as it goes. 5 s are fresh, 5 more halve what is believed of a."""
+    made = load(slow("a", 0.0, rate=100.0, step_s=10.0), slow("b", 0.0))
+    believed = []
+    for number, time_s in enumerate((RATE_FRESH_S, RATE_FRESH_S + RATE_FADE_HALF_S, 60.0)):
+        made.report(slow("a", time_s, rate=100.0, step_s=10.0))
+        made.report(slow("b", time_s, rate=1_000.0 + 0.001 * number, step_s=0.028 + 1e-6 * number))
+        believed.append(rates(made))
+    assert [tokens_per_s[0] for tokens_per_s, _ in believed] == pytest.approx([100, 550, 999.6], rel=1e-4)
+    assert [step_s[0] for _, step_s in believed] == pytest.approx([10.0, 5.014, 0.033], rel=0.01)
+    assert [tokens_per_s[1] for tokens_per_s, _ in believed] == pytest.approx([1_000.0] * 3, rel=1e-4)
+
+
+def test_a_rate_that_does_not_change_is_as_old_as_its_measurement_and_work_makes_it_new() -> None:
+    made = load(slow("a", 0.0, rate=100.0), slow("b", 0.0))
+    for name, rate in (("a", 100.0), ("b", 1_000.1)):
+        made.report(slow(name, 20.0, rate=rate))
+    assert rates(made)[0][0] == pytest.approx(1_000.0 - 900.0 * 0.5**3, rel=1e-3)
+    made.report(slow("a", 20.1, rate=101.0))  # it computed a prompt: it is slow
+    assert rates(made)[0][0] == pytest.approx(100.0, rel=0.01)
