@@ -11,6 +11,8 @@ series in SOURCES; the observatory reads the same counters from routers' answers
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dashboards.catalog import ITL
+
 UNITS = {"seconds", "tokens/s", "ratio", "requests"}
 
 
@@ -23,6 +25,7 @@ class Figure:
     unit: str
     series: tuple[str, ...]
     objective: str | None = None  # the setting of ``observability`` that it is held against
+    most: float | None = None  # the largest value that can be told apart: a histogram's last bound
 
     def __post_init__(self) -> None:
         assert self.unit in UNITS, self.unit
@@ -32,7 +35,7 @@ FIGURES = (
     Figure(name="ttft", title="TTFT", unit="seconds", series=("ttft_p50", "ttft_p95", "ttft_p99"),
            objective="ttft_objective_s"),
     Figure(name="itl", title="ITL", unit="seconds", series=("itl_p50", "itl_p95", "itl_p99"),
-           objective="itl_objective_s"),
+           objective="itl_objective_s", most=ITL[-1]),
     Figure(name="output", title="Output", unit="tokens/s", series=("output", "prefill", "cached")),
     Figure(name="hit", title="Cache hit", unit="ratio", series=("hit",)),
     Figure(name="errors", title="Errors", unit="ratio", series=("errors", "shed")),
@@ -58,6 +61,7 @@ SOURCES: Mapping[str, str] = {
     "receive_failed": 'manta_transfers_total{direction="receive",outcome="error"}',
     "damaged": "manta_transfer_digest_mismatches_total",
     "wrong_pages": "manta_tier_wrong_pages_total",
+    "pool_blocks": 'manta_admission_blocked{reason="pool"}',
     "pool_used": 'manta_kv_pool_utilization_ratio{tier="L1"}',
     "drain_s": "manta_transfer_oldest_drain_seconds",
     "report_age_s": "manta_router_report_age_seconds",
@@ -210,6 +214,8 @@ ALERTS = (
           summary="The {target_role} replicas of {model} are at their maximum, and the load asks for more."),
     Alert(name="KvPoolNearlyFull", severity="warning", for_s=120, when=Over(source="pool_used", bound=0.95),
           figure="kv", summary="{share} of the KV pool of {replica} cannot be taken by new requests."),
+    Alert(name="AdmissionBlocked", severity="warning", for_s=60, when=Over(source="pool_blocks", bound=0), figure="kv",
+          summary="Requests wait for room in the KV pool of {replica}."),
     Alert(name="RetractionsHigh", severity="warning", for_s=300, figure="kv",
           when=Share(part="retracted", of="tokens", bound=0.1, by=REPLICA),
           summary="{replica} gives up {share} as many tokens as it computes: its pool is too small for what runs."),

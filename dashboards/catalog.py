@@ -91,7 +91,7 @@ REPLICA, ROUTER, OBSERVATORY = Process.REPLICA, Process.ROUTER, Process.OBSERVAT
 TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .15, .2, .25, .3, .4, .5, .75, 1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10, 20,
         40, 80, 160)  # fmt: skip
 ITL = (.0001, .00025, .0005, .001, .0025, .005, .0075, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .5,
-       1, 2.5)  # fmt: skip
+       1, 2.5, 5, 10, 20, 40, 60)  # fmt: skip
 DURATION = tuple(0.01 * 2**i for i in range(16))  # to 327.68 s
 STAGE = (.0001, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)  # fmt: skip
 FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, .001, .0025, .005, .01, .05)  # fmt: skip
@@ -104,6 +104,7 @@ TIERS = ("L1", "L2", "L3")  # the device's KV pool, the host tier, the store; a 
 DEVICE, SIZED, LOWER = TIERS[:1], TIERS[:2], TIERS[1:]
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 TAKEN = ("protected", "reserved", "quarantined")  # states of tokens that a new request cannot have
+BLOCKS = ("pool", "slots")
 PHASES = ("prefill", "decode")
 BY_PHASE = "prefill: steps with prompts, running requests in them included; decode: all other steps."
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
@@ -150,6 +151,8 @@ _REPLICA = [
     Metric(REPLICA, GAUGE, "scheduler_running_limit_requests", "Most requests that can run at once.", unit="requests"),
     Metric(REPLICA, GAUGE, "scheduler_queued_tokens",
             "Prompt tokens in the queue that are in no cache and have to be computed.", unit="tokens"),
+    Metric(REPLICA, GAUGE, "admission_blocked", "1 while waiting requests cannot start: the pool has no room for the "
+            "next one (pool), or as many run as may (slots).", {"reason": BLOCKS}),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", f"Requests of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="requests", buckets=BATCH),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",

@@ -508,6 +508,7 @@ class EngineStats:
     forced_tokens: int = 0  # of their outputs, taken without a choice
     longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
+    blocked: str = ""  # what keeps waiting requests from starting: pool, slots; "" if nothing does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

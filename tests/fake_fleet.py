@@ -171,7 +171,8 @@ class FakeFleet:
             "tries_at": [{"replica": replica, "prefill": prefill, "start_s": 0.002, "end_s": total_s,
                           "failure": "the engine stopped" if outcome == "error" else None}],
             "prompt_tokens": prompt, "output_tokens": output, "cached_tokens": cached, "predicted_tokens": cached,
-            "best_tokens": cached + 160, "ttft_s": ttft_s, "itl_s": itl_s, "total_s": total_s, "stages": stages,
+            "best_tokens": cached + 160, "ttft_s": ttft_s, "itl_s": itl_s, "last_s": total_s, "total_s": total_s,
+            "stages": stages,
             "missed": ["itl"] if itl_s > OBJECTIVES["itl_objective_s"] else [],
         }  # fmt: skip
 
@@ -240,7 +241,8 @@ class FakeFleet:
             "waiting": running // 5,
             "preallocating": 0, "receiving": running // 4, "handing_off": running // 4,
             "queued_tokens": running * 130, "prefill_tokens_per_s": 1500.0, "decode_step_s": 0.021,
-            "report_age_s": draw.choice([0.1, 0.2]), "pools": [{"tier": "L1", "capacity": CAPACITY, **pool}],
+            "report_age_s": draw.choice([0.1, 0.2]), "blocked": None,
+            "pools": [{"tier": "L1", "capacity": CAPACITY, **pool}],
             "tiers": None,
             "cache_nodes": 69, "page_size": 16, "attention": "cpu", "attention_why": "the fast one of this device",
             "rates": {"prefill_tokens_per_s": 820.0 + running, "cached_tokens_per_s": 2400.0,
@@ -276,7 +278,7 @@ class FakeFleet:
             "hit": {"cached_tokens": sum(row["cached_tokens"] or 0 for row in recent), "prompt_tokens": prompt},
             "errors": {"count": failed, "requests_per_s": len(ended) / 30},
             "queue": {"tokens": sum(row["queued_tokens"] for row in replicas), "running": values["running"]},
-            "kv": {"mean": values["kv_mean"], "replica": fullest and fullest["id"]},
+            "kv": {"mean": values["kv_mean"], "replica": fullest and fullest["id"], "without_room": 0},
         }
         alerts = []
         if self.slow:
@@ -284,18 +286,27 @@ class FakeFleet:
         for name in self.sick:
             said = f"A unified replica of {MODEL} is unhealthy ({name.partition('#')[2]}): {CUDA}."
             alerts.append(UNHEALTHY | {"since": START_S - 130, "summary": said, "replica": name})
+        met = {slo: 1 - sum(slo in row["missed"] for row in ended) / len(ended) for slo in ("ttft", "itl") if ended}
         firing = {alert["figure"]: alert["severity"] for alert in alerts if alert["state"] == FIRING}
         self.state["alerts"] = sorted(alerts, key=lambda alert: (alert["state"] == PENDING, alert["severity"]))
         self.state["figures"] = [
             {"name": each.name, "title": each.title, "unit": each.unit, "value": values[each.series[0]],
              "more": more.get(each.name, {name.rpartition("_")[2]: values[name] for name in each.series}),
+             "most": each.most, "met": met.get(each.name),
              "objective": OBJECTIVES.get(each.objective or ""), "series": list(each.series),
-             "level": firing.get(each.name, "idle" if values[each.series[0]] is None else "ok")}
+             "level": _level(values[each.series[0]], OBJECTIVES.get(each.objective or ""), firing.get(each.name, "ok"))}
             for each in FIGURES
         ]  # fmt: skip
         if self.roles:
             self._points.append((self.state["version"], [now, *(values[name] for name in SERIES)]))
             del self._points[:-HISTORY_S]
+
+
+def _level(value: float | None, objective: float | None, alert: str) -> str:
+    """As figures_body: by the value where there is an objective, else by what fires."""
+    if objective is not None:
+        alert = "ok" if value is None or value <= objective else "warning"
+    return "idle" if value is None and alert == "ok" else alert
 
 
 def _as_of(row: Json, now: float) -> Json:
@@ -306,9 +317,12 @@ def _as_of(row: Json, now: float) -> Json:
     tries = [each | {"end_s": None, "failure": None} if each["end_s"] > passed else each for each in row["tries_at"]]
     shown = row | {"outcome": "running", "total_s": None, "itl_s": None, "missed": [], "tries_at": tries}
     if passed >= row["ttft_s"]:
-        return shown | {"output_tokens": 1, "stages": row["stages"] | {"decode_s": 0.0}}
+        itl_s = row["stages"]["decode_s"] / max(row["output_tokens"] - 1, 1)
+        made = int((passed - row["ttft_s"]) / itl_s) if itl_s else 0
+        grown = {"output_tokens": 1 + made, "itl_s": itl_s if made else None, "last_s": row["ttft_s"] + made * itl_s}
+        return shown | grown | {"stages": row["stages"] | {"decode_s": 0.0}}
     nothing = dict.fromkeys(row["stages"], 0.0)
-    early = {"output_tokens": 0, "cached_tokens": None, "ttft_s": None}
+    early = {"output_tokens": 0, "cached_tokens": None, "ttft_s": None, "last_s": None}
     return shown | early | {"stages": nothing | {"route_s": row["stages"]["route_s"]}}
 
 

@@ -14,17 +14,29 @@ const KINDS = {
   slow: ["Slow", "missed its objective for TTFT or ITL"],
   mispredicted: ["Missed prediction", "fewer tokens were cached than the router had predicted"],
   retried: ["Retried", "more than one try"],
+  stuck: ["Stuck", "runs, and its last token came longer ago than five of its gaps, and than two seconds"],
 };
 const ROW = 30; // px
 const IN_VIEW = 14; // lines
 const BEYOND = 6; // lines drawn above and below those in view
+const STUCK_S = 2; // without a token, and
+const STUCK_GAPS = 5; // as many mean gaps between its tokens
 const SCALED_BY = 400; // newest requests that the scale of the bars is taken from
 
+// Seconds since the last token of a request that runs, as of `now`; null before its first. Pure.
+export function silentFor(row, now) {
+  return row.outcome === "running" && row.last_s != null ? Math.max(0, now - row.time - row.last_s) : null;
+}
+
+export function isStuck(row, now) {
+  return silentFor(row, now) > Math.max(STUCK_S, STUCK_GAPS * (row.itl_s ?? 0)); // null is less
+}
+
 // Is `row` among those asked for? Pure.
-export function matches(row, { text = "", outcome = "", replica = "", kinds = [] }) {
+export function matches(row, { text = "", outcome = "", replica = "", kinds = [] }, now) {
   if (outcome && row.outcome !== outcome) return false;
   if (replica && row.replica !== replica && row.prefill !== replica) return false;
-  const is = { slow: row.missed?.length > 0, retried: row.tries > 1,
+  const is = { slow: row.missed?.length > 0, retried: row.tries > 1, stuck: isStuck(row, now),
     mispredicted: row.cached_tokens != null && row.cached_tokens < row.predicted_tokens };
   if (!kinds.every((each) => is[each])) return false;
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
@@ -50,7 +62,7 @@ export const Requests = once(({ requests, replicas, model, api, now, chosen, cho
     change({ replica: "" });
   }, [gone]);
   const [held, hold] = useHold(requests);
-  const shown = useMemo(() => (held ?? requests).filter((each) => matches(each, filter)), [held ?? requests, filter]);
+  const shown = useMemo(() => (held ?? requests).filter((each) => matches(each, filter, now)), [held ?? requests, filter, filter.kinds.includes("stuck") && now]);
   const isNew = held && requests.findIndex((each) => each.rid === held[0]?.rid);
   const all = (held ?? requests).length;
   const note = requests.length > 0 && `${shown.length === all ? "" : `${count(shown.length)} of `}the newest ${count(all)}`;
@@ -158,6 +170,7 @@ function List({ rows, now, chosen, choose, hold, isNew }) {
 const Row = once(({ row, index, chosen, stop, choose, scale, now }) => {
   const { rid, outcome, prompt_tokens: prompt, cached_tokens: cached, missed } = row;
   const reused = cached == null || !prompt ? null : cached / prompt;
+  const silent = silentFor(row, now);
   const slow = (what) => (missed?.includes(what) ? " warn" : "");
   return html`<tr class=${chosen ? "chosen" : ""} aria-rowindex=${index} onClick=${() => choose({ request: rid })}>
     <td class="c-time">${clock(row.time)}</td>
@@ -166,7 +179,7 @@ const Row = once(({ row, index, chosen, stop, choose, scale, now }) => {
     <td class="c-replica">${row.prefill && html`<${Id} id=${row.prefill} /> → `}<${Id} id=${row.replica} />${row.tries > 1 && html` <span class="warn" title=${`${row.tries} tries`}>×${row.tries}</span>`}</td>
     <td class="num c-prompt">${count(prompt)}</td>
     <td class="num c-cached"><span class="reused" style=${{ width: percent(reused ?? 0).replace(" ", "") }}></span>${percent(reused)}</td>
-    <td class="num c-output">${count(row.output_tokens)}</td>
+    <td class=${`num c-output${isStuck(row, now) ? " warn" : ""}`} title=${silent == null ? null : `last token ${seconds(silent)} ago`}>${count(row.output_tokens)}</td>
     <td class=${`num c-ttft${slow("ttft")}`}>${seconds(row.ttft_s)}</td>
     <td class=${`num c-itl${slow("itl")}`}>${seconds(row.itl_s)}</td>
     <td class="num c-total">${seconds(row.total_s)}</td>

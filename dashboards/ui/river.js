@@ -92,7 +92,7 @@ function describe({ row, replica, failure }, now) {
   return [
     `${row.rid}: ${row.outcome}${row.missed?.length ? `, missed ${row.missed.join(" and ").toUpperCase()}` : ""}`,
     failure == null ? `${replica && shortId(replica)}${row.tries > 1 ? `, ${row.tries} tries` : ""}` : `${shortId(replica)} failed: ${failure}`,
-    `${count(row.cached_tokens)} of ${count(row.prompt_tokens)} prompt tokens cached, ${count(row.output_tokens)}${row.outcome === "running" ? " or more" : ""} made`,
+    `${count(row.cached_tokens)} of ${count(row.prompt_tokens)} prompt tokens cached, ${count(row.output_tokens)} made`,
     `TTFT ${seconds(row.ttft_s)}${row.total_s == null ? "" : `, ${seconds(row.total_s)} in all`}`,
     stages.map(([name, start, end]) => `${name} ${seconds(end - start)}`).join(", "),
   ];

@@ -3,7 +3,7 @@
 
 import { html, useState } from "./vendor/htm/preact_standalone.js";
 import { Chart, lineOf, nearest, wordOf } from "./chart.js";
-import { count, plain, plural, rate, seconds, share, shortId } from "./format.js";
+import { count, percent, plain, plural, rate, seconds, share, shortId } from "./format.js";
 import { once } from "./panel.js";
 
 const WINDOW_S = 300;
@@ -29,32 +29,34 @@ export const Tiles = once(({ figures, history, time, tile, choose }) => {
 });
 
 function Tile({ figure, history, time, at, open, onChoose }) {
-  const { title, unit, value, more, objective, level, series } = figure;
-  const format = formatOf(unit);
+  const { title, unit, value, more, objective, met, most, level, series } = figure;
+  const format = formatOf(unit), beyond = (number) => (most != null && number >= most ? "> " : "");
+  const write = (number) => beyond(number) + format(number);
   const { times = [], series: all = {} } = history ?? {};
   const [first, second] = series ?? [];
   const points = all[first] ?? [];
   const shown = at === null ? value : points[nearest(times, time - at, 2)];
   const [number, ...rest] = format(shown).split(" ");
   const word = wordOf(first, figure);
-  const told = toldOf(more ?? {}, unit === "tokens/s" ? count : format, [word, figure.name]);
+  const told = toldOf(more ?? {}, unit === "tokens/s" ? count : write, [word, figure.name]);
+  if (objective != null) told.unshift(met == null ? `objective ${format(objective)}` : `${percent(met)} within ${format(objective)}`);
   const below = at === null ? told.join(" · ") : at === 0 ? "now" : `${at} s ago`;
-  if (objective != null) told.push(`objective ${format(objective)}`);
   const name = title + (word && (/^p\d/.test(word) ? ` ${word}` : `, ${word}`));
   return html`<button type="button" class=${`tile ${level}`} aria-pressed=${open} onClick=${onChoose} title=${told.join("\n")}
-      aria-label=${`${name}: ${format(value)}${told.length ? `, ${told.join(", ")}` : ""}${level === "ok" || level === "idle" ? "" : `; ${level}`}`}>
+      aria-label=${`${name}: ${write(value)}${told.length ? `, ${told.join(", ")}` : ""}${level === "ok" || level === "idle" ? "" : `; ${level}`}`}>
     <span class="name">${name}</span>
-    <span class="value">${number}<span class="unit">${rest.join(" ")}</span></span>
+    <span class="value">${beyond(shown)}${number}<span class="unit">${rest.join(" ")}</span></span>
     <span class="more">${below}</span>
     <${Spark} times=${times} points=${points} upper=${more?.p95 === undefined ? null : all[second]} time=${time} objective=${objective} at=${at} />
   </button>`;
 }
 
 // What stands below a value, of the words that the observatory gives with it.
-function toldOf({ count: number, requests_per_s: rps, cached_tokens: cached, prompt_tokens: prompt, tokens, running, replica, ...rest }, format, shown) {
+function toldOf({ count: number, requests_per_s: rps, cached_tokens: cached, prompt_tokens: prompt, tokens, running, replica, without_room: room, ...rest }, format, shown) {
   const told = Object.entries(rest).filter(([name, value]) => !shown.includes(name) && value != null).map(([name, value]) => `${name} ${format(value)}`);
   const [one, two] = told.map((each) => each.split(" "));
   if (two && one.length === 3 && one[2] === two[2]) told[0] = one.slice(0, 2).join(" "); // p95 20.4 · p99 20.8 ms
+  if (room) told.push(`${count(room)} ${room === 1 ? "waits" : "wait"} for room`);
   if (replica) told.push(`fullest ${shortId(replica)}`);
   if (number != null) told.push(plural(number, "failure"));
   if (rps != null) told.push(`${rate(rps)} requests/s`);

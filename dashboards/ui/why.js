@@ -6,6 +6,7 @@ import { getJson } from "./connection.js";
 import { against, costsOf, ticksOf, verdict, waysOf } from "./decision.js";
 import { bytes, count, millis, percent, plural, seconds, shortId } from "./format.js";
 import { Notice, Panel, once } from "./panel.js";
+import { silentFor } from "./requests.js";
 import { stagesAt } from "./river_layout.js";
 import { CANDIDATE, DECODE_REPLICA } from "./terms.js"; // made by the server from routing/terms.py: field, heading, unit, meaning
 import { STAGES } from "./waterfall.js";
@@ -207,6 +208,7 @@ function Timeline({ row, time }) {
   const drawn = row.stages ? stagesAt(row, time) : [];
   if (!drawn.length) return null;
   const end = Math.max(row.total_s ?? 0, drawn.at(-1)[2]);
+  const silent = silentFor(row, time);
   const meanings = Object.fromEntries(STAGES);
   return html`<h3>Where the time went</h3>
     <div class="waterfall tall-bar" role="img" aria-label=${drawn.map(([name, from, to]) => `${name} ${seconds(to - from)}`).join(", ")}>
@@ -216,7 +218,7 @@ function Timeline({ row, time }) {
     <dl class="stage-list">${drawn.map(([name, from, to]) => html`<div key=${name} class="timeline-row">
       <dt><span class=${`swatch ${name}`} aria-hidden="true"></span>${name}</dt><dd class="num">${seconds(to - from)}</dd><dd class="note">${meanings[name]}</dd></div>`)}</dl>
     <p class="note">${row.ttft_s != null ? `First token after ${seconds(row.ttft_s)}` : "No token yet"}${row.total_s != null
-      ? `, last after ${seconds(row.total_s)}` : `, running for ${seconds(end)}`}${row.output_tokens > 0 ? `: ${plural(row.output_tokens, "token")}` : ""}${row.itl_s != null
+      ? `, last after ${seconds(row.total_s)}` : `, running for ${seconds(end)}${silent == null ? "" : `, last token ${seconds(silent)} ago`}`}${row.output_tokens > 0 ? `: ${plural(row.output_tokens, "token")}` : ""}${row.itl_s != null
       ? `, ${seconds(row.itl_s)} between two` : ""}.${row.outcome === "running" ? "" : ` Ended: ${row.outcome}.`}</p>`;
 }
 

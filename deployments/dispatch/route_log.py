@@ -110,6 +110,10 @@ class RouteLog:
         newer = itertools.takewhile(lambda record: record.seq > known, reversed(self._by_change.values()))
         return list(itertools.islice(newer, most))[::-1], self._seq
 
+    def running(self) -> list[RouteRecord]:
+        """Return the kept records of requests that run and have a token, oldest first."""
+        return [each for each in self._records.values() if each.outcome == "running" and each.timeline.num_output]
+
     def get(self, rid: str) -> RouteRecord | None:
         return self._records.get(rid)
 

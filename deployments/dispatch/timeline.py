@@ -133,6 +133,12 @@ class Timeline:
         return max(self._finishes, key=_badness, default=None)
 
     @property
+    def last_s(self) -> float | None:
+        """From the arrival to the newest token."""
+        last_s = max((choice.last_s for choice in self._choices.values()), default=None)
+        return None if last_s is None else last_s - self.arrival.arrived_s
+
+    @property
     def ttft_s(self) -> float | None:
         """From the arrival to the first token."""
         return None if self.first_s is None else self.first_s - self.arrival.arrived_s

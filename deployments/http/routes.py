@@ -211,7 +211,7 @@ def hand_off_body(each: Try) -> dict[str, Any]:
 
 
 def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
-    """Make the row of a request, from its last try. ``output_tokens`` are as of the record's last change."""
+    """Make the row of a request, from its last try. What grows with each token is as of now (`progress_of`)."""
     timeline, last = record.timeline, record.tries[-1]
     decision = last.decision
     return {
@@ -226,16 +226,21 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "reason": decision.reason.value,
         "tries": len(record.tries),
         "prompt_tokens": decision.num_tokens,
-        "output_tokens": timeline.num_output,
+        **progress_of(record),
         "cached_tokens": last.cached_tokens,
         "predicted_tokens": decision.overlap_tokens,
         "best_tokens": decision.best_overlap[1],
         "ttft_s": timeline.ttft_s,
-        "itl_s": timeline.mean_itl_s,
         "total_s": timeline.total_s,
         "stages": dataclasses.asdict(timeline.stages_so_far),
         "tries_at": [_try_at(each, timeline.arrival.arrived_s) for each in record.tries],
     }
+
+
+def progress_of(record: RouteRecord) -> dict[str, Any]:
+    """Return what of a request's row grows with each token; ``last_s``: from its arrival to its newest token."""
+    timeline = record.timeline
+    return {"output_tokens": timeline.num_output, "itl_s": timeline.mean_itl_s, "last_s": timeline.last_s}
 
 
 def _try_at(each: Try, arrived_s: float) -> dict[str, Any]:

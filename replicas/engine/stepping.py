@@ -168,6 +168,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         num_mixed_steps=steps.num_mixed,
         num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
         longest_step_s=steps.longest_s,
+        blocked=scheduler.blocked,
         tiers=_tier_stats(scheduler.kv, counters),
     )
 

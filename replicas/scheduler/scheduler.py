@@ -111,6 +111,16 @@ class Scheduler:
             num_starting = 0
         return num_waiting - min(num_starting, self.max_running - len(queues.holding))
 
+    @property
+    def blocked(self) -> str:
+        """What kept waiting requests from starting at the last look: "pool", "slots" (requests that run) or ""."""
+        queues, short = self.queues, self.last.short
+        if not (len(queues.waiting) or len(queues.prealloc) or queues.chunked is not None):
+            return ""
+        if short is not None and short.state is not ReqState.FINISHED:
+            return "pool"
+        return "slots" if Refusal.RUNNING_LIMIT in self.last.refusals.values() else ""
+
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)

@@ -10,7 +10,7 @@ import * as decision from "../../dashboards/ui/decision.js";
 import { worstFirst } from "../../dashboards/ui/fleet.js";
 import * as format from "../../dashboards/ui/format.js";
 import * as painted from "../../dashboards/ui/painted.js";
-import { matches, scaleOf } from "../../dashboards/ui/requests.js";
+import { isStuck, matches, scaleOf } from "../../dashboards/ui/requests.js";
 import * as river from "../../dashboards/ui/river_layout.js";
 import { paintRiver } from "../../dashboards/ui/river_paint.js";
 import { sparkOf } from "../../dashboards/ui/tiles.js";
@@ -99,6 +99,14 @@ test("requests are found by words, outcome, replica and kind, all at once", () =
   for (const filter of [{ text: "req-7 embeddings" }, { outcome: "error" }, { replica: "R#z" }]) assert.ok(!matches(one, filter), JSON.stringify(filter));
   assert.ok(!matches({ ...one, missed: [], tries: 1 }, { kinds: ["slow"] }));
   assert.ok(!matches({ ...one, cached_tokens: null }, { kinds: ["mispredicted"] }), "not known yet is not missed");
+});
+
+test("a request is stuck when its last token is old beside its own gaps, never when it is quick or over", () => {
+  const runs = { outcome: "running", time: 100, last_s: 3, itl_s: 0.1 };
+  for (const [row, now, stuck] of [[runs, 104, false], [runs, 105.1, true], [{ ...runs, itl_s: 4 }, 110, false], [{ ...runs, itl_s: 4 }, 124, true],
+    [{ ...runs, last_s: null }, 999, false], [{ ...runs, outcome: "ok" }, 999, false]])
+    assert.equal(isStuck(row, now), stuck, JSON.stringify([row, now]));
+  assert.ok(matches(runs, { kinds: ["stuck"] }, 106) && !matches(runs, { kinds: ["stuck"] }, 104));
 });
 
 test("one very long request does not make the bars of all others thin", () => {

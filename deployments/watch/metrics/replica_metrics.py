@@ -10,7 +10,7 @@ Thread:    made on any; read on the scrape's.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dashboards.catalog import POOL_STATES, TIERS, Process
+from dashboards.catalog import BLOCKS, POOL_STATES, TIERS, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
 from replicas.config import ModelConfig
@@ -108,6 +108,8 @@ def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
     yield from _each("scheduler_requests", "state", states)
     yield "scheduler_running_limit_requests", {}, stats.max_running_requests
     yield "scheduler_queued_tokens", {}, stats.waiting_uncached_tokens
+    for reason in BLOCKS:
+        yield "admission_blocked", {"reason": reason}, stats.blocked == reason
     yield from _each(
         "scheduler_batch_requests",
         "phase",

@@ -85,6 +85,7 @@ def replica_readings(seen: SeenReplica, age_s: float | None) -> dict[str, Readin
     if seen.report is not None and age_s is not None:
         stats = seen.report.stats
         found["pool_used"] = Reading(value=stats.pool.utilization)
+        found["pool_blocks"] = Reading(value=float(stats.blocked == "pool"))
         found["report_age_s"] = Reading(value=age_s)
         if stats.transfer is not None:
             found["drain_s"] = Reading(value=stats.transfer.oldest_drain_s)

@@ -237,12 +237,17 @@ def figures_body(
     more: Mapping[str, Mapping[str, Any]],
     objectives: Mapping[str, float],
     levels: Mapping[str, str],
+    met: Mapping[str, float | None],
 ) -> list[dict[str, Any]]:
-    """Return the figures as the state shows them. ``more``, ``levels``: by figure, where there is some."""
+    """Return the figures as the state shows them. ``more``, ``levels``, ``met`` (the share of the requests that met the
+    objective): by figure, where there is some. A figure with an objective has the level of the value that it shows."""
     found = []
     for each in FIGURES:
-        value = _shortened(values[each.series[0]])
+        value, objective = _shortened(values[each.series[0]]), objectives.get(each.objective or "")
         own = {name.rpartition("_")[2]: _shortened(values[name]) for name in each.series}
+        level = levels.get(each.name, "ok")
+        if objective is not None:
+            level = "ok" if value is None or value <= objective else "warning"
         found.append(
             {
                 "name": each.name,
@@ -250,8 +255,10 @@ def figures_body(
                 "unit": each.unit,
                 "value": value,
                 "more": more.get(each.name) or own,
-                "objective": objectives.get(each.objective or ""),
-                "level": levels.get(each.name, "idle" if value is None else "ok"),
+                "most": each.most,
+                "objective": objective,
+                "met": _shortened(met.get(each.name)),
+                "level": "idle" if value is None and level == "ok" else level,
                 "series": list(each.series),
             }
         )

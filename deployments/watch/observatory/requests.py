@@ -77,6 +77,14 @@ class Requests:
         ):
             self._counted.popitem(last=False)
 
+    def progress(self, router: str, grown: Mapping[str, Mapping[str, Any]], *, version: int) -> None:
+        """Take what has grown of a router's running requests, by their ``key``."""
+        for rid, (of, key) in self._bearer.items():
+            row = self._shown[rid]
+            new = grown.get(key) if of == router and row["outcome"] == "running" else None
+            if new is not None and row["last_s"] != new["last_s"]:
+                self._shown[rid], self._changed[rid] = {**row, **new}, version
+
     def lose(self, routers: Collection[str], *, version: int) -> None:
         """End the running requests of all other routers, which have left, as `unknown`."""
         for rid, row in self._shown.items():

@@ -15,7 +15,7 @@ from deployments.dispatch.route_log import MOST_TOLD, OBJECTIVES, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body
 from deployments.fleet.seen import SeenReplica, Target
-from deployments.http.routes import record_body, request_row
+from deployments.http.routes import progress_of, record_body, request_row
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from kvtransfer.pages import PageKeys
@@ -35,6 +35,8 @@ class RouterView:
     replicas: tuple[SeenReplica, ...]
     requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first, the
     # newest route_log.MOST_TOLD, each with its ``key`` and ``hand_offs`` (requests.py)
+    progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # ``key`` of each request that runs and has
+    # a token -> what of its row has grown (routes.progress_of)
     time_s: float | None  # by the router's clock, seconds since 1970; None: its clock is ours
     seq: int  # to be given as ``since`` next; 0 asks for all that are kept
     asks_for_key: bool = False  # it has an admin key or API keys: the observatory must not be open then either
@@ -77,6 +79,7 @@ def router_view(
             }
             for record in records
         ),
+        progress={record.rid: progress_of(record) for record in dispatcher.routes.running()},
         time_s=time.time(),
         seq=seq,
         autoscaling=scaling_rules(config),

@@ -46,7 +46,7 @@ _RATES = ("prefill_tokens_per_s", "cached_tokens_per_s", "decode_tokens_per_s")
 _NOTHING = dict.fromkeys(
     (
         "running", "running_limit", "waiting", "preallocating", "receiving", "handing_off", "queued_tokens",
-        "prefill_tokens_per_s", "decode_step_s", "report_age_s", "cache_nodes",
+        "prefill_tokens_per_s", "decode_step_s", "report_age_s", "cache_nodes", "blocked",
     )
 )  # fmt: skip
 
@@ -103,6 +103,7 @@ def _reported(report: ReplicaReport, age_s: float) -> dict[str, Any]:
         "receiving": stats.num_receiving,
         "handing_off": stats.num_handing_off,
         "queued_tokens": stats.waiting_uncached_tokens,
+        "blocked": stats.blocked or None,
         "prefill_tokens_per_s": short(stats.prefill_tokens_per_s),
         "decode_step_s": short(stats.decode_step_s),
         "report_age_s": round(age_s, 1),
@@ -197,6 +198,8 @@ class State:
         seen, latest = self.merged.replicas(), self.merged.latest
         objectives = {} if latest is None else latest.objectives
         self._requests.take(rows, now_s, time_s, version=version, objectives=objectives)
+        for view in views:
+            self._requests.progress(view.router_id, view.progress, version=version)
         self._requests.lose(self.merged.router_ids, version=version)
         self._count(views, seen, now_s)
         if details_are_new:
@@ -216,7 +219,7 @@ class State:
             "started": details.started_s,
             "api": details.route_prefix,
             "facts": self._body["facts"] | _facts(seen),
-            "figures": figures_body(values, more, objectives, levels),
+            "figures": figures_body(values, more, objectives, levels, self._met(now_s)),
             "alerts": alerts,
             "routers": self.merged.routers,
             "replicas": replicas,
@@ -311,9 +314,22 @@ class State:
             "hit": {"cached_tokens": cached_tokens, "prompt_tokens": prompt_tokens},
             "errors": {"count": round(lost), "requests_per_s": short(ended / WINDOW_S)},
             "queue": {"running": running, "tokens": sum(row["queued_tokens"] for row in known)},
-            "kv": {"mean": short(values["kv_mean"] or 0.0), "replica": max(used, key=used.__getitem__, default=None)},
+            "kv": {
+                "mean": short(values["kv_mean"] or 0.0),
+                "replica": max(used, key=used.__getitem__, default=None),
+                "without_room": sum(row["waiting"] + row["preallocating"] for row in known if row["blocked"] == "pool"),
+            },
         }
         return values, more
+
+    def _met(self, now_s: float) -> dict[str, float | None]:
+        """Return the share of the requests of the last seconds that met each objective, by figure."""
+        found: dict[str, float | None] = {}
+        for slo in ("ttft", "itl"):
+            judged = self._fleet_growth.over(f"{slo}_judged", WINDOW_S, now_s)
+            missed = self._fleet_growth.over(f"{slo}_missed", WINDOW_S, now_s)
+            found[slo] = 1 - missed / judged if judged else None
+        return found
 
     def _readings(self, seen: Seen, replicas: list[dict[str, Any]]) -> Readings:
         ready = {row["role"] for row in replicas if row["state"] == "accepting"}

@@ -46,12 +46,18 @@ def figures(state: State) -> list[HealthFigure]:
     return [
         HealthFigure(
             name=f"{each['title']}{' p50' if 'p50' in each['more'] else ''}",
-            text=_WRITTEN[each["unit"]](each["value"]),
+            text=_text(each),
             line=[point[1 + names.index(each["series"][0])] for point in points],
             is_trouble=each["level"] in ("warning", "critical"),
         )
         for each in state["figures"]
     ]
+
+
+def _text(figure: State) -> str:
+    value, most = figure["value"], figure["most"]
+    beyond = "> " if value is not None and most is not None and value >= most else ""
+    return beyond + _WRITTEN[figure["unit"]](value)
 
 
 def troubles(state: State) -> list[str]:

@@ -135,7 +135,7 @@ def _request(row: Row, now_s: float, stages_width: int) -> list[Cell]:
         short_id(row["replica"]),
         count(row["prompt_tokens"]),
         percent(None if row["cached_tokens"] is None else share(row["cached_tokens"], row["prompt_tokens"])),
-        count(row["output_tokens"]) + ("+" if word == RUNNING else ""),  # routers tell it anew at the end
+        count(row["output_tokens"]),
         seconds(row["ttft_s"]),
         seconds(total_s),
         _stages(row, total_s, stages_width),

@@ -9,14 +9,14 @@ from msgspec import structs
 
 from dashboards.alerts import ALERTS, SOURCES, Grew, Over, Share, Stands
 from deployments.fleet.seen import SeenReplica
-from deployments.watch.observatory.alerts import Alerts, fleet_readings
+from deployments.watch.observatory.alerts import OBJECTIVE_OF, Alerts, fleet_readings
 from deployments.watch.observatory.figures import Growth
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import State
 from kvtransfer.types import TransferStats
 from replicas.types import TierStats
-from tests.unit.deployments.observed import details, listed, seen, view
+from tests.unit.deployments.observed import details, listed, row, seen, view
 
 ROUTERS = details(*(listed(name, "router") for name in ("one", "two", "three")), listed("a"), unified=1)
 Make = Callable[[int], list[RouterView]]  # second -> what the routers answer
@@ -97,6 +97,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
                          "objective of 100 ms."),
     "AutoscalerAtMaximum": (asking, 600, "The unified replicas of tiny are at their maximum"),
     "KvPoolNearlyFull": (replica(used_pages=10), 120, "100 % of the KV pool of a cannot be taken by new requests."),
+    "AdmissionBlocked": (replica(blocked="pool", num_waiting=7), 60, "Requests wait for room in the KV pool of a."),
     "RetractionsHigh": (retracting, 300, "a gives up 20 % as many tokens as it computes"),
     "KvTransferFailures": (handed, 300, "10 % of the hand-offs of tiny fail"),
     "KvTransferDamaged": (
@@ -126,8 +127,30 @@ def test_an_alert_is_pending_for_as_long_as_its_rule_wants_and_then_fires(name: 
     watching.go_on(STEP_S, make)
     state, summary = watching.alerts[name]
     assert (state, words in summary) == ("firing", True), summary
-    if alert.figure:
+    if alert.figure and alert.figure not in OBJECTIVE_OF:  # such a figure has the level of its value
         assert watching.figure(alert.figure)["level"] == alert.severity
+
+
+def test_a_tile_has_the_colour_of_its_value_and_says_who_met_the_objective() -> None:
+    """A median of 10 s is a warning in its first second; one of 0.5 s is none while the hour's burn still fires."""
+    rows = lambda ttft_s: (row("r", time=5000.0, ttft_s=ttft_s, total_s=ttft_s),)  # noqa: E731
+    for ttft_s, level in ((10.0, "warning"), (0.5, "ok")):
+        make = lambda second, ttft_s=ttft_s: [  # noqa: E731
+            view("one", seen("a"), rows=rows(ttft_s), counts={"ttft_judged": 20 * second, "ttft_missed": 15 * second})
+        ]
+        watching = Watching().go_on(2 * STEP_S, make)
+        found = watching.figure("ttft")
+        assert (found["value"], found["objective"], found["met"], found["level"]) == (ttft_s, 2.0, 0.25, level)
+    watching.go_on(300, counting(ttft_judged=20, ttft_missed=9))
+    assert watching.alerts["TtftObjectiveBurn"][0] == "firing"
+    assert watching.figure("ttft")["level"] == "idle"
+
+
+def test_who_waits_for_room_is_counted_beside_the_pool_and_slots_are_no_lack_of_room() -> None:
+    for blocked, number in (("pool", 7), ("slots", 0), ("", 0)):
+        watching = Watching().go_on(STEP_S, replica(blocked=blocked, num_waiting=7))
+        assert watching.figure("kv")["more"]["without_room"] == number
+        assert ("AdmissionBlocked" in watching.alerts) == bool(number)
 
 
 def test_what_is_seen_at_once_stands_before_what_is_pending_and_the_worst_first() -> None:

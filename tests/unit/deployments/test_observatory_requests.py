@@ -31,6 +31,20 @@ class Told:
         return [row["rid"] for row in self.requests.rows(since)]
 
 
+def test_a_running_request_shows_each_second_how_far_it_is() -> None:
+    """Of several with one name, the one whose row is shown; one that ended is as its router told the end."""
+    told = Told()
+    for key, outcome in (("1", "running"), ("2", "ok")):
+        told.take([row(f"r{key}", key=key, time=1000.0, outcome=outcome, output_tokens=1, last_s=0.5)], 1000.0)
+    grown = {"output_tokens": 120, "itl_s": 0.1, "last_s": 12.0}
+    told.requests.progress("one", {"1": grown, "2": grown, "other": grown}, version=9)
+    assert [each["rid"] for each in told.requests.rows(since=told.version)] == ["r1"]
+    assert [told.requests.row(rid)["output_tokens"] for rid in ("r1", "r2")] == [120, 1]  # type: ignore[index]
+    told.requests.progress("one", {"1": grown}, version=10)
+    told.requests.progress("two", {"1": grown | {"last_s": 13.0}}, version=10)
+    assert told.rids(since=9) == [], "no new token, or another router's request"
+
+
 def test_requests_that_are_called_alike_count_each() -> None:
     told = Told()
     for number in range(5):

@@ -96,7 +96,7 @@ def test_the_pool_in_use_is_that_of_the_fullest_replica_which_is_named() -> None
     both = seen("a", used_pages=7), seen("b", used_pages=3)
     state.advance([view("one", *both)], details(listed("a"), listed("b"), unified=2), 10.0)
     kv = figure(state, "kv")
-    assert (kv["value"], kv["more"]) == (0.7, {"mean": 0.5, "replica": "a"})
+    assert (kv["value"], kv["more"]) == (0.7, {"mean": 0.5, "replica": "a", "without_room": 0})
 
 
 def test_the_host_tier_is_a_pool_and_what_the_tiers_did_is_told() -> None:

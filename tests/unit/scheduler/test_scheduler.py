@@ -128,7 +128,9 @@ def test_admission_reserves_output_so_that_no_request_is_retracted() -> None:
     bench.step()
     assert second.state is ReqState.WAITING
     assert list(bench.scheduler.last.refusals.values()) == [Refusal.MEMORY]
+    assert bench.scheduler.blocked == "pool"
     bench.run()
+    assert bench.scheduler.blocked == ""
     assert first.num_retractions + second.num_retractions == 0
 
 
@@ -205,6 +207,7 @@ def test_higher_priority_starts_first() -> None:
     bench.step()
     assert (high.state, low.state) == (ReqState.RUNNING, ReqState.WAITING)
     assert bench.scheduler.last.refusals == {(low.rid, 0): Refusal.RUNNING_LIMIT}
+    assert bench.scheduler.blocked == "slots"
     bench.run()
 
 
