@@ -58,7 +58,7 @@ class KVTransferMeta:
     cached_prefix_len: Count  # tokens that the receiver had already and were skipped
     first_token: Count
     first_logprob: tuple[float, tuple[tuple[Count, float], ...]] | None = None  # logprob, ((token id, logprob), ...)
-    cached_tokens: dict[str, Count] = field(default_factory=dict)  # reused by the sender, by tier ("device", ...)
+    cached_tokens: dict[str, Count] = field(default_factory=dict)  # reused by the sender, by tier: device, host, store
 
 
 # engine -> KvTransfer

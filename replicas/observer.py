@@ -1,7 +1,8 @@
 """Observer: reports one engine's hand-offs and steps to kvtransfer/replay/observe.py (SPEC J01, J03, J04).
 
 Owns:      nothing; reads requests, table and pool.
-Never:     changes anything, or runs unless `observe.enabled()`: its callers ask first.
+Never:     changes anything, ends a step (`observe.harmless`), or runs unless `observe.enabled()`: its callers ask
+           first.
 Thread:    engine thread only.
 """
 
@@ -22,12 +23,14 @@ class Observer:
         self._kv = kv
         self._kv_bytes = kv_bytes
 
+    @observe.harmless
     def before_send(self, req: Req, first: int) -> None:
         """Report J01: K/V of tokens [first, num_tokens) of ``req`` is computed, and is or was sent to its receiver."""
         if self._kv_bytes is not None:
             meta = self._meta(self._kv_bytes, req, first)
             observe.prefill_before_send(meta, self._kv_bytes.read(meta.slots))
 
+    @observe.harmless
     def after_restore(self, req: Req, first: int) -> None:
         """Report J03: K/V of tokens [first, num_tokens) of ``req`` arrived. Call it before the cache swaps any page."""
         if self._kv_bytes is not None:
@@ -35,6 +38,7 @@ class Observer:
             row = self._kv.slots_of(req, 0, req.num_tokens)
             observe.decode_after_restore(meta, self._kv_bytes.read(meta.slots), table_row=row)
 
+    @observe.harmless
     def after_step(self, plan: StepPlan, tokens: Sequence[NewToken]) -> None:
         """Report J04 for each decode row; ``tokens`` are in the order of the plan's rows, decode rows last.
 

@@ -32,7 +32,7 @@ as prefill before its first token, and as decode after it.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -159,6 +159,18 @@ class CachedTokens:
         loaded = min(self.host, tokens)
         store = min(self.store, loaded)
         return CachedTokens(tokens, loaded - store, store)
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """The tokens of each tier: what another replica is told (`KVTransferMeta.cached_tokens`)."""
+        return {"device": self.tokens - self.host - self.store, "host": self.host, "store": self.store}
+
+    @staticmethod
+    def from_tiers(by_tier: Mapping[str, int], *, prompt_len: int) -> "CachedTokens":
+        """Read `by_tier` of another replica. No tier counts beyond ``prompt_len``, whatever it says."""
+        store = min(by_tier.get("store", 0), prompt_len)
+        host = min(by_tier.get("host", 0), prompt_len - store)
+        return CachedTokens(min(sum(by_tier.values()), prompt_len), host, store)
 
 
 @dataclass(slots=True, eq=False)

@@ -93,6 +93,7 @@ class AgentPort:
             base_address=memory.base_address,
             num_pages=memory.num_pages,
             device=memory.device,
+            on_host=memory.on_host,
         )
         self._memory = memory
         self._agent = agent

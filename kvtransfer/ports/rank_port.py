@@ -27,6 +27,7 @@ class RankInfo:
     base_address: int  # of page 0
     num_pages: int  # page 0, the sink, included
     device: int  # 0 for host memory
+    on_host: bool = True  # peers do not need it
     alive_at: PeerAddress | None = None  # where its process answers until its agent is closed; None: the service's own
 
     def __post_init__(self) -> None:
@@ -34,6 +35,11 @@ class RankInfo:
             raise ValueError(f"rank {self.rank}, device {self.device}, address {self.base_address}: none is negative")
         if not 0 < self.num_pages < MAX_COUNT:
             raise ValueError(f"{self.num_pages} pages: more than 0 and less than {MAX_COUNT} are wanted")
+
+    @property
+    def place(self) -> str:
+        """Where the pool lies: "cpu", or "cuda:0"."""
+        return "cpu" if self.on_host else f"cuda:{self.device}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 Owns:      the fields of these events, and the logger "kvtransfer.replay.observe" that gets them.
 Never:     reads a pool: the caller does, and only where `enabled` says so.
 Invariant: off unless `enable` was called, whatever the level of the root logger; nothing is computed while it is off.
+           What fails in an observation never reaches what is observed (`harmless`).
            The hashes of one token range are equal on both sides exactly when its K and V are, for any page size and tp.
 Thread:    any.
 
@@ -12,11 +13,12 @@ Thread:    any.
     J04 decode_step            each token of each request
 """
 
+import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 import xxhash
@@ -26,11 +28,29 @@ from kvtransfer.replay.payload import Payload, PayloadMeta, Slots
 log = logging.getLogger(__name__)
 log.setLevel(logging.WARNING)  # its own, so that verbose logging elsewhere does not copy every KV page
 HEAD = 16  # slots that are listed
+P = ParamSpec("P")
+_failed: set[str] = set()  # observations whose failure is in the log already
 
 
 def enable(on: bool = True) -> None:
     """Turn the events on or off; they go to logging's handlers at level INFO."""
+    _failed.clear()
     log.setLevel(logging.INFO if on else logging.WARNING)
+
+
+def harmless(observation: Callable[P, None]) -> Callable[P, None]:
+    """Keep what ``observation`` raises from its caller, whose step must go on. The log has the first failure of each."""
+
+    @functools.wraps(observation)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            observation(*args, **kwargs)
+        except Exception:
+            if observation.__qualname__ not in _failed:
+                _failed.add(observation.__qualname__)
+                log.exception("%s failed; requests are not affected, its events are missing", observation.__qualname__)
+
+    return call
 
 
 def enabled() -> bool:
@@ -43,10 +63,11 @@ def prefill_before_send(meta: PayloadMeta, payload: Payload) -> None:
     _emit("prefill_before_send", **_side(meta, payload))
 
 
+@harmless
 def transfer_submit(
-    *, rid: str, room: int, rank: int, device: int, dtype: str, buffers_bytes: Sequence[int], latency_s: float
+    *, rid: str, room: int, rank: int, device: str, dtype: str, buffers_bytes: Sequence[int], latency_s: float
 ) -> None:
-    """Write J02. ``buffers_bytes``: the pages of one write of one rank; ``device``: its number, 0 for host memory;
+    """Write J02. ``buffers_bytes``: the pages of one write of one rank; ``device``: "cpu", or "cuda:" and its number;
     ``latency_s``: from the order to write them to its end."""
     _emit(
         "transfer_submit",
@@ -82,11 +103,12 @@ def decode_step(
 
 
 def kv_digests(payload: Payload) -> tuple[str, str]:
-    """Return XXH3-64 over all K and over all V, by layer, then token: 16 hex digits, since JSON has only doubles."""
+    """Return XXH3-64 over all K and over all V, by layer, then token: 16 hex digits, since JSON has only doubles. Equal
+    for MLA, whose one vector is K and V."""
     k, v = xxhash.xxh3_64(), xxhash.xxh3_64()
     for layer in np.ascontiguousarray(payload):
         k.update(layer[0].reshape(-1).data)
-        v.update(layer[1].reshape(-1).data)
+        v.update(layer[-1].reshape(-1).data)
     return k.hexdigest(), v.hexdigest()
 
 

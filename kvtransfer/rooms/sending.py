@@ -257,7 +257,7 @@ class SendingRooms:
             rid=order.room.order.rid,
             room=order.room.room,
             rank=rank,
-            device=self._ports[rank].info.device,
+            device=self._ports[rank].info.place,
             dtype=self._layout.dtype,
             buffers_bytes=[event.num_bytes // order.num_pages] * order.num_pages if order.num_pages else [],
             latency_s=time.monotonic() - order.posted_s,

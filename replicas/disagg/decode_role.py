@@ -33,7 +33,7 @@ from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
 from replicas.distributions import Distributions
 from replicas.observer import Observer
-from replicas.request import Leg, Req, ReqState
+from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.types import HandOff, HandOffReport, PdLeg, TokenLogprob
@@ -157,8 +157,8 @@ class DecodeRole:
         if req.return_logprobs and meta.first_logprob is not None:
             value, top = meta.first_logprob
             logprob = TokenLogprob(token_id=meta.first_token, logprob=value, top=top)
-        cached = min(sum(meta.cached_tokens.values()), req.prompt_len)
-        token = self._scheduler.received(req, meta.first_token, logprob, cached_tokens=cached)
+        cached = CachedTokens.from_tiers(meta.cached_tokens, prompt_len=req.prompt_len)
+        token = self._scheduler.received(req, meta.first_token, logprob, cached=cached)
         self._release_siblings(req)
         return token
 

@@ -81,7 +81,7 @@ class PrefillRole:
             cached_prefix_len=skipped,
             first_token=token.token_id,
             first_logprob=None if logprob is None or logprob.logprob is None else (logprob.logprob, logprob.top),
-            cached_tokens={"device": req.cached_tokens},
+            cached_tokens=req.cached.by_tier,
         )
         if observe.enabled():
             self._observer.before_send(req, skipped)

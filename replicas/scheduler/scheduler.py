@@ -143,13 +143,14 @@ class Scheduler:
         self.queues.away.remove(req)
         self._wait(req)
 
-    def received(self, req: Req, token_id: int, logprob: TokenLogprob | None, *, cached_tokens: int) -> NewToken:
-        """Take in the complete K/V of a RECEIVING request, and its next token; it runs on without a forward."""
+    def received(self, req: Req, token_id: int, logprob: TokenLogprob | None, *, cached: CachedTokens) -> NewToken:
+        """Take in the complete K/V of a RECEIVING request, and its next token; it runs on without a forward. ``cached``:
+        what its sender had."""
         queues = self.queues
         queues.away.remove(req)
         req.computed_len = req.num_tokens
         if req.stamps.admitted_s is None:
-            req.stamps.admitted_s, req.cached = self._clock(), CachedTokens(cached_tokens)
+            req.stamps.admitted_s, req.cached = self._clock(), cached
         self.kv.commit(req)
         req.move(ReqState.RUNNING)
         queues.running.append(req)

@@ -64,6 +64,6 @@ def test_the_transfer_thread_works_on_the_pools_gpu(
     with caplog.at_level(logging.WARNING):
         port = make_port(pool_on("cuda"), 0, SPEC, host="127.0.0.1", make_agent=lambda memory: agent)
     assert chosen == [CUDA]
-    assert port.info.device == 0
+    assert port.info.place == "cuda:0"  # SPEC J02
     assert "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True" in caplog.text
     port.close()

@@ -114,14 +114,15 @@ def held_tokens(prompt: np.ndarray, cached: str, page: int) -> tuple[int, int]:
     return sizes[0] // page * page, sizes[1] // page * page
 
 
-def check_held(told: list[TokenDelta], prompt: np.ndarray, cached: str, page: int) -> None:
-    """What was sent is what the decode side lacked, and the client is told what the prefill side had."""
+def check_held(told: list[TokenDelta], prompt: np.ndarray, cached: str, page: int, *, on_host: bool = False) -> None:
+    """What was sent is what the decode side lacked, and the client is told what the prefill side had, and where."""
     prefill, decode = held_tokens(prompt, cached, page)
     report = told[0].hand_off
     assert report is not None
     assert report.num_pages == -(-len(prompt) // page) - decode // page
     for delta in told:
         assert (delta.usage.prompt_tokens, delta.usage.cached_tokens) == (len(prompt), prefill)
+        assert delta.usage.host_tokens == (prefill if on_host else 0)
 
 
 def same(two: list[TokenDelta], one: list[TokenDelta]) -> None:

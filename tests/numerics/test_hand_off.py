@@ -111,7 +111,7 @@ def check_pair(of: Trio, prompt: np.ndarray, cached: str, sampling: SamplingPara
     assert [delta.finish.reason for delta in handed if delta.finish] == [FinishReason.HANDED_OFF]
     assert of.decode.stats().prefill_tokens == computed, "the decode side computed part of the prompt"
     same(two, alone(of.unified, request))
-    check_held(two, prompt, cached, of.decode.kv.page_size)
+    check_held(two, prompt, cached, of.decode.kv.page_size, on_host=on_host)
     for engine, held in zip((of.prefill, of.decode), held_tokens(prompt, cached, of.decode.kv.page_size), strict=True):
         tiers = engine.kv.store.tiers
         assert tiers is not None

@@ -26,10 +26,13 @@ PROMPT = (np.arange(50) * 37 % tiny.VOCAB).astype(np.int32)  # 13 pages of 4, th
 SAMPLING = SamplingParams(temperature=0.8, seed=5, max_new_tokens=10, repetition_penalty=1.2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    tiny.save("qwen3", folder)
+TOKEN_BYTES = {"qwen3": 3 * 2 * 2 * 16 * 2, "v3": 3 * 32 * 2}  # bfloat16; K and V of 2 heads; one latent vector
+
+
+@pytest.fixture(scope="module", params=TOKEN_BYTES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny") / str(request.param)
+    tiny.save(request.param, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(MODEL, name), folder / name)
     return str(folder)
@@ -77,7 +80,8 @@ def ids(deltas: list[TokenDelta]) -> list[int]:
 def test_hashes_on_both_sides_are_equal_and_a_snapshot_goes_on(
     pair: tuple[Engine, Engine], folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SPEC J01-J04, H18. The decode side holds 8 of the 50 tokens; 42 are sent: 11 pages of 1,536 bytes."""
+    """SPEC J01-J04, H18, L10. The decode side holds 8 of the 50 tokens; 42 are sent: 11 pages of 4."""
+    token_bytes = TOKEN_BYTES[Path(folder).name]
     prefill, decode = pair
     alone = make_engine(folder)
     wanted = alone.submit(GenerateRequest(rid="a", token_ids=PROMPT, sampling=SAMPLING))
@@ -109,9 +113,9 @@ def test_hashes_on_both_sides_are_equal_and_a_snapshot_goes_on(
     (sent,), (got,) = events["prefill_before_send"], events["decode_after_restore"]
     assert sent["token_range"] == got["token_range"] == [8, 50]
     assert (sent["k_hash"], sent["v_hash"]) == (got["k_hash"], got["v_hash"])
-    assert sent["payload_total_bytes"] == got["payload_total_bytes"] == 42 * 3 * 2 * 2 * 16 * 2
+    assert sent["payload_total_bytes"] == got["payload_total_bytes"] == 42 * token_bytes
     assert sum(write["num_bufs"] for write in events["transfer_submit"]) == 11
-    assert sum(write["total_bytes"] for write in events["transfer_submit"]) == 11 * 4 * 3 * 2 * 2 * 16 * 2
+    assert sum(write["total_bytes"] for write in events["transfer_submit"]) == 11 * 4 * token_bytes
     steps = [line for line in events["decode_step"] if line["rid"] == "a"]
     assert [step["next_token"] for step in steps] == ids(made)[1:]
 

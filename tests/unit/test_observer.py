@@ -116,6 +116,25 @@ def test_a_stop_string_is_the_reason_of_the_step_that_completed_it(events: pytes
     assert [step["finish_reason"] for step in lines(events, "decode_step")][-1] == "stop"
 
 
+def test_an_observation_that_fails_ends_no_step_and_is_said_once(events: pytest.LogCaptureFixture) -> None:
+    """SPEC L10: the pools cannot be read on either side, nor what a step did; two requests get their whole answers."""
+    pair = Pair()
+    for side in (pair.prefill, pair.decode):
+        side.engine.executor.kv_bytes.read = None  # type: ignore[method-assign, union-attr, assignment]
+    events.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(observe, "decode_step", None)
+        for rid in "ab":
+            pair.ask(rid, PROMPT)
+        pair.run()
+    assert [pair.decode.ids(rid) for rid in "ab"] == [continuation(PROMPT, 8)] * 2
+    assert pair.decode.report("a").transferred
+    told = [record.getMessage() for record in events.records if record.name == observe.log.name]
+    assert sorted(line.split()[0] for line in told) == [
+        "Observer.after_restore", "Observer.after_step", "Observer.before_send"
+    ]  # fmt: skip
+
+
 def test_nothing_is_read_unless_observers_are_on(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair()
     for side in (pair.prefill, pair.decode):

@@ -6,7 +6,7 @@ import pytest
 
 from kvtransfer.types import PdTicket
 from replicas.errors import InvalidRequest
-from replicas.request import ReqState
+from replicas.request import CachedTokens, ReqState
 from replicas.types import FinishReason, HandOff, PdLeg
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, retract
@@ -94,6 +94,24 @@ def test_what_the_prefill_side_had_goes_before_its_forward_and_counts_as_cached(
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
     assert pair.decode.deltas[("a", 0)][0].usage.cached_tokens == 44
+
+
+def test_the_answer_says_in_which_tier_the_prefill_side_had_what_it_reused() -> None:
+    """SPEC H05. Of 44 tokens 20 lay in host memory and 8 in the store."""
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.until(pair.prefill, "a", ReqState.PREFILLING)
+    req = pair.prefill.engine.find("a")
+    assert req is not None
+    req.cached = CachedTokens(44, 20, 8)
+    pair.run()
+    usage = pair.decode.deltas[("a", 0)][-1].usage
+    assert (usage.cached_tokens, usage.host_tokens, usage.store_tokens) == (44, 20, 8)
+
+
+def test_no_peer_makes_an_answer_say_that_more_was_cached_than_its_prompt_has() -> None:
+    assert CachedTokens.from_tiers({"device": 9, "store": 5, "host": 99}, prompt_len=12) == CachedTokens(12, 7, 5)
+    assert CachedTokens.from_tiers({"device": 4}, prompt_len=12) == CachedTokens(4)  # of an older release
 
 
 @pytest.mark.parametrize(("held", "num_pages"), [(20, 7), (44, 1)])

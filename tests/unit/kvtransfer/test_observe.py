@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,11 @@ LAYOUT = KvLayout(
     model="m", architecture="MHA", num_layers=2, num_kv_heads=3, head_dim=4, dtype="float16", item_bytes=2,
     page_size=4, tp=1,
 )  # fmt: skip
+LAYOUTS = {
+    "MHA": LAYOUT,
+    "narrow": replace(LAYOUT, dtype="int8", item_bytes=1),  # 4 numbers and their scale: as many bytes
+    "MLA": replace(LAYOUT, architecture="MLA", num_kv_heads=1),
+}
 
 
 @pytest.fixture
@@ -30,10 +36,10 @@ def lines(caplog: pytest.LogCaptureFixture, event: str = "") -> list[dict[str, o
     return [fields for fields in written if event in ("", fields["event"])]
 
 
-def some() -> tuple[PayloadMeta, np.ndarray]:
+def some(layout: KvLayout = LAYOUT) -> tuple[PayloadMeta, np.ndarray]:
     meta = PayloadMeta(
         rid="r1",
-        layout=LAYOUT,
+        layout=layout,
         prompt_len=25,
         cached_prefix_len=8,
         token_range=(4, 25),
@@ -66,9 +72,10 @@ def test_what_is_about_to_be_sent(events: pytest.LogCaptureFixture) -> None:
     }  # fmt: skip
 
 
-def test_what_was_restored_has_its_row_too_and_the_same_hashes(events: pytest.LogCaptureFixture) -> None:
-    """SPEC J03."""
-    meta, payload = some()
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_was_restored_has_its_row_too_and_the_same_hashes(events: pytest.LogCaptureFixture, name: str) -> None:
+    """SPEC J03, L10."""
+    meta, payload = some(LAYOUTS[name])
     observe.prefill_before_send(meta, payload)
     observe.decode_after_restore(meta, payload.copy(), table_row=np.arange(36, 61, dtype=np.int32))
     sent, restored = lines(events)
@@ -77,13 +84,17 @@ def test_what_was_restored_has_its_row_too_and_the_same_hashes(events: pytest.Lo
     assert {**sent, "event": "decode_after_restore"} == restored
 
 
-@pytest.mark.parametrize(("part", "name"), [(0, "k"), (1, "v")])
-def test_a_changed_byte_changes_the_hash_of_its_side(part: int, name: str) -> None:
-    _, payload = some()
+@pytest.mark.parametrize(
+    ("name", "part", "sides"),
+    [("MHA", 0, "k"), ("MHA", 1, "v"), ("narrow", 0, "k"), ("narrow", 1, "v"), ("MLA", 0, "kv")],
+)
+def test_a_changed_byte_changes_the_hash_of_its_side(name: str, part: int, sides: str) -> None:
+    """MLA's vector is K and V."""
+    _, payload = some(LAYOUTS[name])
     before = dict(zip("kv", observe.kv_digests(payload), strict=True))
-    payload[1, part, 20, 2, 7] ^= 1
+    payload[1, part, 20, -1, 7] ^= 1
     after = dict(zip("kv", observe.kv_digests(payload), strict=True))
-    assert [side for side in "kv" if before[side] != after[side]] == [name]
+    assert [side for side in "kv" if before[side] != after[side]] == list(sides)
 
 
 @pytest.mark.parametrize("tp", [1, 3])
@@ -104,7 +115,7 @@ def test_every_write_of_every_rank_is_an_event(events: pytest.LogCaptureFixture,
     ]
     assert {(fields["rid"], fields["room"]) for fields in written} == {("r", 1)}
     assert sum(fields["total_bytes"] for fields in written) == 5 * 3072  # type: ignore[misc]
-    assert written[0]["buffers"] == [{"device": 0, "nbytes": 3072 // tp, "dtype": "float32"}] * 2
+    assert written[0]["buffers"] == [{"device": "cpu", "nbytes": 3072 // tp, "dtype": "float32"}] * 2
     assert all(0 <= fields["latency_s"] < 10 for fields in written)  # type: ignore[operator]
 
 

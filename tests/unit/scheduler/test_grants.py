@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvtransfer.types import PdTicket, PeerAddress
-from replicas.request import Leg, Req, ReqState
+from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason, PdLeg
 from tests.fakes import continuation
@@ -33,7 +33,7 @@ def receive(bench: Bench, req: Req) -> None:
     bench.device.tokens[slots], bench.device.positions[slots] = req.ids[: req.num_tokens], np.arange(req.num_tokens)
     req.leg.exposed = False
     first = continuation(req.ids[: req.num_tokens].tolist(), 1)[0]
-    bench.scheduler.received(req, first, None, cached_tokens=0)
+    bench.scheduler.received(req, first, None, cached=CachedTokens())
 
 
 def test_a_grant_gives_a_row_and_the_pages_of_the_whole_prompt() -> None:
