@@ -498,6 +498,12 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
         yield "cache.host_memory_bytes with cache.prefix_cache: chunk, which keeps no pages; leave one out"
     if cache.store is not None and not cache.host_memory_bytes:
         yield "cache.store without cache.host_memory_bytes: pages go to and from the store through host memory; set it"
+    for name, policy in (("eviction", cache.eviction), ("host_eviction", cache.host_eviction)):
+        if policy == "priority" and scheduler.priorities == "off":
+            yield (
+                f"cache.{name}: priority with scheduler.priorities: off, where every request's priority is 0; set "
+                f"scheduler.priorities: on, or another cache.{name}"
+            )
     if cache.sparse_tokens < 1:
         yield f"cache.sparse_tokens = {cache.sparse_tokens}; allowed: 1 or more"
     if cache.store_bytes < 1:

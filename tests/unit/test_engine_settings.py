@@ -56,6 +56,15 @@ def test_an_unknown_kv_dtype_is_refused_with_those_there_are() -> None:
         resolve(int8_model(intermediate_size=96), CPU, cache=CacheConfig(kv_dtype="bf16"))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["eviction", "host_eviction"])
+def test_eviction_by_priority_is_refused_where_priorities_are_ignored(name: str) -> None:
+    """SPEC E19: every page has priority 0: it would be `lru` in silence."""
+    cache = CacheConfig(**{name: "priority"})  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfig, match=rf"cache.{name}: priority with .*; set scheduler.priorities: on, or another"):
+        resolve(model_config(), CPU, cache=cache)
+    resolve(model_config(), CPU, cache=cache, scheduler=SchedulerConfig(priorities="on"))
+
+
 def test_reading_a_prefix_together_pays_from_64_times_as_many_tokens_on_a_gpu() -> None:
     """A step with a group costs a GPU's host a millisecond more; on a CPU it costs nothing."""
     gpu = Hardware(device="cuda", num_cpus=2, available_memory_bytes=1 << 30)

@@ -173,6 +173,20 @@ def test_the_host_gives_up_its_least_recent_leaf_and_what_the_device_has_too() -
     assert rig.cache.counters.evicted_pages == 1
 
 
+def test_what_leaves_the_host_while_the_device_has_it_stays_in_the_tree() -> None:
+    """SPEC G06: B goes, the tail; then A, and both are still found on the device, and leave it as any page."""
+    rig = Rig(2, write="write_through")
+    rig.put(ids(A, B), 10)
+    for left in (1, 0):
+        taken = rig.cache.take_host(1)
+        assert taken is not None
+        assert rig.tiers(ids(A, B)) == (2, 0)
+        assert rig.cache.clean_pages == left
+    assert rig.cache.evictable_pages == 2
+    assert rig.evict(2) == [10, 11]
+    assert rig.tiers(ids(A, B)) == (0, 0)
+
+
 def test_a_locked_path_keeps_its_host_pages() -> None:
     rig = Rig(2)
     rig.put(ids(A, B), 10)

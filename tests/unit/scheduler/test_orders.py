@@ -76,6 +76,21 @@ def test_a_long_prompt_passes_short_ones_once_it_has_waited_long_enough_for_its_
     bench.run()
 
 
+@pytest.mark.parametrize(("late_s", "first"), [(0.8, "short"), (0.9, "long")])
+def test_a_short_prompt_passes_one_that_waits_longer_if_it_has_waited_more_for_its_length(
+    late_s: float, first: str
+) -> None:
+    """hrrn: after 1 s 20 tokens have waited 50 ms each; 3 tokens that came at 0.8 s 67 ms, at 0.9 s 33 ms."""
+    bench = Bench(page_size=4, max_running=1, chunked_prefill_size=64, policy="hrrn", ageing_s=1e9)
+    bench.submit([1, 2, 3], max_new_tokens=20)
+    bench.step()
+    reqs = {"long": bench.submit(range(300, 320), max_new_tokens=3)}
+    bench.clock.now_s += late_s
+    reqs["short"] = bench.submit([7, 8, 9], max_new_tokens=2)
+    assert names(bench, reqs, after_s=1.0 - late_s)[0] == first
+    bench.run()
+
+
 @pytest.mark.parametrize("policy", get_args(QueuePolicy))
 def test_what_has_aged_goes_first_in_order_of_arrival_under_every_policy(policy: str) -> None:
     bench, reqs = waiting(policy, ageing_s=5.0)

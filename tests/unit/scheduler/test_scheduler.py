@@ -93,6 +93,14 @@ def test_of_equal_outputs_the_longest_prompt_is_retracted(prompts: tuple[int, in
     assert {req.prompt_len: req.num_retractions for req in reqs} == {4: 0, 7: 1}
 
 
+def test_a_retraction_has_admission_reserve_more_so_that_none_is_retracted_again() -> None:
+    """SPEC F11: nothing was reserved for output. Four requests of 8 pages each share 10."""
+    bench = Bench(num_pages=10, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    reqs = [bench.submit([10 * i + t for t in range(4)], max_new_tokens=28) for i in range(4)]
+    bench.run()
+    assert sorted(req.num_retractions for req in reqs) == [0, 1, 1, 1]
+
+
 def test_a_cached_prefix_that_a_request_reuses_is_not_counted_as_memory_that_it_could_evict() -> None:
     """SPEC F05: the prefix is locked before memory is counted. 4 pages of 8 are cached, the runner holds 1: 3 are free.
     The second needs 1 token beyond its prefix and reserves 12; evicting its own prefix would make room for that.
