@@ -509,6 +509,7 @@ class EngineStats:
     longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
     blocked: str = ""  # what keeps waiting requests from starting: pool, slots; "" if nothing does
+    failed_checks: int = 0  # of the idle pool, which found pages lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,7 @@ class Bench:
             self.scheduler.apply(plan, self.device.execute(plan))
             self.plans.append(plan)
         self.scheduler.check()
+        self.kv.check_idle()
         return plan
 
     def run(self, max_steps: int = 2000) -> None:
@@ -98,6 +99,7 @@ class Bench:
             assert req.finish.reason is not FinishReason.LENGTH or len(made) == req.sampling.max_new_tokens
         pool = self.kv.store.stats()
         assert pool.free_pages + pool.evictable_pages == pool.num_pages
+        assert self.kv.store.failed_checks == 0, "held pages were called lost"
 
 
 def retract(scheduler: Scheduler, req: Req) -> None:

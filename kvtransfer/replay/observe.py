@@ -39,7 +39,7 @@ def enable(on: bool = True) -> None:
 
 
 def harmless(observation: Callable[P, None]) -> Callable[P, None]:
-    """Keep what ``observation`` raises from its caller, whose step must go on. The log has the first failure of each."""
+    """Keep what ``observation`` raises from its caller, whose step goes on. The log has the first failure of each."""
 
     @functools.wraps(observation)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -311,6 +311,11 @@ class KvCache:
         """Whether a request or a peer uses pages, so that `flush` would raise."""
         return bool(self._holders or len(self.store.quarantine))
 
+    def check_idle(self) -> None:
+        """Check, where nothing uses pages, that none is lost (`PageStore.check_idle`)."""
+        if not self.in_use:
+            self.store.check_idle()
+
     def flush(self) -> None:
         """Empty the prefix cache. Raises: InvalidRequest with the rids while pages are in use."""
         if self.in_use:

@@ -204,6 +204,7 @@ class EngineLoop:
                     self._sinks.deliver(self.engine.poll())
                     self._refresh_stats()
                     if not self.engine.tidy():
+                        self.engine.kv.check_idle()
                         self._stats = self.engine.stats()
                         self._wait(IDLE_WAIT_S)
         except Exception as error:

@@ -160,6 +160,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         extend_s=steps.extend_s,
         decode_s=steps.decode_s,
         alloc_failures=store.alloc_failures,
+        failed_checks=store.failed_checks,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         decode_step_s=steps.decode_step_s,
         num_constrained=counters.constrained,

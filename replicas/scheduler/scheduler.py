@@ -144,8 +144,10 @@ class Scheduler:
         self._wait(req)
 
     def received(self, req: Req, token_id: int, logprob: TokenLogprob | None, *, cached: CachedTokens) -> NewToken:
-        """Take in the complete K/V of a RECEIVING request, and its next token; it runs on without a forward. ``cached``:
-        what its sender had."""
+        """Take in the complete K/V of a RECEIVING request, and its next token; it runs on without a forward.
+
+        Args: cached: what its sender did not compute.
+        """
         queues = self.queues
         queues.away.remove(req)
         req.computed_len = req.num_tokens

@@ -60,7 +60,7 @@ def test_an_unknown_kv_dtype_is_refused_with_those_there_are() -> None:
 def test_eviction_by_priority_is_refused_where_priorities_are_ignored(name: str) -> None:
     """SPEC E19: every page has priority 0: it would be `lru` in silence."""
     cache = CacheConfig(**{name: "priority"})  # type: ignore[arg-type]
-    with pytest.raises(InvalidConfig, match=rf"cache.{name}: priority with .*; set scheduler.priorities: on, or another"):
+    with pytest.raises(InvalidConfig, match=rf"cache.{name}: priority with .*; set scheduler.priorities: on, or"):
         resolve(model_config(), CPU, cache=cache)
     resolve(model_config(), CPU, cache=cache, scheduler=SchedulerConfig(priorities="on"))
 

@@ -95,6 +95,20 @@ def test_a_caller_whose_event_loop_has_closed_does_no_harm_to_the_engine() -> No
         assert reasons(got) == [FinishReason.LENGTH]
 
 
+async def test_a_page_that_is_lost_is_counted_while_the_engine_is_idle_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """SPEC F01, D16."""
+    with running() as loop:
+        assert [delta async for delta in loop.generate(ask("a", PROMPT))][-1].finish is not None
+        await loop.run_on_engine(lambda engine: engine.kv.check_idle())
+        assert loop.engine.kv.store.failed_checks == 0
+        await loop.run_on_engine(lambda engine: engine.kv.store.allocator.alloc(2, rid="a leak"))
+        until(lambda: loop.stats().failed_checks >= 2)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith("2 of 64 pages are lost: nothing uses the pool, and 59 are free, 3 evictable, 0 protected")
+
+
 async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:
     gate = threading.Semaphore(3)
     engine, device = fake_engine()

@@ -146,6 +146,7 @@ def _pool(pool: PoolStats, stats: EngineStats, facts: ReplicaFacts) -> Iterator[
         yield "kv_pool_tokens", {**L1, "state": state}, getattr(pool, f"{state}_pages") * pool.page_size
     yield "kv_pool_utilization_ratio", L1, pool.utilization
     yield "kv_pool_alloc_failures_total", L1, stats.alloc_failures
+    yield "kv_pool_failed_checks_total", L1, stats.failed_checks
 
 
 def _cache(stats: EngineStats, tiers: TierStats, tallies: EngineTallies) -> Iterator[Told]:

@@ -49,6 +49,7 @@ def growing_of(stats: EngineStats) -> dict[str, int]:
         "tokens": stats.prefill_tokens + stats.cached_tokens + stats.decode_tokens,
         "retracted": stats.retracted_tokens,
         "damaged": 0 if transfer is None else transfer.digest_mismatches,
+        "failed_checks": stats.failed_checks,
         "wrong_pages": 0 if tiers is None else tiers.host_wrong_pages + tiers.store_wrong_pages,
     }
 

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 
 from replicas.cache.kv import KvCache
@@ -51,6 +52,36 @@ def decode(kv: KvCache, *reqs: Req) -> list[int]:
 def pages(kv: KvCache) -> tuple[int, int, int, int, int]:
     pool = kv.store.stats()
     return pool.free_pages, pool.evictable_pages, pool.protected_pages, pool.reserved_pages, pool.quarantined_pages
+
+
+def test_an_idle_check_counts_what_nobody_holds_and_nothing_else() -> None:
+    """SPEC D16: requests, what they decode, quarantine with and without a lock; then a lost page, and a lost lock."""
+    kv = make()
+
+    def fails() -> bool:
+        before = kv.store.failed_checks
+        kv.check_idle()
+        return kv.store.failed_checks > before
+
+    kv.release(prefilled(kv, "first", 9), keep=True)
+    assert not fails()
+    receipts = []
+    for locked in (True, False):
+        req = prefilled(kv, "second", 11)
+        assert not fails()
+        receipts.append(kv.quarantine(req, locked=locked))
+        assert not fails()
+    for receipt in receipts:
+        kv.release_quarantined(receipt)
+        assert not fails()
+    page = kv.store.allocator.alloc(1, rid="a leak")
+    assert fails()
+    kv.store.allocator.free(page)
+    assert not fails()
+    lock = kv.store.cache.inc_lock_ref(kv.match(np.arange(8, dtype=np.int32), "").node)
+    assert fails()
+    kv.store.cache.dec_lock_ref(lock)
+    assert not fails()
 
 
 def test_three_requests_that_share_a_token_decode_together() -> None:
