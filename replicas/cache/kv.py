@@ -312,9 +312,9 @@ class KvCache:
         return bool(self._holders or len(self.store.quarantine))
 
     def check_idle(self) -> None:
-        """Check, where nothing uses pages, that none is lost (`PageStore.check_idle`)."""
-        if not self.in_use:
-            self.store.check_idle()
+        """Check that, where nothing uses pages, all are free or evictable. O(1); `audit` finds which are not."""
+        if self.store.held_pages and not self.in_use:
+            self.store.count_lost()
 
     def flush(self) -> None:
         """Empty the prefix cache. Raises: InvalidRequest with the rids while pages are in use."""

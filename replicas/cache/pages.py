@@ -57,11 +57,16 @@ class PageStore:
         self.evicted_tokens = 0  # when pages were short
         self.flushed_tokens = 0  # by `flush`
         self.alloc_failures = 0
-        self.failed_checks = 0  # `check_idle` that found pages missing
+        self.failed_checks = 0  # `count_lost`
 
     @property
     def num_pages(self) -> int:
         return self.allocator.num_pages
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that are neither free nor evictable."""
+        return self.num_pages - self.allocator.num_free - self.cache.evictable_pages
 
     @property
     def event_seq(self) -> int:
@@ -123,18 +128,16 @@ class PageStore:
             quarantined_pages=quarantined,
         )
 
-    def check_idle(self) -> None:
-        """Count it, and log it the first time, if a page is neither free nor evictable. Call it while no request and no
-        peer uses any. O(1): `audit` says which, in tests."""
-        pool = self.stats()
-        lost = pool.num_pages - pool.free_pages - pool.evictable_pages
-        if lost and not self.failed_checks:
+    def count_lost(self) -> None:
+        """Count, and log the first time, that pages are held though no request and no peer has any (cache/kv.py)."""
+        if not self.failed_checks:
+            pool = self.stats()
             log.error(
                 "%d of %d pages are lost: nothing uses the pool, and %d are free, %d evictable, %d protected; restart "
                 "this replica when it can be spared, and report this as a defect of Manta",
-                lost, pool.num_pages, pool.free_pages, pool.evictable_pages, pool.protected_pages,
+                self.held_pages, pool.num_pages, pool.free_pages, pool.evictable_pages, pool.protected_pages,
             )  # fmt: skip
-        self.failed_checks += lost != 0
+        self.failed_checks += 1
 
     def drain_events(self) -> tuple[CacheEvent, ...]:
         """Return the cache events since the last call; none unless they are recorded."""
