@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from deployments.command import arguments
 from deployments.settings.keys import KEY_VARIABLE
 from deployments.settings.places import ROOT
-from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile, check_port
+from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile, check_port, setting_of
 from replicas.errors import InvalidConfig
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn")  # of `manta bench`: the first two unless some are named
@@ -133,7 +133,8 @@ def _host(file: SettingsFile, *, to_listen: bool) -> str:
         try:
             check_port(host, port)
         except InvalidConfig as error:
-            raise InvalidConfig(f"{file.path}:{file.line('http_options', 'port')}: {error}") from error
+            line = file.line(*setting_of(str(error)).split("."))
+            raise InvalidConfig(f"{file.path}:{line}: {error}") from error
     return host
 
 

@@ -17,7 +17,7 @@ from ray._private.utils import get_num_cpus
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from deployments.command.announce import OBSERVATORY
-from deployments.replica.feasible import ANY_MEMORY, examined
+from deployments.replica.feasible import ANY_MEMORY, examined, small_pools
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
 from deployments.settings.places import local_model
@@ -132,6 +132,9 @@ class _Check:
         ram = ANY_MEMORY if self._on_cluster else available_ram()
         config, problems = examined(args, available_bytes=ram)
         self._add(problems, "applications", index, "args")
+        if config is not None and not problems:
+            for each in small_pools(config, available_bytes=ram):
+                self._say(f"warning: {each}")
         if config is not None:
             self.configs[str(application.get("name", index))] = config
 

@@ -85,10 +85,17 @@ def _run(config_path: str, progress: startup.StartProgress) -> int:
 def check(config_path: str) -> int:
     """Print whether ``config_path`` can be served. Returns: the exit status."""
     try:
-        read(config_path, print)
+        schema, _ = read(config_path, print)
     except InvalidConfig as error:
         return refuse(config_path, error)
     print(f"{config_path} is in order")
+    if "RAY_ADDRESS" in os.environ:
+        print("not looked at: whether the cluster's port is free")
+        return 0
+    try:  # another machine, or another hour, may have the address
+        check_port(schema.http_options.host, schema.http_options.port)
+    except InvalidConfig as error:
+        print(f"but here and now it would not start: {error}")
     return 0
 
 

@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from deployments.settings.groups import AutoscalingSettings, Settings
 from deployments.settings.schema import AppConfig
+from deployments.settings.settings_file import BYTES
 
 WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", SecretStr: "text"}
 _FIELD = re.compile(r"^    (\w+): ")
@@ -41,7 +42,8 @@ def _rows(group: type[Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
         if inner is not None and inner is not AutoscalingSettings:
             yield from _rows(inner, f"{prefix}{name}.")
             continue
-        yield f"{prefix}{name}", _values(hints[name]), _shown(default), meanings.get(name, "")
+        values = "bytes, or a size (`2GiB`)" if name.endswith(BYTES) else _values(hints[name])
+        yield f"{prefix}{name}", values, _shown(default), meanings.get(name, "")
         if inner is not None and not prefix.startswith(("prefill.", "decode.")):
             yield from _rows(inner, f"{prefix}{name}.")
 

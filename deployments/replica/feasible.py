@@ -71,7 +71,7 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
         check_ranks(config, num_kv_heads=heads, latent=model is not None and model.mla is not None)
     for role in roles_of(config) if model is not None else ():
         try:
-            check_budget(engine_of(config, role, available_bytes=available_bytes))
+            most_pool_tokens(engine_of(config, role, available_bytes=available_bytes))
         except InvalidConfig as error:
             found.update(dict.fromkeys(_named(problem, config, role) for problem in error.problems))
     return list(found)
@@ -92,21 +92,42 @@ def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMOR
     )
 
 
-def check_budget(engine: EngineConfig) -> None:
-    """Raise InvalidConfig if the memory that a replica on the CPU may take holds no page beside its weights."""
-    budget = engine.cache.device_memory_bytes
+def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
+    """Return a sentence for each role whose pool, at most, holds no request of the context's length."""
+    found: dict[str, None] = {}
+    for role in roles_of(config):
+        engine = engine_of(config, role, available_bytes=available_bytes)
+        tokens, longest = most_pool_tokens(engine), engine.model.context_len
+        if tokens is not None and tokens < longest:
+            cap, page_size = engine.cache.max_total_tokens, engine.cache.page_size
+            by = "max_total_tokens" if cap is not None and cap - cap % page_size == tokens else "device_memory_bytes"
+            sentence = (
+                f"cache.{by}: the pool holds {tokens:,} tokens at most, and the context is {longest:,}: what does not "
+                "fit is refused, and what fits waits for room; raise it, or lower model.context_len"
+            )
+            found[_named(sentence, config, role)] = None
+    return list(found)
+
+
+def most_pool_tokens(engine: EngineConfig) -> int | None:
+    """Count the tokens that the pool of an engine holds at most; None if its device's memory decides.
+
+    Raises: InvalidConfig if the memory that a replica on the CPU may take holds no page beside its weights.
+    """
+    budget, cap = engine.cache.device_memory_bytes, engine.cache.max_total_tokens
     if engine.device != "cpu" or budget is None:
-        return
+        return cap
     tp = engine.parallel.tp
     weights = sizing.weight_bytes(engine.model, tp)
     cell_bytes = engine.model.kv_cell_bytes(tp=tp, kv_dtype=engine.kv_dtype)
     try:
         left = sizing.kv_bytes(budget // tp, weights, engine.cache.mem_fraction_static)
-        sizing.pool_tokens(left, cell_bytes, engine.cache.page_size, None)
+        fit = sizing.pool_tokens(left, cell_bytes, engine.cache.page_size, None)
     except InvalidConfig as error:
         origin = engine.origin.get("cache.device_memory_bytes")
         given = f" = {budget}" if origin is None else f" is not given, which is {origin}"
         raise InvalidConfig(f"cache.device_memory_bytes{given}: {error}") from error
+    return fit if cap is None else min(fit, cap - cap % engine.cache.page_size)
 
 
 def device_of(config: AppConfig) -> Device:

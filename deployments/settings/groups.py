@@ -8,6 +8,7 @@ Never:     repeats a default of the engine (replicas/config.py) or of hand-offs 
 
 import dataclasses
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_type_hints
@@ -33,6 +34,18 @@ DTYPES: Mapping[str, str | None] = {
     "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
     "fp8_e4m3": "fp8", "auto": None,
 }  # fmt: skip
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i?))?B?")
+
+
+def in_bytes(size: str) -> int | str:
+    """Read a size as Kubernetes writes them: GB or G are powers of 1,000, GiB or Gi of 1,024; anything else is kept."""
+    found = _SIZE.fullmatch(size.strip())
+    if found is None:
+        return size
+    power = 0 if found[2] is None else "KMGT".index(found[2].upper()) + 1
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power) if power or "." not in found[1] else size
 
 
 def _dtype(value: Any) -> Any:

@@ -7,7 +7,9 @@ Never:     fills in what depends on the machine (capacity.py, replicas.config.re
 
 import copy
 import dataclasses
-from typing import Annotated, Any, Literal
+import re
+import types
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
@@ -22,9 +24,10 @@ from deployments.settings.groups import (
     Settings,
     ToolFormatName,
     TransferGroup,
+    in_bytes,
 )
 from deployments.settings.keys import SECRET, KeyDigests, read_keys
-from deployments.settings.settings_file import nearest, sentences, setting_of
+from deployments.settings.settings_file import BYTES, nearest, sentences, setting_of, shown
 from replicas.config import (
     Attention,
     CacheConfig,
@@ -38,13 +41,16 @@ from replicas.config import (
 from replicas.errors import InvalidConfig
 from routing.policies import POLICIES
 
+_GGUF_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")  # no part of a model's name, as in llama.cpp
+
 
 class ModelSettings(Settings):
     """The group ``model``: which model is served, in which number formats."""
 
     path: str = Field(min_length=1)  # folder or GGUF file (relative to the project's root), or hub id
     revision: str | None = Field(default=None, min_length=1)  # branch, tag or commit of a hub id; by default main
-    served_name: str | None = None  # name that requests use; by default the last part of the path
+    # name that requests use; by default the last part of the path, of a GGUF file without its ending
+    served_name: str | None = None
     # number format of the weights, and on a GPU of the computation; a CPU computes in float32. By default float32 on a
     # CPU, the checkpoint's on a GPU
     dtype: Annotated[DType | None, DTYPE_NAMES] = None
@@ -67,7 +73,7 @@ class ModelSettings(Settings):
 
     @property
     def name(self) -> str:
-        return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_name or _GGUF_ENDING.sub("", self.path.rstrip("/").rsplit("/", 1)[-1])
 
 
 class RouterSettings(Settings):
@@ -195,6 +201,7 @@ def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
 
     Returns: the settings, with defaults for the wrong ones, or None if that is impossible; the sentences.
     """
+    args = _typed(args)
     try:
         return AppConfig.model_validate(args), []
     except ValidationError as error:
@@ -205,17 +212,40 @@ def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
         return None, problems
 
 
+def _typed(args: dict[str, Any]) -> dict[str, Any]:
+    """Copy ``args`` with sizes in bytes. A boolean for a number becomes text, which no number's check takes: to Python,
+    ``page_size: yes`` is 1."""
+    typed = copy.deepcopy(args)
+    for path, kind in _GROUPS.items():
+        group, hints = _inner(typed, path), get_type_hints(kind)
+        for name, value in group.items():
+            if isinstance(value, bool) and _is_number(hints.get(name)):
+                group[name] = shown(value)
+            elif isinstance(value, str) and str(name).endswith(BYTES):
+                group[name] = in_bytes(value)
+    return typed
+
+
+def _is_number(hint: Any) -> bool:
+    kinds = {hint} if get_origin(hint) is not types.UnionType else {*get_args(hint)}
+    return bool(kinds) and kinds <= {int, float, types.NoneType}
+
+
 def _without(args: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Copy ``args`` without the settings of these dotted names."""
     left = copy.deepcopy(args)
     for name in names:
-        *groups, last = name.split(".")
-        inner: Any = left
-        for group in groups:
-            inner = inner.get(group) if isinstance(inner, dict) else None
-        if isinstance(inner, dict):
-            inner.pop(last, None)
+        group, _, last = name.rpartition(".")
+        _inner(left, group).pop(last, None)
     return left
+
+
+def _inner(args: dict[str, Any], path: str) -> dict[str, Any]:
+    """Find the group at a dotted path; an empty one if there is none."""
+    inner: Any = args
+    for name in filter(None, path.split(".")):
+        inner = inner.get(name) if isinstance(inner, dict) else None
+    return inner if isinstance(inner, dict) else {}
 
 
 def _allowed(group: str) -> list[str]:

@@ -8,6 +8,8 @@ Never:     imports Ray, torch or pydantic, so that an error in the file or its p
 
 import contextlib
 import difflib
+import errno
+import ipaddress
 import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -53,9 +55,22 @@ class SettingsFile:
         host, port = options.get("host", ALL_ADDRESSES), options.get("port", PORT)
         if not isinstance(host, str):
             raise InvalidConfig(f"http_options.host: must be text, an address of this machine, not {host!r}")
+        if wrong := _no_host(host):
+            raise InvalidConfig(f"http_options.host: must be an address or a name alone, {wrong}")
         if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
             raise InvalidConfig(f"http_options.port: must be a whole number from 1 to 65535, not {port!r}")
         return host, port
+
+
+def _no_host(host: str) -> str:
+    """Say what ``host`` has that an address of a machine has not, and where that belongs; "" if there is nothing."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return ""
+    bare, _, port = host.rpartition("://")[2].strip("/").rpartition(":")
+    if port.isdecimal() and bare:
+        return f"not {host!r}; write host: {bare.strip('[]')} and port: {port}"
+    return f"not {host!r}" if set(host) & set(":/[] ") or not host else ""
 
 
 def read(path: str) -> SettingsFile:
@@ -134,6 +149,8 @@ _BOUNDS = {
     "less_than": "below {lt:g}",
     "less_than_equal": "at most {le:g}",
 }
+BYTES = "_bytes"  # the ending of the names of sizes
+_ADVICE = {"quantization": "a checkpoint that is quantised already (AWQ, GPTQ, ...) says so itself: leave this out"}
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _SECRET = ("key", "token")  # endings of the names of secrets
 _SHOWN_CHARS = 60
@@ -157,7 +174,8 @@ def sentences(error: "ValidationError", *, allowed: Callable[[str], list[str]]) 
             found += [line if line.startswith(f"{name}.") or not name else f"{name}: {line}" for line in lines]
         else:
             given = "" if name.endswith(_SECRET) or each["input"] == "" else f", not {shown(each['input'])}"
-            found.append(f"{name}: {_wanted(each)}{given}")
+            advice = _ADVICE.get(name.rpartition(".")[2]) if each["type"] == "literal_error" else None
+            found.append(f"{name}: {_wanted(each)}{given}{f'; {advice}' if advice else ''}")
     return list(dict.fromkeys(found))
 
 
@@ -170,6 +188,8 @@ def nearest(name: str, names: Collection[str]) -> str:
     """Suggest our name for ``name``, or a similar one of ``names``, in words that follow it; "" if there is none."""
     if ours := here(name):
         return f" (here it is {ours})"
+    if name.partition("_")[0].lower() in ("lora", "loras") or name.startswith("enable_lora"):
+        return " (LoRA is not supported)"
     near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -198,6 +218,8 @@ def _wanted(error: Any) -> str:
         return f"must be {_BOUNDS[kind].format(**context)}"
     if kind in ("literal_error", "enum"):
         return f"must be {context['expected']}"
+    if kind.startswith("int") and str(error["loc"][-1]).endswith(BYTES):
+        return "must be a whole number of bytes, or a size such as 512MiB or 2GB"
     if kind == "string_too_short":
         return "must not be empty"
     if kind == "string_pattern_mismatch" and context["pattern"] == "^https?://":
@@ -247,14 +269,22 @@ def here(name: str) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that the address is free. Raises: InvalidConfig, which names the process there if this user may see it."""
+    """Check that the address is this machine's and free. Raises: InvalidConfig, which names the process there if this
+    user may see it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise InvalidConfig(
+                    f"http_options.host = {host!r}: is no address of this machine ({error.strerror}); {ALL_ADDRESSES} "
+                    "listens on all of them, 127.0.0.1 for this machine alone"
+                ) from error
             holder = _holder(port)
             held = f"{holder} listens there: stop it" if holder else "stop the process that holds it"
+            if error.errno == errno.EACCES:
+                held = "a port below 1024 is the administrator's"
             raise InvalidConfig(
                 f"http_options.port = {port}: {host}:{port} cannot be listened on ({error.strerror}); {held}, or give "
                 "another port"

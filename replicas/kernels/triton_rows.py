@@ -63,7 +63,8 @@ def greatest(logits, tokens, peaks, size, BLOCK: tl.constexpr):
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 
 
-@triton.jit
+# `places` is a row of a matrix [5, R]: 16-byte aligned or not by R
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["places"])
 def penalise(logits, counts, index, places, penalties, num_rows, size, BLOCK: tl.constexpr):
     """Program (r, block): the penalties of row index[r] of logits [S, size], in place, by counts [n, size] int32.
 
@@ -81,7 +82,7 @@ def penalise(logits, counts, index, places, penalties, num_rows, size, BLOCK: tl
     tl.store(at, tl.where(made > 0, value - term.to(tl.float32), value), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def scale(logits, peaks, index, rules, scaled, num_rows, size, BLOCK: tl.constexpr):
     """Program (r, block): scaled [R, size] = (logits of row index[r] - its peak) / temperature."""
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,7 +92,7 @@ def scale(logits, peaks, index, rules, scaled, num_rows, size, BLOCK: tl.constex
     tl.store(scaled + r * size + i, tl.div_rn(value, tl.zeros_like(value) + temperature), mask=i < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def draw(
     scaled, head_values, head_ids, index, rules, tokens, num_rows, size, num, HEAD: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -72,6 +72,18 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({"model": MODEL_ARGS, "observability": {"metrics_port": None}}, "port: must be a whole number, not nothing"),
         ({"model": MODEL_ARGS, "observability": {"otlp_endpoint": "x"}}, "must begin with http:// or https://"),
         ({"model": MODEL_ARGS, "replicas": {"gpus": 1.5}}, "gpus: must be a whole number, or a part of one GPU"),
+        ({"model": MODEL_ARGS, "cache": {"page_size": True}}, "cache.page_size: must be a whole number, not 'true'"),
+        ({"model": MODEL_ARGS, "cache": {"max_total_tokens": False}}, "max_total_tokens: must be a whole number, not"),
+        ({**APART, "decode": {"cache": {"page_size": True}}}, "decode.cache.page_size: must be a whole number, not"),
+        ({"model": MODEL_ARGS, "scheduler": {"watchdog_s": True}}, "scheduler.watchdog_s: must be a number, not 'tr"),
+        ({"model": MODEL_ARGS, "replicas": {"autoscaling": {"max_replicas": True}}}, "max_replicas: must be a whole"),
+        ({"model": MODEL_ARGS, "parallel": {"tp": True}}, "parallel.tp: must be a whole number, not 'true'"),
+        (
+            {"model": MODEL_ARGS, "cache": {"device_memory_bytes": "2 gigs"}},
+            "must be a whole number of bytes, or a size such as 512MiB or 2GB, not '2 gigs'",
+        ),
+        ({"model": {**MODEL_ARGS, "quantization": "awq"}}, "or 'int4', not 'awq'; a checkpoint that is quantised"),
+        ({"model": {**MODEL_ARGS, "lora": "x"}}, "model.lora: is unknown (LoRA is not supported); allowed: path,"),
         ({**APART, "router": {"max_wait_s": 180}}, "transfer.room_timeout_s = 180 must exceed router.max_wait_s = 180"),
     ],
 )
@@ -97,6 +109,27 @@ def test_a_name_of_vllm_or_sglang_is_answered_with_ours(text: str, says: str) ->
     with pytest.raises(InvalidConfig) as error:
         parse({"model": MODEL_ARGS, **yaml.safe_load(text)})
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("2GB", 2_000_000_000), ("2.5GiB", 2_684_354_560), ("512MiB", 536_870_912), ("1Gi", 1 << 30),
+        ("500M", 500_000_000), ("64 kB", 64_000), ("4096", 4096), ("4096B", 4096), ("1_000_000", 1_000_000),
+    ],
+)  # fmt: skip
+def test_a_size_is_taken_as_kubernetes_writes_it_in_every_group(text: str, num_bytes: int) -> None:
+    args = yaml.safe_load(f"{{cache: {{store_bytes: {text}}}, router: {{max_body_bytes: {text}}}}}")
+    decode = {"cache": {"device_memory_bytes": text}}
+    config = parse({**APART, **args, "decode": decode})
+    taken = (config.cache.store_bytes, config.router.max_body_bytes, config.decode.cache["device_memory_bytes"])
+    assert taken == (num_bytes,) * 3
+
+
+def test_a_gguf_file_is_named_without_its_ending() -> None:
+    for path, name in (("a/tiny.gguf", "tiny"), ("a/b-00001-of-00002.gguf", "b"), ("a/tiny-GGUF", "tiny-GGUF")):
+        assert parse({"model": {"path": path}}).model.name == name
+    assert parse({"model": {"path": "a.gguf", "served_name": "a.gguf"}}).model.name == "a.gguf"
 
 
 @pytest.mark.parametrize(
@@ -389,6 +422,12 @@ def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(InvalidConfig, match=says):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_no_address_of_this_machine_is_not_a_port_that_is_taken(host: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"^http_options.host = '{host}': is no address of this machine"):
+        check_port(host, 8000)
 
 
 def test_the_curl_line_can_be_pasted() -> None:

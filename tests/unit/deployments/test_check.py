@@ -17,7 +17,7 @@ import yaml
 from huggingface_hub import constants
 
 from deployments import app
-from deployments.command import check
+from deployments.command import check, serve
 from deployments.command.check import read
 from deployments.http import service
 from deployments.replica.feasible import engine_of, impossible
@@ -46,6 +46,7 @@ applications:
       cache:
         page_size: 16
 """
+HOST = "http_options.host: must be an address or a name alone"
 WATCHED = """\
   - name: observatory
     route_prefix: /manta
@@ -79,6 +80,10 @@ def problems(folder: Path, text: str) -> list[str]:
         ("http_options:", "http_optoins:", "1: http_optoins: is unknown (did you mean 'http_options'?)"),
         ("  host:", "  hots:", "2: hots: is unknown (did you mean 'host'?)"),
         ("port: 8000", "port: eight", "3: http_options.port: must be a whole number from 1 to 65535, not 'eight'"),
+        ("127.0.0.1", "a:84", f"2: {HOST}, not 'a:84'; write host: a and port: 84"),
+        ("127.0.0.1", "http://[::1]:80/", f"2: {HOST}, not 'http://[::1]:80/'; write host: ::1 and port: 80"),
+        ("127.0.0.1", "'[::1]'", f"2: {HOST}, not '[::1]'"),
+        ("page_size: 16", "page_size: yes", "14: cache.page_size: must be a whole number, not 'true'"),
         ("port: 8000", "port: 0", "3: http_options.port: must be a whole number from 1 to 65535, not 0"),
         ("route_prefix", "rout_prefix", "6: rout_prefix: is unknown (did you mean 'route_prefix'?)"),
         (
@@ -112,6 +117,44 @@ def test_the_file_as_it_is_is_in_order(tmp_path: Path) -> None:
     schema, configs = read(str(file))
     assert list(configs) == ["manta"]
     assert schema.http_options.port == 8000
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        ("max_total_tokens: 64", "max_total_tokens: the pool holds 64 tokens at most, and the context is 8,192: what"),
+        ("device_memory_bytes: 600MiB", "device_memory_bytes: the pool holds 608 tokens at most, and the context is"),
+        ("device_memory_bytes: 2GiB", None),
+    ],
+)
+def test_a_pool_that_is_smaller_than_the_context_is_a_warning(tmp_path: Path, cache: str, says: str | None) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(FILE.replace("page_size: 16", cache))
+    told: list[str] = []
+    read(str(file), told.append)
+    assert len(told) == (0 if says is None else 1)
+    assert all(each.startswith(f"warning: cache.{says}") for each in told)
+
+
+@pytest.mark.model
+def test_check_looks_at_the_port_and_a_cluster_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "good.yaml"
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        file.write_text(FILE.replace("8000", str(holder.getsockname()[1])))
+        assert serve.check(str(file)) == 0
+        in_order, but = capsys.readouterr().out.splitlines()
+        assert in_order == f"{file} is in order"
+        assert but.startswith(f"but here and now it would not start: http_options.port = {holder.getsockname()[1]}: ")
+    assert serve.check(str(file)) == 0
+    assert capsys.readouterr().out == f"{in_order}\n"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert serve.check(str(file)) == 0
+    assert capsys.readouterr().out == f"{in_order}\nnot looked at: whether the cluster's port is free\n"
 
 
 @pytest.mark.model
