@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from deployments.command import arguments
 from deployments.settings.keys import KEY_VARIABLE
-from deployments.settings.places import ROOT
+from deployments.settings.places import ROOT, VERSION
 from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile, check_port, setting_of
 from replicas.errors import InvalidConfig
 
@@ -82,13 +82,14 @@ def _serve_or_check(command: str, config: str) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: applications beside a settings file are found
     try:  # before Ray and torch are imported, which takes seconds
-        host = _host(settings_file.read(config), to_listen=command == "serve")
+        file = settings_file.read(config)
+        host = _host(file, to_listen=command == "serve")
     except InvalidConfig as error:
         print(f"{config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
         return 2
     haproxy.prepare_ray(host=host)
     if command == "serve":
-        with haproxy.prepared(os.environ, host=host, warn=_warn):
+        with haproxy.prepared(os.environ, host=host, warn=_warn, routes=file.routes):
             from deployments.command import cluster, serve
 
             status = serve.run(config)
@@ -119,8 +120,7 @@ def _versions() -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    ours = importlib.metadata.version("manta")
-    return f"manta {ours} ({', '.join([*found, f'Python {platform.python_version()}'])}) in {ROOT}"
+    return f"manta {VERSION} ({', '.join([*found, f'Python {platform.python_version()}'])}) in {ROOT}"
 
 
 def _host(file: SettingsFile, *, to_listen: bool) -> str:

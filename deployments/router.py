@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import functools
 import gc
-import importlib.metadata
 import logging
 import secrets
 import time
@@ -44,6 +43,7 @@ from deployments.http.routes import own_route
 from deployments.http.service import Service, read_face, tokenizer_folder
 from deployments.settings.groups import without_token
 from deployments.settings.keys import NO_KEYS, KeyDigests
+from deployments.settings.places import VERSION
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.router_metrics import RouterMetrics
@@ -243,7 +243,7 @@ def _service(
         body_timeout_s=config.router.body_timeout_s,
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
-        version=importlib.metadata.version("manta"),
+        version=VERSION,
     )
 
 

@@ -4,7 +4,6 @@ Never: fails because a server does not answer: its line is left out.
 """
 
 import http.client
-import importlib.metadata
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from rich.text import Text
 
 from deployments.command.arguments import URL as DEFAULT_URL
 from deployments.settings.keys import KEY_VARIABLE
+from deployments.settings.places import VERSION
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
 from deployments.watch.terminal.keyboard import on_terminal
@@ -64,7 +64,7 @@ def announce(
     rows += [("metrics", f"{_url(schema, each.route_prefix)}/metrics")
              for each in schema.applications if each.import_path == OBSERVATORY]  # fmt: skip
     rows.append(("stop", "Ctrl-C"))
-    show_box(f"Manta {importlib.metadata.version('manta')}", rows, out)
+    show_box(f"Manta {VERSION}", rows, out)
     for name, config in configs.items():
         line = curl(urls[name], config.model.name, with_key=bool(config.router.known_keys().api))
         print(f"\nTry it:\n\n{line}\n", file=out, flush=True)

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from rich.text import Text
 
 from deployments.command import haproxy
 from deployments.settings import settings_file
-from deployments.settings.places import check_model_path, local_model, weights_bytes
+from deployments.settings.places import ROOT, check_model_path, local_model, weights_bytes
 from deployments.settings.settings_file import ALL_ADDRESSES, PORT, check_port
 from deployments.watch.terminal import ask
 from replicas.errors import InvalidConfig
@@ -263,8 +264,13 @@ def _clock_is_synchronised() -> bool:
 
 
 def _installed() -> Iterator[tuple[Requirement, str | None]]:
-    """List what pyproject.toml asked for when Manta was installed, and what there is."""
-    for wanted in map(Requirement, importlib.metadata.requires("manta") or ()):
+    """List what Manta needs, by its checkout or as it was installed, and what there is."""
+    project = ROOT / "pyproject.toml"
+    if project.is_file():
+        needs = tomllib.loads(project.read_text())["project"]["dependencies"]
+    else:
+        needs = importlib.metadata.requires("manta-serve")
+    for wanted in map(Requirement, needs or ()):
         if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             installed = None
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from deployments.settings.places import is_loopback
@@ -29,6 +29,7 @@ ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs
 WRAPPED = "MANTA_HAPROXY"  # what the wrapper runs
 STATS_HOST = "MANTA_HAPROXY_STATS_HOST"  # where the wrapper has HAProxy's statistics listen
+ROUTES = "MANTA_HAPROXY_ROUTES"  # of applications: requests there are answered with 503 until their routers are there
 PYTHON = "MANTA_PYTHON"  # what it starts haproxy_stand_in.py with
 WRAPPER = Path(__file__).with_name("haproxy_no_splice.sh")  # which says why
 # Serve has HAProxy connect to routers of its own node at 127.0.0.1, wherever they listen
@@ -52,10 +53,13 @@ FLAGS = {  # of any cluster: docs/operate.md has them too
 
 
 @contextlib.contextmanager
-def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[str], None]) -> Iterator[None]:
+def prepared(
+    environ: MutableMapping[str, str], *, host: str, warn: Callable[[str], None], routes: Iterable[str] = ()
+) -> Iterator[None]:
     """Set what a Ray of our own needs to serve behind HAProxy, while the context lasts.
 
     Args: host: what clients connect to (http_options).
+          routes: of the applications.
           warn: called with the reason if Serve's own proxy serves instead.
     """
     if "RAY_ADDRESS" in environ or environ.get(ENABLE, "1") != "1":
@@ -71,7 +75,7 @@ def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[st
     # of mode 0700: HAProxy's admin socket has no authentication
     with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
         open_ones = {name: value for name, value in settings(folder).items() if name not in environ}
-        ours = {BINARY: str(WRAPPER), WRAPPED: binary, PYTHON: sys.executable}
+        ours = {BINARY: str(WRAPPER), WRAPPED: binary, PYTHON: sys.executable, ROUTES: " ".join(routes)}
         stats = {STATS_HOST: "127.0.0.1"} if is_loopback(host) else {}
         with _changed(environ, open_ones | stats | ours):
             yield

@@ -21,6 +21,14 @@ fi
 # stands in (haproxy_stand_in.py; by MANTA_PYTHON, else python3 of the PATH). $$ is HAProxy's id after exec.
 if [ "$1 $2" = "-db -f" ]; then
     config=$3
+    # Serve's settings answer 404 below the route of an application whose routers are not there yet.
+    # MANTA_HAPROXY_ROUTES (those of all applications): 503, since there is something to wait for.
+    for route in $MANTA_HAPROXY_ROUTES; do
+        why="Manta is starting: the application at $route takes no requests yet, for its routers and its first model replica start"
+        json="{\"object\":\"error\",\"message\":\"$why\",\"error\":{\"message\":\"$why\",\"type\":\"service_unavailable\",\"param\":null,\"code\":\"starting\"}}"
+        sed -i "/^backend default_backend/a\\    http-request return status 503 content-type application/json \
+hdr Retry-After 5 string '$json' if { path $route } || { path_beg ${route%/}/ }" "$config"
+    done
     "${MANTA_PYTHON:-python3}" -I "$(dirname "$0")/haproxy_stand_in.py" $$ $PPID "$binary" "$config" &
     if stand_in=$(cat "$(dirname "$config")/stand-in.pid" 2>/dev/null); then
         if grep -q '^ *server SERVE_REPLICA' "$config"; then

@@ -192,7 +192,7 @@ def otlp(endpoint: str | None) -> SpanProcessor:
     except ImportError as error:
         raise InvalidConfig(
             f"observability.otlp_endpoint (or one of {', '.join(ENDPOINTS)}) is set, and the exporter is not "
-            f"installed ({error}): pip install 'manta[otel]', or take the endpoint away"
+            f"installed ({error}): install it (.venv/bin/pip install -e '.[otel]'), or take the endpoint away"
         ) from error
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None))
 

@@ -1,4 +1,4 @@
-"""Paths: the project's root, and a model's path as settings, processes and clients name it.
+"""The project's version and root, and a model's path as settings, processes and clients name it.
 
 Never: downloads anything.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from replicas.errors import InvalidConfig
 
+VERSION = "0.1.0"  # pyproject.toml takes it from here
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, where models/ lies
 
 

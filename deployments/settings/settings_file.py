@@ -62,6 +62,14 @@ class SettingsFile:
         return host, port
 
 
+    @property
+    def routes(self) -> list[str]:
+        """The route of each application; Serve's default where the file has none."""
+        listed = self.content.get("applications") if isinstance(self.content, dict) else None
+        found = [str(each.get("route_prefix", "/")) for each in listed or () if isinstance(each, dict)]
+        return [route for route in found if re.fullmatch(r"/[\w./-]*", route)]
+
+
 def _no_host(host: str) -> str:
     """Say what ``host`` has that an address of a machine has not, and where that belongs; "" if there is nothing."""
     with contextlib.suppress(ValueError):

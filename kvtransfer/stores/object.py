@@ -63,7 +63,7 @@ class ObjectMedium:
                 s3={"addressing_style": "path" if endpoint else "auto"},
             )
         except ImportError as error:
-            raise ValueError(f"a store at s3:// needs boto3 (pip install 'manta[s3]'), and: {error}") from error
+            raise ValueError(f"a store at s3:// needs boto3 (pip install -e '.[s3]'), and: {error}") from error
         session = boto3.session.Session()
         region = region or session.region_name or "us-east-1"
         self._client: Any = session.client("s3", endpoint_url=endpoint, region_name=region, config=config)

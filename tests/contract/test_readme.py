@@ -67,6 +67,16 @@ def test_performance_says_what_holds_and_the_log_has_the_rest() -> None:
     assert len(pathlib.Path("docs/performance.md").read_text().splitlines()) <= 250
 
 
+def test_nobody_is_told_to_install_manta_from_an_index() -> None:
+    """There, that name is somebody else's package, and ours is not published."""
+    told = re.compile(r"pip3? install [^\n]*?['\" ]manta\b|['\"]manta(-serve)?\[")
+    tracked = subprocess.run(["git", "ls-files", "*.py", "*.md", "*.sh", "*.toml", "*.yaml", "Makefile"],
+                             capture_output=True, text=True, check=True).stdout.split()  # fmt: skip
+    texts = {name: pathlib.Path(name).read_text() for name in tracked if name != "tests/contract/test_readme.py"}
+    assert len(texts) > 300
+    assert [name for name, text in texts.items() if told.search(text)] == []
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     """To files that are there, and to headings by the name that GitHub gives them."""
     dead = []

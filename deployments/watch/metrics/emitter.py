@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dashboards.catalog import CATALOG, OPEN, Kind, Metric, Process
+from deployments.settings.places import VERSION
 from replicas.distributions import Tally
 from replicas.types import TallyCounts
 
@@ -245,8 +246,7 @@ def emitter_of(
 
 
 def tell_build(emitter: Emitter) -> None:
-    versions = {name: importlib.metadata.version(name) for name in ("manta", "ray")}
-    emitter.gauge("build_info", version=versions["manta"], ray=versions["ray"]).set(1)
+    emitter.gauge("build_info", version=VERSION, ray=importlib.metadata.version("ray")).set(1)
 
 
 def _process_figures(own: ProcessCollector, names: list[str]) -> Iterator[tuple[str, Mapping[str, str], Value]]:

@@ -13,7 +13,6 @@ Thread:    the observatory's event loop.
 """
 
 import gzip
-import importlib.metadata
 import json
 import math
 import time
@@ -25,6 +24,7 @@ from dashboards.alerts import FIRING
 from dashboards.catalog import POOL_STATES, TAKEN
 from deployments.channel.frames import ReplicaReport
 from deployments.fleet.seen import SeenReplica
+from deployments.settings.places import VERSION
 from deployments.watch.observatory.alerts import (
     Alerts,
     Readings,
@@ -173,7 +173,7 @@ class State:
         self._first = int(time.time()) if first_version is None else first_version
         self._body: dict[str, Any] = {
             "time": 0.0, "version": self._first, "period_s": PERIOD_S, "model": "", "mode": "unified", "started": 0.0,
-            "api": "/", "facts": {"version": importlib.metadata.version("manta"), "grafana": grafana_url},
+            "api": "/", "facts": {"version": VERSION, "grafana": grafana_url},
             "keys": {"admin": has_key},
             "figures": [], "alerts": [], "routers": [], "replicas": [], "links": [],
             "autoscaling": self.scaling.state,

@@ -1,15 +1,16 @@
 """The `manta` command line: what its help names, the nearest command, and what is passed on."""
 
-import importlib.metadata
+import importlib
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from deployments import __main__ as command_line
 from deployments.command import announce, arguments
-from deployments.settings.places import ROOT
+from deployments.settings.places import ROOT, VERSION
 
 COMMANDS = ["serve", "check", "top", "explain", "chat", "doctor", "bench", "dashboards"]
 
@@ -28,6 +29,14 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int | str | N
 def test_the_console_command_is_this_function() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"manta": "deployments.__main__:main"}
+
+
+def test_the_version_is_in_one_place_which_needs_no_installation() -> None:
+    """What is installed may be an older checkout, or have another name: ``manta`` on the index is somebody else's."""
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert whole["project"]["name"] == "manta-serve"
+    module, _, name = whole["tool"]["setuptools"]["dynamic"]["version"]["attr"].rpartition(".")
+    assert getattr(importlib.import_module(module), name) == VERSION
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +73,7 @@ def test_an_unknown_command_names_the_nearest(word: str, meant: str, capsys: pyt
 def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = told(capsys, "--version")
     assert status == 0
-    assert out.startswith(f"manta {importlib.metadata.version('manta')} (ray {importlib.metadata.version('ray')}, ")
+    assert out.startswith(f"manta {VERSION} (ray {metadata.version('ray')}, ")
 
 
 def test_bench_passes_its_words_to_the_benchmarks_of_the_checkout(

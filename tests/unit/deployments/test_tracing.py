@@ -307,7 +307,7 @@ def test_tracing_is_off_unless_an_endpoint_is_configured() -> None:
 
 def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(InvalidConfig, match=r"pip install 'manta\[otel\]'"):
+    with pytest.raises(InvalidConfig, match=r"pip install -e '\.\[otel\]'"):
         tracing.otlp("http://collector:4318")
 
 

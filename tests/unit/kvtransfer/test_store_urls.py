@@ -48,5 +48,5 @@ def test_a_folder_needs_a_capacity(tmp_path: Path) -> None:
 
 def test_without_boto3_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(ValueError, match=r"pip install 'manta\[s3\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[s3\]'"):
         open_store("s3://bucket", layout_digest=LAYOUT, capacity_bytes=10**6)
