@@ -1,4 +1,5 @@
-"""The `manta` command, also as ``python -m deployments``: serve, check, top, explain, chat, bench, dashboards, doctor.
+"""The `manta` command, also as ``python -m deployments``: serve, check, top, explain, chat, logs, bench,
+dashboards, doctor.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
 """
@@ -53,6 +54,11 @@ def _run(args: argparse.Namespace) -> int:
             )
             key = args.key or os.environ.get(arguments.API_KEY_VARIABLE) or admin_key
             return chat.run(args.url, key, admin_key, asked)
+        case "logs":
+            from deployments.command import log_files
+
+            folder = args.folder or log_files.link_of(args.port)
+            return log_files.run(folder, args.replica, num_lines=args.num_lines, follow=args.follow)
         case "doctor":
             from deployments.command import doctor
 

@@ -9,15 +9,21 @@ not while speed counts.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
 
 from kvtransfer.replay import observe
+from replicas.types import EngineStats
+
+log = logging.getLogger(__name__)
 
 OURS = ("deployments", "replicas", "routing", "kvtransfer")
-CLOCKWORK = "CALL observe OK"  # Serve's line for each call of the observatory, a second apart
+# Serve's lines for each call of the observatory, a second apart, and for each request, of which the router says more
+CLOCKWORK = ("CALL observe OK", "CALL lease OK")
+ACCESS = {"serve_access_log": True}  # extra of a line about each request: Serve's enable_access_log: false drops it
 WAITS_FOR_REPLICA = "waiting for the first model replica"  # said by the router, read by startup.py
+ACTIVITY_S = 10.0  # from one line about what a replica does to the next; none while it does nothing
 _REQUEST: ContextVar[str | None] = ContextVar("request", default=None)  # what the client calls it
 _RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it (rids.py)
 
@@ -54,10 +60,49 @@ def about(*, request: str | None = None, rid: str | None = None) -> Iterator[Non
 
 
 def _named(record: logging.LogRecord) -> bool:
-    """Filter a line: name its request, and drop the lines that come every second."""
+    """Filter a line: name its request, and drop Serve's lines that say nothing."""
     if record.name == "ray.serve" and str(record.msg).startswith(CLOCKWORK):
         return False
     for attribute, value in (("request_id", _REQUEST.get()), ("rid", _RID.get())):
         if value is not None:
             setattr(record, attribute, value)
     return True
+
+
+class ActivityLog:
+    """The line in a replica's log about what it does, every ACTIVITY_S: what one searches after an incident, where no
+    metrics are kept. Looks at no token."""
+
+    def __init__(self, stats: EngineStats, clock: Callable[[], float]) -> None:
+        self._before = stats
+        self._since_s = clock()
+        self._clock = clock
+
+    def look(self, stats: EngineStats) -> None:
+        """Write the line if it is time, and if there is something to tell."""
+        took_s = self._clock() - self._since_s
+        if took_s < ACTIVITY_S:
+            return
+        before, self._before = self._before, stats
+        self._since_s += took_s
+        told = _activity(before, stats, took_s)
+        counts = ("running", "waiting", "handing_over", "finished", "prefill_tok_s", "decode_tok_s")
+        if any(told[name] for name in counts):
+            text = ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
+            log.info("%s", text, extra=told)
+
+
+def _activity(before: EngineStats, now: EngineStats, took_s: float) -> dict[str, Any]:
+    """Return the figures of the line about the ``took_s`` between two statistics; a share that has none is None."""
+    looked_up = now.lookup_tokens - before.lookup_tokens
+    hit = (now.cached_tokens - before.cached_tokens) / looked_up if looked_up else None
+    return {
+        "running": now.num_running,
+        "waiting": now.num_waiting,
+        "handing_over": now.num_preallocating + now.num_receiving + now.num_handing_off,
+        "finished": now.num_finished - before.num_finished,
+        "kv_percent": round(100 * now.pool.utilization),
+        "hit_percent": None if hit is None else round(100 * hit),
+        "prefill_tok_s": round((now.prefill_tokens - before.prefill_tokens) / took_s, 1),
+        "decode_tok_s": round((now.decode_tokens - before.decode_tokens) / took_s, 1),
+    }

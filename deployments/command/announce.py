@@ -42,11 +42,12 @@ def announce(
     say: Callable[[str], None],
     *,
     watched_at: Iterable[str],
+    logs: str,
     out: TextIO | None = None,
 ) -> None:
     """Print a box with what is served, on what, and where; below it, for each model, a command to paste.
 
-    Args: watched_at: addresses of the live views; out: by default standard output.
+    Args: watched_at: addresses of the live views; logs: their folder; out: by default standard output.
     """
     out = sys.stdout if out is None else out
     urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
@@ -63,7 +64,7 @@ def announce(
     rows += [("live view", told) for told in watched_at]
     rows += [("metrics", f"{_url(schema, each.route_prefix)}/metrics")
              for each in schema.applications if each.import_path == OBSERVATORY]  # fmt: skip
-    rows.append(("stop", "Ctrl-C"))
+    rows += [("logs", logs), ("stop", "Ctrl-C")]
     show_box(f"Manta {VERSION}", rows, out)
     for name, config in configs.items():
         line = curl(urls[name], config.model.name, with_key=bool(config.router.known_keys().api))

@@ -14,7 +14,8 @@ from typing import NoReturn
 from deployments.settings.keys import KEY_VARIABLE
 
 CONFIG = "serve_config.yaml"
-URL = "http://127.0.0.1:8000"
+PORT = 8000
+URL = f"http://127.0.0.1:{PORT}"
 API_KEY_VARIABLE = "MANTA_API_KEY"
 PASSED_ON = ("bench", "dashboards")  # commands with command lines of their own
 EXAMPLES = {
@@ -23,6 +24,7 @@ EXAMPLES = {
     "top": "manta top --once",
     "explain": "manta explain chatcmpl-4f2a",
     "chat": "echo 'Name three colours.' | manta chat --max-tokens 32",
+    "logs": "manta logs router --follow",
     "bench": "manta bench --rate 2 --num 4 shared-prefix",
     "dashboards": "manta dashboards export watch",
     "doctor": "manta doctor --json",
@@ -75,6 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="system message")
     chat.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)")
     chat.add_argument("--temperature", type=float, metavar="T", help="0: the same answer each time (default: model's)")
+    logs = add("logs", "print the logs of a Manta of this machine, which may have ended, and follow them")
+    logs.add_argument("replica", nargs="?", default="", metavar="REPLICA", help="a replica's id, or another part of a "
+                      "log's name, such as router (default: all)")  # fmt: skip
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is written next, until Ctrl-C")
+    logs.add_argument("-n", type=_count, default=20, dest="num_lines", metavar="N", help="last lines (default 20)")
+    logs.add_argument("--port", type=int, default=PORT, help=f"its HTTP port (default {PORT})")
+    logs.add_argument("--folder", type=Path, metavar="DIR", help="their folder (default: that port's last)")
     doctor = add("doctor", "look at this machine and a settings file for what would keep Manta from starting")
     doctor.add_argument("config", nargs="?", default=CONFIG, help=f"settings file (default {CONFIG})")
     bench = add("bench", "put a short load on a running Manta and print latencies and throughput (from a checkout)")
@@ -98,6 +107,12 @@ def _text_of(path: str) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
 
 
 def _interval(text: str) -> float:

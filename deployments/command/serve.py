@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from ray.serve.config import gRPCOptions
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
+    LoggingConfig,
     ServeApplicationSchema,
     ServeDeploySchema,
 )
 
+from deployments import logs
 from deployments.app import capacity_of_cluster
-from deployments.command import cluster, startup
+from deployments.command import cluster, log_files, startup
 from deployments.command.announce import OBSERVATORY, Observatories, announce
 from deployments.command.check import MANTA, read
 from deployments.settings.capacity import shortages
@@ -135,16 +137,27 @@ def _keyed(application: ServeApplicationSchema) -> dict[str, Any]:
     return application.args if application.import_path == OBSERVATORY else application.args.get("router") or {}
 
 
+def settle_log_format(schema: ServeDeploySchema, configs: Iterable[AppConfig]) -> None:
+    """Have every process of Serve write JSON, the controller, proxies and observatories too, if a model's do."""
+    if schema.logging_config is None and any(each.observability.log_format == "json" for each in configs):
+        schema.logging_config = LoggingConfig(**logs.options("json")["logging_config"])
+
+
 def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: startup.StartProgress) -> bool:
     """Deploy as `serve run` does, and show the progress until every application runs. Returns: False if one failed."""
     progress.say("starting Serve")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the progress is shown here
+    settle_log_format(schema, configs.values())
     client = serve_start(
         http_options=schema.http_options.model_dump(),
         proxy_location=schema.proxy_location,
+        global_logging_config=schema.logging_config,
         grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
     )
-    replica_logs = startup.ReplicaLogs(Path(get_serve_logs_dir()))
+    folder = get_serve_logs_dir()
+    log_files.remember(schema.http_options.port, folder)
+    progress.say(f"logs: {folder}")
+    replica_logs = startup.ReplicaLogs(Path(folder))
     client.deploy_apps(schema, _blocking=False)
     observatories = Observatories(schema, progress.say)
     failed = _until_running(progress, replica_logs, observatories)
@@ -155,7 +168,7 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: 
         return False
     applications = serve.status().applications
     observatories.look(applications, last=True)
-    announce(schema, configs, applications, progress.say, watched_at=observatories.addresses)
+    announce(schema, configs, applications, progress.say, watched_at=observatories.addresses, logs=folder)
     return True
 
 

@@ -7,6 +7,7 @@ Thread:    the main thread of `manta serve`; on a terminal rich draws the block 
 """
 
 import contextlib
+import json
 import re
 import sys
 import time
@@ -210,6 +211,9 @@ def _message(deployment: Deployment) -> str:
 
 
 def _phase(line: bytes) -> str | None:
+    if line.startswith(b"{"):  # observability.log_format: json
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            line = str(json.loads(line)["message"]).encode()
     loading = _LOADING.search(line)
     if loading is not None:
         return f"loading weights, {loading[1].decode(errors='replace')}"

@@ -274,5 +274,5 @@ class Dispatcher:
         self.num_retries += 1
         log.warning(
             "request %s, try %d on replica %s failed after %d tokens: %s",
-            retry.rid, number, retry.replica_id, retry.num_delivered, retry.reason,
+            retry.rid, number + 1, retry.replica_id, retry.num_delivered, retry.reason,
         )  # fmt: skip

@@ -21,7 +21,8 @@ from types import MappingProxyType, TracebackType
 from typing import ParamSpec
 
 from dashboards.catalog import ANSWERING, FAILED
-from deployments.dispatch.rids import client_rid
+from deployments import logs
+from deployments.dispatch.rids import client_rid, owner_of
 from deployments.dispatch.timeline import Arrival, LegTimes, Timeline
 from replicas.distributions import Tally
 from replicas.errors import Overloaded
@@ -302,6 +303,9 @@ class Following:
             self._record.outcome = outcome
             self._changed()
         tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
+        told = told_of(self._request, self.timeline, self._record, outcome)
+        text = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        log.info("finished %s", text, extra=told | logs.ACCESS)
 
     def _finish(self) -> Finish | None:
         """Return how the engines ended the request: all its choices ended, or one failed, which ends the request."""
@@ -319,6 +323,36 @@ class Following:
     def _changed(self) -> None:
         if self._record is not None:
             self._routes.changed(self._record)
+
+
+def told_of(
+    request: GenerateRequest, timeline: Timeline, record: RouteRecord | None, outcome: str
+) -> dict[str, str | int | float | None]:
+    """Return what the log says of a request that has ended, by the try that was the last."""
+    last = record.tries[-1] if record is not None else None
+    cached = None if last is None else last.cached_tokens
+
+    def rounded(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds, 4)
+
+    return {
+        "rid": request.rid,
+        "key": owner_of(request.rid) or None,
+        "replica": None if last is None else last.decision.replica_id,
+        "prefill_replica": None if last is None else last.decision.prefill_id,
+        "prompt": len(request.token_ids),
+        "cached_l1": None if last is None or cached is None else cached - last.host_tokens - last.store_tokens,
+        "cached_l2": None if last is None or cached is None else last.host_tokens,
+        "cached_l3": None if last is None or cached is None else last.store_tokens,
+        "output": timeline.num_output,
+        "queue_s": rounded(None if timeline.first_s is None else timeline.stages_so_far.queue_s),
+        "ttft_s": rounded(timeline.ttft_s),
+        "itl_s": rounded(timeline.mean_itl_s),
+        "total_s": rounded(timeline.total_s),
+        "finish": ",".join(timeline.finish_reasons) or None,
+        "outcome": outcome,
+        "tries": 0 if record is None else len(record.tries),
+    }
 
 
 def outcome_of(finish: Finish | None, error: BaseException | None) -> str:

@@ -301,9 +301,11 @@ class ServedEngine:
         self._runs = {rid: run for rid, run in self._runs.items() if run.client is not client}
 
     async def _report_forever(self) -> None:
+        activity = logs.ActivityLog(self.loop.stats(), time.monotonic)
         while True:
-            events = self.loop.take_cache_events()  # an empty batch is sent too: nothing changed
-            frames = encode(CacheChanges.of(events)) + encode(self._report(self.loop.stats()))
+            events, stats = self.loop.take_cache_events(), self.loop.stats()
+            activity.look(stats)
+            frames = encode(CacheChanges.of(events)) + encode(self._report(stats))  # without events: nothing changed
             for client in list(self._clients.values()):
                 client.report(frames)
             await asyncio.sleep(self._report_period_s)

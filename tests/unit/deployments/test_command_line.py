@@ -12,7 +12,7 @@ from deployments import __main__ as command_line
 from deployments.command import announce, arguments
 from deployments.settings.places import ROOT, VERSION
 
-COMMANDS = ["serve", "check", "top", "explain", "chat", "doctor", "bench", "dashboards"]
+COMMANDS = ["serve", "check", "top", "explain", "chat", "logs", "doctor", "bench", "dashboards"]
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int | str | None, str, str]:

@@ -1,9 +1,11 @@
 """Log lines as JSON and as text, through the handlers that Ray Serve itself sets up, and which lines reach them."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,20 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from ray.serve._private.logging_utils import configure_component_logger
-from ray.serve.schema import LoggingConfig
+from ray.serve.schema import LoggingConfig, ServeDeploySchema
 
+from deployments import __main__ as command_line
 from deployments import logs
 from deployments.app import replica_options
+from deployments.command import log_files
+from deployments.command.serve import settle_log_format
 from deployments.dispatch.route_log import RequestWatch, RouteLog
 from deployments.http.arrivals import Arrivals
 from deployments.settings.schema import AppConfig, parse
 from kvtransfer.replay import observe
+from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
+from tests.unit.deployments.sample_values import ask, stats
 
 log = logging.getLogger("deployments.test")
 Lines = Callable[[], list[str]]
@@ -136,9 +143,71 @@ def test_text_lines_stay_as_serve_writes_them_and_name_the_request(lines: Lines)
 
 @text_only
 def test_calls_that_the_observatory_makes_each_second_leave_no_line_unless_they_fail(lines: Lines) -> None:
-    for call in ("observe OK 0.6ms", "observe ERROR 0.6ms", "generate OK 30.0ms"):
+    for call in ("observe OK 0.6ms", "observe ERROR 0.6ms", "generate OK 30.0ms", "lease OK 9.1ms", "lease ERROR 1ms"):
         logging.getLogger("ray.serve").info(f"CALL {call}")
-    assert [line.partition("CALL ")[2] for line in lines()] == ["observe ERROR 0.6ms", "generate OK 30.0ms"]
+    left = ["observe ERROR 0.6ms", "generate OK 30.0ms", "lease ERROR 1ms"]
+    assert [line.partition("CALL ")[2] for line in lines()] == left
+
+
+async def finished(rid: str) -> None:
+    """A request of 10 prompt tokens, whose first replica dies before its first token."""
+    async with House() as house:
+        await house.ready(ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
+        await house.collect(rid=rid)
+
+
+@json_only
+async def test_a_request_that_ends_is_one_line_with_its_figures(lines: Lines) -> None:
+    await finished("0123456789abcdefkey0key0key0key0.0-me")
+    [line] = [each for each in map(json.loads, lines()) if each["message"].startswith("finished ")]
+    told = ("rid", "key", "replica", "cached_l1", "cached_l2", "cached_l3", "output", "finish", "outcome", "tries")
+    assert [line[name] for name in told] == [
+        "0123456789abcdefkey0key0key0key0.0-me", "key0key0key0key0", "r1", 0, 0, 0, 8, "length", "ok", 2,
+    ]  # fmt: skip
+    assert line["prompt"] == len(ask().token_ids)
+    assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["total_s"]
+    assert line["itl_s"] is not None
+    assert (line["levelname"], line["name"]) == ("INFO", "deployments.dispatch.route_log")
+    assert "serve_access_log" not in line
+
+
+@text_only
+async def test_a_request_that_ends_is_one_line_of_text_too_and_tries_count_from_1(lines: Lines) -> None:
+    await finished("a1.0-me")
+    tried, line = (each.partition(" -- ")[2] for each in lines() if " a1.0-me" in each or "rid=a1.0-me" in each)
+    assert tried.startswith("request a1.0-me, try 1 on replica r0 failed after 0 tokens: ")
+    assert line.startswith("finished rid=a1.0-me replica=r1 prompt=")
+    assert " cached_l1=0 cached_l2=0 cached_l3=0 output=8 queue_s=" in line
+    assert line.endswith(" finish=length outcome=ok tries=2")
+    assert "key=" not in line
+
+
+def test_a_replica_says_every_ten_seconds_what_it_does_and_nothing_while_it_is_idle(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    activity = logs.ActivityLog(stats(), lambda: now_s)
+    monkeypatch.setattr(logging.getLogger("deployments"), "propagate", True)
+    caplog.set_level(logging.INFO, "deployments")
+
+    def look(at_s: float, **figures: Any) -> list[str]:
+        nonlocal now_s
+        now_s = at_s
+        caplog.clear()
+        activity.look(dataclasses.replace(stats(), **figures))
+        return [record.getMessage() for record in caplog.records]
+
+    seen = {"prefill_tokens": 50, "cached_tokens": 150, "lookup_tokens": 200, "decode_tokens": 400, "num_finished": 2}
+    assert look(109.9, **seen) == []  # not yet
+    assert look(110.0, **seen, num_running=3) == [
+        "running 3, waiting 0, handing_over 0, finished 2, kv_percent 0, hit_percent 75, prefill_tok_s 5.0, "
+        "decode_tok_s 40.0"
+    ]
+    assert look(120.0, **seen, num_waiting=1) == [
+        "running 0, waiting 1, handing_over 0, finished 0, kv_percent 0, prefill_tok_s 0.0, decode_tok_s 0.0"
+    ]
+    assert look(130.0, **seen) == []
+    assert look(150.0, **{**seen, "decode_tokens": 440})[0].endswith("decode_tok_s 2.0")  # since the last look
 
 
 def test_text_logs_leave_serves_logging_configuration_alone() -> None:
@@ -164,3 +233,81 @@ def test_our_lines_are_among_serves_and_observations_where_the_environment_switc
     logging.getLogger("replicas.engine.engine").info("hello")
     observe.decode_step(rid="r", index=0, i=1, last_token=4, next_token=5, slot=9, finish=None)
     assert [line.partition(', "index')[0] for line in serve_log.getvalue().splitlines()] == ["hello", *observed]
+
+
+@pytest.mark.parametrize(
+    ("formats", "given", "encoding"),
+    [
+        (["json"], {}, "JSON"),
+        (["text", "json"], {}, "JSON"),
+        (["text"], {}, None),
+        (["json"], {"logging_config": {"encoding": "TEXT"}}, "TEXT"),
+    ],
+)
+def test_json_of_a_models_processes_is_json_of_all_of_serves(
+    formats: list[str], given: dict[str, Any], encoding: str | None
+) -> None:
+    """791 of 791 lines of an observatory were text beside a model's JSON."""
+    schema = ServeDeploySchema.model_validate({"applications": [], **given})
+    settle_log_format(schema, map(config, formats))
+    assert (None if schema.logging_config is None else schema.logging_config.encoding) == encoding
+
+
+def write(file: Path, *lines: str, at_s: int) -> None:
+    with file.open("a") as opened:
+        opened.write("".join(lines))
+    os.utime(file, (at_s, at_s))
+
+
+def test_the_logs_are_printed_and_followed_through_new_files_and_halves_of_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = tmp_path / "replica_m_ModelReplica_ab12.log", tmp_path / "replica_m_Router_cd34.log"
+    write(one, "1\n", "2\n", "3\n", "half", at_s=1)
+    write(two, "r\n", at_s=2)
+    assert log_files.run(tmp_path, "", num_lines=2, follow=False) == 0
+    assert capsys.readouterr().out.splitlines() == [f"==> {one.name} <==", "2", "3", f"==> {two.name} <==", "r"]
+    assert log_files.run(tmp_path, "router", num_lines=0, follow=False) == 0
+    assert capsys.readouterr().out == ""
+    assert log_files.run(tmp_path, "zz", num_lines=2, follow=False) == 1
+    known = f"no log of 'zz' in {tmp_path}; there are: {one.stem}, {two.stem}\n"
+    assert capsys.readouterr().err == known
+
+    later = tmp_path / "replica_m_ModelReplica_ef56.log"
+    turns = iter([
+        lambda: write(one, " a line\n", at_s=3),
+        lambda: write(later, "born\n", at_s=4),
+        lambda: (one.unlink(), write(one, "x\n", at_s=5)),
+    ])  # fmt: skip
+
+    def pause(_: float) -> None:
+        turn = next(turns, None)
+        if turn is None:
+            raise KeyboardInterrupt
+        turn()
+
+    with pytest.raises(KeyboardInterrupt):
+        log_files.run(tmp_path, "modelreplica", num_lines=1, follow=True, pause=pause)
+    assert capsys.readouterr().out.splitlines() == [
+        f"==> {one.name} <==", "3", "half a line", f"==> {later.name} <==", "born", f"==> {one.name} <==", "x",
+    ]  # fmt: skip
+
+
+def test_each_port_leads_to_its_own_logs_after_the_end_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a second Ray on the machine, session_latest was another server's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for port, run in ((8000, "a"), (8431, "b"), (8000, "c")):
+        (tmp_path / run).mkdir()
+        write(tmp_path / run / "proxy.log", f"{run}\n", at_s=1)
+        log_files.remember(port, str(tmp_path / run))
+    for port, line in (("8000", "c"), ("8431", "b")):
+        assert command_line.main(["logs", "--port", port]) == 0
+        assert capsys.readouterr().out.splitlines() == ["==> proxy.log <==", line]
+    assert command_line.main(["logs", "--port", "9"]) == 1
+    assert "give their folder, which `manta serve` prints" in capsys.readouterr().err
+    assert command_line.main(["logs", "--folder", str(tmp_path / "a")]) == 0
+    log_files.remember(8000, "/elsewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    log_files.remember(8000, "/elsewhere")  # no home, no harm

@@ -140,7 +140,7 @@ def test_a_start_does_not_fail_for_an_answer_that_cannot_be_read(server: Abstrac
     application: Any = SimpleNamespace(deployments={"ModelReplica": running})
     with server as port:
         found = ServeDeploySchema.model_validate({"applications": [manta], "http_options": {"port": port}})
-        announce(found, {"manta": config}, {"manta": application}, said.append, watched_at=[])
+        announce(found, {"manta": config}, {"manta": application}, said.append, watched_at=[], logs="/l")
     assert said == [f"ready: tiny on 1 replica at http://127.0.0.1:{port}/v1"]
 
 
