@@ -31,7 +31,7 @@ from deployments.http.convert import (
     truncated,
 )
 from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body, usage_body
-from deployments.http.service import Service, service_of
+from deployments.http.service import service_of
 from deployments.http.streaming import Answer, Deltas, Key
 from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, ReasoningPart, TextPart, TextReader
 from deployments.output.reading import ChoiceReading, call_id
@@ -52,7 +52,7 @@ async def chat_completions(request: Request) -> Response:
     """Continue a chat, streaming or not."""
     service = service_of(request)
     body = await read_body(request, ChatRequest, max_bytes=service.max_body_bytes)
-    answer = await _answer(service, body, name_of(request, body.rid))
+    answer = await _answer(request, body, name_of(request, body.rid))
     return await answer.respond(request, streams=body.stream)
 
 
@@ -186,11 +186,12 @@ class ChatPartsForm(ChatForm):
         return choice
 
 
-async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
+async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     """Check and tokenise a conversation, of this endpoint or of another that has converted its body to one.
 
-    Raises: InvalidRequest, PromptTooLong, UnknownModel, Busy.
+    Raises: InvalidRequest, PromptTooLong, UnknownModel, Busy, Overloaded, TooManyForms, ClientGone.
     """
+    service = service_of(request)
     check_model(service, body.model)
     _refuse(body)
     num_prompt, num_top = logprobs_wanted(body), body.top_logprobs or 0
@@ -200,9 +201,9 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
     limit = output_limit(service, len(ids), getattr(body, limit_name))
-    form = await form_asked(service, body) if asks_form(body) else None
+    form = await form_asked(request, body) if asks_form(body) else None
     promise = None if form is None or (use is not None and use.must_call) else form.promise
-    request = GenerateRequest(
+    asked = GenerateRequest(
         rid=new_rid(name),
         token_ids=ids,
         sampling=openai_sampling(body, max_new_tokens=limit, masks=masks, form=form),
@@ -213,23 +214,23 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
         top_logprobs=max(num_top, num_prompt or num_top),
         prompt_logprobs_from=None if num_prompt is None else 0,
     )
-    checked(service, request, names={"prompt": "messages", "max_tokens": limit_name})
+    checked(service, asked, names={"prompt": "messages", "max_tokens": limit_name})
     output = service.prompting.output
-    if use is None and not output.has_reasoning:
-        return Prepared(request=request, promise=promise)
-    return await _read_in_parts(service, body, Prepared(request=request, use=use, promise=promise))
+    prepared = Prepared(request=asked, use=use, promise=promise)
+    return prepared if use is None and not output.has_reasoning else await _read_in_parts(request, body, prepared)
 
 
-async def _read_in_parts(service: Service, body: ChatRequest, prepared: Prepared) -> Prepared:
+async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared) -> Prepared:
     """Add what reads calls and reasoning, and what holds the answer to the calls that were asked for."""
+    service = service_of(request)
     output, tokenizer = service.prompting.output, service.tokenizer
-    request, use, promise = prepared.request, prepared.use, prepared.promise
-    prompt_end = tokenizer.decode(request.token_ids[-_PROMPT_END:], skip_special_tokens=False)
+    asked, use, promise = prepared.request, prepared.use, prepared.promise
+    prompt_end = tokenizer.decode(asked.token_ids[-_PROMPT_END:], skip_special_tokens=False)
     is_open, after = output.opens_in_prompt(prompt_end), output.before_answer(prompt_end)
-    sampling = request.sampling
+    sampling = asked.sampling
     constraint = sampling.constraint
     if use is not None:
-        constraint = await tools_asked(service, use, content=constraint)
+        constraint = await tools_asked(request, use, content=constraint)
     if constraint is not None:
         opens = None if is_open else output.reasoning_token(tokenizer.id_of)
         sampling = replace(sampling, constraint=replace(constraint, after=after, opens=opens))
@@ -245,7 +246,7 @@ async def _read_in_parts(service: Service, body: ChatRequest, prepared: Prepared
     count = partial(ReasoningCount, tokenizer.pieces(skip_special_tokens=False), is_open=is_open)
     return replace(
         prepared,
-        request=replace(request, sampling=sampling),
+        request=replace(asked, sampling=sampling),
         make_reader=reader,
         make_count=count if output.has_reasoning else None,
         shows_reasoning=body.include_reasoning is not False,
@@ -253,18 +254,18 @@ async def _read_in_parts(service: Service, body: ChatRequest, prepared: Prepared
     )
 
 
-async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
-    prepared = await prepare(service, body, name)
-    request, answer_id = prepared.request, f"chatcmpl-{name}"
+async def _answer(request: Request, body: ChatRequest, name: str) -> Answer:
+    prepared = await prepare(request, body, name)
+    answer_id = f"chatcmpl-{name}"
     of_body: dict[str, Any] = {
-        "service": service,
+        "service": service_of(request),
         "body": body,
         "answer_id": answer_id,
         "created": int(time.time()),
-        "has_logprobs": request.return_logprobs,
+        "has_logprobs": prepared.request.return_logprobs,
     }
     form = ChatForm(**of_body) if prepared.make_reader is None else ChatPartsForm(**of_body, prepared=prepared)
-    return Answer(requests=[request], form=form, answer_id=answer_id, promise=prepared.promise)
+    return Answer(requests=[prepared.request], form=form, answer_id=answer_id, promise=prepared.promise)
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -46,7 +46,7 @@ async def completions(request: Request) -> Response:
     """Continue texts, streaming or not."""
     service = service_of(request)
     body = await read_body(request, CompletionRequest, max_bytes=service.max_body_bytes)
-    answer = await _answer(service, body, name_of(request, body.rid))
+    answer = await _answer(request, body, name_of(request, body.rid))
     return await answer.respond(request, streams=body.stream)
 
 
@@ -99,12 +99,13 @@ class CompletionForm(OpenAIForm):
         return TextOffsets(self.service.tokenizer, echo=echo, skip_special_tokens=skip)
 
 
-async def _answer(service: Service, body: CompletionRequest, name: str) -> Answer:
+async def _answer(request: Request, body: CompletionRequest, name: str) -> Answer:
+    service = service_of(request)
     check_model(service, body.model)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
     [masks] = masks_of(service, [body])
-    asked = await form_asked(service, body) if asks_form(body) else None
+    asked = await form_asked(request, body) if asks_form(body) else None
     requests, prompts = [], []
     for given, whole in await _prompts(service, body):
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -112,7 +113,7 @@ async def _answer(service: Service, body: CompletionRequest, name: str) -> Answe
         text = given if len(ids) == len(whole) else None
         limit = output_limit(service, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
         scores_prompt = num_prompt is not None or (body.echo and body.logprobs is not None)
-        request = GenerateRequest(
+        made = GenerateRequest(
             rid=new_rid(name),
             token_ids=ids,
             sampling=openai_sampling(body, max_new_tokens=limit, masks=masks, form=asked),
@@ -123,7 +124,7 @@ async def _answer(service: Service, body: CompletionRequest, name: str) -> Answe
             top_logprobs=max(body.logprobs or 0, num_prompt or 0),
             prompt_logprobs_from=0 if scores_prompt else None,
         )
-        requests.append(checked(service, request, names={}))
+        requests.append(checked(service, made, names={}))
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
         await asyncio.sleep(0)  # echoes of 256 prompts take long
     check_together(requests)

@@ -10,9 +10,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from starlette.requests import Request
+
+from deployments.http.access import caller_of
 from deployments.http.bodies import WireType
 from deployments.http.convert import FORM_FIELDS, NOTHING
-from deployments.http.service import Service
+from deployments.http.service import service_of
+from deployments.http.streaming import until_gone
 from deployments.output.closing import closed_text
 from deployments.output.structural_tags import tags_of
 from deployments.output.tool_grammar import arguments_schema, is_constrained, problems_of, tool_constraint
@@ -42,10 +46,10 @@ class _Wish(NamedTuple):
     strict: bool = False
 
 
-async def form_asked(service: Service, fields: WireType) -> FormAsked | None:
-    """Read what ``fields`` ask of the output's form; None if nothing.
+async def form_asked(request: Request, fields: WireType) -> FormAsked | None:
+    """Read what ``fields`` of ``request`` ask of the output's form; None if nothing.
 
-    Raises: InvalidRequest, naming the field; Overloaded.
+    Raises: InvalidRequest, naming the field; Overloaded; TooManyForms; ClientGone.
     """
     wishes = list(_wishes(fields))
     if not wishes:
@@ -55,17 +59,18 @@ async def form_asked(service: Service, fields: WireType) -> FormAsked | None:
         raise InvalidRequest(f"{other}: only one form may be given, and {one} is too", param=other.partition(".")[0])
     [wish] = wishes
     try:
-        return await _examined(service, wish)
+        return await until_gone(request.receive, _examined(request, wish))
     except InvalidRequest as error:
         raise InvalidRequest(f"{wish.path}: {error}", param=wish.path.partition(".")[0]) from error
 
 
-async def _examined(service: Service, wish: _Wish) -> FormAsked:
-    kind, text = wish.kind, _text(wish)
+async def _examined(request: Request, wish: _Wish) -> FormAsked:
+    service, kind, text = service_of(request), wish.kind, _text(wish)
     if kind == "tags":
         special = {service.tokenizer.token_text(each): each for each in service.tokenizer.special_ids}
         kind, text = "lark", tags_of(wish.value, special_ids=special)
-    found = await service.examined.of(kind, closed_text(text) if kind == "json_schema" else text)
+    closed = closed_text(text) if kind == "json_schema" else text
+    found = await service.examined.of(kind, closed, caller_of(request).name)
     if wish.strict and found.problems:
         raise _unheld(found.problems, "then the finished document is validated")
     promise = SchemaPromise(schema=text, problems=found.problems) if kind == "json_schema" else None
@@ -81,14 +86,20 @@ def _unheld(problems: Sequence[Problem], otherwise: str) -> InvalidRequest:
     )
 
 
-async def tools_asked(service: Service, use: ToolUse, *, content: Constraint | None = None) -> Constraint | None:
+async def tools_asked(request: Request, use: ToolUse, *, content: Constraint | None = None) -> Constraint | None:
     """Make the constraint that holds an output to calls of tools; None where nothing does.
 
     Args:   content: what an answer without a call must be.
-    Raises: InvalidRequest, naming the tool, also for a strict one of which a keyword cannot be enforced; Overloaded.
+    Raises: InvalidRequest, naming the tool, also for a strict one of which a keyword cannot be enforced; Overloaded;
+            TooManyForms; ClientGone.
     """
     if content is None and not is_constrained(use):
         return None
+    return await until_gone(request.receive, _tools_asked(request, use, content))
+
+
+async def _tools_asked(request: Request, use: ToolUse, content: Constraint | None) -> Constraint:
+    service = service_of(request)
     output, token_id = service.prompting.output, service.tokenizer.id_of
     schemas: dict[str, Any] = {}
     for i, tool in enumerate(use.tools):
@@ -97,7 +108,7 @@ async def tools_asked(service: Service, use: ToolUse, *, content: Constraint | N
         path = f"tools[{i}].function.parameters"
         wish = _Wish(path, "json_schema", arguments_schema(tool), strict=tool.strict)
         try:
-            schema = json.loads((await _examined(service, wish)).constraint.text)
+            schema = json.loads((await _examined(request, wish)).constraint.text)
             problems = problems_of(output.tools, schema) if output.tools else []
             if tool.strict and problems:
                 raise _unheld(problems, "then they are not held where this model writes parameters in tags")
@@ -106,7 +117,7 @@ async def tools_asked(service: Service, use: ToolUse, *, content: Constraint | N
         schemas[tool.name] = schema
     made = tool_constraint(output, use, schemas=schemas, token_id=token_id, content=content)
     try:
-        await service.examined.of(made.kind, made.text)
+        await service.examined.of(made.kind, made.text, caller_of(request).name)
     except InvalidRequest as error:
         raise InvalidRequest(f"tools: the grammar of their calls {error}", param="tools") from error
     return made

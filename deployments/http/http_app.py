@@ -78,6 +78,6 @@ async def _no_live_view() -> str | None:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     examined = app.state.service.examined
-    examined.start()
+    examined.start(several_callers=app.state.keys.exist)
     yield
     examined.close()

@@ -52,7 +52,7 @@ async def generate(request: Request) -> Response:
     """Continue texts in SGLang's native form, streaming or not."""
     service = service_of(request)
     body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
-    answer = await _answer(service, body, name_of(request))
+    answer = await _answer(request, body, name_of(request))
     return await answer.respond(request, streams=body.stream)
 
 
@@ -144,7 +144,8 @@ def _finish_body(delta: TokenDelta) -> dict[str, Any]:
     return body
 
 
-async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
+async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
+    service = service_of(request)
     refuse_unsupported(body, prompt_logprobs=None, **dict.fromkeys(FORM_FIELDS))  # sampling_params has them
     given = body.sampling_params if body.sampling_params is not None else body.parameters
     sampling = given or NativeSampling()
@@ -159,14 +160,14 @@ async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
     prompts = [_cut(service, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
     masks = masks_of(service, samplings)
-    forms = [await form_asked(service, each) if asks_form(each) else None for each in samplings]
+    forms = [await form_asked(request, each) if asks_form(each) else None for each in samplings]
     limits = [
         output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
         for ids, sampling in zip(prompts, samplings, strict=True)
     ]
     requests = []
     for i in range(count):
-        request = GenerateRequest(
+        made = GenerateRequest(
             rid=new_rid(names[i]),
             token_ids=prompts[i],
             sampling=native_sampling(samplings[i], max_new_tokens=limits[i], masks=masks[i], form=forms[i]),
@@ -177,15 +178,15 @@ async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
             top_logprobs=tops[i] if with_logprobs[i] else 0,
             prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
         )
-        requests.append(checked(service, request, names={**_NAMES, "prompt": param}))
+        requests.append(checked(service, made, names={**_NAMES, "prompt": param}))
         await asyncio.sleep(0)  # 256 of them take long
     check_together(requests)
     form = NativeForm(
         tokenizer=service.tokenizer,
         requests=requests,
         names=names,
-        firsts=[0, *itertools.accumulate(request.sampling.n for request in requests)],
-        is_list=is_batch or any(request.sampling.n > 1 for request in requests),
+        firsts=[0, *itertools.accumulate(each.sampling.n for each in requests)],
+        is_list=is_batch or any(each.sampling.n > 1 for each in requests),
         with_text=bool(body.return_text_in_logprobs),
         tgi=body.inputs is not None,
     )

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.http.arrivals import Generations, generations_of
 from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, error_body
 from deployments.output.validation import SchemaPromise
+from replicas.errors import RequestAborted
 from replicas.types import GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,11 @@ Key = tuple[int, int]  # (number of the request within its HTTP request, choice)
 Deltas = Mapping[Key, TokenDelta]
 
 
-class ClientGone(Exception):
+class ClientGone(RequestAborted):
     """The client closed its connection before the answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__("the client closed the connection")
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -206,9 +210,8 @@ async def answer(request: Request, work: Awaitable[Response]) -> Response:
     """Await the response of ``work``; a client that disconnects first gets a 499."""
     try:
         return await until_gone(request.receive, work)
-    except ClientGone:
-        body = error_body("the client closed the connection", status=CLIENT_CLOSED)
-        return JSONResponse(body, status_code=CLIENT_CLOSED)
+    except ClientGone as error:
+        return JSONResponse(error_body(str(error), status=CLIENT_CLOSED), status_code=CLIENT_CLOSED)
 
 
 async def stream(

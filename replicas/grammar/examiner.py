@@ -1,14 +1,16 @@
-"""Examines grammars in a process of its own, which ends by itself when one takes too long.
+"""Examines each grammar in a process of its own, which ends by itself when that takes too long.
 
-Owns:      that process: it compiles each grammar for the model's tokenizer before a replica has to.
+Owns:      the examiner: a process that has read the model's tokenizer and forks a child for each grammar, which
+           compiles it before a replica has to. A child's death costs a fork (5 ms), no new start (0.7 s of CPU time).
 Invariant: no grammar takes more than MAX_CPU_S of a core or MAX_MEMORY. llguidance bounds most of its work, but not
            all: an intersection of thirty patterns took 500 s, a multiple of 999,983 11 s. A thread that is in it
            cannot be stopped; a process can.
-           A grammar is blamed for no other death of the process than by these two limits.
-Thread:    any; one grammar at a time, others wait. `close` waits for none.
+           A grammar is blamed for no other death of its process than by these two limits.
+Thread:    any; one grammar at a time, others wait. `close` waits for none. The examiner has one thread, or its children
+           could inherit a lock that nobody lets go of.
 
-The process reads one line of JSON from its standard input for each grammar, and writes one to its standard output. It
-ends when its input does, so it does not outlive its parent.
+The examiner reads one line of JSON from its standard input for each grammar; the child writes one to its standard
+output, or the examiner does if the child could not. It ends when its input does, so it does not outlive its parent.
 """
 
 import json
@@ -19,22 +21,22 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Lock, Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llguidance import LLMatcher, LLTokenizer
 
 from replicas.errors import InvalidRequest, Overloaded
-from replicas.grammar.checking import LIMITS, Examined, Problem, examine
+from replicas.grammar.checking import LIMITS, ErrorOf, Examined, Problem, examine
 from replicas.types import Constraint
 
 if TYPE_CHECKING:  # Transformers takes seconds to import, which the process has no use for
     from replicas.text.tokenizer import Tokenizer
 
 MAX_CPU_S = 2.0
-MAX_MEMORY = 2 << 30  # bytes beside what the process has when it is ready
+MAX_MEMORY = 2 << 30  # bytes beside what the examiner has when it is ready
 MAX_START_S = 60.0
 MAX_WALL_S = 10.0  # a process that was stopped, or has no core
-# how the process ends at its limits; memory that Rust cannot have is an abort
+# how a child ends at its limits; memory that Rust cannot have is an abort
 _LIMITS_PASSED = (-signal.SIGPROF, -signal.SIGABRT)
 
 
@@ -75,32 +77,35 @@ class Examiner:
             self._end()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Ask the process; None if it has ended, not at a limit. Raises: InvalidRequest if at one."""
+        """Ask the process; None if it or its child has ended, not at a limit. Raises: InvalidRequest if at one."""
         if self._process is not None and self._process.poll() is not None:
             self._end()
         if self._process is None and not self._start():
             return None
         assert self._process is not None
         answer = _asked(self._process, question, MAX_WALL_S)
-        if answer is None and self._end() in _LIMITS_PASSED:
+        if answer is None:
+            self._end()
+        elif answer.get("ended") in _LIMITS_PASSED:
             limits = f"{MAX_CPU_S:g} s or {MAX_MEMORY >> 30} GB"
             raise InvalidRequest(f"takes more than {limits} to compile: make it simpler")
+        elif "ended" in answer:
+            return None
         return answer
 
-    def _end(self) -> int | None:
-        """End the process. Returns: how it ended; None if there is none."""
+    def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return None
-        process.kill()
-        process.communicate()
-        return process.returncode
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def _start(self) -> bool:
         """Start a process, unless there is one. Returns: whether it runs. Raises: InvalidRequest, Overloaded."""
         if self._process is not None:
             return True
-        tokenizer = {"serialized": self._tokenizer.serialized(), "eos": sorted(self._tokenizer.eos_ids)}
+        tokenizer = {
+            "serialized": self._tokenizer.serialized(), "eos": sorted(self._tokenizer.eos_ids), "max_cpu_s": MAX_CPU_S,
+        }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "replicas.grammar.examiner"],
             stdin=subprocess.PIPE,
@@ -108,7 +113,8 @@ class Examiner:
             stderr=subprocess.DEVNULL,  # where a panic of llguidance's is written
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            # NumPy's BLAS would start threads
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"},
         )
         if self._is_closed:  # `close` may not have seen the process
             self._end()
@@ -132,11 +138,11 @@ def _asked(process: "subprocess.Popen[str]", question: dict[str, Any], within_s:
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
-    except OSError:
+        return dict(json.loads(line)) if line.endswith("\n") else None
+    except (OSError, ValueError):  # a child that was killed may have written half of its answer
         return None
     finally:
         timer.cancel()
-    return dict(json.loads(line)) if line.endswith("\n") else None
 
 
 def _serve() -> None:
@@ -158,8 +164,19 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _answer({})
     for line in sys.stdin:
-        question = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # its signal ends the process
+        child = os.fork()
+        if child == 0:
+            _answer_one(json.loads(line), error_of, tokenizer["max_cpu_s"])
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ended:
+            _answer({"ended": ended})
+
+
+def _answer_one(question: dict[str, Any], error_of: ErrorOf, max_cpu_s: float) -> NoReturn:
+    """Examine a grammar, answer, and end the process."""
+    status = 1
+    try:
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # its signal ends the process
         try:
             found = examine(question["kind"], question["text"], error_of)
             answer = {"kind": found.constraint.kind, "text": found.constraint.text, "problems": found.problems}
@@ -167,8 +184,11 @@ def _serve() -> None:
             answer = {"error": str(error)}
         except BaseException as error:  # noqa: BLE001 - a panic of Rust's is no Exception
             answer = {"error": f"does not compile: {_said(error)}"}
-        signal.setitimer(signal.ITIMER_PROF, 0.0)  # before the answer: the next one would be blamed
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         _answer(answer)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def _said(error: BaseException) -> str:

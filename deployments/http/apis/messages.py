@@ -71,7 +71,7 @@ async def messages(request: Request) -> Response:
     refuse_unsupported(body, mcp_servers=None, container=None)
     system, dropped = _system(body.system)
     name = name_of(request)
-    prepared = await prepare(service, chat_of(body, system, _sampling(body)), name)
+    prepared = await prepare(request, chat_of(body, system, _sampling(body)), name)
     limit = min(body.max_tokens, prepared.request.sampling.max_new_tokens)
     sampling = dataclasses.replace(prepared.request.sampling, max_new_tokens=limit)
     sampling.validate(vocab_size=service.model.vocab_size)

@@ -13,7 +13,7 @@ from deployments.http.arrivals import DROPPED, name_of
 from deployments.http.bodies import read_body
 from deployments.http.chat import prepare
 from deployments.http.http_errors import error_body
-from deployments.http.service import Service, service_of
+from deployments.http.service import service_of
 from deployments.http.streaming import Answer
 from replicas.errors import InvalidRequest
 
@@ -26,7 +26,7 @@ async def create_response(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, ResponsesRequest, max_bytes=service.max_body_bytes)
     tools = tools_of(body)
-    answer = await _answer(service, body, tools, name_of(request, body.rid))
+    answer = await _answer(request, body, tools, name_of(request, body.rid))
     response = await answer.respond(request, streams=body.stream)
     if tools.dropped:
         response.headers[DROPPED] = ", ".join(dict.fromkeys(tools.dropped))
@@ -40,13 +40,14 @@ async def stored_response(response_id: str) -> Response:
     return JSONResponse(error_body(message, status=404, param="response_id"), status_code=404)
 
 
-async def _answer(service: Service, body: ResponsesRequest, tools: ToolSet, name: str) -> Answer:
+async def _answer(request: Request, body: ResponsesRequest, tools: ToolSet, name: str) -> Answer:
+    service = service_of(request)
     try:
-        prepared = await prepare(service, chat_of(body, tools), name)
+        prepared = await prepare(request, chat_of(body, tools), name)
     except InvalidRequest as error:
         raise renamed(error) from error
-    request = prepared.request
-    writer = new_writer(body, tools, name, model=service.model.name, request=request)
-    num_top = body.top_logprobs or 0 if request.return_logprobs else None
+    asked = prepared.request
+    writer = new_writer(body, tools, name, model=service.model.name, request=asked)
+    num_top = body.top_logprobs or 0 if asked.return_logprobs else None
     form = ResponseForm(service=service, writer=writer, reading=prepared.new_reading(), num_top=num_top)
-    return Answer(requests=[request], form=form, answer_id=writer.response["id"], promise=prepared.promise)
+    return Answer(requests=[asked], form=form, answer_id=writer.response["id"], promise=prepared.promise)

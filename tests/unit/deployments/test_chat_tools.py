@@ -1,5 +1,6 @@
 """Tools over HTTP with the embedded model: calls that must be made, whole and streamed, and turns that follow them."""
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -8,8 +9,10 @@ import httpx
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from starlette.requests import Request
 
 from deployments.http.constraints import tools_asked
+from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from deployments.output.tool_formats import QWEN3_CODER
 from deployments.output.tools import tool_use
@@ -204,8 +207,9 @@ async def test_tools_whose_grammar_is_too_long_are_told_of_as_the_tools(service:
     functions = [{"name": f"f{i}", "parameters": {"properties": {"a": values}}} for i in range(60)]
     use = tool_use([{"type": "function", "function": function} for function in functions], "required", None)
     assert use is not None
+    request = Request({"type": "http", "app": make_app(service)}, asyncio.Event().wait)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"tools: the grammar of their calls has 3.* at most 262,144") as caught:
-        await tools_asked(service, use)
+        await tools_asked(request, use)
     assert caught.value.param == "tools"
 
 

@@ -16,10 +16,13 @@ from deployments import app
 from deployments.dispatch.rids import client_rid, owner_of
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
+from deployments.output import examined
+from deployments.output.examined import ExaminedGrammars
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.settings.schema import parse
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
+from replicas.grammar.checking import Examined
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import listening
@@ -271,3 +274,56 @@ def test_replicas_get_a_digest_and_no_setting_that_names_a_key(
     monkeypatch.delenv("MANTA_ADMIN_KEY")
     app.build({"model": {"path": MODEL}, "replicas": {"count": 1}})
     assert "API keys and no admin key (MANTA_ADMIN_KEY): routes of the admin and metrics refuse all" in caplog.text
+
+
+FORM = {"type": "json_schema", "name": "x", "schema": {"enum": [1]}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+HI = [{"role": "user", "content": "x"}]
+HELD: dict[str, dict[str, Any]] = {  # by route: a body whose output is held to a form
+    "/v1/chat/completions": {"messages": HI, "tools": TOOLS, "tool_choice": "required"},
+    "/v1/completions": {"prompt": "x", "json_schema": FORM["schema"]},
+    "/v1/responses": {"input": "x", "text": {"format": FORM}},
+    "/v1/messages": {"messages": HI, "max_tokens": 1, "output_config": {"format": FORM}},
+    "/generate": {"text": "x", "sampling_params": {"json_schema": FORM["schema"]}},
+}
+
+
+@pytest.mark.parametrize("path", HELD)
+async def test_a_form_is_examined_in_the_line_of_its_key_until_the_client_hangs_up(
+    service: Service, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    asked, statuses = asyncio.Event(), list[int]()
+    callers: list[str] = []
+    received = iter([{"type": "http.request", "body": json.dumps(HELD[path]).encode(), "more_body": False}])
+
+    async def of(_: ExaminedGrammars, kind: str, text: str, caller: str = "") -> Examined:
+        callers.append(caller)
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def receive() -> dict[str, Any]:
+        for message in received:
+            return message
+        await asked.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    monkeypatch.setattr(ExaminedGrammars, "of", of)
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers":
+             [(b"authorization", f"Bearer {OTHER}".encode())]}  # fmt: skip
+    async with asyncio.timeout(60):
+        await make_app(service, keys=KEYS)(scope, receive, send)
+    assert statuses == [499]
+    assert callers == [next(key.name for key in KEYS.api if key.digest == hashlib.sha256(OTHER.encode()).digest())]
+
+
+async def test_a_key_with_too_many_forms_is_told_when_to_come_again(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examined, "MAX_OF_CALLER", 0)
+    body = {"prompt": "x", "max_tokens": 1, "regex": "a+"}
+    answer = await http.post("/v1/completions", json=body, headers=bearer(ONE))
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
