@@ -94,18 +94,7 @@ def is_valid(schema_text: str, text: str, *, until: float) -> bool:
     check = _Check(until)
     try:
         document, schema = json.loads(text, parse_constant=_no_constant), json.loads(schema_text)
-        base = validator_for(schema, default=_NEWEST)
-        dated = schema.pop("$schema", None) is not None
-        validator = extend(base, _keywords(base.VALIDATORS, check, dated=dated))
-        evolve = validator.evolve
-
-        def of_one_draft(self: Any, **changes: Any) -> Any:
-            if isinstance(changes["schema"], dict) and "$schema" in changes["schema"]:
-                raise _UncheckedError  # jsonschema would go on with its own keywords
-            return evolve(self, **changes)
-
-        validator.evolve = of_one_draft
-        return bool(validator(schema, registry=Registry(), format_checker=_FORMATS).is_valid(document))
+        return bool(check.validator(schema).is_valid(document))
     except Exception:  # noqa: BLE001 - no JSON, a reference to nowhere, a keyword of the wrong type, too deep
         return False
     finally:
@@ -118,10 +107,30 @@ class _Check:
     def __init__(self, until: float) -> None:
         self._until = until
         self._searcher = functools.lru_cache(maxsize=_MAX_COMPILED)(_searcher)
+        self._classes: dict[tuple[Any, bool], Any] = {}  # of validators, by jsonschema's, and whether $schema named it
 
     def forget(self) -> None:
         """Drop the patterns: the validator's class refers to itself, so it stays for a while."""
         self._searcher.cache_clear()
+
+    def validator(self, schema: Any, **more: Any) -> Any:
+        """Make a validator of ``schema``, by the draft that it names; a schema within it may name another."""
+        base, dated = validator_for(schema, default=_NEWEST), isinstance(schema, dict) and "$schema" in schema
+        made = self._classes.get((base, dated))
+        if made is None:
+            made = self._classes[base, dated] = extend(base, _keywords(base.VALIDATORS, self, dated=dated))
+            evolve = made.evolve
+
+            def evolved(validator: Any, **changes: Any) -> Any:
+                inner = changes["schema"]
+                if isinstance(inner, dict) and "$schema" in inner:  # jsonschema would go on with its own keywords
+                    return self.validator(inner, _resolver=changes.get("_resolver", validator._resolver))
+                return evolve(validator, **changes)
+
+            made.evolve = evolved
+        if dated:
+            schema = {name: value for name, value in schema.items() if name != "$schema"}
+        return made(schema, registry=Registry(), format_checker=_FORMATS, **more)
 
     def look(self) -> None:
         """Raises: _UncheckedError after the deadline."""

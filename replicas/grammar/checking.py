@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urljoin
 
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
@@ -51,10 +52,36 @@ _BLAME = (
     (re.compile(r"min/maxProperties only supported"), ("minProperties", "maxProperties")),
     (re.compile(r"patternProperty regexes"), ("patternProperties",)),
     (re.compile(r"circular references with sibling"), ("$ref",)),
-    (re.compile(r"regex parse error|lookarounds|if regex is empty"), ("pattern", "patternProperties")),
+    (
+        re.compile(r"regex parse error|lookarounds|if regex is empty"),
+        ("pattern", "patternProperties", "minLength", "maxLength"),
+    ),
+    (
+        re.compile(r"Failed to generate regex for \w+ range"),
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    ),
+    (re.compile(r"Value for 'multipleOf' has too many digits"), ("multipleOf",)),
+    (
+        re.compile(r"Expected positive integer for '"),
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    ),
 )
+# what llguidance says of a grammar that compiles, or of an output in it, and what that means
+_MEANINGS = (
+    ("NoExtensionBias", "nothing can come here: a $ref, or a rule, leads back to itself before any value or text"),
+    ("Too many items", "the grammar can be read in too many ways here: make it unambiguous, as by [a-z]+ instead of "
+                       "s ::= s s | [a-z]"),
+)  # fmt: skip
 _NEUTRAL = (("uniqueItems", False), ("minProperties", 0))  # ask for nothing
-_TRIED = frozenset({"oneOf", "minProperties", "maxProperties", "patternProperties", "$ref", "pattern"})
+_TRIED = frozenset({"oneOf", "minProperties", "maxProperties", "patternProperties", "$ref"})
+# keywords that are wrong by themselves, or beside these types
+_TRIED_ALONE = frozenset({
+    "pattern", "minLength", "maxLength", "minItems", "maxItems",
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+})  # fmt: skip
+_IDENTITIES = frozenset({
+    "$id", "id", "$schema", "$vocabulary", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$comment", "default",
+})  # fmt: skip
 
 ErrorOf = Callable[[str], str]  # what llguidance says of a grammar; empty if it compiles
 
@@ -72,6 +99,11 @@ class Examined:
 
     constraint: Constraint
     problems: tuple[Problem, ...] = ()  # left out of the constraint
+
+
+def explained(error: str) -> str:
+    """Say what llguidance's ``error`` means for a client, where that is known."""
+    return next((meaning for sign, meaning in _MEANINGS if sign in error), error)
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -168,8 +200,9 @@ def examine(kind: Literal["json_schema", "regex", "lark", "gbnf", "choice"], tex
     check_text(text, MAX_MADE if kind == "lark" else MAX_TEXT)
     if kind == "json_schema":
         schema = read_schema(text)
-        found = _leave_out(schema, error_of)
-        left = json.dumps(schema, ensure_ascii=False) if found else text
+        brought = _bring_in(schema)
+        found = _leave_out(schema, error_of, brought)
+        left = json.dumps(schema, ensure_ascii=False) if found or brought else text
         return Examined(constraint=Constraint(kind="json_schema", text=left), problems=tuple(found))
     if kind == "gbnf":
         try:
@@ -184,9 +217,40 @@ def examine(kind: Literal["json_schema", "regex", "lark", "gbnf", "choice"], tex
     return Examined(constraint=constraint)
 
 
-def _leave_out(schema: dict[str, Any], error_of: ErrorOf) -> list[Problem]:
+def _bring_in(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Put the published meta-schemas that ``schema`` refers to among its $defs, so that keywords can be left out of
+    them, and refer to them there. Returns: the place of the $ref that brought each in, by its name in $defs.
+    """
+    brought: dict[str, tuple[str, ...]] = {}
+    left = collections.deque([(schema, "", ())])
+    while left:
+        within, base, by = left.popleft()
+        for node, keyword, value, path in list(keywords_of(within)):
+            if keyword != "$ref" or not isinstance(value, str):
+                continue
+            uri, _, pointer = urljoin(base, value).partition("#")
+            if (meta := _published(uri)) is None or not isinstance(schema.setdefault("$defs", {}), dict):
+                continue
+            node["$ref"] = f"#/$defs/{_escaped(uri)}{pointer}"
+            if uri not in brought:
+                brought[uri] = by or path
+                schema["$defs"][uri] = copy.deepcopy({name: meta[name] for name in meta.keys() - _IDENTITIES})
+                left.append((schema["$defs"][uri], uri, brought[uri]))
+    return brought
+
+
+def _published(uri: str) -> dict[str, Any] | None:
+    if "json-schema.org/" not in uri:
+        return None
+    from jsonschema_specifications import REGISTRY  # half as long as all other imports of the examiner
+
+    found = REGISTRY.get(uri)
+    return None if found is None else dict(found.contents)
+
+
+def _leave_out(schema: dict[str, Any], error_of: ErrorOf, brought: Mapping[str, tuple[str, ...]]) -> list[Problem]:
     """Take the keywords that cannot be enforced out of ``schema``. Raises: InvalidRequest if the rest is no schema."""
-    found: list[Problem] = []
+    found: dict[Problem, None] = {}
     while error := error_of(_grammar(schema)):
         blamed = _blamed(schema, error, error_of)
         if not blamed:
@@ -194,8 +258,9 @@ def _leave_out(schema: dict[str, Any], error_of: ErrorOf) -> list[Problem]:
         for pointer in blamed:
             value = _remove(schema, pointer)
             if (pointer[-1], value) not in _NEUTRAL:
-                found.append(Problem(pointer[-1], "".join(f"/{_escaped(part)}" for part in pointer)))
-    return found
+                place = brought.get(pointer[1], pointer) if pointer[0] == "$defs" else pointer
+                found[Problem(pointer[-1], "".join(f"/{_escaped(part)}" for part in place))] = None
+    return list(found)
 
 
 def _blamed(schema: dict[str, Any], error: str, error_of: ErrorOf) -> list[tuple[str, ...]]:
@@ -207,13 +272,24 @@ def _blamed(schema: dict[str, Any], error: str, error_of: ErrorOf) -> list[tuple
         keywords = set(json.loads(said[1])) if names is None else set(names)
         places = [
             pointer
-            for _, keyword, value, pointer in keywords_of(schema)
-            if keyword in keywords and (keyword != "format" or value == said[1])
+            for node, keyword, value, pointer in keywords_of(schema)
+            if keyword in keywords
+            and (keyword != "format" or value == said[1])
+            and (keyword not in _TRIED_ALONE or _fails_alone(node, keyword, pattern, error_of))
         ]
         if not keywords & _TRIED or not 1 < len(places) <= _MOST_TRIED:
             return places
         return [each for each in places if pattern.search(_error_of_one(schema, each, places, error_of))] or places
     return []
+
+
+def _fails_alone(node: dict[str, Any], keyword: str, error: re.Pattern[str], error_of: ErrorOf) -> bool:
+    """Whether ``keyword`` of ``node`` is what makes that ``error``; False where no schema may have such a value."""
+    value = node[keyword]
+    if keyword != "pattern" and (not isinstance(value, int | float) or (value < 0 and not keyword.endswith("imum"))):
+        return False
+    alone = {name: node[name] for name in ("type", keyword) if name in node}
+    return error.search(error_of(_grammar(alone))) is not None
 
 
 def _error_of_one(
@@ -264,7 +340,7 @@ def _literal(text: str) -> str:
 
 
 def _shown(error: str) -> str:
-    return " ".join(error.split())[:300]
+    return " ".join(explained(error).split())[:300]
 
 
 def _escaped(part: str) -> str:

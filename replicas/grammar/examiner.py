@@ -157,7 +157,10 @@ def _serve() -> None:
         return
 
     def error_of(grammar: str) -> str:
-        return str(LLMatcher(tokens, grammar, log_level=0, limits=LIMITS).get_error())
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # of a grammar that begins with itself, only the first mask is an error
+        return str(matcher.get_error())
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY, used + MAX_MEMORY))

@@ -24,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from replicas.grammar.checking import explained
+
 log = logging.getLogger(__name__)
 Words = npt.NDArray[np.int32]  # [ceil(V / 32)] bit t % 32 of word t // 32: whether token t may come next
 
@@ -76,7 +78,7 @@ class Matcher:
         """Why no token is allowed any more: a token was refused, or a limit of the grammar reached; None: neither."""
         if self._refused is not None or not self._core.is_error():
             return self._refused
-        return str(self._core.get_error()).split("\n", 1)[0]
+        return explained(str(self._core.get_error())).split("\n", 1)[0]
 
     @property
     def is_accepting(self) -> bool:

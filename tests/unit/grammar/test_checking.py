@@ -8,7 +8,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import LIMITS, MAX_TEXT, examine, grammar_of
+from replicas.grammar.checking import LIMITS, MAX_TEXT, examine, explained, grammar_of
+from replicas.grammar.matcher import Matcher, Vocabulary
 from replicas.types import Constraint
 from tests.embedded import MODEL
 
@@ -91,11 +92,20 @@ REFUSED: list[tuple[dict[str, object], list[str], dict[str, object]]] = [  # sch
     ({"properties": {"a": {}}, "minProperties": 1}, ["/minProperties"], {"properties": {"a": {}}}),
     ({"allOf": [{"pattern": "(?=a)"}, {"pattern": "b"}]}, ["/allOf/0/pattern"], {"allOf": [{}, {"pattern": "b"}]}),
     ({"dependentRequired": {"a": ["b"]}, "dependencies": {}}, ["/dependentRequired", "/dependencies"], {}),
+    ({"type": "number", "maximum": 1e30, "minimum": 2}, ["/maximum"], {"type": "number", "minimum": 2}),
+    ({"items": {"exclusiveMinimum": -1e300}}, ["/items/exclusiveMinimum"], {"items": {}}),
+    ({"type": "integer", "minimum": -(10**30)}, ["/minimum"], {"type": "integer"}),
+    ({"allOf": [{"multipleOf": 1e30}, {"multipleOf": 3}]}, ["/allOf/0/multipleOf"], {"allOf": [{}, {"multipleOf": 3}]}),
+    ({"maxLength": 2**33, "minLength": 1}, ["/maxLength"], {"minLength": 1}),
+    ({"maxItems": 1e30, "minItems": 1}, ["/maxItems"], {"minItems": 1}),
 ]  # fmt: skip
 
 
 def error_of(grammar: str) -> str:
-    return str(LLMatcher(tokenizer(), grammar, log_level=0, limits=LIMITS).get_error())
+    matcher = LLMatcher(tokenizer(), grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return str(matcher.get_error())
 
 
 @pytest.mark.parametrize(("schema", "places", "left"), REFUSED, ids=[places[0] for _, places, _ in REFUSED])
@@ -105,6 +115,62 @@ def test_what_of_a_schema_cannot_be_enforced_is_found_with_its_place(
     found = examine("json_schema", json.dumps(schema), error_of)
     assert [problem.pointer for problem in found.problems] == places
     assert json.loads(found.constraint.text) == left
+
+
+def test_one_bound_of_many_is_found() -> None:
+    fine = {f"p{i}": {"type": "number", "maximum": i} for i in range(100)}
+    schema = {"properties": fine | {"p50": {"type": "number", "maximum": 1e30}}}
+    found = examine("json_schema", json.dumps(schema), error_of)
+    assert found.problems == (("maximum", "/properties/p50/maximum"),)
+
+
+@pytest.mark.parametrize(("keyword", "value"), [("maximum", "x"), ("maxLength", "1"), ("maxItems", -1), ("pattern", 1)])
+def test_a_value_that_no_schema_may_have_is_not_left_out(keyword: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=keyword):
+        examine("json_schema", json.dumps({keyword: value}), error_of)
+
+
+NEW = "https://json-schema.org/draft"
+PUBLISHED = {  # meta-schemas, and a keyword of each that a grammar does not hold
+    "http://json-schema.org/draft-04/schema#": "dependencies",
+    "http://json-schema.org/draft-06/schema#": "propertyNames",
+    "http://json-schema.org/draft-07/schema#": "format",
+    f"{NEW}/2019-09/schema": "$recursiveRef",
+    f"{NEW}/2020-12/schema": "$dynamicRef",
+}
+
+
+@pytest.mark.parametrize("uri", PUBLISHED)
+def test_keywords_of_a_published_meta_schema_are_left_out_too(uri: str) -> None:
+    """They are told of at the $ref that brings them in, which may stand in a definition."""
+    schema = {"$defs": {"a/b": {"$ref": uri}}, "properties": {"s": {"$ref": "#/$defs/a~1b"}}}
+    found = examine("json_schema", json.dumps(schema), error_of)
+    assert (PUBLISHED[uri], "/$defs/a~1b/$ref") in found.problems
+    assert {place for _, place in found.problems} == {"/$defs/a~1b/$ref"}
+    grammar = grammar_of(found.constraint)
+    assert takes(grammar, '{"s": {"type": "object"}}')
+    assert not takes(grammar, '{"s": {"type": "objects"}}')
+
+
+def test_a_schema_that_leads_back_to_itself_is_refused_and_told_why() -> None:
+    for schema in ({"$ref": "#"}, {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#"}}}):
+        with pytest.raises(InvalidRequest, match="leads back to itself before any value"):
+            examine("json_schema", json.dumps(schema), error_of)
+    with pytest.raises(InvalidRequest, match="leads back to itself before any value"):
+        examine("lark", "start: s\ns: s", error_of)
+    assert examine("json_schema", '{"properties": {"a": {"$ref": "#"}}}', error_of).problems == ()
+
+
+def test_an_error_in_the_midst_of_an_output_says_what_to_do() -> None:
+    vocabulary = Vocabulary(tokens=tokenizer(), size=tokenizer().vocab_size, pieces=(), eos_ids=frozenset())
+    schema = {"properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"], "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    matcher = Matcher(LLMatcher(tokenizer(), of_schema(schema), log_level=0), vocabulary)
+    for token_id in tokenizer().tokenize_str('{"a":'):
+        matcher.consume(token_id)
+        matcher.words()
+    assert "leads back to itself" in str(matcher.error)
+    said = "parser error: Too many items (limit 50000; mask); try avoiding single-byte/short lexemes"
+    assert "make it unambiguous" in explained(said)
 
 
 def test_what_asks_for_nothing_is_no_problem() -> None:

@@ -13,6 +13,7 @@ from replicas.grammar.checking import Problem
 
 UNIQUE = {"type": "array", "uniqueItems": True}
 NEW = "https://json-schema.org/draft/2020-12/schema"
+META = {"$ref": "http://json-schema.org/draft-04/schema#"}
 OLD_LIST = {"items": [{"type": "integer"}], "additionalItems": False, "uniqueItems": True}
 
 
@@ -35,6 +36,9 @@ def valid(schema: Any, document: str, *, within: float = 30.0) -> bool:
     ({"unevaluatedProperties": False, "allOf": [{"properties": {"a": {}}}]}, '{"a": 1}', '{"b": 1}'),
     ({"format": "regex"}, '"a"', '"("'),
     ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True}, "4", "3"),
+    (META, '{"type": "object", "minLength": 1}', '{"type": "objects"}'),
+    ({"items": META}, '[{"properties": {"a": {"multipleOf": 1}}}]', '[{"properties": {"a": {"multipleOf": 0}}}]'),
+    ({"items": {"$ref": NEW}}, '[{"$defs": {"a": {}}}]', '[{"$defs": {"a": {"type": "x"}}}]'),
     ({}, "[]", "["),
     ({}, "1", "NaN"),
     ({}, '{"a": 1}', ""),
