@@ -216,8 +216,8 @@ _TIERS = [
             "written; they are dropped and computed.", {"tier": LOWER}),
     Metric(REPLICA, COUNTER, "tier_slow_loads_total", "Prompts that were computed although a tier had them: loading "
             "was slower, or not over in time."),
-    Metric(REPLICA, COUNTER, "tier_store_errors_total", "Reads and writes of the store that failed."),
-    Metric(REPLICA, GAUGE, "tier_store_up", "0 while the store is configured and cannot be used, else 1."),
+    Metric(REPLICA, COUNTER, "tier_store_errors_total", "Reads and writes of the store that failed, or hung."),
+    Metric(REPLICA, GAUGE, "tier_store_up", "0 while the store is configured and cannot be used, or hangs, else 1."),
 ]  # fmt: skip
 
 _TRANSFER = [

@@ -17,13 +17,14 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from deployments import logs
+from deployments.http.service import config_folder
 from deployments.replica.feasible import checked, device_of
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
 from deployments.settings.capacity import Capacity, auto_count, shortages
 from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.keys import KEY_VARIABLE, without_keys
-from deployments.settings.places import weights_bytes
+from deployments.settings.places import local_model, weights_bytes
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
 from replicas.runner.device import available_ram
@@ -47,6 +48,9 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     keys, settings = config.router.known_keys(), without_keys(settings)
     if keys.api and keys.admin is None:
         log.warning("API keys and no admin key (%s): routes of the admin and metrics refuse all", KEY_VARIABLE)
+    if config.model.revision is None and local_model(config.model.path) is None:
+        log.warning("model.revision is not set: each start takes what the hub then has of %s. Set it to a commit, "
+                    "today's is %s", config.model.path, config_folder(config.model).name)  # fmt: skip
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))

@@ -41,7 +41,7 @@ from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
 from deployments.http.routes import own_route
 from deployments.http.service import Service, read_face, tokenizer_folder
-from deployments.settings.groups import without_token
+from deployments.settings.groups import without_secrets
 from deployments.settings.keys import NO_KEYS, KeyDigests
 from deployments.settings.places import VERSION
 from deployments.settings.roles import config_of, roles_of
@@ -225,17 +225,7 @@ def _service(
         dispatcher=dispatcher,
         fleet=fleet,
         leases=leases,
-        settings={
-            **without_token(settings),
-            "cache": dataclasses.asdict(config.cache),
-            "scheduler": dataclasses.asdict(config.scheduler),
-            "parallel": dataclasses.asdict(config.parallel),
-            "router": config.router.shown(),
-            "replicas": config.replicas.model_dump(),
-            "mode": config.mode,
-            "observability": config.observability.model_dump(),
-            **_role_settings(config),
-        },
+        settings=shown_settings(config, settings),
         peers=peers,
         registry=registry,
         max_body_bytes=config.router.max_body_bytes,
@@ -244,6 +234,23 @@ def _service(
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
         version=VERSION,
+    )
+
+
+def shown_settings(config: AppConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what `/get_server_info` shows of the settings, as they were given and as they are."""
+    return without_secrets(
+        {
+            **settings,
+            "cache": dataclasses.asdict(config.cache),
+            "scheduler": dataclasses.asdict(config.scheduler),
+            "parallel": dataclasses.asdict(config.parallel),
+            "router": config.router.shown(),
+            "replicas": config.replicas.model_dump(),
+            "mode": config.mode,
+            "observability": config.observability.model_dump(),
+            **_role_settings(config),
+        }
     )
 
 

@@ -263,6 +263,9 @@ class Products:
         return f"BLAS for {', '.join(taken)}; else own" if taken else "own"
 
 
+STORE_KEY_LEN = 32  # characters, at least: whoever can list a store can try keys on what it lists
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Settings of the KV pool and the prefix cache."""
@@ -290,6 +293,9 @@ class CacheConfig:
     prefetch: PrefetchPolicy = "expected"
     store: str | None = None  # where pages are kept beyond the host memory: file:///folder or s3://bucket/prefix
     store_bytes: int = 10 << 30  # most bytes in a file store; the replicas of a host share them
+    # secret without which nothing in the store is believed, for a bucket that others can write to; by default
+    # MANTA_STORE_KEY, else none
+    store_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -508,6 +514,11 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
         yield f"cache.sparse_tokens = {cache.sparse_tokens}; allowed: 1 or more"
     if cache.store_bytes < 1:
         yield f"cache.store_bytes = {cache.store_bytes}; allowed: 1 or more"
+    if cache.store_key is not None and len(cache.store_key) < STORE_KEY_LEN:
+        yield (
+            f"cache.store_key: has {len(cache.store_key)} characters, here or in MANTA_STORE_KEY; at least "
+            f"{STORE_KEY_LEN} are wanted, as `openssl rand -hex 32` prints"
+        )
     for name in ("max_running_requests", "chunked_prefill_size"):
         value = getattr(scheduler, name)
         if value is not None and value < 1:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from kvtransfer.ports.rank_port import RankPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
+from kvtransfer.stores.items import NO_SECRET, store_secret
 from kvtransfer.stores.urls import open_store
 from kvtransfer.types import TransferSettings
 from replicas.cache.host_pages import HostTier
@@ -177,9 +178,12 @@ def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCop
     # pages of all ranks as they lie in host memory: other parts, or heads that ranks share, are another layout
     fingerprint = f"{kv_layout(config, model_identity(config.model.path, config.model.quantization), tp=1).fingerprint}"
     fingerprint += f"|tp={tp}|page_bytes={copier.host.memory.page_bytes}|dtype={config.model.dtype}"
+    secret = NO_SECRET if cache.store_key is None else store_secret(cache.store_key)
+    if secret:  # stores of two keys, or of none, in one place do not delete each other's items
+        fingerprint += f"|key={hashlib.blake2b(secret, digest_size=16).hexdigest()}"
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=8).digest()
     try:
-        store = open_store(cache.store, layout_digest=digest, capacity_bytes=cache.store_bytes)
+        store = open_store(cache.store, layout_digest=digest, capacity_bytes=cache.store_bytes, secret=secret)
     except ValueError as error:
         raise InvalidConfig(f"cache.store: {error}") from error
     shared_by = f"{socket.gethostname()}:" if cache.store.startswith("file:") else ""

@@ -132,7 +132,7 @@ class TieredBench(Bench):
         self.tiers.compute_s_per_token = compute_s_per_token
         self.disk = FaultyDisk(root, self.clock)
         self.store = Store(self.disk, layout_digest=LAYOUT, clock=self.clock)
-        self.worker = (Worker if threaded else HandWorker)(self.store, self.host, "fake", page_size)
+        self.worker = (Worker if threaded else HandWorker)(self.store, self.host, "fake", page_size, self.clock)
         self.hangs = False  # the store's thread does nothing
         self.store_tier = StoreTier(self.tiers, self.worker, name="fake", policy=policy, clock=self.clock)
         self.kv.store_tier = self.store_tier

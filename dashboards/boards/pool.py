@@ -228,7 +228,7 @@ LOWER = Row("Host memory and store (L2, L3)", (
     ),
     Panel("Failing stores",
         shows="Replicas whose store cannot be used at present.",
-        act="See the replica's log, and the runbook, WrongPages: a full or unmounted disk, wrong rights, no network.",
+        act="See the replica's log, and the runbook, StoreOff: a file system or a service that does not answer.",
         queries={"replicas": f"{gauge('tier_store_up', over='count')} - {gauge('tier_store_up')}"},
         shape=Shape.STAT, limits=Thresholds(1, 1), width=4, height=4,
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 from deployments.http import tracing
 from deployments.http.service import config_folder, read_face
-from deployments.settings.groups import with_token
+from deployments.settings.groups import with_secrets
 from deployments.settings.places import check_model_path, local_path
 from deployments.settings.roles import check_ranks, config_of, roles_of
 from deployments.settings.schema import AppConfig, examine, parse
@@ -31,8 +31,8 @@ def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
 
     Raises: InvalidConfig with a sentence for every setting that is wrong on any machine.
     """
-    settings = with_token(args) if args.get("mode") == "disaggregated" else args
-    config = parse(settings)  # the token of the environment too
+    settings = with_secrets(args)
+    config = parse(settings)  # the secrets of the environment too
     if problems := impossible(config):
         raise InvalidConfig(*problems)
     return config, settings
@@ -41,7 +41,7 @@ def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
 def examined(args: dict[str, Any], *, available_bytes: int) -> tuple[AppConfig | None, list[str]]:
     """Return the settings, as far as they can be read, and a sentence for everything that is wrong with them on a
     machine with ``available_bytes`` of RAM."""
-    config, problems = examine(with_token(args) if args.get("mode") == "disaggregated" else args)
+    config, problems = examine(with_secrets(args))
     if config is not None:
         problems = list(dict.fromkeys([*problems, *impossible(config, available_bytes=available_bytes)]))
     return config, problems

@@ -3,7 +3,7 @@
 Owns:      the base class of all groups, which is frozen and refuses unknown names; the values of vLLM, SGLang and YAML
            that are translated to ours before the checks, so that the code sees the spelling of replicas/config.py only.
 Never:     repeats a default of the engine (replicas/config.py) or of hand-offs (kvtransfer/types.py). Shows the
-           transfer token: it is a SecretStr here, and `shown` leaves it out.
+           transfer token or the store's key: `without_secrets` leaves them out.
 """
 
 import dataclasses
@@ -249,7 +249,7 @@ class TransferGroup(Settings):
         return token
 
     def of_engine(self, node_address: str) -> TransferSettings:
-        """Make the settings of an engine on the node with this address, after `with_token` and `resolved`."""
+        """Make the settings of an engine on the node with this address, after `with_secrets` and `resolved`."""
         assert self.token is not None, "build gives the replicas a token"
         given = {name: getattr(self, name) for name in _DEFAULT if name not in ("host", "token")}
         given["verify"] = self.verify or Verify.ALL
@@ -265,20 +265,30 @@ class TransferGroup(Settings):
         return self.model_dump(mode="json", exclude={"token"})
 
 
-def with_token(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Add the cluster's secret to ``args``: from the settings, the environment, or a new one.
+STORE_KEY_VARIABLE = "MANTA_STORE_KEY"
+HIDDEN = ("token", "store_key")  # of any group: what is never shown
 
-    The result must be parsed, since a token of the environment has not been checked.
+
+def with_secrets(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Add the cluster's secrets to ``args``: from the settings, the environment, or, the transfer token, a new one.
+
+    The result must be parsed, since a secret of the environment has not been checked.
     """
-    if not isinstance(args.get("transfer") or {}, Mapping):
-        return dict(args)  # the check of the settings reports it
-    transfer = dict(args.get("transfer") or {})
-    if not transfer.get("token"):
-        transfer["token"] = environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
-    return {**args, "transfer": transfer}
+    secret_of = {"cache": ("store_key", environ.get(STORE_KEY_VARIABLE))}
+    if args.get("mode") == "disaggregated":
+        secret_of["transfer"] = ("token", environ.get(TOKEN_VARIABLE) or secrets.token_hex(32))
+    given = dict(args)
+    for group, (name, secret) in secret_of.items():
+        own = given.get(group) or {}
+        if secret and isinstance(own, Mapping) and not own.get(name):  # the check of the settings reports others
+            given[group] = {**own, name: secret}
+    return given
 
 
-def without_token(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy ``args`` without the transfer token."""
-    transfer = {name: value for name, value in (args.get("transfer") or {}).items() if name != "token"}
-    return {**args, "transfer": transfer} if "transfer" in args else dict(args)
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy ``settings`` without the secrets of any group in them."""
+    return {
+        name: without_secrets(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in HIDDEN
+    }

@@ -11,13 +11,14 @@ Thread:    the store's. An item is one read or one write of the kernel, without 
 import contextlib
 import errno
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from kvtransfer.stores.folder import Folder, create, touch
+from kvtransfer.stores.folder import Folder, create, item_name, open_own, touch
 from kvtransfer.stores.items import HEADER_BYTES, Buffer, StoreKey, num_bytes
-from kvtransfer.stores.store import DISK_FULL
+from kvtransfer.stores.store import DISK_FULL, Untrusted
 
 MOST_BUFFERS = 1024  # IOV_MAX of Linux
 SCANS_PER_WRITE = 4  # until the first round is through
@@ -28,7 +29,7 @@ class FileMedium:
     """A `Medium` of one file an item."""
 
     def __init__(self, root: str, *, capacity_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open or make the folder ``root``. Raises: OSError."""
+        """Open or make the folder ``root``. Raises: OSError, Untrusted for one that others may write."""
         self._folder = Folder(root, capacity_bytes=capacity_bytes, clock=clock)
         self._name = uuid.uuid4().hex
         self._num_created = 0
@@ -38,7 +39,8 @@ class FileMedium:
 
     def read(self, key: StoreKey, into: Sequence[Buffer]) -> int:
         try:
-            file = os.open(self._folder.path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with self._folder.shard(key[0]) as shard:
+                file = open_own(item_name(key), stat.S_IFREG, shard)
             try:
                 size = os.fstat(file).st_size
                 _move_all(os.preadv, file, into if size == num_bytes(into) else [into[0][: min(size, HEADER_BYTES)]])
@@ -52,24 +54,33 @@ class FileMedium:
         return size
 
     def write(self, key: StoreKey, item: Sequence[Buffer]) -> bool:
-        folder, path, size = self._folder, self._folder.path(key), num_bytes(item)
+        folder, size = self._folder, num_bytes(item)
         for _ in range(0 if folder.was_scanned else SCANS_PER_WRITE):
             folder.scan_shard()
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_size == size:
-                folder.used(key, size, touch(path))
-                return False
+        with folder.shard(key[0], make=True) as shard:
+            return self._write(key, shard, item, size)
+
+    def _write(self, key: StoreKey, shard: int, item: Sequence[Buffer], size: int) -> bool:
+        folder, name = self._folder, item_name(key)
+        with contextlib.suppress(FileNotFoundError, Untrusted):  # what is no item of ours is replaced
+            file = open_own(name, stat.S_IFREG, shard)
+            try:
+                if os.fstat(file).st_size == size:
+                    folder.used(key, size, touch(file))
+                    return False
+            finally:
+                os.close(file)
         folder.make_room(size)
         self._num_created += 1
-        temporary = folder.temporary_path(key, f"{self._name}-{self._num_created}")
-        file = create(temporary)
+        temporary = f".{key.hex()}.{self._name}-{self._num_created}.tmp"
+        file = create(temporary, shard)
         try:
             _move_all(os.pwritev, file, item)
             used_ns = touch(file)
-            os.rename(temporary, path)
+            os.rename(temporary, name, src_dir_fd=shard, dst_dir_fd=shard)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                os.unlink(temporary, dir_fd=shard)
                 if error.errno in DISK_FULL:  # whoever fills the disk: the next write finds more room
                     folder.evict_oldest()
             raise

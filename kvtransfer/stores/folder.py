@@ -2,7 +2,8 @@
 
 Owns:      the names of files, and a copy of the folder's listing, which is a guess: other processes of the host add,
            evict and use items at any moment. A file's mtime is when it was last used, by whichever process.
-Never:     reads or writes an item's bytes (file.py).
+Never:     reads or writes an item's bytes (file.py); follows a link, or opens what another user may have written: the
+           root, a shard and an item belong to this user, and nobody else may write to a folder (`open_own`).
 Invariant: ``num_bytes`` is the sum of the sizes listed; what is deleted was the oldest of those listed.
 Thread:    the store's.
 
@@ -22,10 +23,12 @@ import heapq
 import math
 import os
 import re
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvtransfer.stores.items import KEY_BYTES, StoreKey
+from kvtransfer.stores.store import Untrusted
 
 NUM_SHARDS = 256
 LOW_WATER = 0.9  # of the capacity: how far `Folder.trim` goes once it was reached
@@ -40,8 +43,9 @@ class Folder:
     """The listing of a store's root folder, and its eviction."""
 
     def __init__(self, root: str, *, capacity_bytes: int, clock: Callable[[], float]) -> None:
-        """Make ``root`` if it is not there, readable by its owner alone. Raises: OSError."""
+        """Make ``root`` if it is not there, readable by its owner alone. Raises: OSError, Untrusted."""
         os.makedirs(root, mode=0o700, exist_ok=True)
+        os.close(open_own(root, stat.S_IFDIR))
         self.root = root
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
@@ -57,13 +61,24 @@ class Folder:
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
-    def path(self, key: StoreKey) -> str:
-        name = key.hex()
-        return f"{self.root}/{name[:2]}/{name}.kv"
+    @contextlib.contextmanager
+    def shard(self, number: int, *, make: bool = False) -> Iterator[int]:
+        """Open the folder of a shard, made if ``make`` says so; never the root, which may be a disk that was unmounted.
 
-    def temporary_path(self, key: StoreKey, writer: str) -> str:
-        name = key.hex()
-        return f"{self.root}/{name[:2]}/.{name}.{writer}.tmp"
+        Raises: OSError, Untrusted.
+        """
+        name, root = f"{number:02x}", open_own(self.root, stat.S_IFDIR)
+        try:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=root)
+            opened = open_own(name, stat.S_IFDIR, root)
+        finally:
+            os.close(root)
+        try:
+            yield opened
+        finally:
+            os.close(opened)
 
     def has(self, key: StoreKey) -> bool:
         """Whether there is an item, as far as is known; the folder is asked about unknown ones. Raises: OSError."""
@@ -71,9 +86,8 @@ class Folder:
             return True
         if self._absent.get(key, -math.inf) > self._clock():
             return False
-        try:
-            status = os.stat(self.path(key))
-        except FileNotFoundError:
+        status = self._status(key)
+        if status is None:
             self.gone(key)
             return False
         self.used(key, status.st_size, status.st_mtime_ns)
@@ -95,8 +109,8 @@ class Folder:
 
     def delete(self, key: StoreKey) -> None:
         """Remove an item if it is there. Raises: OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path(key))
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, Untrusted), self.shard(key[0]) as shard:
+            os.unlink(item_name(key), dir_fd=shard)
         self.gone(key)
 
     @property
@@ -114,14 +128,18 @@ class Folder:
         if number == 0:
             self._oldest.clear()
         found: dict[StoreKey, tuple[int, int]] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(f"{self.root}/{number:02x}") as entries:
+        with (
+            contextlib.suppress(FileNotFoundError, Untrusted),
+            self.shard(number) as shard,
+            os.scandir(shard) as entries,
+        ):
             for entry in entries:
                 if item := _ITEM.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
                         status = entry.stat(follow_symlinks=False)
                         found[bytes.fromhex(item[1])] = status.st_size, status.st_mtime_ns
                 elif _TEMPORARY.fullmatch(entry.name):
-                    _remove_if_abandoned(entry.path)
+                    _remove_if_abandoned(entry.name, shard)
         self.num_bytes += sum(size for size, _ in found.values()) - sum(s for s, _ in self._shards[number].values())
         self._shards[number] = {key: file for key, file in found.items() if key[0] == number}
         self._num_scanned += 1
@@ -154,9 +172,8 @@ class Folder:
                 mtime_ns, key = heapq.heappop(self._oldest)
                 if self._shards[key[0]].get(key, (0, 0))[1] != mtime_ns:
                     continue  # used or gone since
-                try:
-                    status = os.stat(self.path(key))
-                except FileNotFoundError:
+                status = self._status(key)
+                if status is None:
                     self.gone(key)
                     return True
                 if status.st_mtime_ns != mtime_ns:  # used by another process
@@ -170,6 +187,14 @@ class Folder:
             heapq.heapify(self._oldest)
         return False
 
+    def _status(self, key: StoreKey) -> os.stat_result | None:
+        """Look at an item; None when there is none in a shard of this user's. Raises: OSError."""
+        try:
+            with self.shard(key[0]) as shard:
+                return os.stat(item_name(key), dir_fd=shard, follow_symlinks=False)
+        except (FileNotFoundError, Untrusted):
+            return None
+
     def check(self) -> None:
         """Raises: AssertionError where the listing contradicts itself."""
         sizes = [size for shard in self._shards for size, _ in shard.values()]
@@ -178,33 +203,69 @@ class Folder:
         assert len(self._absent) <= MOST_ABSENT
 
 
-def touch(file: int | str) -> int:
+def item_name(key: StoreKey) -> str:
+    return f"{key.hex()}.kv"
+
+
+def open_own(path: str, kind: int, folder: int | None = None, access: int = os.O_RDONLY) -> int:
+    """Open a folder or a file that only this user can write to. A link is not followed, and a FIFO is not waited for.
+
+    Args:    kind: S_IFDIR or S_IFREG. folder: that ``path`` is in; None: the current one.
+    Returns: its descriptor.
+    Raises:  OSError; Untrusted, which says why.
+    """
+    try:
+        file = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise Untrusted(f"{path} is no {_KINDS[kind]}") from error
+        raise
+    status = os.fstat(file)
+    if fault := _fault_of(status, kind):
+        os.close(file)
+        raise Untrusted(f"{path} {fault}")
+    return file
+
+
+_KINDS = {stat.S_IFDIR: "folder", stat.S_IFREG: "file"}
+
+
+def _fault_of(status: os.stat_result, kind: int) -> str:
+    """Return in words why others may have written what has this status; empty where they cannot."""
+    if stat.S_IFMT(status.st_mode) != kind:
+        return f"is no {_KINDS[kind]}"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
+def touch(file: int) -> int:
     """Set a file's mtime to now. Returns: it, in ns. The kernel's own clock for it ticks in milliseconds."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))
     return now
 
 
-def create(path: str) -> int:
+def create(name: str, shard: int) -> int:
     """Create a temporary file and lock it, so that it is not taken for abandoned. Returns: its descriptor.
 
-    Its shard's folder is made if need be; never the root, which may be a disk that was unmounted. Raises: OSError.
+    Raises: OSError.
     """
     while True:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.dirname(path), 0o700)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=shard)
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return file
         os.close(file)  # another process's scan came before the lock
 
 
-def _remove_if_abandoned(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError, BlockingIOError):
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _remove_if_abandoned(name: str, shard: int) -> None:
+    with contextlib.suppress(FileNotFoundError, BlockingIOError, Untrusted):
+        file = open_own(name, stat.S_IFREG, shard, os.O_RDWR)  # over NFS a lock wants it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
+            os.unlink(name, dir_fd=shard)
         finally:
             os.close(file)

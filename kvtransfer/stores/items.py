@@ -2,15 +2,18 @@
 
 Owns:      the chain of keys over layout, salt and tokens; the header.
 Never:     reads or writes a file or a socket.
-Invariant: bytes pass `fault_of_header` and `fault_of_payload` only if they were packed under that key and layout.
+Invariant: bytes pass `fault_of_header` and `fault_of_payload` only if they were packed under that key and layout; with
+           a secret, only if whoever packed them had it.
 
 An item is one run of pages, the bytes of all ranks. Its key should be that of its last page, which stands for every
 token before it. Its header is 64 bytes:
-    magic 8, version 4, number of pages 4, payload bytes 8, layout digest 8, key 16, xxh3-64 of the payload 8,
-    xxh3-64 of the 56 bytes before 8
+    magic 8, version 4, number of pages 4, payload bytes 8, layout digest 8, key 16, then
+    version 1: xxh3-64 of the payload 8, xxh3-64 of the 56 bytes before 8
+    version 2: BLAKE2b-128 of the 48 bytes before and the payload, keyed with the store's secret 16
 """
 
 import hashlib
+import hmac
 import struct
 from collections.abc import Sequence
 
@@ -24,10 +27,17 @@ Buffer = memoryview  # of uint8: one page, ``view[page].data``
 KEY_BYTES = 16
 LAYOUT_BYTES = 8
 MAGIC = b"MantaKV\n"
-VERSION = 1
-_FIELDS = struct.Struct(f"<8sIIQ{LAYOUT_BYTES}s{KEY_BYTES}sQ")
+PLAIN, KEYED = 1, 2  # versions
+NO_SECRET = b""  # of a store that only its owner can write
+_FIELDS = struct.Struct(f"<8sIIQ{LAYOUT_BYTES}s{KEY_BYTES}s")
 _DIGEST = struct.Struct("<Q")
-HEADER_BYTES = _FIELDS.size + _DIGEST.size
+_TAG_BYTES = 2 * _DIGEST.size
+HEADER_BYTES = _FIELDS.size + _TAG_BYTES
+
+
+def store_secret(key: str) -> bytes:
+    """Derive what items are tagged with from ``cache.store_key``."""
+    return hashlib.blake2b(key.encode(), digest_size=hashlib.blake2b.MAX_KEY_SIZE, person=b"manta-store-key").digest()
 
 
 def page_chain(layout_fingerprint: str, salt: str) -> StoreKey:
@@ -60,23 +70,27 @@ def num_bytes(buffers: Sequence[Buffer]) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
 
-def pack_header(key: StoreKey, layout_digest: bytes, pages: Sequence[Buffer]) -> bytes:
+def pack_header(key: StoreKey, layout_digest: bytes, pages: Sequence[Buffer], secret: bytes = NO_SECRET) -> bytes:
     """Return the header of the item that holds ``pages``."""
-    fields = _FIELDS.pack(MAGIC, VERSION, len(pages), num_bytes(pages), layout_digest, key, _digest(pages))
+    version = KEYED if secret else PLAIN
+    fields = _FIELDS.pack(MAGIC, version, len(pages), num_bytes(pages), layout_digest, key)
+    if secret:
+        return fields + _tag(fields, pages, secret)
+    fields += _DIGEST.pack(_digest(pages))
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def fault_of_header(header: bytes, key: StoreKey, layout_digest: bytes) -> str:
+def fault_of_header(header: bytes, key: StoreKey, layout_digest: bytes, secret: bytes = NO_SECRET) -> str:
     """Return what is wrong with a header, in words; empty when it is one of this key, layout and version."""
     if len(header) < HEADER_BYTES:
         return f"{len(header)} bytes, fewer than a header's {HEADER_BYTES}"
-    magic, version, _, _, layout, named, _ = _FIELDS.unpack_from(header)
+    magic, version, _, _, layout, named = _FIELDS.unpack_from(header)
     if magic != MAGIC:
         return f"it begins with {magic!r}, not {MAGIC!r}"
-    if _DIGEST.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(header[: _FIELDS.size]):
+    if version != (wanted := KEYED if secret else PLAIN):
+        return f"version {version}, {wanted} is wanted"
+    if not secret and header[-_DIGEST.size :] != _DIGEST.pack(xxhash.xxh3_64_intdigest(header[: -_DIGEST.size])):
         return "its header is damaged"
-    if version != VERSION:
-        return f"version {version}, {VERSION} is wanted"
     if layout != layout_digest:
         return f"layout {layout.hex()}, {layout_digest.hex()} is wanted"
     return "" if named == key else f"it is the item of {named.hex()}"
@@ -84,15 +98,25 @@ def fault_of_header(header: bytes, key: StoreKey, layout_digest: bytes) -> str:
 
 def shape_in_header(header: bytes) -> tuple[int, int]:
     """Return the number of pages and the bytes of payload that a header without fault names."""
-    _, _, num_pages, length, _, _, _ = _FIELDS.unpack_from(header)
+    _, _, num_pages, length, _, _ = _FIELDS.unpack_from(header)
     return num_pages, length
 
 
-def fault_of_payload(header: bytes, pages: Sequence[Buffer]) -> str:
+def fault_of_payload(header: bytes, pages: Sequence[Buffer], secret: bytes = NO_SECRET) -> str:
     """Return what is wrong with the pages that were read behind a header without fault; empty when nothing is."""
-    wanted = _FIELDS.unpack_from(header)[6]
+    if secret:
+        named = _tag(header[: _FIELDS.size], pages, secret)
+        return "" if hmac.compare_digest(named, header[_FIELDS.size :]) else "its tag is not of this store's key"
+    (wanted,) = _DIGEST.unpack_from(header, _FIELDS.size)
     found = _digest(pages)
     return "" if found == wanted else f"xxh3 {found:016x}, {wanted:016x} is wanted"
+
+
+def _tag(fields: bytes, pages: Sequence[Buffer], secret: bytes) -> bytes:
+    digest = hashlib.blake2b(fields, key=secret, digest_size=_TAG_BYTES, person=b"manta-item")
+    for page in pages:
+        digest.update(page)
+    return digest.digest()
 
 
 def _digest(pages: Sequence[Buffer]) -> int:

@@ -18,6 +18,7 @@ from typing import Protocol
 from kvtransfer.stores.items import (
     HEADER_BYTES,
     LAYOUT_BYTES,
+    NO_SECRET,
     Buffer,
     StoreKey,
     fault_of_header,
@@ -30,12 +31,16 @@ from kvtransfer.stores.items import (
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+class Untrusted(OSError):
+    """What lies in an item's place is not this store's: another user may have written it. The medium is not broken."""
+
+
 class ReadStatus(enum.Enum):
     """How a read ended. Only after OK do the buffers hold anything that may be used."""
 
     OK = "ok"
     MISSING = "missing"  # no such item, or one of another length
-    CORRUPT = "corrupt"  # not what was written; it has been deleted
+    CORRUPT = "corrupt"  # not what was written, or not by us; it has been deleted
     ERROR = "error"  # the medium failed, now or just before
 
 
@@ -87,7 +92,8 @@ class StoreStats:
 
 
 class Medium(Protocol):
-    """What keeps the bytes of items. Its calls raise OSError; an item's first buffer is its header."""
+    """What keeps the bytes of items. Its calls raise OSError, Untrusted for one item's sake; an item's first buffer is
+    its header."""
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]: ...
 
@@ -120,13 +126,19 @@ class Store:
     """
 
     def __init__(
-        self, medium: Medium, *, layout_digest: bytes, clock: Callable[[], float] = time.monotonic
+        self,
+        medium: Medium,
+        *,
+        layout_digest: bytes,
+        secret: bytes = NO_SECRET,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: layout_digest: of 8 bytes; see `page_chain`. Raises: ValueError."""
+        """Args: layout_digest: of 8 bytes; see `page_chain`. secret: see `store_secret`. Raises: ValueError."""
         if len(layout_digest) != LAYOUT_BYTES:
             raise ValueError(f"a layout digest of {LAYOUT_BYTES} bytes is wanted, not of {len(layout_digest)}")
         self._medium = medium
         self._layout = layout_digest
+        self._secret = secret
         self._clock = clock
         self._reading = Backoff(clock)
         self._writing = Backoff(clock)
@@ -154,6 +166,8 @@ class Store:
             result = self._read(key, into)
         except FileNotFoundError:
             result = ReadResult(status=ReadStatus.MISSING, reason="there is no such item")
+        except Untrusted as error:
+            result = ReadResult(status=ReadStatus.CORRUPT, reason=str(error))
         except OSError as error:
             self._failed(self._reading)
             return ReadResult(status=ReadStatus.ERROR, reason=str(error))
@@ -175,7 +189,11 @@ class Store:
             return WriteResult(status=WriteStatus.ERROR, reason=f"a write failed; the next is tried in {wait_s:.1f} s")
         started, stats = self._clock(), self._stats
         try:
-            stored = self._medium.write(key, [memoryview(pack_header(key, self._layout, pages)), *pages])
+            header = pack_header(key, self._layout, pages, self._secret)
+            stored = self._medium.write(key, [memoryview(header), *pages])
+        except Untrusted as error:
+            stats.errors += 1
+            return WriteResult(status=WriteStatus.ERROR, reason=str(error))
         except OSError as error:
             if error.errno in DISK_FULL:
                 stats.full += 1
@@ -220,7 +238,7 @@ class Store:
         buffer = bytearray(HEADER_BYTES)
         size = self._medium.read(key, [memoryview(buffer), *into])
         header = bytes(buffer[:size])
-        if fault := fault_of_header(header, key, self._layout):
+        if fault := fault_of_header(header, key, self._layout, self._secret):
             return ReadResult(status=ReadStatus.CORRUPT, reason=fault)
         num_pages, length = shape_in_header(header)
         if size != HEADER_BYTES + length:
@@ -229,7 +247,7 @@ class Store:
         if (num_pages, length) != (len(into), num_bytes(into)):
             wanted = f"{len(into)} of {num_bytes(into)} bytes together are wanted"
             return ReadResult(status=ReadStatus.MISSING, reason=f"it holds {num_pages} pages of {length}; {wanted}")
-        if fault := fault_of_payload(header, into):
+        if fault := fault_of_payload(header, into, self._secret):
             return ReadResult(status=ReadStatus.CORRUPT, reason=fault)
         return ReadResult(status=ReadStatus.OK)
 

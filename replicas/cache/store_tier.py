@@ -3,6 +3,7 @@
 Owns:      what requests want from the store, and what is on its way there; store_worker.py is the thread.
 Never:     delays a request for longer than computing what the store has would take (policy expected); allocates before
            it knows of a hit.
+           Asks a store that has not answered for `HANG_S`.
 Invariant: a host page that the thread fills is taken (`HiRadixCache.take_host`), one that it reads is pinned, until it
            has said that it is through, however long the store hangs.
 Thread:    the scheduler's.
@@ -13,6 +14,7 @@ Thread:    the scheduler's.
 """
 
 import collections
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +28,9 @@ from replicas.cache.tiers import HiRadixCache
 from replicas.request import Req
 from replicas.types import TierStats
 
+log = logging.getLogger(__name__)
+
+HANG_S = 30.0  # a store that has not answered a call for so long is off until it does
 LOOK_SHARE = 0.01  # of the time that computing the prompt would take, for a store that never has anything
 UNMEASURED_S = 0.2  # that a prompt waits while no prompt has been computed, so that nobody knows how long that takes
 SMOOTHING = 0.1  # weight of the newest prompt in the share of prompts that the store has something of
@@ -57,6 +62,8 @@ class StoreTier:
         self._num_putting = 0  # pages
         self._hit_share = 0.0
         self._worker = worker
+        self._hangs = 0
+        self._is_off = False
         self._late = 0  # fetches that came too late, or were slower than computing
         self._s_per_token = 0.0  # of reads; 0 until measured
         self._read_pages = self._written_pages = 0
@@ -73,13 +80,20 @@ class StoreTier:
         return self._worker.error
 
     @property
+    def out_of_use(self) -> str | None:
+        """Why the store is not used at present."""
+        if self._worker.error is not None:
+            return repr(self._worker.error)
+        return f"it has not answered a call for {HANG_S:.0f} s; it is used again when it has" if self._is_off else None
+
+    @property
     def num_taken(self) -> int:
         """Host pages that the thread fills."""
         return sum(len(fetch.host_pages) - fetch.num_adopted for fetch in [*self._fetches.values(), *self._left])
 
     def ask(self, req: Req, longest: int) -> None:
         """Look for what follows what the replica has of the first ``longest`` tokens of ``req``."""
-        if len(self._left) >= MAX_LEFT:
+        if len(self._left) >= MAX_LEFT or self._is_off:
             return
         ps = self._tiers.page_size
         ids = req.ids[: longest // ps * ps].copy()
@@ -94,7 +108,7 @@ class StoreTier:
         if fetch is None:
             return False
         dead = self._worker.error is not None
-        if fetch.stage is not FetchStage.OVER and not dead and now_s < self._wait_until_s(fetch):
+        if fetch.stage is not FetchStage.OVER and not (dead or self._is_off) and now_s < self._wait_until_s(fetch):
             return True
         if fetch.stage is not FetchStage.OVER and fetch.keys:
             self._late += 1
@@ -113,6 +127,7 @@ class StoreTier:
 
     def poll(self) -> None:
         """Take in what the thread has done since the last call."""
+        self._watch()
         for req, fetch in list(self._fetches.items()):
             self._take_in(fetch, req)
         for fetch in list(self._left):
@@ -130,7 +145,7 @@ class StoreTier:
             if put.node.parent is not None and put.node.num_pages <= len(put.host_pages) == put.num_stored:
                 put.node.stored = True
                 self._tiers.tell_tier(put.node, Tier.STORE)
-        while self._unwritten and self._num_putting < MAX_PUT_PAGES:
+        while self._unwritten and self._num_putting < MAX_PUT_PAGES and not self._is_off:
             self._put(self._unwritten.popleft())
 
     def stats(self, of_host: TierStats) -> TierStats:
@@ -139,7 +154,7 @@ class StoreTier:
         return replace(
             of_host,
             store=self.name,
-            store_error=None if self.error is None else repr(self.error),
+            store_error=self.out_of_use,
             store_bytes=counted.bytes,
             store_items=counted.items,
             store_written_tokens=self._written_pages * ps,
@@ -147,7 +162,7 @@ class StoreTier:
             store_write_s=counted.write_s,
             store_read_s=counted.read_s,
             store_wrong_pages=counted.corrupt,
-            store_errors=counted.errors,
+            store_errors=counted.errors + self._hangs,
             slow_loads=of_host.slow_loads + self._late,
             store_s_per_token=self._s_per_token,
             store_latency_s=counted.asked_s / counted.asked if counted.asked else 0.0,
@@ -160,6 +175,17 @@ class StoreTier:
         """Assert that every host page that is not in the tree has its owner here."""
         assert self.num_taken <= self._tiers.host.coming, "host pages were taken that nobody counts"
         assert self._num_putting >= 0
+
+    def _watch(self) -> None:
+        """Leave a store alone that hangs, and take it into use again when it has answered."""
+        hangs = self._worker.silent_s >= HANG_S
+        if hangs and not self._is_off:
+            self._hangs += 1
+            log.error("the store %s has not answered for %.0f s: it is left alone until it has", self.name, HANG_S)
+            self._worker.drop_queued()
+        elif self._is_off and not hangs:
+            log.warning("the store %s answers again: it is used", self.name)
+        self._is_off = hangs
 
     def _take_in(self, fetch: Fetch, req: Req | None) -> None:
         """Take host pages for what was found, or give the tree what was read; give back what will not come."""

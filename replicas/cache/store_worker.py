@@ -10,6 +10,7 @@ Thread:    its own; the scheduler's adds jobs and reads how far they are. Reads 
 import collections
 import enum
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -76,7 +77,14 @@ class Put:
 class Worker:
     """The thread, and what it has been asked for."""
 
-    def __init__(self, store: Store, memory: HostBytes, fingerprint: str, page_size: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        memory: HostBytes,
+        fingerprint: str,
+        page_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``fingerprint``: of the layout of pages, all ranks'."""
         self.on_event: Callable[[], None] = lambda: None  # called by the thread when a job is over
         self.error: BaseException | None = None  # why the thread has died
@@ -89,6 +97,8 @@ class Worker:
         self._done: collections.deque[Put] = collections.deque()
         self._news = threading.Condition()
         self._closing = False
+        self._clock = clock
+        self._called_s: float | None = None  # when the store was called that has not answered yet
         self._thread = threading.Thread(target=self._main, name="manta-store", daemon=True)
 
     def start(self) -> None:
@@ -108,6 +118,20 @@ class Worker:
     def take_puts(self) -> list[Put]:
         """Return the puts that are over since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
+
+    def drop_queued(self) -> None:
+        """End what was asked for and has not begun, as if the store had nothing."""
+        with self._news:
+            while self._reads:
+                self._reads.popleft().stage = FetchStage.OVER
+            self._done.extend(self._puts)
+            self._puts.clear()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the store has not answered a call; 0 while there is none. Any thread may ask."""
+        called_s = self._called_s
+        return 0.0 if called_s is None else self._clock() - called_s
 
     def stats(self) -> StoreStats:
         return self._store.stats()
@@ -135,7 +159,7 @@ class Worker:
                     job.stage = FetchStage.OVER
                 self.on_event()
         except BaseException as error:  # noqa: BLE001 - the replica becomes unhealthy
-            self.error = error
+            self.error, self._called_s = error, None
             self.on_event()
 
     def _next(self) -> Fetch | Put | None:
@@ -143,6 +167,7 @@ class Worker:
         busy = True
         while True:
             with self._news:
+                self._called_s = None
                 if not (self._reads or self._puts or self._closing or busy):
                     self._news.wait()
                 if self._closing:
@@ -151,13 +176,16 @@ class Worker:
                     return self._reads.popleft()
                 if self._puts:
                     return self._puts.popleft()
+            self._called_s = self._clock()
             busy = self._store.idle()
 
     def _look(self, fetch: Fetch) -> None:
         """Count the pages from ``first`` on that the store has without a hole; most often it has none."""
         keys = self._keys(fetch.token_ids, fetch.salt)[fetch.first :]
+        self._called_s = self._clock()
         has = [] if fetch.unwanted else self._store.contains(keys[:1])
         if has == [True]:
+            self._called_s = self._clock()
             has += self._store.contains(keys[1:])
         fetch.keys = keys[: has.index(False) if False in has else len(has)]
         fetch.stage = FetchStage.FOUND
@@ -166,6 +194,7 @@ class Worker:
         for key, page in zip(fetch.keys, fetch.host_pages.tolist(), strict=True):
             if fetch.unwanted or self._closing:
                 return
+            self._called_s = self._clock()
             if self._store.read(key, [self._memory.view[page].data]).status is not ReadStatus.OK:
                 return
             self._memory.seal(page)
@@ -179,6 +208,7 @@ class Worker:
                 return
             if not self._memory.intact(page):
                 return
+            self._called_s = self._clock()
             status = self._store.write(key, [self._memory.view[page].data]).status
             if status not in (WriteStatus.STORED, WriteStatus.PRESENT):
                 return

@@ -1,9 +1,14 @@
 """Settings that `resolve` refuses, with what is allowed."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvtransfer.stores.items import NO_SECRET, page_chain
+from replicas import launch
 from replicas.config import (
     CacheConfig,
     EngineConfig,
@@ -49,6 +54,25 @@ def test_where_no_group_fits_one_rank_serves() -> None:
     assert on_ranks(1, intermediate_size=72).parallel.tp == 1
     with pytest.raises(InvalidConfig, match=r"tp = 3 .* 24 of the MLP's last .*: \[1\]"):
         on_ranks(3, intermediate_size=72)
+
+
+def test_stores_of_two_keys_or_of_none_have_no_item_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would take the other's items for damaged, and delete them."""
+    opened: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "model_identity", lambda *_: "tiny")
+    monkeypatch.setattr(launch, "open_store", lambda _, **given: opened.append(given))
+    monkeypatch.setattr(launch, "StoreTier", lambda _, worker, **__: worker)
+    copier = SimpleNamespace(host=SimpleNamespace(memory=SimpleNamespace(page_bytes=64)))
+    chains = set()
+    for key in (None, "k" * 32, "j" * 32):
+        cache = CacheConfig(host_memory_bytes=1 << 20, store=f"file://{tmp_path}", store_key=key)
+        config = resolve(int8_model(intermediate_size=96), CPU, cache=cache)
+        worker: Any = launch.open_store_tier(config, None, copier)  # type: ignore[arg-type]
+        chains.add(page_chain(worker._fingerprint, ""))
+        assert key is None or key not in worker._fingerprint
+    assert opened[0]["secret"] == NO_SECRET
+    assert [len({given[name] for given in opened}) for name in ("secret", "layout_digest")] == [3, 3]
+    assert len(chains) == 3
 
 
 def test_an_unknown_kv_dtype_is_refused_with_those_there_are() -> None:

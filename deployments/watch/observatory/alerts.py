@@ -88,6 +88,8 @@ def replica_readings(seen: SeenReplica, age_s: float | None) -> dict[str, Readin
         found["pool_used"] = Reading(value=stats.pool.utilization)
         found["pool_blocks"] = Reading(value=float(stats.blocked == "pool"))
         found["report_age_s"] = Reading(value=age_s)
+        if stats.tiers is not None and stats.tiers.store_error is not None:
+            found["store_off"] = Reading(labels={"detail": f": {stats.tiers.store_error}"})
         if stats.transfer is not None:
             found["drain_s"] = Reading(value=stats.transfer.oldest_drain_s)
     return found

@@ -1,5 +1,7 @@
 """StoreTier: what a request waits for and how long, on an injected clock; faults of the disk. A step takes 10 ms."""
 
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason
 from tests.harness import to_host
 from tests.tiered_bench import TieredBench
+from tests.waiting import until
 
 PROMPT = list(range(40))  # ten pages of 4
 
@@ -234,6 +237,59 @@ def test_a_page_that_went_wrong_on_the_host_is_not_written(tmp_path: Path) -> No
     req, _ = ask(bench)
     assert bench.tiers.counters.wrong_pages == 1
     assert req.cached.host == 12
+    bench.finish()
+
+
+def test_a_store_that_has_not_answered_for_30_s_is_left_alone_until_it_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread is the real one, and hangs in its first look; wait_complete waits for it."""
+    bench = filled(tmp_path, threaded=True)
+    asked, answer = threading.Event(), threading.Event()
+    bench.disk.meanwhile = lambda: (asked.set(), answer.wait(60))[0]
+    bench.submit(PROMPT, max_new_tokens=1)
+    bench.submit([777, *PROMPT], max_new_tokens=1)  # queued behind it
+    assert asked.wait(60)
+    bench.clock.now_s += 29.0
+    assert bench.step() is None
+    assert bench.store_tier.stats(bench.tiers.stats()).store_error is None
+    bench.clock.now_s += 1.0
+    bench.run()
+    assert bench.device.num_computed == 40 + 41
+    bench.submit([888, *PROMPT], max_new_tokens=1)  # asks nothing
+    bench.run()
+    to_host(bench.kv)
+    bench.store_tier.poll()  # writes nothing
+    assert (len(bench.worker._reads), len(bench.worker._puts)) == (0, 0)
+    assert len(bench.store_tier._left) == 1
+    stats = bench.store_tier.stats(bench.tiers.stats())
+    assert (stats.store_error or "").startswith("it has not answered a call for 30 s")
+    assert (stats.store_errors, bench.store_tier.error) == (1, None)  # the replica stays
+    assert [record.levelname for record in caplog.records if "has not answered" in record.message] == ["ERROR"]
+    answer.set()
+    until(lambda: bench.worker.silent_s == 0.0)
+    bench.store_tier.poll()
+    stats = bench.store_tier.stats(bench.tiers.stats())
+    assert (stats.store_error, stats.store_errors) == (None, 1)
+    until(lambda: bench.store_tier.poll() is None and not bench.store_tier._num_putting)  # writes again
+    bench.kv.flush()
+    req = bench.submit(PROMPT, max_new_tokens=1)
+    until(lambda: bench.step() is not None)
+    assert req.cached.store == 36
+    bench.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_full_of_fifos_is_a_miss_and_holds_nobody_up(tmp_path: Path) -> None:
+    """Whoever could write to the folder could once stop the store's thread for good with one FIFO."""
+    bench = filled(tmp_path)
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    req, _ = ask(bench)
+    assert (req.cached.store, bench.device.num_computed) == (0, 41)
+    stats = bench.store_tier.stats(bench.tiers.stats())
+    assert (stats.store_wrong_pages, stats.store_errors) == (1, 0)
     bench.finish()
 
 

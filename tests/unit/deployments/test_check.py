@@ -314,7 +314,7 @@ def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
 
 @pytest.mark.model
 def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_none(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A commit is the same weights at every start; the main branch is what its owner makes of it."""
     asked: list[tuple[str, str | None]] = []
@@ -335,6 +335,13 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
     assert load_model_config("nobody/nothing", revision="abc123").vocab_size == 49_152
     assert len(asked) >= 3
     assert set(asked) == {("nobody/nothing", "abc123")}
+    monkeypatch.setattr(app, "shortages", lambda *_: [])
+    monkeypatch.setattr(app, "capacity_of_cluster", lambda: None)
+    for model in ({"path": "nobody/nothing", "revision": "abc123"}, {"path": MODEL}):
+        app.build({"model": model, "replicas": {"count": 1}})
+    assert "model.revision" not in caplog.text
+    app.build({"model": {"path": "nobody/nothing"}, "replicas": {"count": 1}})
+    assert "model.revision is not set: each start takes what the hub then has of nobody/nothing. Set it" in caplog.text
     [said] = impossible(parse({"model": {"path": MODEL, "revision": "abc123"}}))
     assert said == f"model.revision = 'abc123': {MODEL} is a folder, which has one; leave it out"
 

@@ -105,6 +105,9 @@ FIRING: dict[str, tuple[Make, int, str]] = {
         "a received K/V that differs"),
     "WrongPages": (wrong, 0, "a read back a page from a lower tier"),
     "PagesLost": (lambda second: [view("one", seen("a", failed_checks=2 * second))], 0, "a is idle, and pages of its"),
+    "StoreOff": (
+        replica(tiers=TierStats(host_pages=1, host_used_pages=0, store="file", store_error="it hangs")), 0,
+        "a does without its store: it hangs."),
     "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "kept pages of a for 301 s."),
     "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
     "RouterReportsOld": (replica(age_s=31.0), 60, "The newest report of replica a is 31 s old."),

@@ -10,12 +10,19 @@ from deployments.app import replica_options
 from deployments.command.announce import counted
 from deployments.command.check import read
 from deployments.replica.feasible import checked
-from deployments.settings.groups import TOKEN_VARIABLE, AutoscalingSettings, with_token, without_token
+from deployments.router import shown_settings
+from deployments.settings.groups import (
+    STORE_KEY_VARIABLE,
+    TOKEN_VARIABLE,
+    AutoscalingSettings,
+    with_secrets,
+    without_secrets,
+)
 from deployments.settings.places import ROOT
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import parse
 from kvtransfer.types import TransferSettings, Verify
-from replicas.config import CacheConfig
+from replicas.config import CacheConfig, SchedulerConfig, settings_problems
 from replicas.errors import InvalidConfig
 from routing.types import Role
 from tests.embedded import MODEL
@@ -78,10 +85,10 @@ def test_the_example_is_in_order_and_what_its_comments_mention_exists() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"transfer": None}, {"transfer": {"verify": "last"}}])
 def test_a_token_is_made_where_none_is_given(given: dict[str, Any]) -> None:
-    first, second = (with_token({**APART, **given}, {})["transfer"]["token"] for _ in range(2))
+    first, second = (with_secrets({**APART, **given}, {})["transfer"]["token"] for _ in range(2))
     assert len(first) == 64
     assert first != second
-    assert with_token({**APART, **given}, {TOKEN_VARIABLE: SECRET})["transfer"]["token"] == SECRET
+    assert with_secrets({**APART, **given}, {TOKEN_VARIABLE: SECRET})["transfer"]["token"] == SECRET
 
 
 @pytest.mark.model
@@ -101,7 +108,7 @@ def test_a_token_of_the_environment_that_is_too_short_is_refused_before_anything
 
 def test_the_settings_come_before_the_environment() -> None:
     args = {**APART, "transfer": {"token": SECRET}}
-    assert with_token(args, {TOKEN_VARIABLE: "of the environment"})["transfer"]["token"] == SECRET
+    assert with_secrets(args, {TOKEN_VARIABLE: "of the environment"})["transfer"]["token"] == SECRET
 
 
 def test_engines_get_the_token_and_the_address_of_their_node() -> None:
@@ -117,8 +124,38 @@ def test_the_token_is_never_shown() -> None:
     args = {**APART, "transfer": {"token": SECRET, "verify": "last"}}
     config = parse(args)
     assert "cluster" not in repr(config.transfer.of_engine("10.0.0.7"))
-    assert SECRET not in str(config) + repr(config) + str(config.transfer.shown()) + str(without_token(args))
-    assert without_token(args)["transfer"] == {"verify": "last"}
+    assert SECRET not in str(config) + repr(config) + str(config.transfer.shown()) + str(without_secrets(args))
+    assert without_secrets(args)["transfer"] == {"verify": "last"}
+
+
+STORE_KEY = "the key of the store, 32 letters"
+
+
+def test_the_stores_key_is_that_of_the_settings_else_of_the_environment_for_every_role() -> None:
+    environ = {STORE_KEY_VARIABLE: STORE_KEY}
+    unified = {"model": APART["model"]}
+    assert with_secrets(unified, {}) == unified
+    assert parse(with_secrets(unified, environ)).cache.store_key == STORE_KEY
+    assert with_secrets({**unified, "cache": {"store_key": "ours"}}, environ)["cache"] == {"store_key": "ours"}
+    apart = parse(with_secrets({**APART, "prefill": {"cache": {"page_size": 16}}}, environ))
+    assert [config_of(apart, role).cache.store_key for role in roles_of(apart)] == [STORE_KEY] * 2
+    assert with_secrets({**unified, "cache": "wrong"}, environ)["cache"] == "wrong"  # the check reports it
+
+
+def test_a_short_store_key_is_refused_and_no_store_key_is_ever_shown() -> None:
+    [said] = settings_problems(CacheConfig(store_key="guess me, please"), SchedulerConfig())
+    assert "has 16 characters, here or in MANTA_STORE_KEY; at least 32 are wanted" in said
+    assert "guess" not in said
+    own = {"cache": {"store_key": STORE_KEY}}
+    args = {**APART, **own, "prefill": own, "decode": own, "transfer": {"token": SECRET}}
+    config = parse(args)
+    assert config.cache.store_key == STORE_KEY
+    shown = str(shown_settings(config, args))
+    assert "'page_size': 16" in shown
+    assert STORE_KEY not in shown + repr(config.cache) + str(without_secrets(args))
+    with pytest.raises(InvalidConfig, match=r"cache\.store_key") as error:
+        parse({**APART, "cache": {"store_key": 123456789}})
+    assert "123456789" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from kvtransfer.stores.file import FileMedium
 from kvtransfer.stores.folder import NUM_SHARDS, ROUND_S
 from kvtransfer.stores.items import HEADER_BYTES
-from kvtransfer.stores.store import ReadStatus, Store, WriteStatus
+from kvtransfer.stores.store import ReadStatus, Store, Untrusted, WriteStatus
 from tests.unit.kvtransfer.test_store_protocol import LAYOUT, PAGE_BYTES, key_of, run_of_pages, views
 
 ITEM_BYTES = HEADER_BYTES + PAGE_BYTES
@@ -186,7 +187,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     root = tmp_path / "disk"
     root.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "manta-test", str(root)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "manta-test", str(root)], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"mounting a file system needs root's rights here: {mounted.stderr}")
@@ -253,18 +254,138 @@ def test_a_file_limit_is_an_error_of_the_kernel_and_leaves_nothing(tmp_path: Pat
     assert [path.name for path in tmp_path.glob("*/*")] == [file_of(tmp_path, 2).name]
 
 
-@pytest.mark.parametrize("what", ["a folder", "a link"])
-def test_what_stands_in_an_items_place_and_is_no_file_is_an_error(tmp_path: Path, what: str) -> None:
+def given_away(path: Path) -> None:
+    """Let another user own ``path``."""
+    if os.geteuid():
+        pytest.skip("giving a file to another user needs root's rights")
+    os.chown(path, 12345, -1)
+
+
+def put_in_place(path: Path, what: str) -> None:
+    """Put something else where the item ``path`` is."""
+    data = path.read_bytes()
+    if what == "another user's file":
+        return given_away(path)
+    path.rename(path.parents[2] / "elsewhere")
+    match what:
+        case "a folder":
+            path.mkdir()
+        case "a link":
+            path.symlink_to(path.parents[2] / "elsewhere")
+        case "a FIFO":
+            os.mkfifo(path)
+        case "a socket":
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+        case _:
+            path.write_bytes(data)
+            path.chmod(0o666)
+    return None
+
+
+PLANTED = ["a folder", "a link", "a FIFO", "a socket", "another user's file", "a file that others may write"]
+
+
+@pytest.mark.timeout(60)  # a FIFO that is waited for
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_stands_in_an_items_place_and_is_not_ours_is_a_miss_and_is_counted(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(tmp_path / "store")
-    put(store, 1)
-    path = file_of(tmp_path / "store", 1)
-    path.rename(tmp_path / "elsewhere")
-    if what == "a folder":
-        path.mkdir()
+    for number in (1, 2):
+        put(store, number)
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    put_in_place(file_of(Path("store"), 1), what)
+    into = np.zeros((1, PAGE_BYTES), dtype=np.uint8)
+    result = store.read(key_of(1), views(into))
+    assert (result.status, into.any()) == (ReadStatus.CORRUPT, False)
+    assert result.reason.startswith(file_of(tmp_path, 1).name)
+    assert holds(store, 2)  # no silence: the medium is not broken
+    assert (store.stats().corrupt, store.stats().errors) == (1, 0)
+    assert store.contains([key_of(1)]) == [False]
+    if what != "a folder":
+        assert put(store, 1) is WriteStatus.STORED
+        assert holds(store, 1)
+    store.check()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", PLANTED[1:])
+def test_what_was_there_before_a_write_and_is_not_ours_is_replaced(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(open_store(tmp_path / "store"), 1)
+    monkeypatch.chdir(tmp_path)
+    put_in_place(file_of(Path("store"), 1), what)
+    store = open_store(tmp_path / "store")
+    assert put(store, 1) is WriteStatus.STORED
+    assert holds(store, 1)
+
+
+@pytest.mark.parametrize("what", ["a link", "another user's", "writable by others"])
+def test_a_shard_that_is_not_ours_alone_is_neither_read_nor_written(tmp_path: Path, what: str) -> None:
+    root = tmp_path / "store"
+    store = open_store(root)
+    others = [number for number in range(2, 9) if file_of(root, number).parent != file_of(root, 1).parent]
+    for number in (1, *others):
+        put(store, number)
+    shard = file_of(root, 1).parent
+    if what == "a link":
+        shard.rename(tmp_path / "elsewhere")
+        shard.symlink_to(tmp_path / "elsewhere")
+    elif what == "writable by others":
+        shard.chmod(0o777)
     else:
-        path.symlink_to(tmp_path / "elsewhere")
-    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.ERROR
-    assert store.stats().errors == 1
+        given_away(shard)
+    held = sorted(shard.iterdir())
+    for opened in (store, open_store(root)):
+        assert not reads(opened, 1)
+        assert opened.contains([key_of(1)]) == [False]
+        assert put(opened, 1) is WriteStatus.ERROR
+        scan(opened)
+        assert all(holds(opened, number) for number in others)
+        assert put(opened, others[0]) is WriteStatus.PRESENT  # no silence
+        opened.check()
+    assert sorted(shard.iterdir()) == held  # nothing was put there, or taken away
+
+
+def reads(store: Store, number: int) -> bool:
+    status = store.read(key_of(number), views(run_of_pages(1, seed=0))).status
+    assert status in (ReadStatus.OK, ReadStatus.CORRUPT)
+    return status is ReadStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("a link", "is no folder"),
+        ("another user's", "belongs to user 12345, and this process is user"),
+        ("writable by the group", r"can be written by others \(mode 770\)"),
+        ("writable by all", r"can be written by others \(mode 1777\)"),
+    ],
+)
+def test_a_root_that_is_not_ours_alone_is_refused_and_one_that_becomes_so_is_a_miss(
+    tmp_path: Path, what: str, fault: str
+) -> None:
+    root = tmp_path / "store"
+    store = open_store(root)
+    put(store, 1)
+    match what:
+        case "a link":
+            root.rename(tmp_path / "elsewhere")
+            root.symlink_to(tmp_path / "elsewhere")
+        case "another user's":
+            given_away(root)
+        case "writable by the group":
+            root.chmod(0o770)
+        case _:
+            root.chmod(0o1777)
+    with pytest.raises(Untrusted, match=f"{root} {fault}"):
+        open_store(root)
+    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.CORRUPT
+    assert put(store, 2) is WriteStatus.ERROR
+    scan(store)
+    assert len(list(root.glob("*/*.kv"))) == 1
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +394,7 @@ def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     file_of(tmp_path, 1).chmod(0)
     if os.access(file_of(tmp_path, 1), os.R_OK):  # root reads everything
 
-        def refuse(*_: object) -> int:
+        def refuse(*_: object, **__: object) -> int:
             raise PermissionError(errno.EACCES, "Permission denied")
 
         monkeypatch.setattr(os, "open", refuse)
@@ -342,8 +463,12 @@ from kvtransfer.stores.items import HEADER_BYTES
 from tests.unit.kvtransfer.test_file_store import open_store, put
 from tests.unit.kvtransfer.test_store_protocol import PAGE_BYTES
 
-def die(*_):
+def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
+
+def renamed_and_killed(*names, rename=os.rename, **folders):
+    rename(*names, **folders)
+    die()
 
 def killed_after(num_bytes):
     def write(descriptor, buffers, offset):
@@ -363,7 +488,7 @@ for point in range(num_points):
         elif point == 2:
             os.rename = die
         elif point == 3:
-            file.os.close = die  # renamed
+            os.rename = renamed_and_killed
         else:
             killed_after(whole * (point - 4) // (num_points - 5))
         put(open_store(root), point)

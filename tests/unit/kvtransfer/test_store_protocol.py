@@ -9,7 +9,7 @@ import pytest
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.stores.file import FileMedium
-from kvtransfer.stores.items import HEADER_BYTES, page_chain, page_chain_keys
+from kvtransfer.stores.items import HEADER_BYTES, pack_header, page_chain, page_chain_keys, store_secret
 from kvtransfer.stores.object import ObjectMedium
 from kvtransfer.stores.store import Medium, ReadStatus, Store, WriteStatus
 
@@ -147,6 +147,36 @@ def test_items_that_changed_places_are_found(store: Store, medium: Medium) -> No
     medium.write(key_of(2), [memoryview(item)])
     result = store.read(key_of(2), views(pages))
     assert (result.status, result.reason) == (ReadStatus.CORRUPT, f"it is the item of {key_of(1).hex()}")
+
+
+def test_with_a_key_only_what_was_written_with_it_is_read(medium: Medium) -> None:
+    """Others may write to the medium: they know keys and layout, and can pack any header but one with a tag."""
+    ours, theirs = store_secret("k" * 32), store_secret("j" * 32)
+    assert len({ours, theirs, store_secret("k" * 33)}) == 3
+    store = Store(medium, layout_digest=LAYOUT, secret=ours)
+    written, into = run_of_pages(2, seed=1), run_of_pages(2, seed=2)
+    store.write(key_of(1), views(written))
+    assert store.read(key_of(1), views(into)).status is ReadStatus.OK
+    assert np.array_equal(into, written)
+    item = bytearray(HEADER_BYTES + 2 * PAGE_BYTES)
+    medium.read(key_of(1), [memoryview(item)])
+    payload = views(run_of_pages(2, seed=3))
+    forged = [
+        pack_header(key_of(1), LAYOUT, payload) + b"".join(payload),
+        pack_header(key_of(1), LAYOUT, payload, theirs) + b"".join(payload),
+        bytes(item[:HEADER_BYTES]) + b"".join(payload),
+    ]
+    places = (20, 47, 48, 63, 64, len(item) - 1)
+    forged += [bytes([*item[:at], item[at] ^ 1, *item[at + 1 :]]) for at in places]
+    for number, each in enumerate(forged, start=1):
+        store.delete(key_of(1))
+        medium.write(key_of(1), [memoryview(each)])
+        assert store.read(key_of(1), views(into)).status is ReadStatus.CORRUPT, number
+        assert store.contains([key_of(1)]) == [False]
+    assert store.stats().corrupt == len(forged)
+    store.write(key_of(1), views(written))
+    result = Store(medium, layout_digest=LAYOUT).read(key_of(1), views(into))
+    assert (result.status, result.reason) == (ReadStatus.CORRUPT, "version 2, 1 is wanted")
 
 
 def test_the_counts_are_those_of_the_calls(store: Store) -> None:

@@ -25,7 +25,7 @@ def test_a_folder_and_a_bucket_are_opened_by_url(tmp_path: Path, s3_server: str)
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("/var/cache", "'/var/cache' is no URL of a store: file:///absolute/path or s3://bucket/prefix is wanted"),
+        ("/var/cache", "'/var/cache' is no URL of a store: file:///absolute/path, file://~/path or s3:"),
         ("file://host/path", "is no URL of a store"),
         ("redis://host", "is no URL of a store"),
         ("s3:///prefix", "names no bucket: s3://bucket/prefix is wanted"),
@@ -38,6 +38,20 @@ def test_a_folder_and_a_bucket_are_opened_by_url(tmp_path: Path, s3_server: str)
 def test_a_url_that_names_no_store_says_what_to_do(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_store(url, layout_digest=LAYOUT, capacity_bytes=10**6)
+
+
+def test_a_folder_may_lie_in_the_users_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = open_store("file://~/.cache/manta/store", layout_digest=LAYOUT, capacity_bytes=10**6)
+    assert store.write(key_of(1), views(run_of_pages(1, seed=1))).status is WriteStatus.STORED
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / ".cache/manta/store").glob("**")] == [0o700] * 2
+
+
+def test_a_folder_that_others_may_write_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    says = rf"the store file://{tmp_path} is not used: {tmp_path} can be written by others \(mode 777\). Name a folder"
+    with pytest.raises(ValueError, match=says):
+        open_store(f"file://{tmp_path}", layout_digest=LAYOUT, capacity_bytes=10**6)
 
 
 def test_a_folder_needs_a_capacity(tmp_path: Path) -> None:
