@@ -122,8 +122,7 @@ def stored(file: GgufFile) -> StoredAs:
 def _write(file: GgufFile, folder: Path) -> None:
     config = config_of(file)
     _write_json(folder / "config.json", config)
-    ends = {config["eos_token_id"], file.metadata.get("tokenizer.ggml.eot_token_id", config["eos_token_id"])}
-    eos = sorted(each for each in ends if each is not None)
+    eos = sorted({each for each in (config["eos_token_id"], _token(file, "eot")) if each is not None})
     _write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
     _write_tokenizer(file, folder)
 
@@ -137,33 +136,38 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"model: {file.path} has architecture {name!r}{experts}; supported as GGUF: {', '.join(ARCHITECTURES)}, "
             "without experts. Serve the model's safetensors"
         )
-    heads = int(file.field("{arch}.attention.head_count"))
-    hidden, own = int(file.field("{arch}.embedding_length")), file.metadata.get(f"{name}.attention.key_length")
-    head_dim = int(own or file.metadata.get(f"{name}.rope.dimension_count") or hidden // heads)
-    window = file.metadata.get(f"{name}.attention.sliding_window")
+    heads, hidden = (file.whole(f"{name}.{each}", least=1) for each in ("attention.head_count", "embedding_length"))
+    rotated = file.whole(f"{name}.rope.dimension_count", hidden // heads)
+    head_dim = file.whole(f"{name}.attention.key_length", rotated or hidden // heads, least=1)
+    window = file.whole(f"{name}.attention.sliding_window", 0) or None
     return {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
         "hidden_size": hidden,
-        "intermediate_size": int(file.field("{arch}.feed_forward_length")),
-        "num_hidden_layers": int(file.field("{arch}.block_count")),
+        "intermediate_size": file.whole(f"{name}.feed_forward_length", least=1),
+        "num_hidden_layers": file.whole(f"{name}.block_count", least=1),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(file.metadata.get(f"{name}.attention.head_count_kv", heads)),
+        "num_key_value_heads": file.whole(f"{name}.attention.head_count_kv", heads, least=1),
         "head_dim": head_dim,
-        "max_position_embeddings": int(file.field("{arch}.context_length")),
+        "max_position_embeddings": file.whole(f"{name}.context_length", least=1),
         "vocab_size": _vocab_size(file),
         "hidden_act": "silu",
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
         "mlp_bias": "model.layers.0.mlp.up_proj.bias" in names,
         # GGUF holds these two in fp32: 1e-5 reads back as 9.9999997e-06
-        "rms_norm_eps": float(f"{file.field('{arch}.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": float(f"{file.metadata.get(f'{name}.rope.freq_base', 10_000.0):.6g}"),
+        "rms_norm_eps": float(f"{file.real(f'{name}.attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": float(f"{file.real(f'{name}.rope.freq_base', 10_000.0):.6g}"),
         "rope_scaling": _rope_scaling(file, name, head_dim),
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "tie_word_embeddings": "lm_head.weight" not in names,
-        **{f"{each}_token_id": file.metadata.get(f"tokenizer.ggml.{each}_token_id") for each in ("bos", "eos")},
+        **{f"{each}_token_id": _token(file, each) for each in ("bos", "eos")},
     }
+
+
+def _token(file: GgufFile, name: str) -> int | None:
+    field = f"tokenizer.ggml.{name}_token_id"
+    return file.whole(field) if field in file.metadata else None
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -178,17 +182,18 @@ def _rope_scaling(file: GgufFile, name: str, head_dim: int) -> dict[str, Any] | 
     kind = str(file.metadata.get(f"{name}.rope.scaling.type", "none"))
     if "rope_freqs.weight" in file.tensors:
         tensor = file.tensors["rope_freqs.weight"]
-        factors = np.frombuffer(file.data()[tensor.offset : tensor.offset + tensor.num_bytes], np.float32)
-        scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
-        wanted = _llama3_factors(float(file.field("{arch}.rope.freq_base")), head_dim, scaling)
-        if len(factors) != len(wanted) or not np.allclose(factors, wanted, rtol=1e-3):
-            raise InvalidConfig(f"model: {file.path} scales frequencies otherwise than Llama 3; serve safetensors")
-        return scaling
+        if tensor.kind == "F32" and 2 * tensor.shape[-1] == head_dim:
+            factors = np.frombuffer(file.data()[tensor.offset : tensor.offset + tensor.num_bytes], np.float32)
+            scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
+            wanted = _llama3_factors(file.real(f"{name}.rope.freq_base"), head_dim, scaling)
+            if factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-3):
+                return scaling
+        raise InvalidConfig(f"model: {file.path} scales frequencies otherwise than Llama 3; serve safetensors")
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": float(file.field("{arch}.rope.scaling.factor"))}
-    original = file.metadata.get(f"{name}.rope.scaling.original_context_length")
-    return scaling if original is None else {**scaling, "original_max_position_embeddings": int(original)}
+    scaling = {"rope_type": kind, "factor": file.real(f"{name}.rope.scaling.factor")}
+    original = file.whole(f"{name}.rope.scaling.original_context_length", 0)
+    return scaling if not original else {**scaling, "original_max_position_embeddings": original}
 
 
 def _llama3_factors(theta: float, head_dim: int, scaling: dict[str, Any]) -> Any:
@@ -207,7 +212,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except Exception as error:  # Transformers' and the Rust library's, which raises just that
         raise InvalidConfig(f"model: no tokenizer can be made of the metadata of {file.path}: {error}") from error
     if file.metadata.get("tokenizer.ggml.pre") == "smollm":  # digits singly, which Transformers does not know
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -7,6 +7,7 @@ Invariant: only files of the model's own folder are opened, whatever an index na
 
 import functools
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,10 +31,10 @@ def listing(folder: Path) -> str:
 def safetensors_files(folder: Path) -> list[Path]:
     """List a checkpoint's files: those of the index if there is one, else model.safetensors. Raises: InvalidConfig."""
     names = sorted(set(_weight_map(folder).values())) or [WHOLE]
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(folder / name)]  # Path.is_file raises for a long name
     if missing:
         raise InvalidConfig(
-            f"model: {folder} lacks {', '.join(missing)}; there is: {listing(folder)}. Only safetensors and GGUF "
+            f"model: {folder} lacks {', '.join(missing[:8])}; there is: {listing(folder)}. Only safetensors and GGUF "
             f"are read: fetch the folder again, or save the model with Transformers' save_pretrained"
         )
     return [folder / name for name in names]
@@ -47,8 +48,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     try:
         found = json.loads(index.read_text())["weight_map"]
         names = {str(name): str(file) for name, file in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidConfig(f"model: {index} is no index of weights: {error!r}. Fetch the folder again") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidConfig(f"model: {index} is no index of weights: {error!r:.200}. Fetch the folder again") from error
     outside = [file for file in names.values() if Path(file).name != file or not file.endswith(".safetensors")]
     if outside:
         raise InvalidConfig(f"model: {index} names {outside[0]!r}; allowed: safetensors files of the same folder")

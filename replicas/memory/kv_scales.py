@@ -11,7 +11,7 @@ import math
 import re
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from replicas.errors import InvalidConfig
 
@@ -29,14 +29,23 @@ def checkpoint_scales(folder: Path, num_layers: int) -> tuple[tuple[float, float
     """
     found: dict[tuple[int, str], float] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                if match := KV_SCALE.search(name):
-                    layer, parts = int(match[1]), match[2] or match[3] or match[4]
-                    scale = float(tensors.get_tensor(name).float().max())
-                    if layer >= num_layers or not math.isfinite(scale):
-                        raise InvalidConfig(f"model: {name} = {scale:g} in {file.name}, of {num_layers} layers")
-                    found |= {(layer, part): scale for part in parts if scale > 0}
+        for name, scale in _scales(file):
+            match = KV_SCALE.search(name)
+            assert match is not None
+            layer, parts = int(match[1]), match[2] or match[3] or match[4]
+            if layer >= num_layers or not math.isfinite(scale):
+                raise InvalidConfig(f"model: {name} = {scale:g} in {file.name}, of {num_layers} layers")
+            found |= {(layer, part): scale for part in parts if scale > 0}
     if not found:
         return ()
     return tuple((found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer in range(num_layers))
+
+
+def _scales(file: Path) -> list[tuple[str, float]]:
+    """Read the largest number of each tensor that is a scale. Raises: InvalidConfig for a file that is damaged."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if KV_SCALE.search(name)]  # noqa: SIM118 - not a mapping
+            return [(name, float(tensors.get_tensor(name).float().max())) for name in names]
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise InvalidConfig(f"model: {file} cannot be read: {error}. It may be cut short: fetch it again") from error
