@@ -88,21 +88,21 @@ class ActivityLog:
         told = _activity(before, stats, took_s)
         counts = ("running", "waiting", "handing_over", "finished", "prefill_tok_s", "decode_tok_s")
         if any(told[name] for name in counts):
-            text = ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
+            text = ", ".join(f"{name} {value}" for name, value in told.items())
             log.info("%s", text, extra=told)
 
 
 def _activity(before: EngineStats, now: EngineStats, took_s: float) -> dict[str, Any]:
-    """Return the figures of the line about the ``took_s`` between two statistics; a share that has none is None."""
+    """Return the figures of the line about the ``took_s`` between two statistics."""
     looked_up = now.lookup_tokens - before.lookup_tokens
-    hit = (now.cached_tokens - before.cached_tokens) / looked_up if looked_up else None
+    hit = round(100 * (now.cached_tokens - before.cached_tokens) / looked_up) if looked_up else None
     return {
         "running": now.num_running,
         "waiting": now.num_waiting,
         "handing_over": now.num_preallocating + now.num_receiving + now.num_handing_off,
         "finished": now.num_finished - before.num_finished,
         "kv_percent": round(100 * now.pool.utilization),
-        "hit_percent": None if hit is None else round(100 * hit),
+        **({} if hit is None else {"hit_percent": hit}),
         "prefill_tok_s": round((now.prefill_tokens - before.prefill_tokens) / took_s, 1),
         "decode_tok_s": round((now.decode_tokens - before.decode_tokens) / took_s, 1),
     }

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -31,6 +32,8 @@ from routing.types import Role
 
 OBSERVATORY = "deployments.watch.observatory.app:build"
 ANSWER_S = 2.0
+OPENS_S = 15.0
+LOOK_S = 0.25
 # the last three: an answer of an unexpected form, such as that of another server at the address
 UNANSWERED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
 
@@ -53,6 +56,7 @@ def announce(
     urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
     rows: list[tuple[str, str]] = []
     for name, config in configs.items():
+        wait_open(urls[name])
         counts = {
             role: applications[name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
             for role in roles_of(config)
@@ -111,6 +115,21 @@ def _open_to(url: str) -> str:
         return " (asks for the admin key)" if error.code == 401 else ""
     except UNANSWERED:
         return ""
+
+
+def wait_open(url: str, *, pause: Callable[[float], None] = time.sleep) -> None:
+    """Return once the API at ``url`` answers anything but 503, after OPENS_S at most: HAProxy learns of a router that
+    runs a second after Serve, and says until then that Manta starts (haproxy_no_splice.sh)."""
+    for _ in range(round(OPENS_S / LOOK_S)):
+        try:
+            urllib.request.urlopen(f"{url}/ping", timeout=ANSWER_S).close()
+        except urllib.error.HTTPError as error:
+            if error.code == 503:
+                pause(LOOK_S)
+                continue
+        except UNANSWERED:
+            return
+        return
 
 
 def _url(schema: ServeDeploySchema, route_prefix: str | None) -> str:

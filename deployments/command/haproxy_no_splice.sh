@@ -21,13 +21,23 @@ fi
 # stands in (haproxy_stand_in.py; by MANTA_PYTHON, else python3 of the PATH). $$ is HAProxy's id after exec.
 if [ "$1 $2" = "-db -f" ]; then
     config=$3
-    # Serve's settings answer 404 below the route of an application whose routers are not there yet.
-    # MANTA_HAPROXY_ROUTES (those of all applications): 503, since there is something to wait for.
+    # Where an application has no router yet, Serve's settings answer 404 (it is not built) or have the request wait in
+    # Serve's own proxy (it starts). MANTA_HAPROXY_ROUTES, those of all applications: 503, so that clients know. A router
+    # that was there and died is another matter: its requests wait for the next one.
+    why="Manta is starting: nothing takes requests here yet; its routers wait for the first model replica"
+    error="\"message\":\"$why\",\"type\":\"service_unavailable\",\"param\":null,\"code\":\"starting\""
+    starting="    http-request return status 503 content-type application/json hdr Retry-After 5 \
+string '{\"object\":\"error\",\"message\":\"$why\",\"error\":{$error}}'"
     for route in $MANTA_HAPROXY_ROUTES; do
-        why="Manta is starting: the application at $route takes no requests yet, for its routers and its first model replica start"
-        json="{\"object\":\"error\",\"message\":\"$why\",\"error\":{\"message\":\"$why\",\"type\":\"service_unavailable\",\"param\":null,\"code\":\"starting\"}}"
-        sed -i "/^backend default_backend/a\\    http-request return status 503 content-type application/json \
-hdr Retry-After 5 string '$json' if { path $route } || { path_beg ${route%/}/ }" "$config"
+        sed -i "/^backend default_backend/a\\$starting if { path $route } || { path_beg ${route%/}/ }" "$config"
+    done
+    for backend in ${MANTA_HAPROXY_ROUTES:+$(sed -n '/^backend default_backend/d;s/^backend //p' "$config")}; do
+        had_one=$(dirname "$config")/served-$PPID-$backend
+        if sed -n "/^backend $backend\$/,/^backend /p" "$config" | grep -q '^ *server SERVE_REPLICA'; then
+            : >"$had_one"
+        elif [ ! -e "$had_one" ]; then
+            sed -i "/^backend $backend\$/a\\$starting" "$config"
+        fi
     done
     "${MANTA_PYTHON:-python3}" -I "$(dirname "$0")/haproxy_stand_in.py" $$ $PPID "$binary" "$config" &
     if stand_in=$(cat "$(dirname "$config")/stand-in.pid" 2>/dev/null); then

@@ -304,7 +304,7 @@ class Following:
             self._changed()
         tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
         told = told_of(self._request, self.timeline, self._record, outcome)
-        text = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        text = " ".join(f"{name}={value}" for name, value in told.items())
         log.info("finished %s", text, extra=told | logs.ACCESS)
 
     def _finish(self) -> Finish | None:
@@ -327,18 +327,18 @@ class Following:
 
 def told_of(
     request: GenerateRequest, timeline: Timeline, record: RouteRecord | None, outcome: str
-) -> dict[str, str | int | float | None]:
-    """Return what the log says of a request that has ended, by the try that was the last."""
+) -> dict[str, str | int | float]:
+    """Return what the log says of a request that has ended, by the try that was the last; nothing that is unknown."""
     last = record.tries[-1] if record is not None else None
     cached = None if last is None else last.cached_tokens
 
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 4)
 
-    return {
+    told = {
         "rid": request.rid,
         "key": owner_of(request.rid) or None,
-        "replica": None if last is None else last.decision.replica_id,
+        "model_replica": None if last is None else last.decision.replica_id,  # Serve's "replica" is the router's own
         "prefill_replica": None if last is None else last.decision.prefill_id,
         "prompt": len(request.token_ids),
         "cached_l1": None if last is None or cached is None else cached - last.host_tokens - last.store_tokens,
@@ -353,6 +353,7 @@ def told_of(
         "outcome": outcome,
         "tries": 0 if record is None else len(record.tries),
     }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def outcome_of(finish: Finish | None, error: BaseException | None) -> str:

