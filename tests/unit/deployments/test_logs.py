@@ -164,8 +164,8 @@ async def test_a_request_that_ends_is_one_line_with_its_figures(lines: Lines) ->
         handler.addFilter(ServeComponentFilter("m_Router", "own", ServeComponentType.REPLICA))
     await finished("0123456789abcdefkey0key0key0key0.0-me")
     [line] = [each for each in map(json.loads, lines()) if each["message"].startswith("finished ")]
-    told = ("key", "replica", "model_replica", "cached_l1", "cached_l2", "cached_l3", "output", "finish", "outcome", "tries")
-    assert [line[name] for name in told] == ["key0key0key0key0", "own", "r1", 0, 0, 0, 8, "length", "ok", 2]
+    told = ("key", "replica", "model_replica", "cached_l1", "cached_l2", "cached_l3", "output", "finish", "tries")
+    assert [line[name] for name in told] == ["key0key0key0key0", "own", "r1", 0, 0, 0, 8, "length", 2]
     assert line["rid"] == "0123456789abcdefkey0key0key0key0.0-me"
     assert line["prompt"] == len(ask().token_ids)
     assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["total_s"]
