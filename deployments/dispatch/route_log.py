@@ -335,7 +335,7 @@ def told_of(
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 4)
 
-    told = {
+    told: dict[str, str | int | float | None] = {
         "rid": request.rid,
         "key": owner_of(request.rid) or None,
         "model_replica": None if last is None else last.decision.replica_id,  # Serve's "replica" is the router's own
