@@ -144,7 +144,9 @@ class Alert:
     for_s: int
     summary: str
     figure: str | None = None  # that shows it
-    at_once: bool = False  # the live view does not look well while it is pending: its condition is no moment's doubt
+    # the live view does not look well while it is pending: its condition is no moment's doubt; but Serve or the fleet
+    # end it or name it otherwise soon, so Prometheus looks at these more often (files.py)
+    at_once: bool = False
     comment: str = ""
 
     def __post_init__(self) -> None:
@@ -177,11 +179,16 @@ ALERTS = (
               "and on (model, replica)\n"
               'sum by (model, replica) (manta_router_replicas{state="accepting",target_role="decode"}) > 0')),
           summary="{model} has decode replicas and no prefill replica: they compute the prompts, and answers stall."),
-    Alert(name="ReplicaUnhealthy", severity="critical", for_s=30, at_once=True,
+    Alert(name="ReplicaSilent", severity="critical", for_s=10, at_once=True,
+          when=Stands(reading="silent", promql=(
+              'max by (model, target_role) (manta_router_replicas{state="silent"}) > 0')),
+          summary="A {target_role} replica of {model} is silent{detail}.",
+          comment="A process that was killed is silent too, until Serve has noticed: for a second or two."),
+    Alert(name="ReplicaUnhealthy", severity="critical", for_s=0, at_once=True,
           when=Stands(reading="unhealthy", promql=(
               'max by (model, target_role) (manta_router_replicas{state="unhealthy"}) > 0')),
           summary="A {target_role} replica of {model} is unhealthy{detail}."),
-    Alert(name="TargetDown", severity="warning", for_s=60, at_once=True,
+    Alert(name="TargetDown", severity="warning", for_s=30, at_once=True,
           when=Stands(promql='up{job="manta"} == 0', reading="silent_router"), summary="{instance} does not answer."),
     Alert(name="PoolVanished", severity="warning", for_s=300, when=Stands(promql=(
               'max by (model, role, replica) (manta_kv_pool_capacity_tokens{tier="L1"} offset 15m)\n'
@@ -238,7 +245,7 @@ ALERTS = (
           when=Share(part="actual", of="predicted", bound=0.7, minutes=(10,), below=True, least_per_s=10),
           summary="Only {share} of the reuse that the routers of {model} predict comes true.",
           comment="Much less is reused than was predicted, and what was predicted is more than a few tokens."),
-    Alert(name="RouterReportsOld", severity="warning", for_s=60, at_once=True,
+    Alert(name="RouterReportsOld", severity="warning", for_s=15, at_once=True,
           when=Over(source="report_age_s", bound=30, by=("model", "target")),
           summary="The newest report of replica {target} is {duration} old."),
 )  # fmt: skip

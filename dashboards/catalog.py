@@ -296,8 +296,8 @@ _ROUTING = [
     Metric(ROUTER, COUNTER, "router_cache_event_gaps_total", "Times that cache events of a replica were missed."),
     Metric(ROUTER, COUNTER, "router_cache_snapshots_total", "Snapshots of replicas' caches received."),
     Metric(ROUTER, GAUGE, "router_replicas", "Replicas that this router knows, by state; released: their memory "
-            "is given back.", {"target_role": ROLES, "state": ("starting", "accepting", "draining", "released",
-            "unhealthy")}, unit="replicas"),
+            "is given back; silent: no report comes.", {"target_role": ROLES, "state": ("starting", "accepting",
+            "draining", "released", "silent", "unhealthy")}, unit="replicas"),
     Metric(ROUTER, COUNTER, "router_retries_total",
             "Attempts that failed and were retried on another replica, by error.",
             {"reason": ("replica_gone", "replica_hangs", "engine_dead", "overloaded", "prefill_lost")}),

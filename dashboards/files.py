@@ -34,6 +34,7 @@ JOB = "manta"  # of Prometheus; the alert TargetDown names it
 # joined was first scraped after 9 to 12 s (6 tries); like this after 1.3 to 8.9 s, median 4.9 (18 tries).
 REFRESH = "1s"  # between questions for targets
 SCRAPE_S = 3.0
+LOOK = "5s"  # between looks at the rules about states that soon have another name
 LONGEST_SCRAPE_S = 10.0
 SOURCE_UID = "manta-prometheus"
 
@@ -55,7 +56,7 @@ def rules_text(runbook: str = "docs/runbook.md", grafana: str = "") -> str:
     """Write the rules. ``runbook``: where it can be read, without the section; ``grafana``: its address, if any."""
     words = WORDS | {label: f"{{{{ $labels.{label} }}}}" for label in LABELS}
     recordings = [_rule({"record": name, "expr": _Lines(query)}) for name, query in RECORDINGS.items()]
-    alerts = []
+    alerts, at_once = list[str](), list[str]()
     for alert in ALERTS:
         annotations = {
             "summary": alert.summary.format(**words),
@@ -71,8 +72,9 @@ def rules_text(runbook: str = "docs/runbook.md", grafana: str = "") -> str:
             "annotations": annotations,
         }
         comment = textwrap.wrap(alert.comment, 116, initial_indent="  # ", subsequent_indent="  # ")
-        alerts.append("".join(f"{line}\n" for line in comment) + _rule(rule))
-    groups = {"manta-recordings": recordings, "manta-alerts": alerts}
+        written = "".join(f"{line}\n" for line in comment) + _rule(rule)
+        (at_once if alert.at_once else alerts).append(written)
+    groups = {"manta-recordings": recordings, "manta-alerts": alerts, f"manta-states\n  interval: {LOOK}": at_once}
     return RULES_HEAD + "groups:\n" + "\n".join(
         f"- name: {name}\n  rules:\n{''.join(rules)}" for name, rules in groups.items()
     )  # fmt: skip

@@ -36,6 +36,7 @@ from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RayPeers, RouterPeers
+from deployments.fleet.silence import HangKiller
 from deployments.http import tracing
 from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
@@ -92,6 +93,7 @@ class RouterIngress:
                 push_s=config.replicas.push_share * config.replicas.drain_timeout_s,
                 drain_s=config.replicas.drain_timeout_s,
             ),
+            killer=HangKiller(after_s=config.scheduler.hang_kill_s),
         )
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id

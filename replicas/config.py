@@ -328,6 +328,7 @@ class SchedulerConfig:
     # a request that shares this many uncached tokens with one being prefilled waits a step for it
     in_batch_prefix_len: int = 32
     watchdog_s: float = 300.0  # a step that takes longer makes the replica unhealthy
+    hang_kill_s: float = 60.0  # a replica silent for so long, to its own node too, is killed and replaced; 0: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -525,6 +526,8 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
             yield f"scheduler.{name} = {value}; allowed: 1 or more, or leave it out"
     if scheduler.max_queued_requests < 1:
         yield f"scheduler.max_queued_requests = {scheduler.max_queued_requests}; allowed: 1 or more"
+    if scheduler.hang_kill_s < 0:
+        yield f"scheduler.hang_kill_s = {scheduler.hang_kill_s:g}; allowed: 0 (never) or more"
     if not 0.0 <= scheduler.min_new_token_ratio <= scheduler.new_token_ratio <= 1.0:
         yield (
             "scheduler: 0 <= min_new_token_ratio <= new_token_ratio <= 1 is required, got "

@@ -77,6 +77,7 @@ class ReplicaView:
     healthy: bool = True
     accepting: bool = True  # False while it drains, or has given memory back
     released: bool = False  # it has
+    silent: bool = False  # no report has come for too long; then it is not healthy
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks; 0: not reported
     host_pages: int = 0  # capacity of its host tier
@@ -91,6 +92,8 @@ class ReplicaView:
 
     @property
     def state(self) -> str:
+        if self.silent:
+            return "silent"
         if not self.healthy:
             return "unhealthy"
         if self.released:

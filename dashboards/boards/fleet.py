@@ -285,8 +285,8 @@ ENGINE = Row("Engine steps", (
 REPLICAS = Row("Replicas", (
     Panel("Replicas by state",
         shows="Replicas that the routers know, by role and state; the highest count of any router.",
-        act="unhealthy: Serve replaces them; see `serve status`. starting for long: the replica's log says what it "
-            "waits for.",
+        act="silent: they are killed and replaced after `scheduler.hang_kill_s`. unhealthy: Serve replaces them; see "
+            "`serve status`. starting for long: the replica's log says what it waits for.",
         queries={  # most pairs of a role and a state never have one
             "{{target_role}} {{state}}": gauge("router_replicas", over="max", by=["target_role", "state"]) + " > 0",
         },

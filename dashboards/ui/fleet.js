@@ -10,7 +10,7 @@ import { TransferLines, TransferTable } from "./transfers.js";
 const GROUPS = { prefill: "Prefill", decode: "Decode", unified: "Replicas" };
 const MOST_CARDS = 8;
 const OLD_REPORT_S = 3;
-const RANK = { unhealthy: 0, draining: 2, released: 2, starting: 3, accepting: 4 };
+const RANK = { silent: 0, unhealthy: 0, draining: 2, released: 2, starting: 3, accepting: 4 };
 const SIGNALS = { queue: "queue", kv_pool: "KV pool", slots: "running slots" };
 
 // Those in trouble first, then by node and id: the order does not follow the load, or all would jump each second. Pure.
@@ -66,7 +66,7 @@ const Card = once(({ replica, split, chosen, choose }) => {
       <span class="note node" title=${`node ${replica.node}`}>node ${shortId(replica.node)}</span>
     </div>
     ${replica.error && html`<p class="bad">${replica.error}</p>`}
-    ${replica.report_age_s > OLD_REPORT_S && html`<p class="warn">last report ${seconds(replica.report_age_s)} ago</p>`}
+    ${!replica.error && replica.report_age_s > OLD_REPORT_S && html`<p class="warn">last report ${seconds(replica.report_age_s)} ago</p>`}
     ${tiers?.wrong_pages > 0 && html`<p class="warn">${plural(tiers.wrong_pages, "wrong page")} read back and dropped</p>`}
     ${tiers?.store_error && html`<p class="warn">The store cannot be used: ${tiers.store_error}</p>`}
     ${replica.pools?.map((pool) => html`<${PoolBar} key=${pool.tier} pool=${pool} />`)}
@@ -104,7 +104,7 @@ function Grid({ replicas, chosen, choose, label }) {
 
 const Cell = once(({ id, state, running, heat, known, chosen, stop }) => html`<button type="button" data-replica=${id} tabindex=${stop ? 0 : -1}
     class=${`heat-cell ${state}${chosen ? " chosen" : ""}${heat > 9 ? " full" : ""}`} style=${{ "--heat": `${heat * 5}%` }} aria-pressed=${chosen}
-    aria-label=${`${shortId(id)}, ${state}${known ? `, ${running} running, ${heat * 5} % of its KV pool in use` : ""}`}>${state === "unhealthy" ? "!" : known ? running : ""}</button>`);
+    aria-label=${`${shortId(id)}, ${state}${known ? `, ${running} running, ${heat * 5} % of its KV pool in use` : ""}`}>${RANK[state] === 0 ? "!" : known ? running : ""}</button>`);
 
 function describe(replica) {
   const { id, state, running, running_limit: limit, waiting, node, error } = replica;
@@ -145,7 +145,7 @@ function Waiting({ replicas, routers }) {
   const states = replicas.map((each) => each.state);
   const told = [...new Set(states)].map((state) => `${states.filter((each) => each === state).length} ${state}`).join(", ");
   return html`<${Notice} title=${`No replica takes requests now: ${told}.`}>
-    <p>${states.includes("starting") ? "A starting replica loads the model's weights and warms up." : "Ray Serve replaces what is unhealthy."}</p><//>`;
+    <p>${states.includes("starting") ? "A starting replica loads the model's weights and warms up." : "Ray Serve replaces what is unhealthy; what stays silent is killed and replaced."}</p><//>`;
 }
 
 function compare(a, b) {

@@ -113,7 +113,7 @@ export class Layout {
   meet(replicas, time) {
     for (const { id, role, state } of replicas) {
       const lane = this.lanes.get(id) ?? this.lane(id, { from: this.isNew ? -Infinity : time });
-      Object.assign(lane, { role, state, until: Infinity, seen: time, dead: state === "unhealthy" });
+      Object.assign(lane, { role, state, until: Infinity, seen: time, dead: ["silent", "unhealthy"].includes(state) });
     }
     for (const lane of this.lanes.values()) {
       if (lane.seen === time || lane.until !== Infinity) continue;

@@ -73,6 +73,7 @@ class ReplicaInfo:
     weights: str = ""  # of a quantised checkpoint: how it is stored, and how its weights are served
     host_bytes: int = 0  # of the host tier
     tiers: Mapping[str, str] = field(default_factory=dict)  # with a host tier: its policies, and the store's address
+    actor: str = ""  # its name in Ray
 
 
 class ReplicaCalls(Protocol):

@@ -9,7 +9,8 @@ Invariant: the routing router's views are the attached replicas, after every cha
 Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
 
     member ──attach (retried)──> attached ──reports──> view        an error, or silent for SILENT_S: not healthy
-       └── left, silent for STALE_S, or the connection ended ──────> gone; attached anew while it is a member
+       └── left, silent for STALE_S, or the connection ended ──────> gone; attached anew while it is a member, and
+                                                                     shown as silent, by its last word (silence.py)
     hanging: silent, or in a step that does not end, while another one could go on. It keeps its connection; its open
              requests go on elsewhere
 
@@ -32,6 +33,7 @@ from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaHangs, Repl
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.cache_sync import CacheSync
 from deployments.fleet.seen import SeenReplica
+from deployments.fleet.silence import HangKiller, LastWords, said_nothing
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from replicas.types import TierStats
@@ -39,9 +41,11 @@ from routing.router import Router
 from routing.types import IndexEvent, IndexSnapshot, ReplicaView, Role
 
 
-def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: bool) -> ReplicaView:
-    """Make the view. ``heard_s``: when the report arrived. ``hangs``: none has followed for too long, or the replica's
-    step does not end.
+def view_of(
+    info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: bool = False, silent: bool = False
+) -> ReplicaView:
+    """Make the view. ``heard_s``: when the report arrived. ``silent``: none has followed for too long; ``hangs``: the
+    replica's step does not end.
     """
     stats = report.stats
     return ReplicaView(
@@ -57,7 +61,8 @@ def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: 
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         max_running_requests=stats.max_running_requests,
-        healthy=report.error is None and not hangs,
+        healthy=report.error is None and not hangs and not silent,
+        silent=silent,
         accepting=not (report.released or report.draining),
         released=report.released,
         role=info.role,
@@ -130,7 +135,7 @@ class Hangs:
         for each, (heard_s, report) in self._said.items():
             settled = report.stats.num_extend_steps + report.stats.num_decode_steps >= SETTLED_STEPS
             if now_s - heard_s >= self._hang_s * (2 if each in prefill else 1):
-                found[each] = f"it has said nothing for {now_s - heard_s:.1f} s"
+                found[each] = said_nothing(now_s - heard_s)
             elif settled and report.step_age_s >= step_s:
                 found[each] = f"its step has been running for {report.step_age_s:.1f} s"
         return found if any(self._speaks(each, now_s) for each in able if each not in found) else {}
@@ -153,9 +158,10 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
         moves: CacheMoves | None = None,
+        killer: HangKiller | None = None,
     ) -> None:
         """``role_of``: returns the role of a member that has not attached yet. ``moves``: of cached pages, when
-        replicas come and go."""
+        replicas come and go. ``killer``: of those that hang for good; None: they are left to Serve."""
         self._router = router
         self._role_of = role_of
         silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
@@ -168,9 +174,8 @@ class Fleet:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._leave: Callable[[str, MantaError], None] = lambda replica_id, error: None
         self._attaching: dict[str, asyncio.Task[None]] = {}
-        self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
-        self._as_of_s: dict[str, float] = {}  # of each member: when its last report was true; at first, when it joined
-        self._unheard: set[str] = set()  # lost, or attached again without a report since: they need a new connection
+        self._words = LastWords(clock)
+        self._killer = killer
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
@@ -192,9 +197,8 @@ class Fleet:
 
     def set_members(self, members: Iterable[str]) -> None:
         """Set the running replicas."""
-        self._members, now_s = frozenset(members), self._clock()
-        self._as_of_s = {each: self._as_of_s.get(each, now_s) for each in self._members}
-        self._unheard &= self._members
+        self._members = frozenset(members)
+        self._words.keep(self._members)
         if self._moves.leaving:
             self._moves.back(self._members)
         gone = [info for each, info in self._infos.items() if each not in self._members]
@@ -205,18 +209,15 @@ class Fleet:
                 self._forget(replica_id)
         if self._address is not None:
             for replica_id in sorted(self._members - self._infos.keys() - self._attaching.keys()):
-                address = dataclasses.replace(self._address, renew=replica_id in self._unheard)
+                address = dataclasses.replace(self._address, renew=replica_id in self._words.renew)
                 self._attaching[replica_id] = asyncio.create_task(self._attach(replica_id, address))
         self._update()
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
-        now_s = self._clock()
         self._hangs.heard(replica_id, report)
+        self._words.heard(replica_id, report)
         if replica_id in self._members:
-            self._heard_s[replica_id] = now_s
-            self._reports[replica_id] = (now_s, report)
-            self._as_of_s[replica_id] = now_s - report.age_s
-            self._unheard.discard(replica_id)
+            self._reports[replica_id] = (self._clock(), report)
             self._update()
             if replica_id in self._infos and self._address is not None:
                 self.sync.on_report(replica_id, report.stats.cache_event_seq, self._address.router_id)
@@ -233,20 +234,21 @@ class Fleet:
         """Forget a replica whose connection ended, and attach it again while it is a member: it may be dead."""
         log.warning("the connection to replica %s ended", replica_id)
         self._hangs.lost(replica_id)
-        self._unheard.add(replica_id)
+        self._words.ended(replica_id)
         self._forget(replica_id)
         self.set_members(self._members)
 
     def attach_silent_again(self) -> None:
         """Forget and attach every replica that has not reported for STALE_S: first over the connection that it may
         still have, so that a replica that was only held up keeps its requests; the second time over a new one."""
-        now_s = self._clock()
-        silent = [each for each in self._infos if now_s - self._heard_s.get(each, now_s) >= self._stale_s]
+        now_s, words = self._clock(), self._words.of
+        since_s = {each: max(words[each].heard_s, words[each].attached_s) for each in self._infos}
+        silent = [each for each, last_s in since_s.items() if now_s - last_s >= self._stale_s]
         for replica_id in silent:
             log.warning("replica %s has not reported for %.0f s; attaching it again", replica_id, self._stale_s)
             self._forget(replica_id)
         self.set_members(self._members)
-        self._unheard.update(silent)
+        self._words.renew.update(silent)
 
     def leave_hanging(self) -> None:
         """Fail the open streams of replicas that hang while another one can go on with them."""
@@ -286,28 +288,36 @@ class Fleet:
         """Return the age of each member's last report, however often it was attached since; of a member that has not
         reported yet, the time since it joined."""
         now_s = self._clock()
-        return {each: now_s - as_of_s for each, as_of_s in sorted(self._as_of_s.items())}
+        return {each: now_s - as_of_s for each, as_of_s in sorted(self._words.as_of_s.items())}
 
     def seen(self) -> tuple[SeenReplica, ...]:
         """Return every member, by id; one that has not attached or reported yet is starting."""
         self._update()
         ages_s, states = self.report_ages_s(), {view.replica_id: view.state for view in self._router.views}
-        found = []
+        hanging, found = self._hanging_now(), []
         for each in sorted(self._members):
-            info, (_, report) = self._infos.get(each), self._reports.get(each, (None, None))
-            role = self._role_of(each) if info is None else info.role
-            age_s = None if report is None else ages_s[each]
-            state = states.get(each, "starting")
+            word, silence_s = self._words.of.get(each), self._words.silence_s(each) or 0.0
+            info, report = (None, None) if word is None else (word.info, word.report)
+            mute = word is not None and (report is not None or silence_s >= self._hangs.silent_s)
+            state = states.get(each, "silent" if mute else "starting")
+            error = None if report is None else report.error
+            why = said_nothing(silence_s) if state == "silent" else error or hanging.get(each, "")
             found.append(
-                SeenReplica(replica_id=each, role=role.value, state=state, info=info, report=report, report_age_s=age_s)
+                SeenReplica(
+                    replica_id=each,
+                    role=(self._role_of(each) if info is None else info.role).value,
+                    state=state,
+                    why=why if state in ("silent", "unhealthy") else "",
+                    info=info,
+                    report=report,
+                    report_age_s=None if report is None else ages_s[each],
+                )
             )
         return tuple(found)
 
     def describe(self) -> str:
         """Say the state of all replicas in one clause, for errors and /health."""
-        self._update()
-        states = [f"{view.replica_id}: {view.state}" for view in self._router.views]
-        states += [f"{replica_id}: starting" for replica_id in sorted(self._attaching)]
+        states = (f"{each.replica_id}: {each.state}" for each in self.seen())
         return ", ".join(states) or "no replica is running yet"
 
     async def wait_ready(self, timeout_s: float) -> bool:
@@ -337,6 +347,8 @@ class Fleet:
 
     async def stop(self) -> None:
         self._moves.stop()
+        if self._killer is not None:
+            self._killer.stop()
         self._address = None  # connections that end from now on are not made anew
         for task in [*self._attaching.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
@@ -347,8 +359,8 @@ class Fleet:
         """Raises AssertionError if a replica is known that is not a member."""
         assert self._infos.keys() <= self._members
         assert self._reports.keys() <= self._members
-        assert self._as_of_s.keys() == self._members
-        assert self._unheard <= self._members
+        assert self._words.as_of_s.keys() == self._members
+        assert self._infos.keys() <= self._words.of.keys()
         assert not self._infos.keys() & self._attaching.keys()
         assert self.sync.asking <= self._infos.keys()
         self.sync.check()
@@ -369,11 +381,14 @@ class Fleet:
             await asyncio.sleep(ATTACH_AGAIN_S)
         await self._moves.fill(info, self.infos, self._loads())
         del self._attaching[replica_id]
-        self._infos[replica_id] = info
-        self._heard_s[replica_id] = self._clock()
+        self._attached(info)
         log.info("replica %s attached: pool of %s", replica_id, info.pool)
         self._update()
         self.sync.ask(replica_id, address.router_id)
+
+    def _attached(self, info: ReplicaInfo) -> None:
+        self._infos[info.replica_id] = info
+        self._words.attached(info)
 
     async def _look_forever(self) -> None:
         """Look for silent and hanging replicas, again and again: their silence wakes nothing."""
@@ -385,6 +400,8 @@ class Fleet:
                 self._hangs.stood_still(late_s)
             self.attach_silent_again()
             self.leave_hanging()
+            if self._killer is not None:
+                self._killer.look(self._words.of, self._clock())
 
     def _hanging_now(self) -> dict[str, str]:
         """Return the replicas that hang, and how."""
@@ -396,7 +413,6 @@ class Fleet:
         self._infos.pop(replica_id, None)
         self._reports.pop(replica_id, None)
         self.sync.forget(replica_id)
-        self._heard_s.pop(replica_id, None)
         task = self._attaching.pop(replica_id, None)
         if task is not None:
             task.cancel()
@@ -409,7 +425,13 @@ class Fleet:
         limit_s = self._stale_s if all_silent else self._hangs.silent_s
         hanging = self._hanging_now()
         self._router.update(
-            view_of(self._infos[each], report, heard_s=heard_s, hangs=now_s - heard_s >= limit_s or each in hanging)
+            view_of(
+                self._infos[each],
+                report,
+                heard_s=heard_s,
+                hangs=each in hanging,
+                silent=now_s - heard_s >= limit_s,
+            )
             for each, (heard_s, report) in heard.items()
         )
         self._changed.set()

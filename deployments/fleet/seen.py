@@ -22,7 +22,8 @@ class SeenReplica:
 
     replica_id: str
     role: str
-    state: str  # starting, accepting, draining, unhealthy
+    state: str  # starting, accepting, draining, released, silent, unhealthy
     info: ReplicaInfo | None  # None while starting
     report: ReplicaReport | None  # the last; None before the first
     report_age_s: float | None  # how old its statistics are; None before the first
+    why: str = ""  # it is silent or unhealthy

@@ -13,6 +13,7 @@ the watchdog asks `dead`.
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments import logs
 from deployments.autoscaling import replica_stats
+from deployments.dispatch.leases import ReplicaInfo
 from deployments.replica.cache_moves import ReplicaMoves
 from deployments.replica.feasible import num_threads
 from deployments.replica.served_engine import ServedEngine
@@ -32,6 +34,7 @@ from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.replica_metrics import replica_emitter
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from deployments.watch.process import offer_stacks
+from kvtransfer.moves.wire import MoveAddress
 from kvtransfer.types import TransferSettings
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
@@ -103,6 +106,9 @@ class ModelReplica(ServedEngine):
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's load. Serve calls it where the application scales itself."""
         return replica_stats(self.loop.stats())
+
+    def _info(self, moves: MoveAddress | None) -> ReplicaInfo:
+        return replace(super()._info(moves), actor=ray.get_runtime_context().get_actor_name() or "")
 
     async def __del__(self) -> None:
         metrics = getattr(self, "_metrics", None)

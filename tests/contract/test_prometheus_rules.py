@@ -13,7 +13,8 @@ from tests.programs import program
 from tests.rule_cases import CASES, RECORDED, Case
 
 RUNBOOK = "docs/runbook.md"
-RECORDINGS, ALERTS = ([*group["rules"]] for group in yaml.safe_load(RULES.read_text())["groups"])
+RECORDINGS, *_ALERTS = ([*group["rules"]] for group in yaml.safe_load(RULES.read_text())["groups"])
+ALERTS = [rule for rules in _ALERTS for rule in rules]
 
 
 @pytest.fixture(scope="module")

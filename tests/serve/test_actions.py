@@ -26,7 +26,7 @@ ON_NODE = """
 import asyncio, ray, sys
 from ray._private import services
 from deployments.watch import process
-from deployments.watch.observatory.actions import in_task
+from deployments.fleet.node_tasks import in_task
 services.resolve_ip_for_localhost = lambda host: host  # this Ray listens on the loopback alone
 ray.init(address=sys.argv[3], log_to_driver=False, logging_level="ERROR")
 print("stacks:", asyncio.run(in_task(sys.argv[1], process.read_stacks, int(sys.argv[2]))))

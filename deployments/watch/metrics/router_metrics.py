@@ -25,7 +25,7 @@ from deployments.watch.metrics.router_events import RouterEvents
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 
 ANSWER_S = 2.0
-STATES = ("starting", "accepting", "draining", "released", "unhealthy")
+STATES = ("starting", "accepting", "draining", "released", "silent", "unhealthy")
 NAMES = (
     "router_index_tokens",
     "router_report_age_seconds",

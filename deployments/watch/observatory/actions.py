@@ -12,7 +12,6 @@ Thread:    the observatory's event loop; files are read, and processes looked at
 """
 
 import asyncio
-import functools
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -25,8 +24,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve._private.logging_utils import get_serve_logs_dir
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from deployments.fleet.node_tasks import in_task
 from deployments.fleet.seen import SeenReplica
 from deployments.http.access import BrowserRules, Refused
 from deployments.settings.keys import KEY_VARIABLE
@@ -39,7 +38,6 @@ from replicas.errors import InvalidRequest, MantaError
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 20.0  # of a task on another node, whose worker may have to start first
 METRICS_S = 5.0
 FLUSH_S = 2.0  # how long a flush waits for requests to end
 LINES, MOST_LINES = 200, 2000
@@ -78,23 +76,8 @@ async def on_node(node_id: str, function: Callable[..., T], *args: Any) -> T:
     """Call ``function`` on a node. Raises: NotReadable."""
     if node_id == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(function, *args)
-    return await in_task(node_id, function, *args)
-
-
-@functools.cache
-def remote(function: Callable[..., Any]) -> Any:
-    """Return Ray's remote function, one for each function: Ray stores every new one in the cluster, and keeps it."""
-    return ray.remote(function)
-
-
-async def in_task(node_id: str, function: Callable[..., T], *args: Any) -> T:
-    """Call ``function`` in a task of a node. Raises: NotReadable."""
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     try:
-        async with asyncio.timeout(ANSWER_S):
-            found: T = await task.remote(*args)
-            return found
+        return await in_task(node_id, function, *args)
     except (TimeoutError, RayError) as error:
         raise NotReadable(f"node {node_id[:8]} did not answer ({type(error).__name__})") from error
 

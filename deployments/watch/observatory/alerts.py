@@ -79,10 +79,9 @@ def fleet_readings(
 def replica_readings(seen: SeenReplica, age_s: float | None) -> dict[str, Reading]:
     """Return what is true of one replica, whose last report is ``age_s`` old."""
     found = {}
-    if seen.state == "unhealthy":
-        why = (seen.report.error if seen.report is not None else None) or "Serve's health check failed"
-        detail = f" ({short_name(seen.replica_id)}): {why}"
-        found["unhealthy"] = Reading(labels={"target_role": seen.role, "detail": detail})
+    if seen.state in ("silent", "unhealthy"):
+        detail = f" ({short_name(seen.replica_id)}): {seen.why}"
+        found[seen.state] = Reading(labels={"target_role": seen.role, "detail": detail})
     if seen.report is not None and age_s is not None:
         stats = seen.report.stats
         found["pool_used"] = Reading(value=stats.pool.utilization)

@@ -65,6 +65,7 @@ def row_of(seen: SeenReplica, *, node: str, age_s: float | None, rates: Sequence
         row["attention_why"] = seen.info.attention_why
     if seen.report is not None and age_s is not None:
         row.update(_reported(seen.report, age_s))
+    row["error"] = seen.why or row["error"]
     if rates is not None:
         row["rates"] = {name: short(rate) for name, rate in zip(_RATES, rates, strict=True)}
     return row
@@ -293,7 +294,7 @@ class State:
         growth = self._fleet_growth
         ended, failed, shed = (growth.over(name, WINDOW_S, now_s) for name in ("requests", "failed", "shed"))
         lost = sum(growth.over(name, 300.0, now_s) for name in ("failed", "shed"))
-        known = [row for row in replicas if row["running"] is not None]
+        known = [row for row in replicas if row["running"] is not None and row["state"] != "silent"]
         used = {row["id"]: _used(row["pools"][0]) for row in known}
         running, waiting = (sum(row[name] for row in known) for name in ("running", "waiting"))
         values: dict[str, Age] = {

@@ -60,7 +60,12 @@ def _falling(value: float | None) -> float:
 
 
 REPLICA_ORDERS: tuple[Order, ...] = (
-    ("trouble", lambda each: (each["state"] != "unhealthy", each["state"] == "accepting", _falling(used_ratio(each)))),
+    (
+        "trouble",
+        lambda each: (
+            each["state"] not in ("silent", "unhealthy"), each["state"] == "accepting", _falling(used_ratio(each)),
+        ),
+    ),
     ("pool", lambda each: _falling(used_ratio(each))),
     ("running", lambda each: _falling(each.get("running"))),
     ("waiting", lambda each: _falling(waiting(each))),

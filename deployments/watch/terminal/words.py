@@ -26,7 +26,7 @@ STAGE_LEGEND = "stages: " + ", ".join(f"{character} {name}" for name, character,
 RUNNING = "running"
 STATE_COLOURS = {"accepting": "green", "starting": "yellow", "draining": "yellow", "released": "yellow"}
 ID_CHARS = 12
-TROUBLE = "bold red"  # also of any other state: unhealthy
+TROUBLE = "bold red"  # also of any other state: silent, unhealthy
 WARNING = "yellow"
 
 

@@ -9,6 +9,7 @@ from tests.serve.hanging import FOLDER
 from tests.serve.running import Running, serving
 from tests.serve.watched import PATIENT
 
+HANG_KILL_S = 12.0  # with what follows, 10 s of a question to its own node, it is late enough for the alert
 BACK_S = 120.0  # a replica that was killed: a process that imports torch, beside whatever else the machine does
 
 
@@ -25,6 +26,7 @@ def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         replicas={"count": 2, "cpus": 1, "health_period_s": 1},
         cache={"max_total_tokens": 16_000},
         router={"policy": "estimated_ttft"},
+        scheduler={"hang_kill_s": HANG_KILL_S},
         observatory=True,
         observability=PATIENT,
     ) as running:

@@ -195,3 +195,31 @@ def test_the_page_goes_on_when_the_observatory_was_killed_and_is_back(fleet: Wat
     fleet.app.until(lambda: sorted(fleet.prometheus.targets().values()) == ["up"] * 4, 30)
     assert fleet.prometheus.fired() == []
     browser.complaints()  # of the tries meanwhile
+
+
+def test_a_replica_that_hangs_fires_an_alert_within_thirty_seconds_and_is_killed_and_replaced(fleet: Watched) -> None:
+    """SIGSTOP, and nothing ends it: Serve alone would take nearly four minutes. Times from the stop."""
+    fleet.app.until(lambda: len(fleet.accepting()) == 2, 60)
+    hung = min(fleet.accepting())
+    [pid] = [each["replica"]["pid"] for each in fleet.app.states() if each["replica"]["replica_id"] == hung]
+
+    def shown() -> dict[str, Any]:
+        return next((each for each in fleet.state()["replicas"] if each["id"] == hung), {"state": "gone"})
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        came_s = times_of(
+            {
+                "silent": lambda: shown()["state"] == "silent",
+                "fired": lambda: "ReplicaSilent" in fleet.prometheus.fired(),
+                "killed": lambda: pid not in fleet.app.processes(),
+                "replaced": lambda: len(fleet.accepting() - {hung}) == 2,
+            },
+            within_s=120,
+        )
+    finally:
+        if pid in fleet.app.processes():
+            os.kill(pid, signal.SIGKILL)
+    print(", ".join(f"{what} after {at_s:.1f} s" for what, at_s in came_s.items()))
+    assert list(came_s) == ["silent", "fired", "killed", "replaced"]
+    assert came_s["fired"] < 30

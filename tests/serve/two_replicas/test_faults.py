@@ -1,6 +1,7 @@
 """Processes that hang or are killed under a load of streams: every stream has the ids of an undisturbed run, or is cut
 at once, and asked for again it has them."""
 
+import contextlib
 import json
 import os
 import random
@@ -147,7 +148,8 @@ def test_streams_go_on_elsewhere_with_the_same_ids_when_a_replica_fails_at_a_ran
             assert worst_s > 1.0, "nothing hung"
     finally:
         if how == "SIGSTOP" and pid:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # so busy a machine that it was killed for its silence
+                os.kill(pid, signal.SIGCONT)
         (gates / str(pid)).unlink(missing_ok=True)
 
 

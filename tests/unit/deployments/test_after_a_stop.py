@@ -69,7 +69,8 @@ async def spread_after(stopped_s: float, *, in_extend: bool, other_works: bool) 
         while clock.now_s < until_s:
             clock.now_s += PERIOD_S
             for name in speaking:
-                fleet._infos.setdefault(name, info(name))  # attached, as soon as it can be
+                if name not in fleet._infos:
+                    fleet._attached(info(name))  # as soon as it can be
                 replicas[name].pulse.beat()
                 if name in working:
                     replicas[name].work()

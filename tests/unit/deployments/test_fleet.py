@@ -13,6 +13,7 @@ from deployments.dispatch import ray_leases
 from deployments.dispatch.attempt import Tries
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
 from deployments.fleet.fleet import SETTLED_STEPS, STALE_S, Fleet, Hangs
+from deployments.fleet.silence import AGAIN_S, KILLED, HangKiller
 from replicas.types import TokenDelta
 from routing.types import Role
 from tests.harness import Clock
@@ -68,7 +69,8 @@ def fleet_of(*names: str, clock: Clock, **options: Any) -> Fleet:
     """A fleet whose members ``names`` are attached and report to it by calls."""
     fleet = Fleet(router=House().router, leases=LocalLeases(), clock=clock, **options)
     fleet.set_members(names)
-    fleet._infos = {name: info(name) for name in names}
+    for name in names:
+        fleet._attached(info(name))
     return fleet
 
 
@@ -107,7 +109,7 @@ async def test_a_silent_replica_is_passed_over_while_another_reports(
     fleet.on_report("r1", report())
     assert fleet.num_ready == 2
     clock.now_s += 0.2 * silent_s
-    assert fleet.describe() == "r0: unhealthy, r1: accepting"
+    assert fleet.describe() == "r0: silent, r1: accepting"
     clock.now_s += 1.0
     assert fleet.num_ready == a_second_later
 
@@ -119,7 +121,7 @@ async def test_the_age_of_a_report_grows_for_as_long_as_a_member_is_mute() -> No
     fleet.set_members({"r0"})
     clock.now_s = 10.0
     assert fleet.report_ages_s() == {"r0": 10.0}
-    fleet._infos["r0"] = info("r0")
+    fleet._attached(info("r0"))
     fleet.on_report("r0", report(age_s=4.0))
     assert fleet.report_ages_s() == {"r0": 4.0}
     [seen] = fleet.seen()
@@ -128,7 +130,7 @@ async def test_the_age_of_a_report_grows_for_as_long_as_a_member_is_mute() -> No
     for _ in range(6):
         clock.now_s += STALE_S
         fleet.attach_silent_again()
-        fleet._infos["r0"] = info("r0")  # it can be attached, and says nothing
+        fleet._attached(info("r0"))  # it can be attached, and says nothing
         ages.append(fleet.report_ages_s()["r0"])
     assert ages == [4 + STALE_S * (turn + 1) for turn in range(6)]
     fleet.check()
@@ -161,6 +163,101 @@ async def test_a_silent_replica_is_attached_again_and_the_second_time_over_a_new
     await asyncio.sleep(0)
     assert asked == [False, False, True, False, True]
     await fleet.stop()
+
+
+def states_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
+    return {each.replica_id: (each.state, each.why) for each in fleet.seen()}
+
+
+async def test_a_replica_is_silent_from_its_first_missed_reports_until_it_speaks_or_is_gone() -> None:
+    """Also once it is attached again, or its connection has ended: what has attached once starts no more."""
+    clock = Clock()
+    fleet = fleet_of(*BOTH, clock=clock)
+    assert states_of(fleet) == dict.fromkeys(BOTH, ("starting", "")), "attached; its first report is on its way"
+    for name in BOTH:
+        fleet.on_report(name, report())
+    told = []
+    for second in (1.2, 4.2, 20.0, 50.0):
+        clock.now_s = second
+        fleet.on_report("r1", report())
+        fleet.attach_silent_again()
+        [seen, other] = fleet.seen()
+        told.append((seen.state, seen.why))
+        assert (seen.report_age_s, other.state) == (second, "accepting")
+        assert seen.info == info("r0"), "its card, and its target"
+        fleet.check()
+    assert told == [("silent", f"it has said nothing for {second} s") for second in (1.2, 4.2, 20.0, 50.0)]
+    assert fleet.describe() == "r0: silent, r1: accepting"
+    fleet._attached(info("r0"))
+    assert states_of(fleet)["r0"][0] == "silent", "it has not spoken yet"
+    fleet.on_report("r0", report())
+    assert states_of(fleet)["r0"] == ("accepting", "")
+    fleet.on_lost("r0")
+    assert states_of(fleet)["r0"][0] == "silent"
+    fleet.set_members({"r1"})
+    assert states_of(fleet).keys() == {"r1"}
+    fleet.check()
+
+
+def test_the_reason_shown_is_what_the_router_has_found() -> None:
+    fleet = fleet_of(*BOTH, clock=Clock())
+    fleet.on_report("r1", report())
+    fleet.on_report("r0", report(5.0))
+    assert states_of(fleet)["r0"] == ("unhealthy", "its step has been running for 5.0 s")
+    fleet.on_report("r0", report(error="rank 1 died"))
+    assert states_of(fleet)["r0"] == ("unhealthy", "rank 1 died")
+
+
+async def test_a_replica_that_stays_silent_is_ended_once_and_one_that_has_left_meanwhile_too() -> None:
+    """Serve may have given it up before, and then waits for its drain while it keeps its CPUs."""
+    clock, ended = Clock(), list[str]()
+
+    async def end(info: ReplicaInfo) -> str:
+        ended.append(info.replica_id)
+        return KILLED
+
+    killer = HangKiller(after_s=60.0, end=end)
+    fleet = fleet_of("r0", "r1", "r2", clock=clock, killer=killer)
+
+    async def look(now_s: float) -> list[str]:
+        clock.now_s = now_s
+        fleet.on_report("r2", report())
+        fleet.attach_silent_again()
+        killer.look(fleet._words.of, clock())
+        await asyncio.sleep(0)
+        return sorted(ended)
+
+    for name in BOTH:
+        fleet.on_report(name, report())
+    assert await look(59.0) == []
+    fleet.set_members({"r0", "r2"})  # r1: its connection stands
+    assert await look(61.0) == ["r0", "r1"]
+    fleet.on_lost("r1")
+    fleet.on_lost("r0")
+    assert await look(80.0) == ["r0", "r1"], "that is not asked for again at once"
+    fleet.set_members({"r2"})
+    assert await look(200.0) == ["r0", "r1"], "nobody is left"
+    never = HangKiller(after_s=0.0, end=end)
+    clock.now_s += 1000.0
+    never.look(fleet._words.of, clock())
+    await asyncio.sleep(0)
+    assert len(ended) == 2
+
+
+async def test_where_a_replicas_node_cannot_be_asked_nothing_is_done_and_it_is_asked_again_later() -> None:
+    """The router may be the one that is cut off."""
+    asked: list[str] = []
+
+    async def end(info: ReplicaInfo) -> str:
+        asked.append(info.replica_id)
+        raise TimeoutError
+
+    killer = HangKiller(after_s=60.0, end=end)
+    fleet = fleet_of("r0", clock=Clock(), killer=killer)
+    for now_s, count in ((61.0, 1), (61.0 + AGAIN_S - 1, 1), (61.0 + AGAIN_S, 2)):
+        killer.look(fleet._words.of, now_s)
+        await asyncio.sleep(0)
+        assert len(asked) == count
 
 
 async def test_a_replica_that_does_not_answer_is_left_out_of_the_answers(house: House) -> None:

@@ -13,9 +13,10 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from deployments.dispatch.leases import ReplicaGone
+from deployments.fleet.node_tasks import remote
 from deployments.settings.places import ROOT as ROOT_FOLDER
 from deployments.watch import process
-from deployments.watch.observatory.actions import Actions, NotReadable, on_node, remote
+from deployments.watch.observatory.actions import Actions, NotReadable, on_node
 from deployments.watch.observatory.http_app import make_app
 from deployments.watch.observatory.serve_details import LOOK_KEPT_S, MOST_GONE, Listed, Looks
 from tests.unit.deployments.observed import seen

@@ -5,16 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec import structs
 
-from dashboards.alerts import ALERTS, SOURCES, Grew, Over, Share, Stands
+from dashboards.alerts import ALERTS, BOUNDS, SOURCES, Grew, Over, Share, Stands
+from dashboards.files import LOOK, SCRAPE_S
 from deployments.fleet.seen import SeenReplica
+from deployments.settings.groups import ReplicaSettings
 from deployments.watch.observatory.alerts import OBJECTIVE_OF, Alerts, fleet_readings
 from deployments.watch.observatory.figures import Growth
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import State
 from kvtransfer.types import TransferStats
+from replicas.config import SchedulerConfig
 from replicas.types import TierStats
 from tests.unit.deployments.observed import details, listed, row, seen, view
 
@@ -65,7 +67,11 @@ def handed(second: int) -> list[RouterView]:
 
 
 def sick(second: int) -> list[RouterView]:
-    return [view("one", replace(seen("a"), state="unhealthy"), seen("b"))]
+    return [view("one", replace(seen("a"), state="unhealthy", why="CUDA error"), seen("b"))]
+
+
+def mute(second: int) -> list[RouterView]:
+    return [view("one", replace(seen("a"), state="silent", why="it has said nothing for 4.2 s"), seen("b"))]
 
 
 def retracting(second: int) -> list[RouterView]:
@@ -87,8 +93,9 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "NoRouter": (lambda second: [], 60, "No router answers"),
     "NoReadyReplica": (lambda second: [view("one", seen("a", age_s=None))], 60, "No replica of tiny accepts requests."),
     "NoPrefillReplica": (apart("starting"), 60, "tiny has decode replicas and no prefill replica"),
-    "ReplicaUnhealthy": (sick, 30, "A unified replica of tiny is unhealthy (a): Serve's health check failed."),
-    "TargetDown": (replica(), 60, "router three (and 1 more) does not answer."),
+    "ReplicaSilent": (mute, 10, "A unified replica of tiny is silent (a): it has said nothing for 4.2 s."),
+    "ReplicaUnhealthy": (sick, 0, "A unified replica of tiny is unhealthy (a): CUDA error."),
+    "TargetDown": (replica(), 30, "router three (and 1 more) does not answer."),
     "RequestErrors": (counting(requests=10, failed=1), 300, "10 % of the requests to tiny end with an error"),
     "RequestsShed": (counting(requests=10, shed=1), 120, "10 % of the requests to tiny are refused"),
     "TtftObjectiveBurn": (counting(ttft_judged=20, ttft_missed=9), 120, "45 % of the requests to tiny miss the TTFT "
@@ -110,7 +117,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
         "a does without its store: it hangs."),
     "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "kept pages of a for 301 s."),
     "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
-    "RouterReportsOld": (replica(age_s=31.0), 60, "The newest report of replica a is 31 s old."),
+    "RouterReportsOld": (replica(age_s=31.0), 15, "The newest report of replica a is 31 s old."),
 }  # fmt: skip
 
 
@@ -158,14 +165,11 @@ def test_who_waits_for_room_is_counted_beside_the_pool_and_slots_are_no_lack_of_
 
 
 def test_what_is_seen_at_once_stands_before_what_is_pending_and_the_worst_first() -> None:
-    there = seen("a")
-    assert there.report is not None
-    there = replace(there, state="unhealthy", report=structs.replace(there.report, error="CUDA error"))
+    there = replace(seen("a"), state="silent", why="it has said nothing for 4.2 s")
     found = Watching(ROUTERS).go_on(STEP_S, lambda second: [view("one", there)]).state.since()["alerts"]
     assert [(each["name"], each["state"]) for each in found] == [
-        ("ReplicaUnhealthy", "seen"), ("TargetDown", "seen"), ("NoReadyReplica", "pending"),
+        ("ReplicaSilent", "seen"), ("TargetDown", "seen"), ("NoReadyReplica", "pending"),
     ]  # fmt: skip
-    assert found[0]["summary"] == "A unified replica of tiny is unhealthy (a): CUDA error."
     assert [each["replica"] for each in found] == ["a", None, None]
 
 
@@ -180,6 +184,38 @@ def test_all_alerts_are_judged_here_but_those_that_only_prometheus_can_see() -> 
         else:
             assert isinstance(alert.when, Stands)
     assert named == SOURCES.keys()
+
+
+def test_an_alert_fires_before_serve_or_the_fleet_end_what_it_tells_of() -> None:
+    """A replica that hangs was unhealthy for 14 s, and then had another name: its alert wanted 30 s. Here for each
+    condition that somebody ends the shortest time after which that happens, with the settings' defaults; all others
+    stand for as long as what they tell of does."""
+    scheduler, replicas = SchedulerConfig(), ReplicaSettings()
+    checks = 3  # that fail until Serve takes a replica away
+    ends_s = {
+        "ReplicaSilent": scheduler.hang_kill_s,
+        "ReplicaUnhealthy": checks * replicas.health_period_s,
+        "TargetDown": min(scheduler.hang_kill_s, checks * replicas.health_timeout_s),
+        "RouterReportsOld": scheduler.hang_kill_s - BOUNDS["RouterReportsOld"],
+    }
+    assert ends_s.keys() == {alert.name for alert in ALERTS if alert.at_once}
+    look_s = SCRAPE_S + float(LOOK.removesuffix("s"))  # until Prometheus has looked
+    for alert in ALERTS:
+        if alert.name in ends_s:
+            seen_s = look_s if alert.for_s else 0.0  # with 0 s the first look at it fires
+            assert alert.for_s + seen_s < ends_s[alert.name], alert.name
+
+
+def test_the_work_of_a_silent_replica_is_not_counted_as_running() -> None:
+    def stopped(second: int) -> list[RouterView]:
+        gone = replace(seen("a", num_running=5, num_waiting=7, used_pages=9), state="silent", why="mute")
+        return [view("one", gone, seen("b", num_running=2))]
+
+    watching = Watching().go_on(STEP_S, stopped)
+    assert watching.figure("queue")["value"] == 0
+    assert watching.figure("queue")["more"]["running"] == 2
+    assert watching.figure("kv")["value"] == 0
+    assert [row["error"] for row in watching.state.since()["replicas"]] == ["mute", None]
 
 
 def test_nothing_is_wrong_with_a_fleet_that_works() -> None:
