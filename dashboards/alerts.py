@@ -188,6 +188,10 @@ ALERTS = (
           when=Stands(reading="unhealthy", promql=(
               'max by (model, target_role) (manta_router_replicas{state="unhealthy"}) > 0')),
           summary="A {target_role} replica of {model} is unhealthy{detail}."),
+    Alert(name="ReplicaDeaths", severity="warning", for_s=0, when=Stands(reading="deaths", promql=(
+              "sum by (model, target_role) (increase(manta_replica_deaths_total[10m])) > 1.5")),
+          summary="Two or more {target_role} replicas of {model} died within ten minutes.",
+          comment="increase() extrapolates: two are a little more or less than 2."),
     Alert(name="TargetDown", severity="warning", for_s=30, at_once=True,
           when=Stands(promql='up{job="manta"} == 0', reading="silent_router"), summary="{instance} does not answer."),
     Alert(name="PoolVanished", severity="warning", for_s=300, when=Stands(promql=(

@@ -314,6 +314,8 @@ _OBSERVATORY = [
             "limits; above 1 asks for more replicas.", {"target_role": ROLES, "signal": SIGNALS}, unit="ratio"),
     Metric(OBSERVATORY, COUNTER, "autoscaler_decisions_total", "Changes of the desired number of replicas.",
             {"target_role": ROLES, "direction": ("up", "down")}),
+    Metric(OBSERVATORY, COUNTER, "replica_deaths_total", "Replicas that died: their process or connection ended, they "
+            "hung or failed. Those that Serve stopped do not count.", {"target_role": ROLES}),
     Metric(OBSERVATORY, GAUGE, "observatory_viewers", "Live views that poll."),
     Metric(OBSERVATORY, HISTOGRAM, "observatory_poll_duration_seconds", "Time to ask all routers for their state.",
             unit="seconds", buckets=STAGE),

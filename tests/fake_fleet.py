@@ -86,6 +86,7 @@ class FakeFleet:
             "routers": [{"id": ROUTER, "node": "a1b2c3d4", "answering": True, "open": 3}] if roles else [],
             "replicas": [self._replica(each, index) for index, each in enumerate(self.roles)],
             "links": [], "requests": [], "figures": [], "alerts": [],
+            "events": [], "ended": [],
             "autoscaling": {"targets": [_target(role, roles.count(role)) for role in sorted(set(roles))], "log": []},
         }  # fmt: skip
         self._measure()
@@ -139,7 +140,14 @@ class FakeFleet:
     def kill(self, name: str) -> None:
         """End a replica: what runs on it goes on at another."""
         now = self.state["time"]
-        del self.roles[name]
+        role = self.roles.pop(name)
+        moved = sum(row["replica"] == name for row in self._open)
+        text = f"replica {name.partition('#')[2]} is lost; {moved} requests went on elsewhere"
+        self.state["events"] = [*self.state["events"], {
+            "seq": len(self.state["events"]) + 1, "time": now, "kind": "lost", "replica": name, "role": role,
+            "text": text, "requests": moved,
+        }][-8:]  # fmt: skip
+        self.state["ended"] = [{"id": name, "role": role, "time": now, "died": True}, *self.state["ended"]]
         for row in self._open:
             if row["replica"] == name:
                 other = self.random.choice(list(self._takes("unified", "decode")))

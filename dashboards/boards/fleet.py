@@ -49,6 +49,8 @@ EVENTS = (  # on every board
                RED, "{{alertname}}"),
     Annotation("Starts", _appeared("role", "replica"), GREEN, "{{replica}} started"),
     Annotation("Ends", _appeared("role", "replica", back=True), GREY, "{{replica}} ended"),
+    Annotation("Deaths", "sum by (model, target_role) (increase(manta_replica_deaths_total[1m])) > 0.5",
+               RED, "A {{target_role}} replica died"),
     Annotation("Versions", _appeared("version"), PURPLE, "Version {{version}} started"),
 )  # fmt: skip
 
@@ -313,6 +315,11 @@ REPLICAS = Row("Replicas", (
             "{{target_role}} {{direction}}": rate("autoscaler_decisions_total", by=["target_role", "direction"]),
         },
         unit=Unit.PER_S, needs=Needs.AUTOSCALING,
+    ),
+    Panel("Deaths",
+        shows="Replicas that died, per second, by role.",
+        act="More than one: the runbook's ReplicaDeaths. The live view's events say when and which.",
+        queries={"{{target_role}}": rate("replica_deaths_total", by=["target_role"])}, unit=Unit.PER_S,
     ),
     Panel("Start duration",
         shows="Duration of each replica's start, by phase.",

@@ -19,7 +19,7 @@ export function worstFirst(replicas) {
   return [...replicas].sort((a, b) => rank(a) - rank(b) || compare(a.node, b.node) || compare(a.id, b.id));
 }
 
-export const Fleet = once(({ mode, replicas, routers, links, autoscaling, chosen, choose }) => {
+export const Fleet = once(({ mode, replicas, ended, routers, links, autoscaling, chosen, choose }) => {
   const split = mode === "disaggregated";
   const frame = useRef(null);
   const roles = split ? ["prefill", "decode"] : ["unified"];
@@ -41,6 +41,7 @@ export const Fleet = once(({ mode, replicas, routers, links, autoscaling, chosen
     </div>`}
     ${split && replicas.length > 0 && html`<${TransferTable} links=${links} />`}
     ${replicas.length > 0 && !many && html`<${Legend} entries=${STATES} label="States of a pool" />`}
+    <${Ended} ended=${ended} chosen=${chosen} choose=${choose} />
     <${Routers} routers=${routers} />
     <${Autoscaling} autoscaling=${autoscaling} />
   <//>`;
@@ -110,6 +111,15 @@ function describe(replica) {
   const { id, state, running, running_limit: limit, waiting, node, error } = replica;
   const work = running == null ? "no report yet" : `${running}${limit ? ` of ${limit}` : ""} running, ${count(waiting)} waiting, KV ${percent(usedOf(replica))} in use`;
   return [shortId(id), state, error, work, `node ${shortId(node)}`].filter(Boolean).join(" · ");
+}
+
+// Those of the last hour: their logs can still be read.
+function Ended({ ended, chosen, choose }) {
+  if (!ended?.length) return null;
+  return html`<ul class="ended" aria-label="Replicas that ended in the last hour">
+    ${ended.map(({ id, time, died }) => html`<li key=${id}><button type="button" class=${died ? "bad" : ""} data-ended=${id} aria-pressed=${id === chosen}
+      title=${id} onClick=${() => choose({ replica: id })}>${shortId(id)} ${died ? "lost" : "ended"} <span class="note">${clock(time)}</span></button></li>`)}
+  </ul>`;
 }
 
 function Routers({ routers }) {

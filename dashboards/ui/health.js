@@ -2,8 +2,12 @@
 // What is wrong, and what of it comes first, the observatory decides: the state's alerts (dashboards/alerts.py).
 
 import { html, useEffect, useState } from "./vendor/htm/preact_standalone.js";
-import { plural, span } from "./format.js";
+import { clock, plural, span } from "./format.js";
 import { once } from "./panel.js";
+
+const RECENT_S = 600;
+const MOST_EVENTS = 3;
+const BAD = ["lost", "silent", "unhealthy", "shedding"];
 
 export const Health = once(({ state, choose }) => {
   const [all, setAll] = useState(false);
@@ -13,16 +17,38 @@ export const Health = once(({ state, choose }) => {
     document.title = worst ? `! ${worst.summary.slice(0, 60)} – Manta` : "Manta";
   }, [worst?.summary]);
   const rest = state.alerts.filter((each) => each !== worst);
-  const level = worst?.severity ?? (ready ? "well" : "waiting");
+  const wanted = wantedOf(state);
+  const well = ready >= wanted && !rest.length;
+  const level = worst?.severity ?? (!ready ? "waiting" : well ? "well" : "warning");
+  const words = !ready ? "No replica is ready" : ready < wanted ? `${ready} of ${plural(wanted, "replica")} ready` : well ? "All well" : "Something may be wrong";
   return html`<section class=${`health ${level}`} aria-label="Health">
-    <p class="unseen" role="status">${worst ? `${worst.severity}: ${worst.name}` : ready ? "All well" : "No replica is ready"}</p>
+    <p class="unseen" role="status">${worst ? `${worst.severity}: ${worst.name}` : words}</p>
     ${worst ? html`<${Finding} it=${worst} now=${state.time} choose=${choose}>
         ${rest.length > 0 && html`<button type="button" aria-expanded=${all} onClick=${() => setAll(!all)}>${all ? "Show less" : `and ${rest.length} more`}</button>`}
-      <//>` : html`<p class="finding"><strong>${ready ? "All well" : "No replica is ready yet"}</strong><span class="note">${summary(state, ready)}</span>
+      <//>` : html`<p class="finding"><strong>${ready ? words : "No replica is ready yet"}</strong><span class="note">${summary(state, ready, wanted)}</span>
         ${rest.length > 0 && html`<button type="button" aria-expanded=${all} onClick=${() => setAll(!all)}>${rest.length} pending</button>`}</p>`}
     ${all && rest.map((each) => html`<${Finding} key=${`${each.name} ${each.replica}`} it=${each} now=${state.time} choose=${choose} />`)}
+    <${Events} events=${state.events} now=${state.time} choose=${choose} />
   </section>`;
 });
+
+// How many replicas there should be; what drains is not counted where Serve's target is known.
+function wantedOf({ replicas, autoscaling }) {
+  const targets = autoscaling?.targets ?? [];
+  return targets.length ? targets.reduce((sum, each) => sum + each.desired, 0) : replicas.length;
+}
+
+// The last of the last ten minutes, the newest first.
+function Events({ events, now, choose }) {
+  const last = (events ?? []).filter((each) => now - each.time < RECENT_S).slice(-MOST_EVENTS).reverse();
+  if (!last.length) return null;
+  return html`<ol class="events" aria-label="What happened in the last ten minutes">
+    ${last.map(({ seq, time, kind, text, replica }) => html`<li key=${seq} class=${BAD.includes(kind) ? "bad" : ""}>
+      <span class="note">${clock(time)}</span> ${text}
+      ${replica && html`<button type="button" onClick=${() => choose({ replica })}>Replica</button>`}
+    </li>`)}
+  </ol>`;
+}
 
 function Finding({ it, now, choose, children }) {
   const { severity, state, summary, since, figure, replica, runbook, name } = it;
@@ -37,9 +63,9 @@ function Finding({ it, now, choose, children }) {
   </p>`;
 }
 
-function summary({ replicas, requests, routers }, ready) {
+function summary({ replicas, requests, routers }, ready, wanted) {
   const running = requests.filter((each) => each.outcome === "running").length;
   if (!routers.length) return "No router has answered yet.";
   if (!replicas.length) return "No replica has started.";
-  return `${ready === replicas.length ? plural(ready, "replica") : `${ready} of ${plural(replicas.length, "replica")}`} ready · ${plural(running, "request")} running`;
+  return `${ready >= wanted ? plural(ready, "replica") : `${ready} of ${plural(wanted, "replica")}`} ready · ${plural(running, "request")} running`;
 }

@@ -90,7 +90,7 @@ function Page({ state, selection, choose, theme, paused, old }) {
     <//>
     <div class="column">
       <${River} state=${state} selection=${selection} choose=${choose} theme=${theme} paused=${paused} />
-      <${Fleet} mode=${state.mode} replicas=${replicas} routers=${state.routers} links=${state.links} autoscaling=${state.autoscaling}
+      <${Fleet} mode=${state.mode} replicas=${replicas} ended=${state.ended} routers=${state.routers} links=${state.links} autoscaling=${state.autoscaling}
         chosen=${selection.replica} choose=${choose} />
       <${Requests} requests=${requests} replicas=${replicas} model=${state.model} api=${state.api} now=${now} chosen=${selection.request} choose=${choose} />
       ${replica && html`<${CacheTree} replicas=${replicas} chosen=${replica} onChoose=${byReplica} pageKeys=${details.keys} />`}

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -34,6 +35,7 @@ OBSERVATORY = "deployments.watch.observatory.app:build"
 ANSWER_S = 2.0
 OPENS_S = 15.0
 LOOK_S = 0.25
+EVENTS_S = 1.0  # between two questions for events
 # the last three: an answer of an unexpected form, such as that of another server at the address
 UNANSWERED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
 
@@ -92,6 +94,7 @@ class Observatories:
     def __init__(self, schema: ServeDeploySchema, say: Callable[[str], None]) -> None:
         observatories = (each for each in schema.applications if each.import_path == OBSERVATORY)
         self._urls = {each.name: _url(schema, each.route_prefix) for each in observatories}
+        self.urls = tuple(self._urls.values())
         self._say = say
         self.addresses: list[str] = []  # of those that run, and whether they need a key
 
@@ -104,6 +107,35 @@ class Observatories:
                     del self._urls[name]
                     self.addresses.append(f"{url}/{open_to}")
                     self._say(f"watch it: {url}/{open_to}")
+
+
+class EventLines:
+    """Prints what happens to the replicas, as the observatories tell, on a thread of its own until the process ends."""
+
+    def __init__(self, urls: Iterable[str], out: TextIO) -> None:
+        self._seen: dict[str, int | None] = dict.fromkeys(urls)  # number of the last event; None: it has not answered
+        self._out = out
+
+    def start(self) -> None:
+        threading.Thread(target=self._go_on, daemon=True, name="events").start()
+
+    def look(self) -> None:
+        """Print what has come since the first look; an observatory that does not answer is asked again."""
+        for url, seen in list(self._seen.items()):
+            asked = _with_key(f"{url}/api/events?since={seen or 0}")
+            try:
+                with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
+                    lines = [(each["seq"], _event_line(each)) for each in json.load(answer)["events"]]
+            except UNANSWERED:
+                continue
+            if seen is not None:
+                print(*(line for _, line in lines), sep="\n", end="\n" * bool(lines), file=self._out, flush=True)
+            self._seen[url] = max([seen or 0, *(seq for seq, _ in lines)])
+
+    def _go_on(self) -> None:
+        while True:
+            self.look()
+            time.sleep(EVENTS_S)
 
 
 def _open_to(url: str) -> str:
@@ -149,13 +181,21 @@ def counted(counts: Mapping[Role, int]) -> str:
 
 def _replicas(url: str) -> list[dict[str, Any]]:
     """Ask the API for the description of each replica; none if it does not answer."""
-    key = os.environ.get(KEY_VARIABLE)
-    asked = urllib.request.Request(f"{url}/get_server_info", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(_with_key(f"{url}/get_server_info"), timeout=10) as answer:
             return [state["replica"] for state in json.load(answer)["internal_states"]]
     except UNANSWERED:
         return []
+
+
+def _event_line(event: Mapping[str, Any]) -> str:
+    return f"[{time.strftime('%H:%M:%S', time.localtime(event['time']))}] {event['text']}"
+
+
+def _with_key(url: str) -> urllib.request.Request:
+    """Make a question that shows the admin key, where there is one."""
+    key = os.environ.get(KEY_VARIABLE)
+    return urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
 
 
 def _engines(replicas: list[dict[str, Any]], config: AppConfig) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from ray.serve.schema import (
 from deployments import logs
 from deployments.app import capacity_of_cluster
 from deployments.command import cluster, log_files, startup
-from deployments.command.announce import OBSERVATORY, Observatories, announce
+from deployments.command.announce import OBSERVATORY, EventLines, Observatories, announce
 from deployments.command.check import MANTA, read
 from deployments.settings.capacity import shortages
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
@@ -169,6 +169,7 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: 
     applications = serve.status().applications
     observatories.look(applications, last=True)
     announce(schema, configs, applications, progress.say, watched_at=observatories.addresses, logs=folder)
+    EventLines(observatories.urls, sys.stdout).start()
     return True
 
 

@@ -32,7 +32,7 @@ from deployments.channel.frames import Asked, ReplicaReport
 from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaHangs, ReplicaInfo
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.cache_sync import CacheSync
-from deployments.fleet.seen import SeenReplica
+from deployments.fleet.seen import GoneReplica, SeenReplica
 from deployments.fleet.silence import HangKiller, LastWords, said_nothing
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
@@ -263,6 +263,11 @@ class Fleet:
     @property
     def _stale_s(self) -> float:
         return max(STALE_S, self._hangs.silent_s)
+
+    @property
+    def gone(self) -> tuple[GoneReplica, ...]:
+        """The last replicas that have left."""
+        return tuple(self._words.gone)
 
     @property
     def infos(self) -> list[ReplicaInfo]:

@@ -17,6 +17,15 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GoneReplica:
+    """A replica that is no member any more."""
+
+    replica_id: str
+    role: str
+    died: bool  # its connection had ended, it was silent, or it had failed; else Serve has stopped it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeenReplica:
     """A member of the fleet as a router sees it."""
 

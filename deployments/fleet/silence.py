@@ -12,6 +12,7 @@ finds. Several routers may do so at once: a killed replica's name is never used 
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -22,10 +23,13 @@ from ray.serve._private.constants import SERVE_NAMESPACE
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.node_tasks import ANSWER_S, in_task
+from deployments.fleet.seen import GoneReplica
 
 log = logging.getLogger(__name__)
 
 HEALTH_S = 10.0  # a replica that does not answer its own node for so long, after all of its silence, hangs
+DEAD_S = 5.0  # whoever leaves after such a silence has died
+MOST_GONE = 32
 AGAIN_S = 30.0  # between two questions about one replica
 KILLED, ANSWERS, GONE = "killed", "answers", "gone"
 End = Callable[[ReplicaInfo], Awaitable[str]]  # KILLED, ANSWERS or GONE. Raises: TimeoutError, RayError
@@ -48,12 +52,18 @@ class LastWords:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.of: dict[str, LastWord] = {}
+        self.gone: deque[GoneReplica] = deque(maxlen=MOST_GONE)  # that have left, the newest last
         self.as_of_s: dict[str, float] = {}  # of each member: when its last report was true; at first, when it joined
         self.renew: set[str] = set()  # lost, or attached again without a report since: they need a new connection
 
     def keep(self, members: Collection[str]) -> None:
         """Forget who has left and is not connected."""
         now_s = self._clock()
+        for replica_id in sorted(self.as_of_s.keys() & self.of.keys() - set(members)):
+            word = self.of[replica_id]
+            failed = word.report is not None and word.report.error is not None
+            died = failed or not word.connected or now_s - word.heard_s >= DEAD_S
+            self.gone.append(GoneReplica(replica_id=replica_id, role=word.info.role.value, died=died))
         self.as_of_s = {each: self.as_of_s.get(each, now_s) for each in members}
         self.of = {each: word for each, word in self.of.items() if each in members or word.connected}
         self.renew &= self.as_of_s.keys()

@@ -5,6 +5,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser.chromium import Page, rids
+from tests.fake_fleet import SHED, FakeFleet
 from tests.fake_observatory import FakeObservatory
 
 pytestmark = pytest.mark.browser
@@ -225,6 +226,26 @@ def test_the_strip_names_what_is_wrong_and_leads_to_it(page: Page, served: FakeO
     sick = next(each["id"] for each in served.fleets["many"].state["replicas"] if each["state"] == "unhealthy")
     page.until(lambda: page.one("#tab-replica").get_attribute("aria-selected") == "true", "the tab of the replica")
     assert sick.partition("#")[2] in page.driver.current_url
+
+
+def test_the_strip_is_not_green_with_fewer_than_wanted_or_something_pending_and_tells_who_died(
+    page: Page, served: FakeObservatory
+) -> None:
+    served.fleets["short"] = fleet = FakeFleet(unified=3, requests_per_tick=4, ticks=8)
+    dies = min(fleet.roles)
+    fleet.kill(dies)
+    fleet.tick()
+    page.open(f"{served.url}/short/?snapshot=1")
+    page.says(".health.warning strong", "2 of 3 replicas ready")
+    page.says(".health .events li.bad", f"replica {dies.partition('#')[2]} is lost; ")
+    page.one(f'#fleet [data-ended="{dies}"]').click()
+    page.says("#replica .log-lines, #replica h3", "Log and actions")
+    fleet.roles[f"{dies}2"] = "unified"
+    fleet.tick()
+    fleet.state["alerts"] = [SHED | {"since": fleet.state["time"] - 20}]
+    page.open(f"{served.url}/short/?snapshot=1")
+    page.says(".health.warning strong", "Something may be wrong")
+    assert page.axe() == []
 
 
 def test_tiles_show_the_figures_and_open_their_chart(page: Page, served: FakeObservatory) -> None:

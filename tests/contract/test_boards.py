@@ -155,4 +155,5 @@ def test_a_board_has_what_its_readers_expect(uid: str) -> None:
     assert live["url"] == "${live}/"
     assert all(len(panel["description"]) > 60 for panel in panels(document))
     assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in panels(document))
-    assert [each["name"] for each in document["annotations"]["list"]] == ["Alerts", "Starts", "Ends", "Versions"]
+    marks = [each["name"] for each in document["annotations"]["list"]]
+    assert marks == ["Alerts", "Starts", "Ends", "Deaths", "Versions"]

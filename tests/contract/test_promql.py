@@ -119,7 +119,7 @@ def test_every_query_of_a_committed_board_names_only_the_catalogue() -> None:
 
 def test_a_mark_names_only_labels_of_its_events() -> None:
     marks = {events for board in BOARDS for events in board.annotations}
-    assert len(marks) == 4
+    assert len(marks) == 5
     for events in marks:
         assert set(re.findall(r"\{\{(\w+)\}\}", events.title)) <= result_labels(parse(events.query)), events
 

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from dashboards.catalog import Process
+from dashboards.catalog import ROLES, Process
 from deployments import logs
 from deployments.http.access import browser_rules
 from deployments.settings.keys import KEY_VARIABLE, digest
@@ -52,7 +52,12 @@ class Observatory:
         logs.into_serve()
         settings = parse(args)
         self._id = serve.get_replica_context().replica_id.unique_id
-        self._state = State(on_scaling=self._scaled, has_key=settings.key is not None, grafana_url=settings.grafana_url)
+        self._state = State(
+            on_scaling=self._scaled,
+            on_death=self._died,
+            has_key=settings.key is not None,
+            grafana_url=settings.grafana_url,
+        )
         self._routers = RayRouters(settings.application)
         self._looks = serve_details.Looks(settings.application)
         self._settings = settings
@@ -124,8 +129,13 @@ class Observatory:
             self._emission.scaled(role, direction)
 
 
+    def _died(self, role: str) -> None:
+        if self._emission is not None:
+            self._emission.died(role)
+
+
 class Emission:
-    """The observatory's own metrics: viewers, polls, and what the autoscaler wants and why."""
+    """The observatory's own metrics: viewers, polls, deaths, and what the autoscaler wants and why."""
 
     def __init__(
         self, emitter: Emitter, *, targets: Callable[[], list[dict[str, Any]]], num_viewers: Callable[[], int]
@@ -134,12 +144,16 @@ class Emission:
         self._targets = targets
         self._num_viewers = num_viewers
         self._poll = emitter.histogram("observatory_poll_duration_seconds")
+        self._deaths = {role: emitter.counter("replica_deaths_total", target_role=role) for role in ROLES}
         self._emitter = emitter
         emitter.counter("autoscaler_decisions_total", target_role="unified", direction="up")
         emitter.tell(["autoscaler_replicas", "autoscaler_pressure_ratio", "observatory_viewers"], self._read)
 
     def polled(self, took_s: float) -> None:
         self._poll.observe(took_s)
+
+    def died(self, role: str) -> None:
+        self._deaths[role].inc()
 
     def scaled(self, role: str, direction: str) -> None:
         self._emitter.counter("autoscaler_decisions_total", target_role=role, direction=direction).inc()

@@ -73,6 +73,13 @@ async def history(request: Request) -> Response:
     return JSONResponse(parts_of(request).state.history(span_s), headers=NOT_KEPT)
 
 
+@api.get("/api/events")
+async def events(request: Request) -> Response:
+    """Answer with the events of the last hour after number ``since``, the oldest first. Raises: InvalidRequest."""
+    since = _number(request, "since", 0, least=0, most=MOST_TOKENS)
+    return JSONResponse({"events": parts_of(request).state.feed.body(since=since)}, headers=NOT_KEPT)
+
+
 @api.get("/api/tree")
 async def tree(request: Request) -> Response:
     """Raises: InvalidRequest; NoRouter, ReplicaGone."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.fleet.seen import SeenReplica, Target
+from deployments.fleet.seen import GoneReplica, SeenReplica, Target
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ROUTER, Listed
 
@@ -100,6 +100,11 @@ class Merged:
                 if before is None or _newer(age_s, before[1]):
                     found[seen.replica_id] = (seen, age_s)
         return found
+
+    def gone(self) -> list[GoneReplica]:
+        """Return the replicas that have left; one has died if any router says so."""
+        told = [each for heard in self._heard.values() for each in heard.view.gone]
+        return list({each.replica_id: each for each in sorted(told, key=lambda each: each.died)}.values())
 
     def seen(self, replica_id: str) -> SeenReplica | None:
         """Return a replica by its newest report."""

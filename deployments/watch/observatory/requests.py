@@ -100,6 +100,13 @@ class Requests:
     def row(self, rid: str) -> Row | None:
         return self._shown.get(rid)
 
+    def went_on(self, replica_id: str) -> int:
+        """Count the requests that went on elsewhere after a try on this replica had failed."""
+        return sum(
+            any(each["replica"] == replica_id and each["failure"] is not None for each in row["tries_at"][:-1])
+            for row in self._shown.values()
+        )
+
     def links(self) -> list[dict[str, Any]]:
         """Return the pairs of replicas between which hand-offs ended in the last LINKS_S."""
         ok = Counter(end.link for end in self._ends if end.ok)

@@ -14,7 +14,7 @@ from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.route_log import MOST_TOLD, OBJECTIVES, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body
-from deployments.fleet.seen import SeenReplica, Target
+from deployments.fleet.seen import GoneReplica, SeenReplica, Target
 from deployments.http.routes import progress_of, record_body, request_row
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
@@ -44,6 +44,7 @@ class RouterView:
     objectives: Mapping[str, float] = field(default_factory=lambda: OBJECTIVES)
     counts: Mapping[str, int] = field(default_factory=dict)  # of requests since the router's start (RequestWatch)
     gaps: TallyCounts | None = None  # between tokens, since then; None where metrics are off
+    gone: tuple[GoneReplica, ...] = ()  # the last that have left
 
 
 RULE = ("min_replicas", "max_replicas", "ttft_objective_s", "pool_high", "running_high", "slack")
@@ -86,6 +87,7 @@ def router_view(
         objectives=dispatcher.watch.objectives,
         counts=dict(dispatcher.watch.counts),
         gaps=None if dispatcher.watch.gaps is None else dispatcher.watch.gaps.read(),
+        gone=fleet.gone,
     )
 
 

@@ -27,12 +27,14 @@ from deployments.fleet.seen import SeenReplica
 from deployments.settings.places import VERSION
 from deployments.watch.observatory.alerts import (
     Alerts,
+    Reading,
     Readings,
     fleet_readings,
     growing_of,
     hand_offs_of,
     replica_readings,
 )
+from deployments.watch.observatory.events import DEATHS, EventFeed
 from deployments.watch.observatory.figures import WINDOW_S, Growth, History, Rates, Recent, figures_body, short
 from deployments.watch.observatory.merged import Merged, settings_of, shown_node
 from deployments.watch.observatory.requests import Requests
@@ -144,6 +146,7 @@ PERIOD_S = 1.0
 LEVEL = 3  # of gzip: 0.3 ms for a second's changes
 VIEWERS_S = 5.0  # over which polls are counted
 MOST_ANSWERS = 64  # kept of one version
+MOST_EVENTS = 8  # in an answer; all of the last hour are asked for apart
 Age = float | None
 Seen = dict[str, tuple[SeenReplica, Age]]
 
@@ -155,6 +158,7 @@ class State:
         self,
         *,
         on_scaling: Callable[[str, str], None] = lambda role, direction: None,
+        on_death: Callable[[str], None] = lambda role: None,
         has_key: bool = False,
         grafana_url: str | None = None,
         first_version: int | None = None,
@@ -172,12 +176,13 @@ class State:
         self._alerts = Alerts(self._fleet_growth, self._replica_growth)
         self._answers = Answers()
         self._first = int(time.time()) if first_version is None else first_version
+        self.feed = EventFeed(on_death, first=self._first)
         self._body: dict[str, Any] = {
             "time": 0.0, "version": self._first, "period_s": PERIOD_S, "model": "", "mode": "unified", "started": 0.0,
             "api": "/", "facts": {"version": VERSION, "grafana": grafana_url},
             "keys": {"admin": has_key},
             "figures": [], "alerts": [], "routers": [], "replicas": [], "links": [],
-            "autoscaling": self.scaling.state,
+            "autoscaling": self.scaling.state, "events": [], "ended": [],
         }  # fmt: skip
 
     def advance(
@@ -206,9 +211,11 @@ class State:
         if details_are_new:
             self._look_at_scaling(seen, details, time_s)
         replicas = self._replica_rows(seen, details)
+        self._feed(replicas, seen, details, now_s, time_s)
+        replicas = [row for row in replicas if not self.feed.died(row["id"])]  # Serve's list may be some seconds old
         values, more = self._measure(replicas, now_s)
         self._history.add(version, time_s, values)
-        self._alerts.judge(self._readings(seen, replicas), now_s, time_s)
+        self._alerts.judge(self._readings(seen, replicas, now_s), now_s, time_s)
         known = self._body if latest is None else {"model": latest.model, "mode": latest.mode}
         alerts = self._alerts.body({"model": known["model"] or "the model", **_objective_words(objectives)}, now_s)
         levels = {alert["figure"]: alert["severity"] for alert in reversed(alerts) if alert["state"] == FIRING}
@@ -225,6 +232,8 @@ class State:
             "routers": self.merged.routers,
             "replicas": replicas,
             "links": self._requests.links(),
+            "events": self.feed.body(most=MOST_EVENTS),
+            "ended": self.feed.ended,
             "autoscaling": self.scaling.state,
         }
         self._answers.clear()
@@ -332,12 +341,30 @@ class State:
             found[slo] = 1 - missed / judged if judged else None
         return found
 
-    def _readings(self, seen: Seen, replicas: list[dict[str, Any]]) -> Readings:
+    def _feed(
+        self, replicas: list[dict[str, Any]], seen: Seen, details: ServeDetails, now_s: float, time_s: float
+    ) -> None:
+        """Tell the feed what there is."""
+        unmet = {each.replica_id for each in details.replicas if each.state == "RUNNING"} - seen.keys()
+        self.feed.take(
+            [row for row in replicas if row["id"] not in unmet],
+            self.merged.gone(),
+            unmet=unmet,
+            shed=lambda window_s: self._fleet_growth.over("shed", window_s, now_s),
+            went_on=self._requests.went_on,
+            now_s=now_s,
+            time_s=time_s,
+        )
+
+    def _readings(self, seen: Seen, replicas: list[dict[str, Any]], now_s: float) -> Readings:
         ready = {row["role"] for row in replicas if row["state"] == "accepting"}
         found = fleet_readings(ready, routers=self.merged.routers, targets=self.scaling.targets)
         for name, (each, age_s) in seen.items():
             for source, reading in replica_readings(each, age_s).items():
                 found.setdefault(source, {})[name] = reading
+        for role, count in self.feed.deaths(now_s).items():
+            if count >= DEATHS:
+                found.setdefault("deaths", {})[role] = Reading(value=count, labels={"target_role": role})
         return found
 
     def _look_at_scaling(self, seen: Seen, details: ServeDetails, time_s: float) -> None:

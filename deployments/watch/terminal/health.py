@@ -72,8 +72,10 @@ def warnings(state: State) -> list[str]:
     """Return a sentence for each thing that is not trouble yet, such as a replica that is being replaced."""
     replicas, requests = state["replicas"], state["requests"][:RECENT]
     ready, again = sum(each["state"] == "accepting" for each in replicas), sum(row["tries"] > 1 for row in requests)
+    targets = state["autoscaling"]["targets"]
+    wanted = sum(each["desired"] for each in targets) if targets else len(replicas)
     found = [each["summary"] for each in state["alerts"] if each["state"] == PENDING]
-    found += [f"{ready} of {len(replicas)} replicas accept requests"] if ready < len(replicas) else []
+    found += [f"{ready} of {wanted} replicas accept requests"] if ready < wanted else []
     return found + ([f"{again} of the last {len(requests)} requests were tried again elsewhere"] if again else [])
 
 

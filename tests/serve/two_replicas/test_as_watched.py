@@ -147,9 +147,18 @@ def test_a_replica_that_is_killed_leaves_and_another_joins_without_an_alert(flee
     browser.one(f'[data-replica="{new}"]')
     settled_s = time.time()
     fleet.app.until(lambda: fleet.prometheus.rules_ran_s() > settled_s, 30)
+    assert kinds_of(fleet, gone)[-1] == "lost"
+    assert kinds_of(fleet, new)[-1] == "replaced"
+    fleet.settled('manta_replica_deaths_total{target_role="unified"}', 1)
+    fleet.app.until(lambda: f"replica {gone} is lost" in fleet.app.log.read_text(), 10)  # on the console of `serve`
     assert fleet.prometheus.series("ALERTS") == []  # nor does any wait to fire
     assert fleet.prometheus.fired() == []
     assert browser.complaints() == []
+
+
+def kinds_of(fleet: Watched, replica: str) -> list[str]:
+    """What the feed has of a replica, the oldest first."""
+    return [each["kind"] for each in fleet.get("/api/events").json()["events"] if each["replica"] == replica]
 
 
 def new_ids(fleet: Watched, before: set[str]) -> list[str]:
@@ -223,3 +232,5 @@ def test_a_replica_that_hangs_fires_an_alert_within_thirty_seconds_and_is_killed
     print(", ".join(f"{what} after {at_s:.1f} s" for what, at_s in came_s.items()))
     assert list(came_s) == ["silent", "fired", "killed", "replaced"]
     assert came_s["fired"] < 30
+    assert kinds_of(fleet, hung)[-2:] == ["silent", "lost"]
+    assert hung in [each["id"] for each in fleet.state()["ended"]]

@@ -8,7 +8,7 @@ import pytest
 
 from dashboards.alerts import ALERTS, BOUNDS, SOURCES, Grew, Over, Share, Stands
 from dashboards.files import LOOK, SCRAPE_S
-from deployments.fleet.seen import SeenReplica
+from deployments.fleet.seen import GoneReplica, SeenReplica
 from deployments.settings.groups import ReplicaSettings
 from deployments.watch.observatory.alerts import OBJECTIVE_OF, Alerts, fleet_readings
 from deployments.watch.observatory.figures import Growth
@@ -74,6 +74,13 @@ def mute(second: int) -> list[RouterView]:
     return [view("one", replace(seen("a"), state="silent", why="it has said nothing for 4.2 s"), seen("b"))]
 
 
+def dying(second: int) -> list[RouterView]:
+    """Two were there; one is gone after a minute, the other after two."""
+    gone = tuple(GoneReplica(replica_id=each, role="unified", died=True) for each in "bc"[: second // 60])
+    there = [seen(each) for each in "bc"[second // 60 :]]
+    return [view("one", seen("a"), *there, gone=gone)]
+
+
 def retracting(second: int) -> list[RouterView]:
     return [view("one", seen("a", retracted_tokens=20 * second, decode_tokens=100 * second))]
 
@@ -94,6 +101,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "NoReadyReplica": (lambda second: [view("one", seen("a", age_s=None))], 60, "No replica of tiny accepts requests."),
     "NoPrefillReplica": (apart("starting"), 60, "tiny has decode replicas and no prefill replica"),
     "ReplicaSilent": (mute, 10, "A unified replica of tiny is silent (a): it has said nothing for 4.2 s."),
+    "ReplicaDeaths": (dying, 0, "Two or more unified replicas of tiny died within ten minutes."),
     "ReplicaUnhealthy": (sick, 0, "A unified replica of tiny is unhealthy (a): CUDA error."),
     "TargetDown": (replica(), 30, "router three (and 1 more) does not answer."),
     "RequestErrors": (counting(requests=10, failed=1), 300, "10 % of the requests to tiny end with an error"),

@@ -31,7 +31,7 @@ from tests.unit.deployments.observed import details, listed, row, seen, view
 KEY = "open sesame"
 ROOT = "/manta"  # where Serve puts the application
 PROTECTED = ["/", "/runbook", "/ui/main.js", "/sd", "/metrics", "/metrics/vllm", "/api/state", "/api/history",
-             "/api/tree", "/api/requests/x"]  # fmt: skip
+             "/api/events", "/api/tree", "/api/requests/x"]  # fmt: skip
 OPEN = ["/login", "/ui/style.css"]
 
 
