@@ -11,6 +11,11 @@ CLIENTS := 'litellm[mcp]>=1.106,<2' 'openai>=2.54,<4' 'anthropic>=2.12,<3' 'inst
 	'pydantic-ai-slim[openai]>=2.31,<3' 'langchain-openai>=1.7,<2'
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m tools.install # WHAT LOG ARGS: pip's output goes to the log, a line of progress is shown
+# what Manta runs with, each file of it by its hash; with `make LOCK=` the newest that pyproject.toml allows, unchecked
+LOCK := constraints.txt
+UV := uv==0.13.9
+# not in it: PyTorch, whose builds for a CPU and for CUDA differ under one version, and what only the latter needs
+UNLOCKED := ^(torch|triton|nvidia-|cuda-)
 # of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
 BENCHES := kernels engine hand_off overhead serving
 # and on a CPU that has more than AVX2, held to it: command:part:part
@@ -25,14 +30,18 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-all install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs pictures \
 	board-pictures model install \
-	install-test tools-test clean
+	install-test tools-test lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(LOCK)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(INSTALL) "Installing Manta into $(VENV)" $(VENV)/install.log --editable .
+	@test -z "$(LOCK)" || $(INSTALL) "Installing what $(LOCK) lists" $(VENV)/install-locked.log --no-deps --require-hashes \
+		--only-binary :all: -r $(LOCK) || { echo "Not all of $(LOCK) can be had for this machine, or a file is not the one that it \
+	lists. To take the newest that pyproject.toml allows, unchecked: make $(MAKECMDGOALS) LOCK=" >&2; exit 1; }
+	@$(INSTALL) "Installing Manta into $(VENV)" $(VENV)/install.log \
+		$(if $(LOCK),--no-build-isolation) --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -55,6 +64,13 @@ tools-test: $(VENV)/.installed-test
 	@test -d .tools/clients || { $(BIN)/python -m venv .tools/clients.new && .tools/clients.new/bin/python -m \
 		tools.install "Installing client libraries" .tools/clients.log $(CLIENTS) && \
 		mv .tools/clients.new .tools/clients; } || echo "client libraries could not be installed: their tests are skipped" >&2
+
+lock: ## Write constraints.txt anew: the newest that pyproject.toml allows, on any Python and machine, with hashes
+	@test -x .tools/uv/bin/uv || { $(PYTHON) -m venv .tools/uv && \
+		.tools/uv/bin/python -m tools.install "Installing uv" .tools/uv.log '$(UV)'; }
+	@.tools/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+		pyproject.toml -o .tools/locked.txt --upgrade
+	@awk '/^[a-z]/ {keep = $$0 !~ /$(UNLOCKED)/} keep' .tools/locked.txt > constraints.txt
 
 model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 	@$(BIN)/python -m tools.embedded_model

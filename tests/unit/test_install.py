@@ -4,11 +4,16 @@ import contextlib
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
+import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tools.install import TAIL_LINES, doing, run
 
@@ -18,6 +23,29 @@ Collecting torch==2.13.0 (from manta==0.1.0)
 Collecting numpy>=2.0 (from manta==0.1.0)
   Using cached numpy-2.4.0-cp311-manylinux_2_27_x86_64.whl.metadata (62 kB)
 """
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_lock_lists_all_that_the_project_asks_for_by_hash_and_names_no_place() -> None:
+    """Else: `make lock`."""
+    text = (ROOT / "constraints.txt").read_text()
+    entries = [entry.split(" \\\n    --hash=sha256:") for entry in re.split(r"\n(?=[a-z])", text.strip())]
+    assert [entry[0] for entry in entries if len(entry) < 2] == []
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for _, *digests in entries for digest in digests)
+    locked: dict[str, list[str]] = defaultdict(list)
+    for requirement in (Requirement(first) for first, *_ in entries):
+        [pin] = requirement.specifier
+        assert (pin.operator, requirement.url) == ("==", None)
+        locked[canonicalize_name(requirement.name)].append(pin.version)
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    unlocked = re.compile(re.search(r"^UNLOCKED := (\S+)$", (ROOT / "Makefile").read_text(), re.M)[1])  # type: ignore[index]
+    assert [name for name in locked if unlocked.match(name)] == []
+    for wanted in map(Requirement, [*asked["project"]["dependencies"], *asked["build-system"]["requires"]]):
+        if not unlocked.match(wanted.name):
+            assert locked[canonicalize_name(wanted.name)], f"{wanted.name} is not locked"
+            assert all(wanted.specifier.contains(version) for version in locked[canonicalize_name(wanted.name)]), wanted
 
 
 def script(text: str) -> list[str]:
