@@ -507,6 +507,7 @@ class EngineStats:
     num_constrained: int = 0  # requests whose output is held to a constraint, so far
     forced_tokens: int = 0  # of their outputs, taken without a choice
     longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
+    rate_step_tokens: float = 0.0  # smoothed prompt tokens of the steps that ``prefill_tokens_per_s`` comes from
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
     blocked: str = ""  # what keeps waiting requests from starting: pool, slots; "" if nothing does
     failed_checks: int = 0  # of the idle pool, which found pages lost

@@ -21,7 +21,8 @@ _BECAUSE = {
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
 _CANDIDATE_ROW = (
-    "{mark} {replica:20} {ttft_s:>8} = {queue_s:>8} + {own_s:>8} + {load_s:>8} + {decode_s:>8} + {pressure_s:>8} s"
+    "{mark} {replica:20} {ttft_s:>8} = {queue_s:>8} + {own_s:>8} + {load_s:>8} + {step_s:>8} + {decode_s:>8}"
+    " + {pressure_s:>8} + {way_s:>8} s"
     " | {cached_tokens:>7} = {device_tokens:>7} + {host_tokens:>7} + {store_tokens:>7}"
     " | {own_tokens:>7} {queued_tokens:>7} tokens"
     " | {behind_s:>8} s | {prefill_tokens_per_s:>7} | {num_requests}"
@@ -42,6 +43,11 @@ def explain(decision: Decision, outcome: RouteOutcome | None = None) -> str:
     lines += [_candidate_row(candidate, decision) for candidate in decision.candidates]
     if decision.pair is not None:
         lines += _decode_rows(decision, decision.pair)
+    if decision.overrun > 1.0:
+        lines.append(
+            f"First tokens of late came {decision.overrun:.2f} times as late as predicted: for router.max_wait_s every "
+            "wait counts so much longer."
+        )
     if outcome is not None:
         lines.append(_ending(decision, outcome))
     return "\n".join(lines)

@@ -2,8 +2,9 @@
 
 Owns:      the three books of that (load.py, tiers.py, and a feed for each replica: the number of the last event
            applied, events that came too early, requests that ended lately); a replica has one column in all.
-           Also what ended requests have shown: running means of the errors of predictions, and the rates of the last
-           hand-offs that were large enough to measure the link.
+           Also what requests have shown: running means of the errors of predictions, how much later than predicted they
+           begin of late, how long they are on their way, and the rates of the last hand-offs that were large enough to
+           measure the link.
 Never:     chooses; fetches a snapshot: it says when one is needed; corrects a prediction: an error must stay visible.
 Invariant: a replica is in all three books or in none. Each event is applied once, in the order of the numbers. In sync,
            the index's confirmed pages are those of the replica's cache after event ``seq``, and what else is expected
@@ -16,6 +17,7 @@ Thread:    the router's own.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from kvtransfer.pages import PageKeys, Tier
 from routing.index import TierIndex, pages_of
@@ -126,6 +128,7 @@ class FleetState:
     def __init__(self, page_size: int) -> None:
         self.load = Load()
         self.apart = False  # some replica is for prefill or decode alone
+        self.way = Way()
         self._page_size = page_size
         self._index = TierIndex()
         self._feeds: dict[str, Feed] = {}
@@ -161,14 +164,22 @@ class FleetState:
         return self._feeds.get(replica_id)
 
     def candidates(
-        self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
+        self,
+        query: RouteQuery,
+        eligible: Eligible,
+        usable: Pages,
+        now_s: float,
+        *,
+        max_new_tokens: int,
     ) -> Candidates:
         """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``."""
         reach = self._index.reach(usable, eligible.columns)
         load = self.load.estimate(eligible, now_s)
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
-        terms = estimate(load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens)
+        terms = estimate(
+            load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens, way_s=self.way.seconds
+        )
         return Candidates(views=eligible.views, load=load, overlap_tokens=num_tokens - terms.own_tokens, terms=terms)
 
     def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:
@@ -176,9 +187,9 @@ class FleetState:
         self.load.send(leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=now_s)
         self._index.expect(self.load.column(leg.replica_id), pages, number=leg.number)
 
-    def end(self, leg: RouteLeg, keys: PageKeys) -> bool:
-        """Close ``leg`` of a prompt with ``keys``. Return False if it was not open."""
-        was_open = self.load.end(leg.number)
+    def end(self, leg: RouteLeg, keys: PageKeys, *, begun: bool = True) -> bool:
+        """Close ``leg`` of a prompt with ``keys``, computed if it has ``begun``. Return False if it was not open."""
+        was_open = self.load.end(leg.number, begun=begun)
         if was_open:
             self._feeds[leg.replica_id].end(leg.number, keys)
         return was_open
@@ -248,10 +259,60 @@ def _predicted(decision: Decision, outcome: RouteOutcome) -> int:
     return decision.overlap_tokens
 
 
+# What is predicted and what comes are both sums of seconds, so that long waits count; half of them is forgotten in the
+# time in which a queue that is too long comes or goes.
+OVERRUN_HALF_S = 20.0
+TRUE_S = 5.0  # seconds predicted rightly that are always added: a few short requests say little of a long queue
+MOST_OVERRUN = 4.0
+
+
+class Overrun:
+    """How much later than predicted first tokens have come of late; the estimate itself is not corrected by it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._actual_s = self._predicted_s = self._as_of_s = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Measured over predicted, from 1 to MOST_OVERRUN."""
+        kept = self._kept()
+        ratio = (kept * self._actual_s + TRUE_S) / (kept * self._predicted_s + TRUE_S)
+        return min(max(ratio, 1.0), MOST_OVERRUN)
+
+    def record(self, predicted_s: float, actual_s: float) -> None:
+        kept = self._kept()
+        self._actual_s, self._predicted_s = kept * self._actual_s + actual_s, kept * self._predicted_s + predicted_s
+        self._as_of_s = self._clock()
+
+    def _kept(self) -> float:
+        return float(0.5 ** ((self._clock() - self._as_of_s) / OVERRUN_HALF_S))
+
+
+KEPT = 32
+
+
+class Way:
+    """The time that a request and its first token are on their way, channel and event loops included: what is missing
+    in the times that replicas tell."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=KEPT)
+
+    @property
+    def seconds(self) -> float:
+        """The median of the last KEPT requests; 0 before the first. A busy loop delays some by far more."""
+        return median(self._seconds) if self._seconds else 0.0
+
+    def record(self, outcome: RouteOutcome) -> None:
+        """Add an outcome; one whose replica did not tell its part is ignored."""
+        if outcome.ttft_s is not None and outcome.engine_s is not None:
+            self._seconds.append(max(outcome.ttft_s - outcome.engine_s, 0.0))
+
+
 # Until the first hand-off: a 10 Gbit/s network. One host by shared memory makes 2 to 4e9 (notes on NIXL).
 ASSUMED_BYTES_PER_S = 1e9
 TELLING_BYTES = 1 << 20  # the time of a smaller one is that of its messages, not of its bytes
-KEPT = 32
 # Pages also wait for the sender to compute them, so a slow hand-off says little about the link. Nor does the fastest:
 # its time runs from when the first pages were seen, so what had arrived by then counts as bytes and not as time.
 BELIEVED = 0.75

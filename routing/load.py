@@ -44,8 +44,8 @@ PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 # replaces them, and there is one, unless they make it slower than computing.
 ASSUMED_HOST_BYTES_PER_S, ASSUMED_STORE_BYTES_PER_S, ASSUMED_STORE_LATENCY_S = 2e9, 2e8, 0.005
 (IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
- UTILIZATION, POOL_TOKENS, MAX_REQUESTS, RATE_AT_S, STEP_AT_S, HOST_S, STORE_S, LATENCY_S,
- NUM_FIELDS) = range(22)  # fmt: skip
+ UTILIZATION, POOL_TOKENS, MAX_REQUESTS, RATE_TOKENS, RATE_AT_S, STEP_AT_S, HOST_S, STORE_S, LATENCY_S,
+ NUM_FIELDS) = range(23)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,6 +122,7 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         num_waiting=np.minimum(waiting, requests),
         queued_tokens=queue,
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
+        rate_step_tokens=own[RATE_TOKENS],
         decode_step_s=eligible.decode_step_s,
         utilization=utilization,
         pool_tokens=own[POOL_TOKENS],
@@ -279,6 +280,7 @@ class Load:
         column[UTILIZATION] = view.pool_utilization
         column[POOL_TOKENS] = view.pool_pages * view.page_size
         column[MAX_REQUESTS] = view.max_running_requests or float("inf")
+        column[RATE_TOKENS] = view.rate_step_tokens
         column[HOST_S:NUM_FIELDS] = _loading(view)
         column[ENDED] = column[SINCE] = column[TOKENS_SINCE] = 0
         for request in replica.since(view.time_s):
@@ -293,8 +295,11 @@ class Load:
         if now_s >= self._data[REPORT_S, replica.column]:
             self._enqueue(replica, request)
 
-    def end(self, number: int) -> bool:
-        """Close the request of decision ``number``. Return False if it was not open: ended, or its replica left."""
+    def end(self, number: int, *, begun: bool = True) -> bool:
+        """Close the request of decision ``number``. Return False if it was not open: ended, or its replica left.
+
+        Args: begun: its first token has come; else what was queued for it is queued no longer.
+        """
         replica_id = self._where.pop(number, None)
         if replica_id is None:
             return False
@@ -304,6 +309,8 @@ class Load:
         column[IN_FLIGHT] -= 1
         if request.sent_s < column[REPORT_S]:
             column[ENDED] += 1
+            if not begun:
+                self._dequeue(replica, request)
             return True
         column[SINCE] -= 1
         column[TOKENS_SINCE] -= request.uncached_tokens
@@ -349,6 +356,13 @@ class Load:
             assert column[TOKENS_SINCE] == sum(request.uncached_tokens for request in since)
             assert column[RECEIVING] >= sum(request.uncached_tokens == 0 for request in since)
             assert min(column[ENDED], column[QUEUE]) >= 0
+
+    def _dequeue(self, replica: _Replica, request: _Open) -> None:
+        """Take an ended request that the last report counts out of the queue. How much of it was computed is not known;
+        what was sent after it still waits."""
+        column = self._data[:, replica.column]
+        after = sum(other.uncached_tokens for other in replica.since(request.sent_s))
+        column[QUEUE] = max(column[QUEUE] - request.uncached_tokens, min(column[QUEUE], after))
 
     def _enqueue(self, replica: _Replica, request: _Open) -> None:
         enqueue(self._data, replica.column, sent_s=request.sent_s, uncached_tokens=request.uncached_tokens)

@@ -110,12 +110,13 @@ def _quicker(
 
 
 def estimate(
-    load: LoadEstimate[Floats], held: HeldTokens, *, num_tokens: int, max_new_tokens: int
+    load: LoadEstimate[Floats], held: HeldTokens, *, num_tokens: int, max_new_tokens: int, way_s: float
 ) -> Terms[Floats, Ints]:
-    """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``."""
+    """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``; ``way_s``: measured."""
     own_tokens = num_tokens - held.device - held.host - held.store
     queue_s = load.queued_tokens / load.prefill_tokens_per_s
     own_s = own_tokens / load.prefill_tokens_per_s
+    step_s = _step_s(load, load.queued_tokens + own_tokens)
     decode_s = DECODE_STEPS_WAITED * load.decode_step_s * np.minimum(load.num_requests, 1.0)
     output_tokens = min(max_new_tokens, OUTPUT_TOKENS)
     pressure_s = _pressure_s(load, num_tokens - held.device + output_tokens, output_tokens)
@@ -129,9 +130,11 @@ def estimate(
         queue_s=queue_s,
         own_s=own_s,
         load_s=held.load_s,
+        step_s=step_s,
         decode_s=decode_s,
         pressure_s=pressure_s,
-        ttft_s=queue_s + own_s + held.load_s + decode_s + pressure_s,
+        way_s=np.full(len(queue_s), way_s),
+        ttft_s=queue_s + own_s + held.load_s + step_s + decode_s + pressure_s + way_s,
         behind_s=_behind_s(load, own_s),
     )
 
@@ -142,6 +145,18 @@ def bounded(cost_s: Floats, ttft_s: Floats, wait_s: Floats, max_wait_s: float) -
     if allowed.all():
         return cost_s
     return np.where(allowed, cost_s, np.inf) if allowed.any() else ttft_s
+
+
+def _step_s(load: LoadEstimate[Floats], num_tokens: Floats) -> Floats:
+    """Return what a step with ``num_tokens`` of prompts takes beyond those tokens at the prefill rate.
+
+    A step takes a + b n: its weights are read and its running rows computed once, however few its prompt tokens are. A
+    decode step measures a. The rate of steps of m tokens has a / m in each, so that n tokens lack a (1 - n / m).
+    """
+    told = load.rate_step_tokens > 0
+    share = np.where(told, 1.0 - num_tokens / np.where(told, load.rate_step_tokens, 1.0), 0.0)
+    step_s: Floats = load.decode_step_s * np.maximum(share, 0.0)
+    return step_s
 
 
 def _behind_s(load: LoadEstimate[Floats], own_s: Floats) -> Floats:

@@ -14,12 +14,13 @@ Thread:    one event loop; no call blocks.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 
 from kvtransfer.pages import PageKeys, page_keys
-from routing.fleet_state import FleetState, Link, PredictionErrors
+from routing.fleet_state import FleetState, Link, Overrun, PredictionErrors
 from routing.index import pages_of
 from routing.load import Eligible
 from routing.pair import RouteLeg, choose_pair, costs_of, decode_side, legs, pair_decision, prefill_side, with_pressure
@@ -60,6 +61,7 @@ class Router:
         self.policy = policy
         self.page_size = page_size
         self.errors = PredictionErrors()
+        self.overrun = Overrun(clock)
         self.link = Link()  # fed with every completed hand-off
         self._policy = POLICIES[policy]
         self._rng = rng
@@ -116,15 +118,21 @@ class Router:
         finally:
             self._rng.setstate(state)
 
+    def began(self, decision: Decision, ttft_s: float) -> None:
+        """Note that the first token of ``decision`` has come, after ``ttft_s``."""
+        self.overrun.record(decision.predicted_ttft_s, ttft_s)
+
     def done(self, decision: Decision, outcome: RouteOutcome) -> bool:
         """Close the request of ``decision``, however it ended. Return False if it was not open.
 
         Safe to call twice (from an error path and a ``finally``), and after the replica has left.
         """
-        ended = self._end(decision, legs(decision))  # the prefill leg too, unless it has before
+        begun = outcome.ttft_s is not None or outcome.ending is Ending.OK
+        ended = self._end(decision, legs(decision), begun=begun)  # the prefill leg too, unless it has before
         if ended:
             self._endings[outcome.ending] += 1
             self.errors.record(decision, outcome)
+            self._fleet.way.record(outcome)
         return ended
 
     def prefill_done(self, decision: Decision) -> bool:
@@ -162,11 +170,11 @@ class Router:
         """Raises AssertionError if the open requests or the index do not add up."""
         self._fleet.check()
 
-    def _end(self, decision: Decision, ended: Iterable[RouteLeg]) -> bool:
+    def _end(self, decision: Decision, ended: Iterable[RouteLeg], *, begun: bool = True) -> bool:
         """Close these legs. Return whether any was still open."""
         if decision.dry_run:
             return False
-        return sum(self._fleet.end(leg, decision.keys) for leg in ended) > 0  # each of them: no `any`
+        return sum(self._fleet.end(leg, decision.keys, begun=begun) for leg in ended) > 0  # each of them: no `any`
 
     def _decide(self, query: RouteQuery, *, dry_run: bool) -> tuple[Decision, Pages]:
         eligible = self._fleet.load.eligible().permitted(query)
@@ -202,6 +210,7 @@ class Router:
             best_overlap=(views[best].replica_id, int(overlap_tokens[best])),
             keys=keys,
             time_s=now_s,
+            overrun=self.overrun.factor,
             dry_run=dry_run,
         )
         return decision, pages
@@ -225,7 +234,8 @@ class Router:
             query, before, after, costs, turn, link_bytes_per_s=link.bytes_per_s, link_measured=link.measured,
             always=self._always_hand_off, prefill_number=number + 1,
         )  # fmt: skip
-        return pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
+        made = pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
+        return replace(made, overrun=self.overrun.factor)
 
     def _why_none(self, query: RouteQuery) -> str:
         if not self._fleet.load.ids:

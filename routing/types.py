@@ -72,6 +72,7 @@ class ReplicaView:
     pool_pages: int = 0  # capacity of its KV pool; with 0 the router's index holds nothing for it
     page_size: int = 16  # tokens a page; other than the router's, the index holds nothing for it
     prefill_tokens_per_s: float = 0.0  # 0 until measured
+    rate_step_tokens: float = 0.0  # prompt tokens of the steps on which that was measured; 0: not reported
     decode_step_s: float = 0.0  # 0 until measured
     max_running_requests: int = 0  # 0: no limit was reported
     healthy: bool = True
@@ -164,6 +165,7 @@ class LoadEstimate(Generic[FloatT]):
     num_waiting: FloatT  # of those, waiting for their prompts to be computed: not whole, a queue drains by tokens
     queued_tokens: FloatT  # uncached prompt tokens still to compute
     prefill_tokens_per_s: FloatT  # > 0
+    rate_step_tokens: FloatT  # prompt tokens of the steps on which that was measured; 0 if not reported
     decode_step_s: FloatT
     utilization: FloatT  # share of the pool that a new request cannot have
     pool_tokens: FloatT  # 0 if not reported
@@ -186,15 +188,17 @@ class Terms(Generic[FloatT, IntT]):
     queue_s: FloatT
     own_s: FloatT
     load_s: FloatT  # to load the host's and the store's tokens
+    step_s: FloatT  # what our step takes however few its tokens are, as far as the rate of full steps lacks it
     decode_s: FloatT  # decode steps of running requests that ours waits for
     pressure_s: FloatT  # wait for pages or a place among the running
-    ttft_s: FloatT  # queue + own + load + decode + pressure
+    way_s: FloatT  # the request to the replica, and its token back; the same everywhere
+    ttft_s: FloatT  # queue + own + load + step + decode + pressure + way
     behind_s: FloatT  # no part of our time: what computing a prefix anew adds to the waits of others, summed over them
 
     @property
     def wait_s(self) -> FloatT:
         """Time until the prompt could begin, whatever the prompt itself takes."""
-        return self.ttft_s - self.own_s - self.load_s
+        return self.queue_s + self.decode_s + self.pressure_s
 
     @property
     def cost_s(self) -> FloatT:
@@ -333,6 +337,7 @@ class Decision:
     best_overlap: tuple[str, int]  # the replica predicted to hold most of the prompt, and how many tokens
     keys: PageKeys  # [num_tokens // page_size] of the prompt's whole pages
     time_s: float  # on the router's clock
+    overrun: float = 1.0  # measured over predicted TTFT of late: waits may be so much longer than estimated
     dry_run: bool = False  # made by explain_only: nothing was sent
     pair: Pair | None = None  # how, where prefill and decode are apart
 
@@ -369,4 +374,5 @@ class RouteOutcome:
     ending: Ending
     cached_tokens: int = 0  # prompt tokens the replica did not have to compute
     ttft_s: float | None = None  # from the decision to the first token; None if there was none
+    engine_s: float | None = None  # of it, at the replica, by its own clock; None if it told nothing
     hand_off_failed: bool = False  # so the decode replica computed the prompt; ``cached_tokens`` are its own

@@ -59,8 +59,8 @@ def _candidate(name: str, role: str, row: Json, index: int) -> Json:
     held = cached if index == 0 else min(prompt - 16, cached + 160) if index == 1 else less
     queued = int(300 * draw) if index == 0 else 9_000 + int(9_000 * draw) if index == 1 else 300 + int(4_000 * draw)
     terms = {
-        "queue_s": queued / RATE, "own_s": (prompt - held) / RATE, "load_s": 0.0, "decode_s": 0.021,
-        "pressure_s": 0.09 * draw if index > 3 else 0.0,
+        "queue_s": queued / RATE, "own_s": (prompt - held) / RATE, "load_s": 0.0, "step_s": 0.006, "decode_s": 0.021,
+        "pressure_s": 0.09 * draw if index > 3 else 0.0, "way_s": 0.003,
     }  # fmt: skip
     return {
         "replica": name, "role": role, "chosen": False, "cached_tokens": held, "device_tokens": held,

@@ -26,7 +26,7 @@ const PAIR_BECAUSE = {
 };
 
 // The parts of a candidate's bar, fields in the order of the work. `behind_s` is what others pay; it is compared too.
-const PARTS = ["queue_s", "load_s", "own_s", "decode_s", "pressure_s", "behind_s"];
+const PARTS = ["queue_s", "load_s", "own_s", "step_s", "decode_s", "pressure_s", "way_s", "behind_s"];
 const HANDED = ["prefill_s", "transfer_s", "overhead_s", "load_s", "pressure_s", "slower_s"];
 const LOCAL = ["ttft_s", "stall_s", "slower_s"];
 

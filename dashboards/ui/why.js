@@ -15,7 +15,7 @@ const SHOWN = 8; // candidates drawn before one asks for all
 const FORMAT = { s: seconds, tokens: count, requests: count, ratio: percent, bytes, pages: count, "tokens/s": count };
 const MEANINGS = Object.fromEntries([...DECODE_REPLICA, ...CANDIDATE].map(({ field, meaning }) => [field, meaning]));
 const NAMES = { // of the parts of a bar
-  queue_s: "queue", load_s: "load", own_s: "prefill", decode_s: "decode step", pressure_s: "wait for pages", behind_s: "cost to others",
+  queue_s: "queue", load_s: "load", own_s: "prefill", step_s: "fixed part of a step", decode_s: "decode step", pressure_s: "wait for pages", way_s: "way there and back", behind_s: "cost to others",
   prefill_s: "prefill", transfer_s: "transfer", overhead_s: "fixed cost", slower_s: "slower steps", ttft_s: "prefill", stall_s: "stall",
 };
 

@@ -164,6 +164,7 @@ class Attempt:
                 ending=ending,
                 cached_tokens=self._noted.cached_tokens or 0,
                 ttft_s=self._noted.ttft_s,
+                engine_s=self._noted.times.before_first_s,
                 hand_off_failed=report is not None and not report.transferred,
             )
             self._router.done(self._decision, self._noted.outcome)
@@ -188,6 +189,7 @@ class Attempt:
         self._tries.brought(delta, constrained=self._constrained)
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
+            self._router.began(self._decision, self._noted.ttft_s)
             usage = delta.usage
             self._noted.cached_tokens = usage.cached_tokens
             self._noted.host_tokens, self._noted.store_tokens = usage.host_tokens, usage.store_tokens

@@ -201,7 +201,8 @@ class Dispatcher:
             assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
 
     def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
-        return replace(query, max_wait_s=self._limits.max_wait_s, excluded=query.excluded | held_out.keys())
+        most_s = self._limits.max_wait_s / self._router.overrun.factor
+        return replace(query, max_wait_s=most_s, excluded=query.excluded | held_out.keys())
 
     def _follow(self, request: GenerateRequest, arrival: Arrival | None, now_s: float) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
@@ -244,16 +245,18 @@ class Dispatcher:
     def _refuse_if_saturated(self, noted: Try) -> None:
         """Raise Saturated, with nothing sent, if even the shortest queue is too long.
 
-        A prompt that itself takes long to compute is no reason: trying again later would not help.
+        A prompt that itself takes long to compute is no reason: trying again later would not help. Where requests have
+        waited longer than estimated of late, this one is expected to.
         """
         decision, most_s = noted.decision, self._limits.max_wait_s
-        wait_s = decision.shortest_wait_s
-        if decision.predicted_ttft_s <= most_s or wait_s <= most_s:
+        wait_s = decision.shortest_wait_s * decision.overrun
+        if decision.predicted_ttft_s * decision.overrun <= most_s or wait_s <= most_s:
             return
+        late = f", {decision.overrun:.1f} times the estimate as of late" if decision.overrun > 1.05 else ""
         noted.outcome = RouteOutcome(ending=Ending.CANCELLED)
         self._router.done(decision, noted.outcome)
         error = Saturated(
-            f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s, at most "
+            f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s{late}, at most "
             f"{most_s:g} s are allowed (router.max_wait_s): try again later",
             retry_after_s=wait_s - most_s,
         )

@@ -59,6 +59,11 @@ class LegTimes:
     prefill: StageTimes | None = None  # of the prefill leg
     came_s: float | None = None  # from its first page to the last; None: the K/V did not arrive
 
+    @property
+    def before_first_s(self) -> float | None:
+        """The time at the replica until the first token; None until it is told."""
+        return None if self.own is None else before_first_s(self.own)
+
     def tell(self, stages: StageTimes) -> None:
         """Take the stages of a choice that has ended; the choice with the first token counts."""
         if self.own is None or before_first_s(stages) < before_first_s(self.own):

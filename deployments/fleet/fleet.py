@@ -42,15 +42,15 @@ from routing.types import IndexEvent, IndexSnapshot, ReplicaView, Role
 
 
 def view_of(
-    info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: bool = False, silent: bool = False
+    info: ReplicaInfo, report: ReplicaReport, *, as_of_s: float, hangs: bool = False, silent: bool = False
 ) -> ReplicaView:
-    """Make the view. ``heard_s``: when the report arrived. ``silent``: none has followed for too long; ``hangs``: the
-    replica's step does not end.
+    """Make the view. ``as_of_s``: when the report was true: requests sent while a long step ran are not in its
+    statistics. ``silent``: none has followed for too long; ``hangs``: the replica's step does not end.
     """
     stats = report.stats
     return ReplicaView(
         replica_id=info.replica_id,
-        time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
+        time_s=as_of_s,
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_receiving=stats.num_preallocating + stats.num_receiving,
@@ -59,6 +59,7 @@ def view_of(
         pool_pages=stats.pool.num_pages,
         page_size=stats.pool.page_size,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        rate_step_tokens=stats.rate_step_tokens,
         decode_step_s=stats.decode_step_s,
         max_running_requests=stats.max_running_requests,
         healthy=report.error is None and not hangs and not silent,
@@ -433,7 +434,7 @@ class Fleet:
             view_of(
                 self._infos[each],
                 report,
-                heard_s=heard_s,
+                as_of_s=self._words.as_of_s[each],
                 hangs=each in hanging,
                 silent=now_s - heard_s >= limit_s,
             )

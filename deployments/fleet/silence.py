@@ -76,9 +76,14 @@ class LastWords:
     def heard(self, replica_id: str, report: ReplicaReport) -> None:
         now_s = self._clock()
         self.renew.discard(replica_id)
+        word = self.of.get(replica_id)
         if replica_id in self.as_of_s:
-            self.as_of_s[replica_id] = now_s - report.age_s
-        if (word := self.of.get(replica_id)) is not None:
+            as_of_s, before = now_s - report.age_s, None if word is None else word.report
+            if before is not None and report.age_s > 0 and before.stats == report.stats:
+                # not measured anew, though the channel was quicker: what the router knows better since must stay
+                as_of_s = min(as_of_s, self.as_of_s[replica_id])
+            self.as_of_s[replica_id] = as_of_s
+        if word is not None:
             self.of[replica_id] = replace(word, heard_s=now_s, report=report)
 
     def ended(self, replica_id: str) -> None:

@@ -229,9 +229,16 @@ class Engine:
             raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
         return self.accept(request, place)
 
-    def accept(self, request: GenerateRequest, place: Callable[[Req], None] | None = None) -> list[TokenDelta]:
+    def accept(
+        self,
+        request: GenerateRequest,
+        place: Callable[[Req], None] | None = None,
+        *,
+        arrived_s: float | None = None,
+    ) -> list[TokenDelta]:
         """Accept a request that `check` passes and whose rid is not open; else as `submit`.
 
+        Args:    arrived_s: on this engine's clock; None: now.
         Returns: deltas of choices that are already complete (a resumed request may be).
         Raises:  Overloaded when the waiting queue is full; InvalidRequest for a hand-off's room that is open.
         """
@@ -243,7 +250,7 @@ class Engine:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.require_new_room(request)
-        choices, constraint = self._make_choices(self._intake.clip(request)), request.sampling.constraint
+        choices, constraint = self._make_choices(self._intake.clip(request), arrived_s), request.sampling.constraint
         if constraint is None:
             return self._place(request, choices, None, place)
         self.scheduler.counters.constrained += 1
@@ -470,13 +477,13 @@ class Engine:
         self.scheduler.finish(choice.req, finish)
         return self._open.take_delta(choice)
 
-    def _make_choices(self, request: GenerateRequest) -> list[Choice]:
+    def _make_choices(self, request: GenerateRequest, arrived_s: float | None) -> list[Choice]:
         return [
             Choice.make(
                 request,
                 index,
                 tokenizer=self.tokenizer,
-                now_s=self._clock(),
+                now_s=self._clock() if arrived_s is None else arrived_s,
                 eos_ids=frozenset(self.config.model.eos_ids),
             )
             for index in range(request.num_choices)

@@ -117,7 +117,8 @@ class EngineLoop:
             raise EngineDead("this replica is shutting down: try another one")
         limit = self.engine.config.scheduler.max_queued_requests
         self._sinks.open(request, sink, on_end, max_waiting=limit, max_running=self._stats.max_running_requests)
-        self._command(lambda engine: self._accept(engine, request))
+        arrived_s = time.monotonic()  # it waits from now on: the step under way can be long
+        self._command(lambda engine: self._accept(engine, request, arrived_s))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         """Yield the deltas of a request; those that pile up while the consumer is busy are merged, one per choice.
@@ -199,6 +200,7 @@ class EngineLoop:
                 if events := self.engine.drain_cache_events():
                     self._cache_events.append(events)
                 if self.engine.has_work:
+                    self._refresh_stats()  # with what has just been taken in: until the step's end nothing else tells
                     self._step()
                 else:
                     self._sinks.deliver(self.engine.poll())
@@ -215,7 +217,6 @@ class EngineLoop:
         self._step_started_s = time.monotonic()
         deltas = self.engine.step()
         self._step_started_s = None
-        self._refresh_stats()
         self._sinks.deliver(deltas)
         if not deltas and not self.engine.scheduler.last.made_progress:
             idle_s = self.engine.idle_s
@@ -245,13 +246,13 @@ class EngineLoop:
                 return
             command(None)
 
-    def _accept(self, engine: Engine | None, request: GenerateRequest) -> None:
+    def _accept(self, engine: Engine | None, request: GenerateRequest, arrived_s: float) -> None:
         """Give the engine a request that `submit` has checked, and whose rid was free in the sinks."""
         if engine is None:
             self._sinks.answer(request.rid, self.error or EngineDead("this replica was stopped"))
             return
         try:
-            self._sinks.deliver(engine.accept(request))
+            self._sinks.deliver(engine.accept(request, arrived_s=arrived_s))
         except MantaError as error:
             self._sinks.answer(request.rid, error)
 

@@ -74,10 +74,11 @@ class StepClock:
         self.extend_s = 0.0
         self.decode_s = 0.0
         self.prefill_tokens_per_s = 0.0  # 0 until measured
+        self.rate_step_tokens = 0.0  # prompt tokens of the steps that this was measured on, smoothed
         self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
         self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
         self._recent_s = {is_extend: collections.deque[float](maxlen=RECENT_STEPS) for is_extend in (False, True)}
-        self._full_tokens, self._full_s = 0.0, 0.0  # smoothed, of extend steps of at least _full_step
+        self._full_s = 0.0  # smoothed, of extend steps of at least _full_step
         self._recent_s_per_token = collections.deque[float](maxlen=RECENT_STEPS)  # of those
 
     def record(
@@ -118,9 +119,9 @@ class StepClock:
             self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s))
         elif is_full:
             self._recent_s_per_token.append(step_s / num_prompt_tokens)
-            self._full_tokens = _smooth(self._full_tokens, num_prompt_tokens)
+            self.rate_step_tokens = _smooth(self.rate_step_tokens, num_prompt_tokens)
             self._full_s = _smooth(self._full_s, min(step_s, most_s))
-            self.prefill_tokens_per_s = self._full_tokens / self._full_s
+            self.prefill_tokens_per_s = self.rate_step_tokens / self._full_s
 
 
 def _smooth(old: float, new: float) -> float:
@@ -162,6 +163,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         alloc_failures=store.alloc_failures,
         failed_checks=store.failed_checks,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
+        rate_step_tokens=steps.rate_step_tokens,
         decode_step_s=steps.decode_step_s,
         num_constrained=counters.constrained,
         forced_tokens=counters.forced_tokens,

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from kvtransfer.pages import page_keys
 from replicas.cache.events import AllCleared, CacheEvent, PagesStored
+from replicas.engine import loop as loops
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, Overloaded
 from replicas.scheduler.plan import StepPlan, StepResult
@@ -236,3 +238,36 @@ async def test_an_engine_that_records_no_events_hands_out_none() -> None:
         assert [delta async for delta in loop.generate(ask("a", PROMPT))][-1].finish is not None
         assert (await loop.run_on_engine(lambda engine: engine.cache_snapshot())).stored == ()
         assert loop.take_cache_events() == ()
+
+
+def test_what_comes_during_a_step_is_in_the_statistics_before_the_next_and_waits_since_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without that a router would take the queue for empty while the next step runs: 5 tokens wait here."""
+    monkeypatch.setattr(loops, "STATS_PERIOD_S", 0.0)
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def execute(plan: StepPlan) -> StepResult:
+        begun.release()
+        assert go_on.acquire(timeout=60)
+        return device.execute(plan)
+
+    engine, device = fake_engine(execute=execute)
+    loop = EngineLoop(engine)
+    got: list[TokenDelta] = []
+    loop.start()
+    loop.submit(ask("a", PROMPT), got.extend)
+    assert begun.acquire(timeout=60)
+    loop.submit(ask("b", [1, 2, 3, 4, 5], max_new_tokens=1), got.extend)
+    came_s = time.monotonic()
+    until(lambda: time.monotonic() - came_s > 0.02)
+    waited_s = time.monotonic() - came_s
+    go_on.release()
+    assert begun.acquire(timeout=60)  # the next step, which computes b
+    stats = loop.stats()
+    go_on.release(100)
+    until(lambda: loop.num_open == 0)
+    loop.stop()
+    assert (stats.num_running, stats.num_waiting, stats.waiting_uncached_tokens) == (1, 1, 5)
+    [stages] = [delta.stages for delta in got if delta.rid == "b" and delta.stages is not None]
+    assert stages.queue_s >= waited_s

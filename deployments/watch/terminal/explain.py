@@ -26,11 +26,12 @@ _FORM: Mapping[str, Callable[[float | None], str]] = {
 }  # fmt: skip
 _SHOWN = chosen(
     CANDIDATE, "cached_tokens host_tokens store_tokens own_tokens queued_tokens prefill_tokens_per_s queue_s own_s "
-    "load_s decode_s pressure_s ttft_s behind_s num_requests pool_utilization"
+    "load_s step_s decode_s pressure_s way_s ttft_s behind_s num_requests pool_utilization"
 )  # fmt: skip
-_BELOW = ("host_tokens", "store_tokens", "load_s")  # shown where a candidate has something in a lower tier
+_IF_ANY = ("host_tokens", "store_tokens", "load_s", "step_s", "way_s")  # shown where a candidate has some
 _SPARE = (
-    ">tok/s", "role", ">pool", ">requests", ">queued", ">store", ">host", ">pressure", ">decode", ">load", ">to do",
+    ">tok/s", "role", ">pool", ">requests", ">queued", ">store", ">host", ">way", ">step", ">pressure", ">decode",
+    ">load", ">to do",
 )  # fmt: skip
 _SHOWN_OF_PAIR = chosen(
     DECODE_REPLICA, "cached_tokens transfer_bytes transfer_s stall_s slower_s local_cost_s receive_cost_s"
@@ -77,7 +78,7 @@ def _heading(body: Mapping[str, Any]) -> str:
 
 
 def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    shown = [term for term in _SHOWN if term.field not in _BELOW or any(each.get(term.field) for each in candidates)]
+    shown = [term for term in _SHOWN if term.field not in _IF_ANY or any(each.get(term.field) for each in candidates)]
     rows: list[list[Cell]] = [
         [">" if each["chosen"] else "", each["replica"], each["role"], *_numbers(shown, each)] for each in candidates
     ]

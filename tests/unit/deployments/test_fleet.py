@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
 from deployments.fleet.fleet import SETTLED_STEPS, STALE_S, Fleet, Hangs
 from deployments.fleet.silence import AGAIN_S, KILLED, HangKiller
 from replicas.types import TokenDelta
-from routing.types import Role
+from routing.router import Router
+from routing.types import Ending, Role, RouteOutcome, RouteQuery
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica
 from tests.unit.deployments.sample_values import ask, ids, info, stats, token
@@ -27,6 +29,26 @@ BOTH = ("r0", "r1")
 def report(step_age_s: float = 0.0, *, steps: int = 1000, longest_step_s: float = 0.0, **more: Any) -> ReplicaReport:
     said = stats(num_decode_steps=steps, longest_step_s=longest_step_s)
     return ReplicaReport(**{"stats": said, "error": None, "num_open": 1, "step_age_s": step_age_s, **more})
+
+
+async def test_statistics_that_come_again_do_not_bring_back_a_request_whose_client_has_left() -> None:
+    """A step of 3 s runs: each report has the statistics from before it. The second came a millisecond quicker."""
+    clock = Clock()
+    router = Router("estimated_ttft", Random(0), clock)
+    fleet = Fleet(router=router, leases=LocalLeases(), clock=clock)
+    fleet.set_members(["r0"])
+    fleet._infos["r0"] = info("r0")
+    fleet._words.attached(info("r0"))
+    fleet.on_report("r0", report(age_s=0.002))
+    decision = router.choose(RouteQuery(rid="r", token_ids=[1] * 5_000))
+    said = stats(waiting_uncached_tokens=5_000, prefill_tokens_per_s=100.0)
+    for now_s, age_s in ((1.0, 0.103), (1.1, 0.202)):
+        clock.now_s = now_s
+        fleet.on_report("r0", report(stats=said, age_s=age_s))
+        router.done(decision, RouteOutcome(ending=Ending.CANCELLED))
+        [told] = router.explain_only(RouteQuery(rid="r", token_ids=[1] * 10)).candidates
+        assert told.queued_tokens == 0
+    assert fleet.report_ages_s() == {"r0": pytest.approx(0.203)}
 
 
 async def test_a_member_is_ready_once_it_has_attached_and_reported(house: House) -> None:

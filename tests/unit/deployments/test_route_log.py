@@ -76,6 +76,24 @@ async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scri
     assert "Saturated" in (record.tries[0].failure or "")
 
 
+async def test_waits_that_turn_out_longer_than_estimated_are_refused_before_the_setting_is_reached(
+    scripted: House,
+) -> None:
+    """6 s wait, 10 are allowed. Once first tokens have come after twice the estimate and more, 6 s are too long."""
+    replica = ScriptedReplica("r0")
+    replica.stats = stats(waiting_uncached_tokens=6_000, prefill_tokens_per_s=1000.0)
+    await scripted.ready(replica)
+    await scripted.collect(rid="a1.0-soon")
+    record = scripted.dispatcher.routes.find("soon")
+    assert record is not None
+    assert scripted.router.overrun.factor == 1.0  # it came at once, and was noted
+    scripted.router.began(record.tries[0].decision, 100.0)
+    scripted.router.began(record.tries[0].decision, 100.0)
+    with pytest.raises(Saturated, match=r"at 2\d\.\d s, 4\.0 times the estimate as of late, at most 10 s"):
+        await scripted.collect(rid="a1.0-late")
+    assert scripted.router.num_open == 0
+
+
 async def test_a_request_that_was_sent_is_not_refused_however_long_the_queue_gets(scripted: House) -> None:
     dying, busy = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1")
     busy.stats = stats(waiting_uncached_tokens=10**6, prefill_tokens_per_s=1000.0)

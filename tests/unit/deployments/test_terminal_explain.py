@@ -67,6 +67,13 @@ def test_a_finished_request_is_its_sentence_its_candidates_its_end_and_where_its
     assert explain.plain(answer(tried(), stages=stages, total_s=1.0)) == BLOCK
 
 
+def test_terms_that_older_routers_lack_or_that_are_0_everywhere_have_a_column_once_they_are_not() -> None:
+    shown = explain.plain(answer(tried(candidates=[candidate("a1", chosen=True, step_s=0.018, way_s=0.003)])))
+    heads, row = (line.split() for line in shown.split("\n\n")[2].splitlines())
+    assert heads[heads.index("own") :][:6] == ["own", "step", "decode", "pressure", "way", "="]
+    assert " ".join(row[-17:-7]) == "200 ms 18 ms 10 ms 0 ms 3.0 ms"
+
+
 def test_without_stages_the_rest_is_shown() -> None:
     assert explain.plain(answer(tried())) == BLOCK.rpartition("\n\n")[0]
 

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from routing.explain import explain
 from routing.router import Router
 from routing.types import Candidate, Decision, Ending, KeysStored, Reason, ReplicaView, RouteOutcome, RouteQuery
 
@@ -70,6 +71,17 @@ def test_what_ended_no_longer_waits() -> None:
     assert f.look()["a"].queued_tokens == 0
 
 
+def test_a_client_that_leaves_before_its_first_token_leaves_no_queue_behind() -> None:
+    f = Fixture(view("a"))
+    left, answered = f.choose(), f.choose([2] * 300)
+    f.now_s = 0.1
+    f.router.update([view("a", 0.1, queued=1_300, num_waiting=2)])
+    f.router.done(left, RouteOutcome(ending=Ending.CANCELLED))
+    assert f.look()["a"].queued_tokens == 300
+    f.router.done(answered, RouteOutcome(ending=Ending.OK, ttft_s=0.05))
+    assert f.look()["a"].queued_tokens == 300  # as reported: what it was is computed, and no longer in the report
+
+
 def test_silence_fades_towards_what_the_others_say() -> None:
     """7 s after the report: 2 s are fresh, 5 s are one half-life."""
     f = Fixture(view("a", rate=0.0, queued=1_000, num_running=8), view("b", rate=0.0))
@@ -92,6 +104,27 @@ def test_the_terms_of_an_estimate() -> None:
     terms = f.choose().candidates[0].terms
     assert (terms.queue_s, terms.own_s, terms.decode_s, terms.pressure_s) == (0.5, 1.0, 0.01, 0.0)
     assert terms.ttft_s == 1.51
+
+
+def test_a_short_prompt_pays_for_the_fixed_part_of_its_step() -> None:
+    """1,000 tokens a second were measured on steps of 100 tokens, 0.02 s of which are spent whatever the tokens: 10
+    tokens pay for a tenth of that. 50 that are queued share their step; from 100 on the rate has it all."""
+    told = {"decode_step_s": 0.02, "rate_step_tokens": 100.0}
+    untold = view("d", decode_step_s=0.02)
+    f = Fixture(view("a", **told), view("b", queued=50, **told), view("c", queued=90, **told), untold)
+    terms = {name: candidate.terms for name, candidate in f.look().items()}
+    assert [terms[name].step_s for name in "abcd"] == pytest.approx([0.018, 0.008, 0.0, 0.0])
+    assert terms["a"].ttft_s == pytest.approx(0.01 + 0.018)
+    assert [terms[name].wait_s for name in "ab"] == [0.0, 0.05]  # until the step could begin
+
+
+def test_the_way_to_a_replica_and_back_is_what_its_own_times_lack_at_the_median() -> None:
+    f = Fixture(view("a"))
+    for ttft_s, engine_s in ((1.004, 1.0), (9.0, 1.0), (0.506, 0.5), (0.3, None)):  # one came while the router was busy
+        outcome = RouteOutcome(ending=Ending.OK, ttft_s=ttft_s, engine_s=engine_s)
+        f.router.done(f.choose([1] * 10), outcome)
+    terms = f.look()["a"].terms
+    assert (terms.way_s, terms.ttft_s, terms.wait_s) == pytest.approx((0.006, 0.016, 0.0))
 
 
 def test_a_full_pool_costs_the_share_of_what_is_held_that_must_come_free() -> None:
@@ -228,6 +261,28 @@ def test_it_learns_how_wrong_it_was() -> None:
     errors = f.router.errors
     assert (errors.num, errors.cached_bias_tokens, errors.ttft_bias_s) == (1, 160.0, 0.5)
     assert (errors.predicted_ttft_s, errors.actual_ttft_s) == (1.0, 1.5)
+
+
+def test_waits_are_believed_to_be_as_much_longer_as_they_were_of_late() -> None:
+    """Predicted 7 s and came after 17.5, twice: (35 + 5) / (14 + 5). 20 s later half of it counts. 4 is the most."""
+    f = Fixture(view("a", queued=6_000))
+    assert f.router.overrun.factor == 1.0
+    for _ in range(2):
+        decision = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT))
+        assert decision.predicted_ttft_s == 7.0
+        f.router.began(decision, 17.5)
+    assert f.router.overrun.factor == pytest.approx(40 / 19)
+    late = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT))
+    assert late.predicted_ttft_s == 7.0  # the error stays visible
+    assert "came 2.11 times as late as predicted" in explain(late)
+    f.now_s = 20.0
+    assert f.router.overrun.factor == pytest.approx(22.5 / 12)
+    f.router.began(decision, 1_000.0)
+    assert f.router.overrun.factor == 4.0
+    f.now_s = 400.0
+    assert f.router.overrun.factor == pytest.approx(1.0, abs=0.001)
+    f.router.began(decision, 0.1)  # sooner than predicted: nothing is allowed beyond the setting
+    assert f.router.overrun.factor == 1.0
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:

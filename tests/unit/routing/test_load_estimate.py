@@ -50,6 +50,25 @@ def test_no_more_wait_than_there_are_requests() -> None:
     assert (then.num_requests.tolist(), then.num_waiting.tolist()) == ([1.0], [1.0])
 
 
+def test_what_ends_before_its_first_token_is_queued_no_longer_and_what_came_after_it_still_is() -> None:
+    """At the report 2,500 tokens are left of 3,000, and 700 came after them. Then the client of the 3,000 leaves."""
+    made = load(view("a", -2.0))
+    made.send("a", number=0, uncached_tokens=3_000, now_s=-1.5)
+    made.send("a", number=1, uncached_tokens=700, now_s=-1.0)
+    made.report(view("a", num_waiting=1, num_running=1, queued_uncached_tokens=3_200))
+    made.end(0, begun=False)
+    assert at(made, 0.0).queued_tokens.tolist() == [700.0]
+    assert at(made, 0.5).queued_tokens.tolist() == [200.0]
+
+
+def test_of_a_queue_that_is_others_only_what_was_the_ended_request_s_goes() -> None:
+    made = load(view("a", -2.0))
+    made.send("a", number=0, uncached_tokens=1_000, now_s=-1.0)
+    made.report(view("a", num_waiting=4, queued_uncached_tokens=8_000))
+    made.end(0, begun=False)
+    assert at(made, 0.0).queued_tokens.tolist() == [7_000.0]
+
+
 def test_a_report_that_comes_too_late_to_be_taken_changes_nothing_of_it() -> None:
     made = load(view("a", 5.0, num_waiting=3, queued_uncached_tokens=900, num_running=200))
     made.report(view("a", 4.0, num_waiting=99, queued_uncached_tokens=9_000))
