@@ -5,16 +5,20 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch import ray_leases
 from deployments.dispatch.attempt import Tries
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
+from deployments.fleet import silence
 from deployments.fleet.fleet import SETTLED_STEPS, STALE_S, Fleet, Hangs
-from deployments.fleet.silence import AGAIN_S, KILLED, HangKiller
+from deployments.fleet.silence import AGAIN_S, ANSWERS, GONE, HEALTH_S, KILLED, HangKiller
+from replicas.errors import EngineDead
 from replicas.types import TokenDelta
 from routing.router import Router
 from routing.types import Ending, Role, RouteOutcome, RouteQuery
@@ -264,6 +268,34 @@ async def test_a_replica_that_stays_silent_is_ended_once_and_one_that_has_left_m
     never.look(fleet._words.of, clock())
     await asyncio.sleep(0)
     assert len(ended) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "killed"),
+    [
+        (None, ANSWERS, False),
+        (RayTaskError("check_health", "", EngineDead("ill")), ANSWERS, False),  # Serve replaces it
+        (GetTimeoutError(), KILLED, True),
+        (ActorDiedError(), GONE, False),
+        (ValueError("no actor of this name"), GONE, False),
+    ],
+)
+def test_only_a_replica_that_does_not_answer_its_own_node_is_killed(
+    answer: Exception | None, found: str, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that is cut off misses a healthy replica as long."""
+    ended: list[Any] = []
+
+    def get(ref: Any, timeout: float) -> None:
+        assert timeout == HEALTH_S
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: Mock())
+    monkeypatch.setattr("ray.get", get)
+    monkeypatch.setattr("ray.kill", lambda actor, no_restart: ended.append(actor))
+    assert silence.kill_if_hung("SERVE_REPLICA::manta#ModelReplica#r0") == found
+    assert bool(ended) == killed
 
 
 async def test_where_a_replicas_node_cannot_be_asked_nothing_is_done_and_it_is_asked_again_later() -> None:

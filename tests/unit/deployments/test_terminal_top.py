@@ -231,6 +231,12 @@ def test_a_replica_that_is_replaced_and_requests_that_moved_are_told_before_they
     assert lines[1] == "! 1 of 2 replicas accept requests  (and 1 more)"
 
 
+def test_all_is_not_well_while_one_of_two_is_gone_and_the_next_is_not_there_yet() -> None:
+    for desired, said in ((1, "all well"), (2, "! 1 of 2 replicas accept requests")):
+        body = state(replicas=[replica("a")], autoscaling={"targets": [{"role": "unified", "desired": desired}]})
+        assert top.plain(body).splitlines()[2] == said
+
+
 def test_a_figure_is_red_where_the_observatory_says_that_its_alert_fires() -> None:
     [most] = figures(state(figures=[figure("ttft", "TTFT", "seconds", 60.0)]))
     assert most.text == "> 60 s", "a histogram's last bound is that much or more"
