@@ -134,6 +134,14 @@ def test_what_serve_stops_has_drained_and_is_no_death(long: bool) -> None:
     assert (told.deaths, told.state.since()["ended"][0]["died"]) == ({}, False)
 
 
+def test_a_member_that_left_and_is_back_is_told_once() -> None:
+    told = Told()
+    told.go_on([view("one", seen("a"), seen("b"))])
+    told.go_on([view("one", seen("b"), gone=gone("a", died=False))])
+    told.go_on([view("one", seen("a"), seen("b"), gone=gone("a", died=False))], seconds=5)
+    assert told.kinds == [("drains", "a")]
+
+
 def test_shedding_begins_and_ends_with_the_number_of_those_refused() -> None:
     told = Told()
     for second in range(40):
