@@ -6,12 +6,14 @@ times), and share two processes: a hung test ends its process, with all stacks, 
 Hypothesis would run one that pytest fails again, with no limit, and xdist would give its file to the next process.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
 
 PYTEST = [sys.executable, "-m", "pytest"]
 LAST = ["nice", "-n", "19"]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # two busy processes: threads that wait for each other spin
 SHARED = [
     "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread",
     "--max-worker-restart", "0",
@@ -22,8 +24,8 @@ def main() -> int:
     with tempfile.TemporaryFile() as said:
         with_ray = subprocess.Popen([*PYTEST, "-m", "serve"], stdout=said, stderr=subprocess.STDOUT)
         try:
-            statuses = [subprocess.call([*LAST, *PYTEST, *SHARED, "-m", "not serve"])]
-            statuses.append(subprocess.call([*LAST, sys.executable, "-m", "tests.under_avx2"]))
+            statuses = [subprocess.call([*LAST, *PYTEST, *SHARED, "-m", "not serve"], env=ONE_THREAD)]
+            statuses.append(subprocess.call([*LAST, sys.executable, "-m", "tests.under_avx2"], env=ONE_THREAD))
             if with_ray.poll() is None:
                 print("The tests with Ray are still under way ...", flush=True)
         finally:

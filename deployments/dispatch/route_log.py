@@ -305,7 +305,7 @@ class Following:
         tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
         told = told_of(self._request, self.timeline, self._record, outcome)
         text = " ".join(f"{name}={value}" for name, value in told.items())
-        log.info("finished %s", text, extra=told | logs.ACCESS)
+        log.info("finished %s", text, extra={**told, **logs.ACCESS})
 
     def _finish(self) -> Finish | None:
         """Return how the engines ended the request: all its choices ended, or one failed, which ends the request."""

@@ -222,7 +222,7 @@ def _bring_in(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     them, and refer to them there. Returns: the place of the $ref that brought each in, by its name in $defs.
     """
     brought: dict[str, tuple[str, ...]] = {}
-    left = collections.deque([(schema, "", ())])
+    left: collections.deque[tuple[dict[str, Any], str, tuple[Any, ...]]] = collections.deque([(schema, "", ())])
     while left:
         within, base, by = left.popleft()
         for node, keyword, value, path in list(keywords_of(within)):
