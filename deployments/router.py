@@ -231,6 +231,7 @@ def _service(
         peers=peers,
         registry=registry,
         max_body_bytes=config.router.max_body_bytes,
+        max_schema_bytes=config.router.max_schema_bytes,
         isolates_keys=config.router.cache_isolation == "key",
         body_timeout_s=config.router.body_timeout_s,
         tool_format=config.model.tool_format,

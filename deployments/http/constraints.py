@@ -15,7 +15,7 @@ from starlette.requests import Request
 from deployments.http.access import caller_of
 from deployments.http.bodies import WireType
 from deployments.http.convert import FORM_FIELDS, NOTHING
-from deployments.http.service import service_of
+from deployments.http.service import LONG_TEXT, service_of
 from deployments.http.streaming import until_gone
 from deployments.output.closing import closed_text
 from deployments.output.structural_tags import tags_of
@@ -23,7 +23,7 @@ from deployments.output.tool_grammar import arguments_schema, is_constrained, pr
 from deployments.output.tools import ToolUse
 from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import Problem
+from replicas.grammar.checking import Problem, check_text
 from replicas.types import Constraint
 
 _MAX_SHOWN = 5  # keywords in an error
@@ -69,7 +69,13 @@ async def _examined(request: Request, wish: _Wish) -> FormAsked:
     if kind == "tags":
         special = {service.tokenizer.token_text(each): each for each in service.tokenizer.special_ids}
         kind, text = "lark", tags_of(wish.value, special_ids=special)
-    closed = closed_text(text) if kind == "json_schema" else text
+    if kind in ("json_schema", "lark"):
+        check_text(text, service.max_schema_bytes)
+    closed, size = text, len(text)
+    if kind == "json_schema" and size <= LONG_TEXT:
+        closed = closed_text(text)
+    elif kind == "json_schema":
+        closed = await service.parsing.run(lambda: closed_text(text), size=size)
     found = await service.examined.of(kind, closed, caller_of(request).name)
     if wish.strict and found.problems:
         raise _unheld(found.problems, "then the finished document is validated")
@@ -117,6 +123,7 @@ async def _tools_asked(request: Request, use: ToolUse, content: Constraint | Non
         schemas[tool.name] = schema
     made = tool_constraint(output, use, schemas=schemas, token_id=token_id, content=content)
     try:
+        check_text(made.text, service.max_schema_bytes)
         await service.examined.of(made.kind, made.text, caller_of(request).name)
     except InvalidRequest as error:
         raise InvalidRequest(f"tools: the grammar of their calls {error}", param="tools") from error

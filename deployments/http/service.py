@@ -98,6 +98,7 @@ class Service:
     peers: RouterPeers = field(default_factory=NoPeers)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
+    max_schema_bytes: int = 1 << 20
     isolates_keys: bool = True  # requests of different API keys share no cached prefix
     body_timeout_s: float = 60.0
     tool_format: Literal["auto", "none", ToolFormatName] = "auto"

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from replicas.grammar.checking import MAX_TEXT, keywords_of
+from replicas.grammar.checking import keywords_of
 
 # where a document must fit several subschemas, or exactly one: closing them would refuse all, or accept others
 _COMBINING = {
@@ -22,7 +22,7 @@ _SAYS_MORE = {"additionalProperties", "patternProperties", "minProperties", "$re
 def closed_text(text: str) -> str:
     """Return the text of a schema, closed; as it is, if it cannot be read: who examines it says what is wrong."""
     try:
-        return json.dumps(closed(json.loads(text)), ensure_ascii=False) if len(text) <= MAX_TEXT else text
+        return json.dumps(closed(json.loads(text)), ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):
         return text
 

@@ -84,6 +84,8 @@ class RouterSettings(Settings):
     count: int = Field(default=1, ge=1)  # number of routers; each is an HTTP ingress
     cpus: float = Field(default=0.0, ge=0)  # CPUs that Ray reserves for each router
     max_body_bytes: int = Field(default=4 << 20, ge=1024)  # a longer body is answered with 413
+    # a longer JSON schema, or grammar that is made of several, is answered with 400
+    max_schema_bytes: int = Field(default=1 << 20, ge=1024, le=4 << 20)
     body_timeout_s: float = Field(default=60.0, gt=0)  # a body that is not complete by then is answered with 408
     # replicas that one request may be sent to, one after the other, when they die or hang
     max_tries: int = Field(default=3, ge=1)

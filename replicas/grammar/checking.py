@@ -22,10 +22,10 @@ from replicas.errors import InvalidRequest
 from replicas.types import Constraint
 
 MAX_TEXT = 64 << 10  # bytes of a constraint in UTF-8
-MAX_MADE = 256 << 10  # of a grammar that was made of several: those of 512 tools compile in 0.1 s
+MAX_SCHEMA = 4 << 20  # of a schema, or of a grammar that was made of several; routers accept router.max_schema_bytes
 MAX_NESTING = 64  # lists and objects of a schema within each other; an object within an object takes two
-MAX_PROPERTIES = 1000  # of a schema, in all
-MAX_ENUM = 2000  # values, in all
+MAX_PROPERTIES = 10_000  # of a schema, in all
+MAX_ENUM = 10_000  # values, in all
 MAX_CHOICES = 1000
 # a few characters, or a line break with the indentation of a deep value
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}|\r?\n(\x20{0,32}|\x09{0,16})"
@@ -111,7 +111,7 @@ def grammar_of(constraint: Constraint) -> str:
 
     Raises: InvalidRequest for a text that passes a limit, or is no JSON object where it must be one.
     """
-    check_text(constraint.text, MAX_MADE if constraint.kind == "lark" else MAX_TEXT)
+    check_text(constraint.text, MAX_TEXT if constraint.kind == "regex" else MAX_SCHEMA)
     if constraint.kind == "regex":
         return str(LLMatcher.grammar_from_regex(constraint.text))
     if constraint.kind == "lark":
@@ -197,7 +197,7 @@ def examine(kind: Literal["json_schema", "regex", "lark", "gbnf", "choice"], tex
                   JSON list of strings.
     Raises: InvalidRequest if it does not compile.
     """
-    check_text(text, MAX_MADE if kind == "lark" else MAX_TEXT)
+    check_text(text, MAX_SCHEMA if kind in ("json_schema", "lark") else MAX_TEXT)
     if kind == "json_schema":
         schema = read_schema(text)
         brought = _bring_in(schema)
@@ -244,7 +244,8 @@ def _published(uri: str) -> dict[str, Any] | None:
         return None
     from jsonschema_specifications import REGISTRY  # half as long as all other imports of the examiner
 
-    found = REGISTRY.get(uri)
+    name = uri.partition("://")[2]  # many write https where a draft has http
+    found = next(filter(None, map(REGISTRY.get, (uri, f"http://{name}", f"https://{name}"))), None)
     return None if found is None else dict(found.contents)
 
 

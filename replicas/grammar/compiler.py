@@ -75,7 +75,7 @@ class GrammarCompiler:
         if digest not in self._compiled:
             self._compiled[digest] = made, num_bytes
             self._num_bytes += num_bytes
-        while self._num_bytes > CACHE_BYTES:
+        while self._num_bytes > CACHE_BYTES and len(self._compiled) > 1:
             _, (_, gone) = self._compiled.popitem(last=False)
             self._num_bytes -= gone
 

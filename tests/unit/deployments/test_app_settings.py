@@ -21,10 +21,11 @@ from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, shortages
 from deployments.settings.places import ROOT, local_path, shown_path
-from deployments.settings.schema import parse
+from deployments.settings.schema import RouterSettings, parse
 from deployments.settings.settings_file import check_port
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
+from replicas.grammar.checking import MAX_SCHEMA
 from routing.types import Role
 from tests.embedded import MODEL
 
@@ -434,3 +435,9 @@ def test_the_curl_line_can_be_pasted() -> None:
     line = curl("http://127.0.0.1:8000", "m")
     assert line.startswith("curl http://127.0.0.1:8000/v1/chat/completions ")
     assert line.count("'") == 4
+
+
+def test_routers_accept_no_longer_schema_than_replicas_do() -> None:
+    assert RouterSettings(max_schema_bytes=MAX_SCHEMA).max_schema_bytes == MAX_SCHEMA
+    with pytest.raises(ValueError, match="max_schema_bytes"):
+        RouterSettings(max_schema_bytes=MAX_SCHEMA + 1)

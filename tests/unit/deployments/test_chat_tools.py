@@ -204,11 +204,11 @@ async def test_a_strict_tool_is_never_weakened_where_parameters_stand_in_tags(
 
 async def test_tools_whose_grammar_is_too_long_are_told_of_as_the_tools(service: Service) -> None:
     values = {"enum": [f"{i:0100}" for i in range(50)]}
-    functions = [{"name": f"f{i}", "parameters": {"properties": {"a": values}}} for i in range(60)]
+    functions = [{"name": f"f{i}", "parameters": {"properties": {"a": values}}} for i in range(200)]
     use = tool_use([{"type": "function", "function": function} for function in functions], "required", None)
     assert use is not None
     request = Request({"type": "http", "app": make_app(service)}, asyncio.Event().wait)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"tools: the grammar of their calls has 3.* at most 262,144") as caught:
+    with pytest.raises(InvalidRequest, match=r"tools: the grammar of their calls has 1,.* at most 1,048,576") as caught:
         await tools_asked(request, use)
     assert caught.value.param == "tools"
 

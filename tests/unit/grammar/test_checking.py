@@ -134,6 +134,7 @@ NEW = "https://json-schema.org/draft"
 PUBLISHED = {  # meta-schemas, and a keyword of each that a grammar does not hold
     "http://json-schema.org/draft-04/schema#": "dependencies",
     "http://json-schema.org/draft-06/schema#": "propertyNames",
+    "https://json-schema.org/draft-07/schema": "format",  # as many write it
     "http://json-schema.org/draft-07/schema#": "format",
     f"{NEW}/2019-09/schema": "$recursiveRef",
     f"{NEW}/2020-12/schema": "$dynamicRef",

@@ -242,3 +242,6 @@ def test_the_cache_gives_what_was_compiled_and_stays_within_its_bytes(monkeypatc
     assert made.cached(wanted) is None
     assert made.cached(Constraint(kind="regex", text="b{4}c")) is not None
     assert made._num_bytes <= 3 * (70 << 10)
+    monkeypatch.setattr(compilers, "CACHE_BYTES", 1)
+    made.compile(wanted)
+    assert made.cached(wanted) is not None  # one that is larger than all others may be is kept alone
