@@ -417,7 +417,7 @@ def describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> No
 def _document(routers: Sequence[APIRouter], service: Service, *, asks_for_key: bool) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in [route for router in routers for route in router.routes]:
-        if isinstance(route, APIRoute):
+        if isinstance(route, APIRoute) and route.include_in_schema:
             operations = paths.setdefault(route.path_format, {})
             for method in sorted(route.methods or ()):
                 operation = _operation(route, method, ROUTES[route.path_format])

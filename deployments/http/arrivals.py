@@ -61,7 +61,7 @@ ENDPOINTS: Mapping[str, str] = {
     "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",
-    "/v1/rerank": "score",
+    "/rerank": "score",  # under /v1, /v2, or neither
     "/generate": "generate",
     "/tokenize": "tokens",
     "/detokenize": "tokens",

@@ -98,6 +98,8 @@ async def test_documents_are_ranked_by_yes_against_no(client: httpx.AsyncClient)
     documents = ["Berlin lies on the Spree.", {"text": "x"}, "Paris is the capital of France."]
     body: dict[str, Any] = {"query": "What is the capital of France?", "documents": [documents[0], documents[2]]}
     ranked = (await post(client, RERANK, **body))["results"]
+    for alias in ("/rerank", "/v2/rerank"):
+        assert (await post(client, alias, **body))["results"] == ranked
     assert {each["index"] for each in ranked} == {0, 1}
     assert 1 >= ranked[0]["relevance_score"] >= ranked[1]["relevance_score"] >= 0
     [best] = (await post(client, RERANK, **body, top_n=1, return_documents=True))["results"]
