@@ -126,11 +126,14 @@ LOST = Row("Evictions and retractions", (
         shape=Shape.HEATMAP, unit=Unit.SECONDS, needs=Needs.EVENT,
     ),
     Panel("Retractions and failed allocations",
-        shows="Running requests retracted to the queue, and allocations that failed even after eviction.",
-        act="Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool.",
+        shows="Running requests retracted to the queue, allocations that failed even after eviction, and looks at an "
+            "idle pool that found pages lost.",
+        act="Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool. lost: see the "
+            "runbook, PagesLost.",
         queries={
             "{{replica}} retracted": rate("scheduler_retractions_total", by=["replica"]),
             "{{replica}} failed": rate("kv_pool_alloc_failures_total", by=["replica"]),
+            "{{replica}} lost": rate("kv_pool_failed_checks_total", by=["replica"]),
         },
         unit=Unit.PER_S,
     ),
