@@ -1,4 +1,4 @@
-"""Request bodies: their types, and the reading of one, with bounds on its bytes, time and shape.
+"""Request bodies: their types, and the parsing of one, with bounds on its shape (body_reader.py: on bytes and time).
 
 Owns:      the fields of every body. Each may be null, which means its default; meanings and limits are those of
            `SamplingParams` (convert.py checks them). The cost of a body before it is validated: a long one is parsed on
@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from deployments.http.http_errors import BodyTooLarge, BodyTooSlow
+from deployments.http.body_reader import read_bytes
 from deployments.http.service import service_of
-from replicas.errors import InvalidRequest, RequestAborted
+from replicas.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +57,8 @@ async def read_body(request: Request, wire: type[WireT], *, max_bytes: int) -> W
             long bodies wait; InvalidRequest, naming the field.
     """
     service = service_of(request)
-    try:
-        async with asyncio.timeout(service.body_timeout_s):
-            data = await _read(request, max_bytes)
-    except ClientDisconnect as error:
-        raise RequestAborted("the client closed the connection before the end of its body") from error
-    except TimeoutError as error:
-        raise BodyTooSlow(f"the body was not complete after {service.body_timeout_s:g} s") from error
+    within = asyncio.timeout(service.body_timeout_s)
+    data = await read_bytes(request, max_bytes=max_bytes, within=within)
     if len(data) <= LONG_BODY:
         return _parse(data, wire)
     return await service.parsing.run(lambda: _parse(data, wire), size=len(data))
@@ -107,22 +102,6 @@ def check_shape(data: bytes) -> None:
     ):
         if found > most:
             raise InvalidRequest(f"the body has {found:,} {what}; at most {most:,} are accepted")
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > max_bytes:
-        raise _too_large(int(announced), max_bytes)
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            raise _too_large(len(data), max_bytes)
-    return bytes(data)
-
-
-def _too_large(num_bytes: int, max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body has {num_bytes:,} bytes or more; at most {max_bytes:,} are accepted")
 
 
 def _named(error: ValidationError) -> InvalidRequest:

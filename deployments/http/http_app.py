@@ -14,6 +14,7 @@ from deployments.http import admin, api_document, chat, completions, http_errors
 from deployments.http.access import BrowserCheck, BrowserRules, KeyCheck
 from deployments.http.apis import messages, readouts, responses
 from deployments.http.arrivals import DROPPED, Arrivals
+from deployments.http.body_reader import CloseUnread
 from deployments.http.service import Service
 from deployments.http.tracing import Traces, Tracing
 from deployments.settings.keys import NO_KEYS, KeyDigests
@@ -66,6 +67,7 @@ def make_app(
             CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=headers,
             expose_headers=EXPOSED, allow_private_network=True,
         )  # fmt: skip
+    app.add_middleware(CloseUnread)
     dispatcher = service.dispatcher
     app.add_middleware(Arrivals, watch=dispatcher.watch, routes=dispatcher.routes, echo=echo_request_id)
     return app

@@ -5,6 +5,7 @@ Never:     answers a path outside the known files; without the key only those th
 """
 
 import html
+import logging
 import re
 import urllib.parse
 
@@ -15,8 +16,9 @@ from deployments.http.http_errors import error_body
 from deployments.watch.observatory.page_files import INDEX, LOGIN, RUNBOOK, SAFETY, PageFile, login_needs
 from deployments.watch.observatory.parts import COOKIE, LASTS_S, admit, home, parts_of
 
-MOST_LOGIN_BYTES = 4096
-MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within WRONG_S; then no login works until some have aged
+log = logging.getLogger(__name__)
+
+MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within WRONG_S; further ones are told to wait
 ABSENT = "The live view's files (dashboards/ui) are not installed; api/state, sd and metrics are served all the same."
 NOTE = re.compile(r'(<p [^>]*id="about">)[^<]*')  # of the login page
 
@@ -55,22 +57,14 @@ async def show_login(request: Request) -> Response:
 
 @open_pages.post("/login")
 async def log_in(request: Request) -> Response:
+    """Raises: BodyTooLarge, BodyTooSlow, RequestAborted."""
     parts = parts_of(request)
     if not parts.key.is_set:
         return RedirectResponse(home(request), status_code=303)
-    now_s = parts.clock()
-    parts.wrong_s[:] = [then_s for then_s in parts.wrong_s if 0 <= now_s - then_s < WRONG_S]
-    if len(parts.wrong_s) >= MOST_WRONG:
-        return _login(request, "Too many wrong keys: try again in a minute.", status=429)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MOST_LOGIN_BYTES:
-            return _login(request, "That is too long to be the key.", status=413)
+    body = await parts.logins.read(request)
     given = urllib.parse.parse_qs(body.decode(errors="replace")).get("key", [""])[0]
     if not parts.key.is_right(given):
-        parts.wrong_s.append(now_s)
-        return _login(request, "That is not the key.", status=401)
+        return _refuse(request)
     answer = RedirectResponse(home(request), status_code=303)
     answer.set_cookie(
         COOKIE,
@@ -82,6 +76,19 @@ async def log_in(request: Request) -> Response:
         samesite="strict",
     )
     return answer
+
+
+def _refuse(request: Request) -> Response:
+    """Answer a wrong key, and count it; the right one is compared first, so that no number of these keeps it out."""
+    parts = parts_of(request)
+    now_s = parts.clock()
+    parts.wrong_s[:] = [then_s for then_s in parts.wrong_s if 0 <= now_s - then_s < WRONG_S]
+    if len(parts.wrong_s) >= MOST_WRONG:
+        return _login(request, "That is not the key; there were too many wrong ones: wait a minute.", status=429)
+    parts.wrong_s.append(now_s)
+    if len(parts.wrong_s) == MOST_WRONG:
+        log.warning("%d logins with a wrong key came within %g s", MOST_WRONG, WRONG_S)
+    return _login(request, "That is not the key.", status=401)
 
 
 def _login(request: Request, said: str = "", *, status: int = 200) -> Response:

@@ -18,6 +18,7 @@ from starlette.requests import HTTPConnection
 
 from deployments.fleet.seen import Target
 from deployments.http.access import KeyNeeded
+from deployments.http.body_reader import FewReads
 from deployments.http.http_errors import error_response
 from deployments.settings.keys import KEY_VARIABLE, digest
 from deployments.watch.observatory.fan_in import Fetch, fetch_text
@@ -81,6 +82,8 @@ class Parts:
     clock: Callable[[], float]  # seconds since 1970
     fetch: Fetch = field(default=fetch_text)
     wrong_s: list[float] = field(default_factory=list)  # when a login showed a wrong key
+    # far fewer than the calls that Serve lets in (app.py): half a login keeps no scrape waiting
+    logins: FewReads = field(default_factory=lambda: FewReads(most=8, max_bytes=4096, timeout_s=5.0))
 
     @property
     def closed(self) -> bool:

@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -25,11 +26,14 @@ from deployments.http.bodies import check_shape
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import Busy
 from deployments.http.service import BoundedExecutor
+from deployments.settings.keys import ApiKey, KeyDigests
+from deployments.settings.places import ROOT
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.pairwise import ALL
 from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.listening import listening
 
 pytestmark = pytest.mark.model
 BYTES = 4 << 20  # router.max_body_bytes
@@ -253,6 +257,31 @@ async def test_a_body_that_does_not_come_is_not_waited_for(app: Any) -> None:
     app.state.service = dataclasses.replace(service, body_timeout_s=0.05)
     status, headers = await post(app, TEXT, b"", receive=Cut(hangs).receive)
     assert (status, headers[b"connection"]) == (408, b"close")
+
+
+def test_bodies_are_read_at_one_place() -> None:
+    """Bounds on bytes and time that a new route forgets are no bounds."""
+    found = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "deployments").rglob("*.py")
+        if re.search(r"\.(stream|body|form|json)\(\)", path.read_text()) and "Request" in path.read_text()
+    ]
+    assert found == ["deployments/http/body_reader.py"]
+
+
+async def test_an_answer_before_the_end_of_the_body_closes_the_connection(app: Any) -> None:
+    """4,200 connections whose bodies trickled had their 401 at once, and were kept open by HAProxy and uvicorn."""
+    guarded = make_app(app.state.service, keys=KeyDigests(api=(ApiKey(digest=b"x", name="a"),)))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{"
+    async with listening(guarded) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+    whole, headers = await post(app, TEXT, as_json(prompt="a", max_tokens=2))
+    assert (whole, headers.get(b"connection")) == (200, None)
 
 
 async def test_when_too_many_long_bodies_wait_the_next_is_told_to_come_again_and_short_ones_are_served(
