@@ -10,6 +10,7 @@ Thread:    the router's event loop.
 """
 
 import math
+import sys
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,6 +37,7 @@ class TryLimits:
     max_tries: int = 3
     retry_wait_s: float = 30.0  # for a replica to take over after a failed try
     max_wait_s: float = math.inf  # of the queue before a new request, as estimated
+    max_choices_per_key: int = sys.maxsize  # of one API key's requests that run or wait, at this router
 
 
 class StraightWay(Protocol):

@@ -19,13 +19,14 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from deployments.dispatch.attempt import Attempt, StraightWay, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress
+from deployments.dispatch.rids import owner_of
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
 from deployments.dispatch.timeline import Arrival
 from kvtransfer.types import PeerAddress
@@ -36,7 +37,7 @@ from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
 
 
 class Saturated(MantaError):
-    """Every replica's queue is longer than ``router.max_wait_s``."""
+    """Every replica's queue is longer than ``router.max_wait_s``, or the key's choices are too many."""
 
     http_status = 429
 
@@ -134,6 +135,7 @@ class Dispatcher:
         self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
         self.num_retries = 0
         self.num_open = 0
+        self._choices: collections.Counter[str] = collections.Counter()  # that run or wait, by the key's name
         self.watch = watch if watch is not None else RequestWatch()
 
     async def stream(
@@ -154,7 +156,7 @@ class Dispatcher:
         failure: MantaError | None = None
         self.num_open += 1
         try:
-            with self._follow(request, arrival, started_s) as following:
+            with self._follow(request, arrival, started_s) as following, self._counted(request):
                 while True:
                     last = LAST_TRY if tries.is_last_of_several else ""
                     query = query_of(progress.so_far(), hints, tries.excluded, one_replica=last)
@@ -199,10 +201,30 @@ class Dispatcher:
             num_streams = self._holder.channel.num_streams
             assert num_streams == 0, f"{num_streams} streams are open, no request is"
             assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
+            assert not self._choices, f"choices are counted for {self._choices}, no request is open"
 
     def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
         most_s = self._limits.max_wait_s / self._router.overrun.factor
         return replace(query, max_wait_s=most_s, excluded=query.excluded | held_out.keys())
+
+    @contextlib.contextmanager
+    def _counted(self, request: GenerateRequest) -> Iterator[None]:
+        """Count the choices of ``request`` as its key's, while it runs or waits. Raises: Saturated, if too many do."""
+        key, most = owner_of(request.rid), self._limits.max_choices_per_key
+        num, num_new = self._choices[key], request.sampling.n
+        if key and num + num_new > most:
+            raise Saturated(
+                f"{num} choices of this API key run or wait, {num_new} more would exceed {most} "
+                "(router.max_choices_per_key): send fewer at a time, or try again later",
+                retry_after_s=1.0,
+            )
+        self._choices[key] += num_new
+        try:
+            yield
+        finally:
+            self._choices[key] -= num_new
+            if not self._choices[key]:
+                del self._choices[key]
 
     def _follow(self, request: GenerateRequest, arrival: Arrival | None, now_s: float) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)

@@ -96,6 +96,8 @@ class RouterSettings(Settings):
     # a replica silent for this long while another one reports loses its requests to that one
     hang_timeout_s: float = Field(default=4.0, gt=0)
     max_wait_s: float = Field(default=120.0, gt=0)  # a request whose estimated wait is longer is answered with 429
+    # choices of one API key that run or wait at one router; a request that would exceed them is answered with 429
+    max_choices_per_key: int = Field(default=1024, ge=1)
     # most recent requests that GET /route/{rid} can explain; each takes 0.5 KB per replica
     decisions_kept: int = Field(default=1000, ge=1)
     api_key_file: str | None = None  # file of API keys, one a line; MANTA_API_KEYS adds to them

@@ -1,5 +1,6 @@
 """Decisions can be looked up, explained and tried out; a saturated house says when to come back."""
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
@@ -8,6 +9,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
+from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import RouteHints, Saturated
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.peers import FoundRoute
@@ -58,6 +60,33 @@ async def test_only_the_most_recent_are_kept_and_a_name_finds_the_last_request_t
     assert [each.rid for each in routes.recent()] == ["b.0-y", "c.0-x", "d.0-z"]
     found = [routes.find(name) for name in ("x", "cmpl-y", "chatcmpl-z", "d.0-z", "w")]
     assert [each.rid if each else None for each in found] == ["c.0-x", "b.0-y", "d.0-z", "d.0-z", None]
+
+
+async def test_the_choices_of_one_key_are_bounded_and_those_of_others_are_not(scripted: House) -> None:
+    """2,560 choices of one key kept another one's first token away for more than 20 s."""
+    scripted.dispatcher._limits = TryLimits(max_choices_per_key=4)
+    replica = ScriptedReplica("r0")
+    await scripted.ready(replica)
+    replica.hold.clear()
+    mine, theirs, nobodys = ("0" * 16 + name for name in ("a" * 16, "b" * 16, ""))
+    open_ones = [asyncio.create_task(scripted.collect(rid=f"{mine}.0-{i}", n=n)) for i, n in enumerate((3, 1))]
+    await until_async(lambda: len(replica.requests) == 2)
+    for _ in range(2):  # the refusal itself is not counted
+        with pytest.raises(Saturated, match="4 choices of this API key run or wait, 1 more would exceed 4") as error:
+            await scripted.collect(rid=f"{mine}.0-more")
+    response = error_response(error.value, {"path": "/generate"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert (scripted.dispatcher.watch.counts["shed"], scripted.dispatcher.watch.counts["requests"]) == (2, 2)
+    named = (f"{theirs}.0-x", f"{nobodys}.0-x", f"{nobodys[:-1]}1.0-y")
+    others = [asyncio.create_task(scripted.collect(rid=rid, n=4)) for rid in named]
+    await until_async(lambda: len(replica.requests) == 5)
+    open_ones[0].cancel()  # its client leaves
+    await asyncio.wait(open_ones[:1])
+    replica.hold.set()
+    await scripted.collect(rid=f"{mine}.0-again", n=3)
+    await asyncio.gather(*others, open_ones[1])
+    assert not scripted.dispatcher._choices
+    scripted.dispatcher.check()
 
 
 async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scripted: House) -> None:
