@@ -243,7 +243,8 @@ _TRANSFER = [
 
 _REQUESTS = [
     Metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; invalid: the client's mistake; shed: "
-            "refused because all queues were too long, or its key had too many choices.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
+            "refused because all queues were too long, or its key had too many choices.",
+            {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
     Metric(ROUTER, COUNTER, "request_finishes_total", "Answers that ended in the engines, by reason; a request with "
             "n: 2 has two.", {"reason": FINISHES}),
     Metric(ROUTER, COUNTER, "http_responses_total", "HTTP responses to requests, by status; 499: the client left "

@@ -1,5 +1,5 @@
 """The `manta` command, also as ``python -m deployments``: serve, check, top, explain, chat, logs, bench,
-dashboards, doctor.
+dashboards, doctor, key.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from deployments.command import arguments
-from deployments.settings.keys import KEY_VARIABLE
+from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, new_key
 from deployments.settings.places import ROOT, VERSION
 from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile, check_port, setting_of
 from replicas.errors import InvalidConfig
@@ -63,6 +63,11 @@ def _run(args: argparse.Namespace) -> int:
             from deployments.command import doctor
 
             return doctor.report(list(doctor.examine(args.config)), as_json=args.json)
+        case "key":
+            print(new_key())
+            where = f"for clients: a line of router.api_key_file, or {KEYS_VARIABLE}; for the operator: {KEY_VARIABLE}"
+            print(where, file=sys.stderr)
+            return 0
         case "settings":
             from deployments.command import settings_doc
 

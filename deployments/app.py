@@ -23,7 +23,7 @@ from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
 from deployments.settings.capacity import Capacity, auto_count, shortages
 from deployments.settings.groups import AutoscalingSettings
-from deployments.settings.keys import KEY_VARIABLE, without_keys
+from deployments.settings.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.settings.places import local_model, weights_bytes
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
@@ -46,6 +46,9 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     for shortage in shortages([config], capacity_of_cluster()) if ray.is_initialized() else ():
         log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
+    for where in keys.short:
+        told = "%s has a key of fewer than %d characters, which can be guessed: `manta key new` makes one"
+        log.warning(told, where.rstrip(","), GOOD_KEY_LEN)
     if keys.api and keys.admin is None:
         log.warning("API keys and no admin key (%s): routes of the admin and metrics refuse all", KEY_VARIABLE)
     if config.model.revision is None and local_model(config.model.path) is None:

@@ -28,6 +28,7 @@ EXAMPLES = {
     "bench": "manta bench --rate 2 --num 4 shared-prefix",
     "dashboards": "manta dashboards export watch",
     "doctor": "manta doctor --json",
+    "key": "manta key new",
     "settings": "manta settings > settings.md",
 }
 
@@ -86,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--folder", type=Path, metavar="DIR", help="their folder (default: that port's last)")
     doctor = add("doctor", "look at this machine and a settings file for what would keep Manta from starting")
     doctor.add_argument("config", nargs="?", default=CONFIG, help=f"settings file (default {CONFIG})")
+    key = add("key", "make a key that nobody guesses, for clients or for the operator")
+    key.add_argument("action", choices=["new"], help="print a new key, and on standard error where it belongs")
     bench = add("bench", "put a short load on a running Manta and print latencies and throughput (from a checkout)")
     bench.add_argument("workload", nargs="*", help="random, shared-prefix, multi-turn (default: the first two, small); "
                        "`python -m benchmarks serving --help` has all options, which are passed on")  # fmt: skip

@@ -19,6 +19,8 @@ if [ -f "$config" ]; then
     # A head that is not complete after 5 s is cut, however steadily it grows: `timeout client` begins anew with each
     # byte. Serve has no variable for it. Browsers connect ahead of what they ask: those are closed without a 408.
     sed -i '/^defaults/a\    timeout http-request 5s\n    option http-ignore-probes' "$config"
+    # Serve sends a client's x-request-id back as it came: one that we would not take as a name is left out (rids.py).
+    sed -i '/^frontend http_frontend/a\    http-request del-header x-request-id unless { req.fhdr_cnt(x-request-id) eq 1 } { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:/@+=-]{1,128}$ }' "$config"
     # MANTA_HAPROXY_PER_SOURCE: the most connections of one address. Behind a proxy, that is the proxy's.
     [ -z "$MANTA_HAPROXY_PER_SOURCE" ] || sed -i "/^frontend http_frontend/a\\
     stick-table type ipv6 size 100k expire 1m store conn_cur\\

@@ -24,7 +24,7 @@ from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
 from deployments.http.access import admin_only, caller_of
-from deployments.http.bodies import AbortRequest, DetokenizeRequest, TokenizeRequest, read_body
+from deployments.http.bodies import MAX_DETOKENIZED, AbortRequest, DetokenizeRequest, TokenizeRequest, read_body
 from deployments.http.chat import template_options, tools_of
 from deployments.http.convert import check_count, check_model, to_ids
 from deployments.http.http_errors import error_body
@@ -288,8 +288,6 @@ def _fleet_as_one(service: Service) -> str:
     ]
     return "".join(f"{line}\n" for line in lines)
 
-
-MAX_DETOKENIZED = 1 << 17  # ids of one request
 
 
 @router.post("/tokenize")

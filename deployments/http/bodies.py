@@ -1,4 +1,4 @@
-"""Request bodies: their types, and the parsing of one, with bounds on its shape (body_reader.py: on bytes and time).
+"""Request bodies: their types, and the parsing of one, with bounds on its shape (access.py: on bytes and time).
 
 Owns:      the fields of every body. Each may be null, which means its default; meanings and limits are those of
            `SamplingParams` (convert.py checks them). The cost of a body before it is validated: a long one is parsed on
@@ -9,14 +9,14 @@ Never:     answers a malformed body with a 422 or a 500: every error in it is an
 
 import asyncio
 import logging
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from deployments.http.body_reader import read_bytes
+from deployments.http.access import read_bytes
 from deployments.http.service import service_of
 from replicas.errors import InvalidRequest
 
@@ -28,6 +28,7 @@ MAX_VALUES = 1 << 20
 MAX_NAMES = 1 << 17
 MAX_CONTAINERS = 1 << 15
 MAX_PROMPTS = 256
+MAX_DETOKENIZED = 1 << 17  # ids of one request
 _BOM = b"\xef\xbb\xbf"
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class WireType(BaseModel):
     Types are JSON's: true and "2" are not numbers, and 2.0 is not an integer.
     """
 
+    max_values: ClassVar[int] = MAX_VALUES  # of a long body; they are counted before any is validated
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
 
@@ -65,7 +67,7 @@ async def read_body(request: Request, wire: type[WireT], *, max_bytes: int) -> W
 
 
 def _parse(data: bytes, wire: type[WireT]) -> WireT:
-    raw = parse_json(data)
+    raw = parse_json(data, max_values=wire.max_values)
     if not isinstance(raw, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {type(raw).__name__}")
     try:
@@ -76,17 +78,17 @@ def _parse(data: bytes, wire: type[WireT]) -> WireT:
     return value
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, *, max_values: int = MAX_VALUES) -> Any:
     """Parse JSON. Raises: InvalidRequest if it is malformed, not UTF-8 or Unicode, too deep, or has too many values."""
     if len(data) > LONG_BODY:
-        check_shape(data)
+        check_shape(data, max_values=max_values)
     try:
         return from_json(data.removeprefix(_BOM))
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from error
 
 
-def check_shape(data: bytes) -> None:
+def check_shape(data: bytes, *, max_values: int = MAX_VALUES) -> None:
     """Count the values of JSON before it is parsed. Raises: InvalidRequest for too many."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
@@ -98,7 +100,7 @@ def check_shape(data: bytes) -> None:
     for found, most, what in (
         (num_containers, MAX_CONTAINERS, "lists and objects"),
         (counts[":"], MAX_NAMES, "named values"),
-        (counts[","] + num_containers, MAX_VALUES, "values"),
+        (counts[","] + num_containers, max_values, "values"),
     ):
         if found > most:
             raise InvalidRequest(f"the body has {found:,} {what}; at most {most:,} are accepted")
@@ -231,6 +233,8 @@ class TokenizeRequest(WireType):
 
 class DetokenizeRequest(WireType):
     """The body of /detokenize: token ids, or lists of them."""
+
+    max_values = MAX_DETOKENIZED + MAX_CONTAINERS
 
     model: str | None = None
     tokens: Items[int] | Items[Items[int]]

@@ -11,10 +11,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
 from deployments.http import admin, api_document, chat, completions, http_errors, native, occupation, routes
-from deployments.http.access import BrowserCheck, BrowserRules, KeyCheck
+from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyCheck
 from deployments.http.apis import messages, readouts, responses
 from deployments.http.arrivals import DROPPED, Arrivals
-from deployments.http.body_reader import CloseUnread
 from deployments.http.service import Service
 from deployments.http.tracing import Traces, Tracing
 from deployments.settings.keys import NO_KEYS, KeyDigests

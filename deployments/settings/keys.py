@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ KEYS_VARIABLE = "MANTA_API_KEYS"
 KEY_VARIABLE = "MANTA_ADMIN_KEY"
 KEY_LEN = 8  # characters, at least
 SECRET = ("admin_key", "api_key_file")  # of the group ``router``
+GOOD_KEY_LEN = 20  # shorter ones warn: who reads log lines may search for the key that a caller's name was made from
 NAME_ROUNDS = 20_000  # about 10 ms: a caller's name is in log lines and must not help to guess the key
 
 
@@ -51,6 +53,7 @@ class KeyDigests:
 
     api: tuple[ApiKey, ...] = ()
     admin: ApiKey | None = None
+    short: tuple[str, ...] = ()  # where a key has fewer than GOOD_KEY_LEN characters
 
     @property
     def exist(self) -> bool:
@@ -77,6 +80,11 @@ class KeyDigests:
 NO_KEYS = KeyDigests()
 
 
+def new_key() -> str:
+    """Make a key that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
 def digest(key: str) -> bytes:
     """Hash a key, without the white space around it: headers, files and shells add some."""
     return hashlib.sha256(key.strip().encode()).digest()
@@ -97,7 +105,8 @@ def read_keys(
     if api_key_file is not None:
         listed += [(key, f"router.api_key_file ({api_key_file})") for key in _of_file(api_key_file)]
     admin = (admin_key or environ.get(KEY_VARIABLE, "")).strip()
-    for key, where in [*listed, *([(admin, f"router.admin_key, or {KEY_VARIABLE},")] if admin else [])]:
+    given = [*listed, *([(admin, f"router.admin_key, or {KEY_VARIABLE},")] if admin else [])]
+    for key, where in given:
         if len(key) < KEY_LEN:
             raise InvalidConfig(f"{where} has a key of {len(key)} characters: each must have at least {KEY_LEN}")
     keys = sorted({key for key, _ in listed})
@@ -105,7 +114,9 @@ def read_keys(
         raise InvalidConfig(
             "router.admin_key: is also an API key, so that its client could do all that the admin can: give another one"
         )
-    return KeyDigests(api=tuple(_accepted(key) for key in keys), admin=_accepted(admin) if admin else None)
+    short = dict.fromkeys(where for key, where in given if len(key) < GOOD_KEY_LEN)
+    admins = _accepted(admin) if admin else None
+    return KeyDigests(api=tuple(_accepted(key) for key in keys), admin=admins, short=tuple(short))
 
 
 def _of_file(path: str) -> list[str]:

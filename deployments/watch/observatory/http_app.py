@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dashboards.dialects import translate
 from deployments.http import http_errors
-from deployments.http.access import BrowserCheck, BrowserRules, KeyNeeded
-from deployments.http.body_reader import CloseUnread
+from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyNeeded
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.watch.observatory.actions import Actions, routes
 from deployments.watch.observatory.fan_in import CONTENT_TYPE, gather, service_discovery

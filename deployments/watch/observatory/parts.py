@@ -17,8 +17,7 @@ from fastapi.responses import RedirectResponse, Response
 from starlette.requests import HTTPConnection
 
 from deployments.fleet.seen import Target
-from deployments.http.access import KeyNeeded
-from deployments.http.body_reader import FewReads
+from deployments.http.access import FewReads, KeyNeeded
 from deployments.http.http_errors import error_response
 from deployments.settings.keys import KEY_VARIABLE, digest
 from deployments.watch.observatory.fan_in import Fetch, fetch_text

@@ -10,9 +10,10 @@ import pytest
 
 from deployments import __main__ as command_line
 from deployments.command import announce, arguments
+from deployments.settings.keys import read_keys
 from deployments.settings.places import ROOT, VERSION
 
-COMMANDS = ["serve", "check", "top", "explain", "chat", "logs", "doctor", "bench", "dashboards"]
+COMMANDS = ["serve", "check", "top", "explain", "chat", "logs", "doctor", "key", "bench", "dashboards"]
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int | str | None, str, str]:
@@ -44,6 +45,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert [each for each in COMMANDS if f"\n    {each}" not in out] == []
     assert told(capsys) == (0, out, "")  # without a word
+
+
+def test_a_new_key_is_long_another_each_time_and_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    (status, one, said), (_, two, _) = told(capsys, "key", "new"), told(capsys, "key", "new")
+    assert (status, len(one.strip()), one == two) == (0, 32, False)
+    assert read_keys(api_key_file=None, admin_key=one, environ={"MANTA_API_KEYS": two}).short == ()
+    assert "MANTA_API_KEYS" in said
+    assert "MANTA_ADMIN_KEY" in said
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each != "dashboards"])

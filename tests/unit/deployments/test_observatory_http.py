@@ -15,8 +15,7 @@ from starlette.types import Message
 from deployments.dispatch.leases import ReplicaGone
 from deployments.fleet.peers import FoundRoute
 from deployments.fleet.seen import Target
-from deployments.http.access import browser_rules
-from deployments.http.body_reader import FewReads
+from deployments.http.access import FewReads, browser_rules
 from deployments.watch.observatory.http_app import api, make_app
 from deployments.watch.observatory.page_files import FOLDER, read_files
 from deployments.watch.observatory.pages import open_pages, pages
