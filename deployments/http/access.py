@@ -4,7 +4,7 @@ those whose bodies are too long or too slow.
 Owns:      the check of the API key and of the admin key (settings/keys.py reads both); the rules on Host, Origin and
            body type where no key is needed; every read of a body, here and in the observatory, with bounds on its bytes
            and time. CORS headers are Starlette's (http_app.py).
-Never:     parses a body, or reads one before the key is checked. Applies the rules on web pages where a key protects
+Never:     parses a body. Applies the rules on web pages where a key protects
            the server: a page has no key, and browsers add none by themselves.
 Invariant: with API keys, only the OPEN paths are answered without one.
 Thread:    the event loop; pure ASGI, so that streams pass through untouched.
