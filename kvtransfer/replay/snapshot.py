@@ -33,7 +33,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, PayloadMeta
 
 MAGIC = b"MANTAKV\n"
-VERSION = 1
+VERSION = 2
 PREAMBLE_BYTES = 24
 Ids = npt.NDArray[np.int32]  # [n]
 T = TypeVar("T")
@@ -46,6 +46,8 @@ class ReplaySnapshot:
 
     prompt_ids: Ids  # [P]
     output_ids: Ids  # [O] made so far
+    tokenizer: str  # digests of the meaning of ids, and of the template in which chats are rendered (SPEC L02); K/V
+    chat_template: str  # depends on ids alone, so that caches and hand-offs do not compare these
     sampling: Mapping[str, Any]  # every field of the engine's SamplingParams, by name; JSON values
     eos_ids: tuple[int, ...]  # ids that end it beside its own stop ids
     salt: str
@@ -112,6 +114,8 @@ def _header(snapshot: ReplaySnapshot, parts: Sequence[npt.NDArray[np.uint8]]) ->
         "row": meta.row,
         "cached_prefix_len": meta.cached_prefix_len,
         "layout": asdict(meta.layout),
+        "tokenizer": snapshot.tokenizer,
+        "chat_template": snapshot.chat_template,
         "sampling": dict(snapshot.sampling),
         "eos_ids": list(snapshot.eos_ids),
         "salt": snapshot.salt,
@@ -190,6 +194,8 @@ def _parse(header: dict[str, Any], body: npt.NDArray[np.uint8]) -> ReplaySnapsho
     return ReplaySnapshot(
         prompt_ids=prompt_ids,
         output_ids=output_ids,
+        tokenizer=_typed(header, "tokenizer", str),
+        chat_template=_typed(header, "chat_template", str),
         sampling=_typed(header, "sampling", dict),
         eos_ids=tuple(int(token) for token in _typed(header, "eos_ids", list)),
         salt=_typed(header, "salt", str),

@@ -23,6 +23,7 @@ from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
 from replicas.request import CachedTokens, Req, ReqState
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
 
 TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING})
@@ -44,6 +45,8 @@ def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
     return ReplaySnapshot(
         prompt_ids=req.ids[: req.prompt_len].copy(),
         output_ids=req.output_ids.copy(),
+        tokenizer=engine.tokenizer.digest,
+        chat_template=engine.tokenizer.template_digest,
         sampling=asdict(req.sampling),
         eos_ids=tuple(sorted(engine.config.model.eos_ids)),
         salt=req.salt,
@@ -61,10 +64,12 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
     which begin where those of the snapshot's request ended.
 
     Returns: the last delta, where nothing is left to make.
-    Raises:  IncompatibleLayout for another model's; BadSnapshot for parameters that this release does not know;
-             Overloaded when row or pages are taken now; else as `Engine.submit`. Nothing is held then.
+    Raises:  IncompatibleLayout for another model's; BadSnapshot for one of another tokenizer or chat template, or
+             with parameters that this release does not know; Overloaded when row or pages are taken now; else as
+             `Engine.submit`. Nothing is held then.
     """
     require_same_meaning(_port(engine).layout, snapshot.meta.layout)
+    _require_same_text(engine.tokenizer, snapshot)
     eos_ids = tuple(sorted(engine.config.model.eos_ids))
     if snapshot.eos_ids != eos_ids:
         raise BadSnapshot(f"answers ended at ids {snapshot.eos_ids} where it was taken, and end at {eos_ids} here")
@@ -82,6 +87,16 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
     if snapshot.meta.num_tokens == 0:
         return engine.submit(request)
     return engine.submit(request, place=lambda req: _place(engine, req, snapshot))
+
+
+def _require_same_text(here: Tokenizer, snapshot: ReplaySnapshot) -> None:
+    """Raises: BadSnapshot that names what differs."""
+    for what, there, ours in (
+        ("tokenizer", snapshot.tokenizer, here.digest),
+        ("chat template", snapshot.chat_template, here.template_digest),
+    ):
+        if there != ours:
+            raise BadSnapshot(f"another {what} was used where it was taken: {there}, {ours} here; load the same one")
 
 
 def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) -> tuple[PayloadMeta, Payload]:

@@ -184,7 +184,9 @@ def model_identity(path_or_hub_id: str, quantization: Quantization) -> str:
 
     How weights are rounded when they are loaded is part of it: K and V of one rounding are wrong for another. Two
     checkpoints of one architecture (a fine-tune and its base) differ nearly everywhere, so samples tell them apart; a
-    checkpoint with only a few edited numbers may go unnoticed.
+    checkpoint with only a few edited numbers may go unnoticed. Tokenizer and chat template are no part of it: K and V
+    depend on ids alone, and a template that was corrected must not empty every cache. Snapshots, which hold an answer's
+    text in the making, compare those too (replay/replay.py).
     """
     folder = model_folder(path_or_hub_id)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

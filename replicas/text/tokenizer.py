@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+import xxhash
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
@@ -69,6 +70,17 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Largest token id that has a text, plus one; the model's logits may be padded to more."""
         return len(self._pieces)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The XXH3-128 of what every id stands for: equal exactly where ids mean the same text."""
+        special = json.dumps(sorted(self.special_ids))
+        return xxhash.xxh3_128_hexdigest((special + "".join(f"|{piece.hex()}" for piece in self._pieces)).encode())
+
+    @functools.cached_property
+    def template_digest(self) -> str:
+        """The XXH3-128 of the chat template, or of all where it names several."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self._hf.chat_template, sort_keys=True).encode())
 
     @property
     def control_ids(self) -> frozenset[int]:

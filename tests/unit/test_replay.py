@@ -179,6 +179,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
         restore(make(model="other"), snapshot)
     with pytest.raises(BadSnapshot, match=r"ended at ids \(2,\) where it was taken, and end at \(\) here"):
         restore(make(), replace(snapshot, eos_ids=(2,)))
+    for field, what in (("tokenizer", "tokenizer"), ("chat_template", "chat template")):
+        with pytest.raises(BadSnapshot, match=f"another {what} was used where it was taken: 0f, .* here"):
+            restore(make(), replace(snapshot, **{field: "0f"}))  # type: ignore[arg-type]
     fewer = {name: value for name, value in snapshot.sampling.items() if name != "top_p"}
     with pytest.raises(BadSnapshot, match=r"\['luck'\] are not known here, and \['top_p'\] are missing"):
         restore(make(), replace(snapshot, sampling={**fewer, "luck": 1}))

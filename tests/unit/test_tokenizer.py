@@ -89,6 +89,21 @@ def test_ids_of_a_padded_vocabulary_have_no_text(byte_level: Tokenizer) -> None:
     assert byte_level.decode([padded, *byte_level.encode("the"), -1]) == "the"
 
 
+def test_a_digest_tells_tokenizers_apart_and_another_chat_templates(tmp_path: Path, byte_level: Tokenizer) -> None:
+    """SPEC L02. Another template over the same ids; then two ids change places."""
+    same = Tokenizer(byte_level_folder(tmp_path / "same"))
+    assert (same.digest, same.template_digest) == (byte_level.digest, byte_level.template_digest)
+    other = Tokenizer(byte_level_folder(tmp_path / "other", chat_template="{{ messages[0].content }}"))
+    assert other.digest == same.digest
+    assert other.template_digest != same.template_digest
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content))
+    assert Tokenizer(str(tmp_path / "other")).digest != same.digest
+
+
 def test_eos_ids_join_the_tokenizers_and_the_generation_configs(tmp_path: Path) -> None:
     folder = byte_level_folder(tmp_path)
     assert Tokenizer(folder).eos_ids == {1}

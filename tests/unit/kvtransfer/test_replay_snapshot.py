@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtransfer.errors import BadSnapshot, IncompatibleLayout
 from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import PayloadMeta, require_same_meaning
-from kvtransfer.replay.snapshot import MAGIC, PREAMBLE_BYTES, ReplaySnapshot
+from kvtransfer.replay.snapshot import MAGIC, PREAMBLE_BYTES, VERSION, ReplaySnapshot
 
 LAYOUT = KvLayout(
     model="m", architecture="MHA", num_layers=2, num_kv_heads=3, head_dim=4, dtype="bfloat16", item_bytes=2,
@@ -36,6 +36,8 @@ def make(num_prompt: int = 5, num_output: int = 3, num_computed: int = 7) -> Rep
     return ReplaySnapshot(
         prompt_ids=np.arange(100, 100 + num_prompt, dtype=np.int32),
         output_ids=np.arange(200, 200 + num_output, dtype=np.int32),
+        tokenizer="t" * 32,
+        chat_template="c" * 32,
         sampling=SAMPLING,
         eos_ids=(2, 7),
         salt="tenant é",
@@ -54,6 +56,7 @@ def assert_same(a: ReplaySnapshot, b: ReplaySnapshot) -> None:
         assert one.tolist() == other.tolist()
     assert a.kv.shape == b.kv.shape
     assert a.kv.tobytes() == b.kv.tobytes()
+    assert (a.tokenizer, a.chat_template) == (b.tokenizer, b.chat_template)
     for name in ("rid", "sampling", "eos_ids", "salt", "priority", "return_logprobs", "prompt_logprobs_from"):
         assert getattr(a, name) == getattr(b, name)
     for name in ("layout", "prompt_len", "cached_prefix_len", "token_range", "row"):
@@ -112,7 +115,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
             ReplaySnapshot.load(path)
 
 
-def rewritten(path: Path, *, version: int = 1, header: bytes | None = None, **changed: object) -> None:
+def rewritten(path: Path, *, version: int = VERSION, header: bytes | None = None, **changed: object) -> None:
     """Change header fields, with digests that fit, as a buggy or foreign writer would."""
     whole = path.read_bytes()
     end = PREAMBLE_BYTES + int.from_bytes(whole[12:16], "little")
@@ -125,7 +128,7 @@ def rewritten(path: Path, *, version: int = 1, header: bytes | None = None, **ch
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"version": 2}, "version 2, and version 1 is understood"),
+        ({"version": 1}, "version 1, and version 2 is understood"),
         ({"num_prompt": 6}, "its header makes no sense"),
         ({"num_computed": 6}, "its header makes no sense"),
         ({"num_prompt": -1, "num_output": 9}, "its header makes no sense"),
