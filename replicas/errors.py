@@ -5,7 +5,6 @@ MantaError                     500
 │   └── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool: trim it
 ├── UnknownModel               404
 ├── RequestAborted             499   the client went away, or asked for the abort
-├── DeadlineExceeded           504   not finished within the request's deadline
 ├── Overloaded                 503   retryable: the waiting queue is full
 ├── EngineDead                 503   retryable: a step crashed or a rank died; the replica is being replaced
 ├── InvalidConfig              500   a setting is impossible; says which, why, and what is allowed
@@ -91,12 +90,6 @@ class RequestAborted(MantaError):
     """The client disconnected or called abort."""
 
     http_status = 499
-
-
-class DeadlineExceeded(MantaError):
-    """The request's deadline passed before it finished."""
-
-    http_status = 504
 
 
 class Overloaded(MantaError):

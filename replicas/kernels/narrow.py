@@ -14,14 +14,11 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 
 from replicas.kernels.simd import (
-    F32,
-    I32,
     IVEC,
     VEC,
     W,
     emit_llvm,
     emit_prefetch,
-    emit_splat,
     int_const,
     op,
     pointer_to,
@@ -48,13 +45,6 @@ def absolute(builder: Any, v: Any) -> Any:
 @op(vector, types.int64)
 def load_bf16(builder: Any, address: Any) -> Any:
     return emit_load_bf16(builder, address)
-
-
-@op(vector, types.int64)
-def splat_bf16(builder: Any, address: Any) -> Any:
-    """Load the bfloat16 number at ``address`` into all lanes."""
-    half = builder.load(pointer_to(builder, address, ir.IntType(16)), align=2)
-    return emit_splat(builder, builder.bitcast(builder.shl(builder.zext(half, I32), ir.Constant(I32, 16)), F32))
 
 
 def emit_load_bf16(builder: Any, address: Any) -> Any:

@@ -141,7 +141,7 @@ ONLY: dict[str, set[str]] = {
     "gguf": {"replicas.checkpoints.gguf_file"},
     "torch": {
         "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.memory", "replicas.memory.pool",
-        "replicas.memory.scaled_pool", "replicas.memory.latent_pool", "replicas.memory.lazy_pool",
+        "replicas.memory.scaled_pool", "replicas.memory.latent_pool",
         "replicas.memory.sparse_pool", "replicas.calibrate",
         "replicas.memory.host",
         "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",
