@@ -152,7 +152,8 @@ class AppConfig(Settings):
     cache: Annotated[CacheConfig, CACHE_NAMES] = CacheConfig()
     scheduler: Annotated[SchedulerConfig, SCHEDULER_NAMES] = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
-    # attention backend: cpu (compiled), flashinfer or triton (GPU), torch_native (plain reference)
+    # attention backend: cpu (compiled), flashinfer or triton (GPU), torch_native (plain reference), double_sparse (a
+    # reference on a CPU that attends to few tokens; prompts are slower than dense)
     attention: Attention = "auto"
     cuda_graphs: bool = True  # records decode steps at start and replays them; on a GPU
     # disaggregated: prompts are computed by prefill replicas and handed over to decode replicas

@@ -38,6 +38,8 @@ class DoubleSparseAttention(TorchNativeAttention):
         if len(slots) <= self._num_tokens:
             return super().attended(layer, q, slots, kind, sinks)
         pool, out, first = self._labelled, torch.empty_like(q), len(slots) - len(q)
+        if len(q) == 1:
+            return self._decoded(layer, q, slots)
         keys, values = (x.to(q.dtype) for x in pool.read_kv(layer, slots))
         labels = pool.label_buffer[layer, slots]
         for start in range(0, len(q), QUERIES):
@@ -48,16 +50,34 @@ class DoubleSparseAttention(TorchNativeAttention):
         return out
 
 
+    def _decoded(self, layer: int, q: Tensor, slots: Tensor) -> Tensor:
+        """One token's attention [1, H, D]: of K and V only what each head has chosen is read."""
+        pool = self._labelled
+        scores = label_scores(q, pool.label_buffer[layer].index_select(0, slots), pool.channels[layer])[:, 0]
+        chosen = slots[scores.topk(self._num_tokens, dim=-1, sorted=False).indices]  # [H, num_tokens]
+        head = torch.arange(len(chosen)) // (len(chosen) // pool.num_kv_heads)
+        at = (chosen // pool.page_size, head[:, None], chosen % pool.page_size)
+        k, v = (buffer[at].to(q.dtype) for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)))
+        return F.scaled_dot_product_attention(*(x.unsqueeze(0) for x in (q.transpose(0, 1), k, v)))[0].transpose(0, 1)
+
+
+def label_scores(q: Tensor, labels: Tensor, channels: Tensor) -> Tensor:
+    """Score the tokens of ``labels`` [n, K, C] for q [E, H, D] by their ``channels`` [K, C]. Returns: [H, E, n]."""
+    num_new, num_heads, num_kv_heads = len(q), q.shape[1], labels.shape[1]
+    of_heads = channels.repeat_interleave(num_heads // num_kv_heads, dim=0)  # [H, C]
+    q_labels = q.gather(2, of_heads.expand(num_new, -1, -1)).transpose(0, 1).float()  # [H, E, C]
+    by_kv_head = q_labels.reshape(num_kv_heads, -1, q_labels.shape[2])
+    return (by_kv_head @ labels.permute(1, 2, 0)).view(num_heads, num_new, len(labels))
+
+
 def choose(q: Tensor, labels: Tensor, channels: Tensor, num_tokens: int) -> Tensor:
     """Choose for each of the last E tokens of a sequence of n the tokens of highest label score that it may see.
 
     Args:    q: [E, H, D]; labels: [n, K, C]; channels: [K, C]; H is a multiple of K.
     Returns: [H, E, n] bool; ``num_tokens`` of each row, or all that there are up to the token itself.
     """
-    num_new, num_seen, group = len(q), len(labels), q.shape[1] // labels.shape[1]
-    of_heads = channels.repeat_interleave(group, dim=0)  # [H, C]
-    q_labels = q.gather(2, of_heads.expand(num_new, -1, -1)).transpose(0, 1)  # [H, E, C]
-    scores = q_labels.float() @ labels.repeat_interleave(group, dim=1).permute(1, 2, 0)  # [H, E, n]
+    num_new, num_seen = len(q), len(labels)
+    scores = label_scores(q, labels, channels)
     position = torch.arange(num_seen, device=q.device)
     future = position > position[num_seen - num_new :, None]
     scores.masked_fill_(future, -torch.inf)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replicas.attention.double_sparse import DoubleSparseAttention, attend_to, choose
-from replicas.attention.torch_native import TorchNativeAttention, attend
+from replicas.attention.torch_native import PLAIN, TorchNativeAttention, attend
 from replicas.calibrate import ChannelWeights, main, prompt_meta
 from replicas.config import CacheConfig, Hardware, ModelConfig, SchedulerConfig, resolve
 from replicas.engine.engine import Engine
@@ -65,6 +65,24 @@ LONG = [(7 * i) % 101 for i in range(60)]
 def test_with_as_many_tokens_as_there_are_it_is_exact(folder: Path) -> None:
     sparse, plain = engine(folder, 128), engine(folder, None)
     assert answers(sparse, [LONG, LONG[:9]]) == answers(plain, [LONG, LONG[:9]])
+
+
+def test_a_decoding_token_reads_no_k_and_v_but_what_each_head_has_chosen() -> None:
+    """SPEC C04: the rest of the pool is NaN, which anything that reads it becomes. 4 query heads, 2 of K and V."""
+    torch.manual_seed(5)
+    channels = torch.tensor([[[0, 3, 5], [1, 2, 7]]])
+    pool = DoubleSparseTokenToKVPool(16, 4, channels, 8, torch.float32, "cpu")
+    slots = torch.randperm(60)[:50] + 4
+    keys, values, q = torch.randn(50, 2, 8), torch.randn(50, 2, 8), torch.randn(1, 4, 8)
+    pool.set_kv_buffer(0, slots, keys, values)
+    chosen = choose(q, pool.label_buffer[0, slots], channels[0], 6)
+    wanted = attend_to(q, keys, values, chosen)
+    for kv_head in range(2):
+        idle = slots[~chosen[2 * kv_head : 2 * kv_head + 2, 0].any(dim=0)]
+        for buffer in (pool.get_key_buffer(0), pool.get_value_buffer(0)):
+            buffer[idle // 4, kv_head, idle % 4] = torch.nan
+    made = DoubleSparseAttention(pool, num_tokens=6).attended(0, q, slots, PLAIN, None)
+    torch.testing.assert_close(made, wanted)
 
 
 def test_with_fewer_a_long_prompt_gets_another_answer_and_a_short_one_the_same(folder: Path) -> None:
