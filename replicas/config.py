@@ -7,7 +7,8 @@ Never: reads files or devices; `replicas/runner/weights.py` reads the model's fo
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, get_args
+from operator import attrgetter
+from typing import Any, Literal, get_args
 
 from kvtransfer.layout import MHA, MLA, KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
@@ -369,6 +370,13 @@ class EngineConfig:
     num_threads: int = 1  # compute threads of each rank, CPU only
     products: Products = field(default_factory=Products)  # CPU only
     origin: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def filled_in(self) -> dict[str, dict[str, Any]]:
+        """By name, each setting that was left open: the value in force, and where it came from."""
+        values = {name: attrgetter(name)(self) for name in self.origin if name != "model.products"}
+        values["model.products"] = self.products.describe()  # launch.py measures which are faster
+        return {name: {"value": values[name], "why": why} for name, why in self.origin.items()}
 
     @property
     def kv_dtype(self) -> str:

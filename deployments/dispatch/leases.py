@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress, ChannelServer, Stream
 from deployments.channel.frames import EndRequest, PushCache, ReplicaReport, RunRequest
@@ -72,6 +72,7 @@ class ReplicaInfo:
     moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier
     weights: str = ""  # of a quantised checkpoint: how it is stored, and how its weights are served
     host_bytes: int = 0  # of the host tier
+    filled_in: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # `EngineConfig.filled_in`
     tiers: Mapping[str, str] = field(default_factory=dict)  # with a host tier: its policies, and the store's address
     actor: str = ""  # its name in Ray
 

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import os
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -123,14 +124,14 @@ async def model_info(request: Request) -> dict[str, Any]:
 @router.get("/get_server_info", dependencies=ADMIN)
 @router.get("/server_info", dependencies=ADMIN)
 async def server_info(request: Request) -> dict[str, Any]:
-    """Show the settings, and the current state of each replica."""
+    """Show the settings in force, and the current state of each replica."""
     service = service_of(request)
     reports = await service.fleet.ask_all(lambda replica_id: service.leases.call(replica_id, ReplicaCalls.report))
     states = [
         _state_body(info, reports[info.replica_id]) for info in service.fleet.infos if info.replica_id in reports
     ]
     return {
-        **service.settings,
+        **in_force(service.settings, service.fleet.infos),
         "version": service.version,
         "startup_time": service.started_s,
         "uptime_s": time.time() - service.started_s,
@@ -143,6 +144,21 @@ async def server_info(request: Request) -> dict[str, Any]:
         "recent_retries": [dataclasses.asdict(retry) for retry in service.dispatcher.retries],
         "internal_states": states,
     }
+
+
+def in_force(settings: Mapping[str, Any], infos: Iterable[ReplicaInfo]) -> dict[str, Any]:
+    """Return ``settings`` with what was left open as all replicas filled it in. Where they differ it stays open, and
+    each replica's ``filled_in`` says what it has."""
+    shown = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
+    found: dict[str, list[Any]] = {}
+    for info in infos:
+        for name, filled in info.filled_in.items():
+            found.setdefault(name, []).append(filled["value"])
+    for name, values in found.items():
+        group, _, field = name.rpartition(".")
+        if all(value == values[0] for value in values):
+            (shown.setdefault(group, {}) if group else shown)[field] = values[0]
+    return shown
 
 
 def _router_body(service: Service) -> dict[str, Any]:

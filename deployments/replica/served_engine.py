@@ -351,6 +351,7 @@ class ServedEngine:
             metrics=self._metrics_address,
             moves=moves,
             host_bytes=config.cache.host_memory_bytes,
+            filled_in=config.filled_in,
             tiers=_tiers(config.cache),
         )
 

@@ -3,16 +3,19 @@
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import jinja2
 import pytest
 
+from deployments.http.admin import in_force
 from replicas.engine.loop import EngineLoop
 from replicas.kernels.simd import instruction_set
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
+from tests.unit.deployments.sample_values import info
 
 pytestmark = pytest.mark.model
 PROMPT = "The capital of France is"
@@ -201,8 +204,8 @@ async def test_model_info_names_a_path_that_transformers_can_load(client: httpx.
 async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) -> None:
     await generate(client, text=PROMPT * 10, sampling_params=GREEDY)
     for route in ("/get_server_info", "/server_info"):
-        info = (await client.get(route)).json()
-        [state] = info["internal_states"]
+        told = (await client.get(route)).json()
+        [state] = told["internal_states"]
         pool = state["stats"]["pool"]
         assert pool["num_pages"] == 750
         assert pool["free_pages"] + pool["evictable_pages"] == 750  # idle
@@ -211,7 +214,32 @@ async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) 
         assert state["replica"]["attention_why"] == "the fast one of this device"
         assert state["replica"]["products"] == "own"
         assert state["replica"]["kernels"] == instruction_set()
-        assert info["tokenizer_path"] == MODEL
+        assert told["scheduler"]["cascade_saves"] == 256  # SPEC L04: nobody set it
+        assert state["replica"]["filled_in"]["scheduler.cascade_saves"] == {"value": 256, "why": "default on cpu"}
+        assert told["tokenizer_path"] == MODEL
+
+
+def test_what_replicas_filled_in_alike_is_shown_as_the_setting_and_the_rest_stays_open() -> None:
+    """SPEC L04. The settings themselves are not changed: they are what the next router is given."""
+    given = {"mode": "unified", "cache": {"device_memory_bytes": None}, "scheduler": {"chunked_prefill_size": None}}
+    infos = [
+        replace(
+            info(rid),
+            filled_in={
+                "scheduler.chunked_prefill_size": {"value": 512, "why": "default on cpu"},
+                "cache.device_memory_bytes": {"value": num_bytes, "why": "15% of RAM"},
+                "num_threads": {"value": 2, "why": "2 CPUs over 1 ranks"},
+            },
+        )
+        for rid, num_bytes in (("a", 1 << 30), ("b", 2 << 30))
+    ]
+    assert in_force(given, infos) == {
+        "mode": "unified",
+        "cache": {"device_memory_bytes": None},
+        "scheduler": {"chunked_prefill_size": 512},
+        "num_threads": 2,
+    }
+    assert given["scheduler"] == {"chunked_prefill_size": None}
 
 
 async def test_metrics_are_prometheus_text(client: httpx.AsyncClient) -> None:
