@@ -57,8 +57,8 @@ class DoubleSparseAttention(TorchNativeAttention):
         chosen = slots[scores.topk(self._num_tokens, dim=-1, sorted=False).indices]  # [H, num_tokens]
         head = torch.arange(len(chosen)) // (len(chosen) // pool.num_kv_heads)
         at = (chosen // pool.page_size, head[:, None], chosen % pool.page_size)
-        k, v = (buffer[at].to(q.dtype) for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)))
-        return F.scaled_dot_product_attention(*(x.unsqueeze(0) for x in (q.transpose(0, 1), k, v)))[0].transpose(0, 1)
+        k, v = (x[at].to(q.dtype).unsqueeze(0) for x in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)))
+        return F.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), k, v)[0].transpose(0, 1)
 
 
 def label_scores(q: Tensor, labels: Tensor, channels: Tensor) -> Tensor:
