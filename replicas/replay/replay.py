@@ -23,7 +23,6 @@ from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
 from replicas.request import CachedTokens, Req, ReqState
-from replicas.text.tokenizer import Tokenizer
 from replicas.types import Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
 
 TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING})
@@ -69,7 +68,7 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
              `Engine.submit`. Nothing is held then.
     """
     require_same_meaning(_port(engine).layout, snapshot.meta.layout)
-    _require_same_text(engine.tokenizer, snapshot)
+    _require_same_text(engine, snapshot)
     eos_ids = tuple(sorted(engine.config.model.eos_ids))
     if snapshot.eos_ids != eos_ids:
         raise BadSnapshot(f"answers ended at ids {snapshot.eos_ids} where it was taken, and end at {eos_ids} here")
@@ -89,8 +88,9 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
     return engine.submit(request, place=lambda req: _place(engine, req, snapshot))
 
 
-def _require_same_text(here: Tokenizer, snapshot: ReplaySnapshot) -> None:
+def _require_same_text(engine: Engine, snapshot: ReplaySnapshot) -> None:
     """Raises: BadSnapshot that names what differs."""
+    here = engine.tokenizer
     for what, there, ours in (
         ("tokenizer", snapshot.tokenizer, here.digest),
         ("chat template", snapshot.chat_template, here.template_digest),
