@@ -330,7 +330,10 @@ _MESSAGES = {
 _READOUTS = {
     "/v1/embeddings": Described(body=EmbeddingRequest, answer=answers.EmbeddingsBody, errors=_RUN),
     "/v1/score": Described(body=ScoreRequest, answer=answers.ScoresBody, errors=_RUN),
-    "/v1/rerank": Described(body=RerankRequest, answer=answers.RankingBody, errors=_RUN),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        Described(body=RerankRequest, answer=answers.RankingBody, errors=_RUN),
+    ),
 }
 _TOKENIZE = Described(body=TokenizeRequest, answer=answers.TokensBody, errors=_BODY)
 _DETOKENIZE = Described(body=DetokenizeRequest, answer=answers.TextBody, errors=_BODY)
@@ -417,7 +420,7 @@ def describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> No
 def _document(routers: Sequence[APIRouter], service: Service, *, asks_for_key: bool) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in [route for router in routers for route in router.routes]:
-        if isinstance(route, APIRoute) and route.include_in_schema:
+        if isinstance(route, APIRoute):
             operations = paths.setdefault(route.path_format, {})
             for method in sorted(route.methods or ()):
                 operation = _operation(route, method, ROUTES[route.path_format])

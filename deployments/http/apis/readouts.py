@@ -119,9 +119,9 @@ async def score(request: Request) -> Response:
     return await _read_out(request, body, prompts, Readout(labels=tuple(body.label_token_ids)), made, param="items")
 
 
-@router.post("/rerank", include_in_schema=False)  # as vLLM, which has all three
-@router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank")
+@router.post("/v2/rerank")  # as vLLM, which has all three
+@router.post("/rerank")
 async def rerank(request: Request) -> Response:
     """Rank documents by how much likelier "yes" is than "no", where the model is asked whether they answer a query."""
     service = service_of(request)
