@@ -24,6 +24,7 @@ from replicas.attention import triton_kernels as kernels
 from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.page_lists import to_device
 from replicas.config import AttentionKind
+from replicas.kernels.gpu import FUSED
 from replicas.memory.scaled_pool import LARGEST
 from replicas.scheduler.plan import PrefixGroup
 
@@ -56,11 +57,12 @@ class _Shape:
         return max(16, int(triton.next_power_of_2(self.head_dim)))
 
     def constants(self, dtype: torch.dtype, kind: AttentionKind) -> dict[str, object]:
-        """Return the constants of every attention kernel. Without "ieee", fp32 products keep 10 bits."""
+        """Return the constants and options of every attention kernel. Without "ieee", fp32 products keep 10 bits."""
         precision = "ieee" if dtype == torch.float32 else "tf32"
         return {
             "GROUP": self.group, "PAGE": self.page_size, "D": self.head_dim, "BLOCK_D": self.block_d,
             "LIMITED": bool(kind.window or kind.chunk), "CAPPED": kind.soft_cap is not None, "PRECISION": precision,
+            **FUSED,
         }  # fmt: skip
 
 
@@ -178,7 +180,7 @@ class TritonAttention:
         kernels.merge_parts[(size, shape.num_heads)](
             part_out, part_lse, out, out if sinks is None else sinks, first[0], parts, shape.num_heads,
             scales[1], BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim,
-            BLOCK_D=shape.block_d, SINKS=sinks is not None,
+            BLOCK_D=shape.block_d, SINKS=sinks is not None, **FUSED,
         )  # fmt: skip
 
     def _numbers(
@@ -216,12 +218,13 @@ def store_kv(
         kernels.turn_and_store[(num_tokens, q.shape[1] + num_kv_heads)](
             q, k, v, turn.cos, turn.sin, q_norm, k_norm, keys, values, out_slots, q.stride(0), k.stride(0), v.stride(0),
             keys.stride(0), keys.stride(1), *inverse, eps, q.shape[1], LARGEST=largest, NORMS=turn.norms is not None,
-            PAGE=keys.shape[2], D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
+            PAGE=keys.shape[2], D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1, **FUSED,
         )  # fmt: skip
         return
     kernels.store[(num_tokens, num_kv_heads)](
         k, v, keys, values, out_slots, k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), *inverse,
         LARGEST=largest, PAGE=keys.shape[2], D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+        **FUSED,
     )  # fmt: skip
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 SILU_BLOCK = 1024
+# of every launch, since Triton's default differs between versions: may a product and a sum be rounded once, not twice
+FUSED = {"enable_fp_fusion": True}
+EXACT = {"enable_fp_fusion": False}  # of those whose bits are the host's and the interpreter's
 LARGEST_ROW = 16_384  # floats of a row that a program of `add_rms_norm` holds in registers
 
 
@@ -28,7 +31,7 @@ def kernels() -> Any:
 
         on_gpu = torch.cuda.is_available()
         x = torch.zeros(1, 32, device="cuda" if on_gpu else "cpu")
-        triton_rows.silu_mul[(1, 1)](x, torch.empty_like(x[:, :16]), 16, BLOCK=16)
+        triton_rows.silu_mul[(1, 1)](x, torch.empty_like(x[:, :16]), 16, BLOCK=16, **FUSED)
         if on_gpu:
             torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - of a compiler that may fail in any way; PyTorch's operations remain
@@ -49,7 +52,7 @@ def add_rms_norm(x: Tensor, term: Tensor | None, weight: Tensor, eps: float) -> 
         block = 1 << (size - 1).bit_length()
         kernels().add_rms_norm[(x.numel() // size,)](
             x, x if term is None else term, weight, out, size, eps, ADDS=term is not None, BLOCK=block,
-            num_warps=max(1, min(16, block // 512)),
+            num_warps=max(1, min(16, block // 512)), **FUSED,
         )  # fmt: skip
     return out
 
@@ -59,5 +62,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = torch.empty((len(gate_up), size), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        kernels().silu_mul[(len(gate_up), -(-size // SILU_BLOCK))](gate_up, out, size, BLOCK=SILU_BLOCK, num_warps=4)
+        kernels().silu_mul[(len(gate_up), -(-size // SILU_BLOCK))](
+            gate_up, out, size, BLOCK=SILU_BLOCK, num_warps=4, **FUSED
+        )
     return out

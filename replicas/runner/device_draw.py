@@ -30,7 +30,7 @@ def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     logits = logits.contiguous()
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     peaks = torch.empty(num_rows, dtype=torch.float32, device=device)
-    kernels.greatest[(num_rows,)](logits, tokens, peaks, vocab_size, BLOCK=BLOCK, num_warps=WARPS)
+    kernels.greatest[(num_rows,)](logits, tokens, peaks, vocab_size, BLOCK=BLOCK, num_warps=WARPS, **gpu.EXACT)
     drawn = [i for i, row in enumerate(rows) if vocab_size > 1 and not row.params.greedy]
     for start in range(0, len(drawn), ROWS_AT_ONCE):
         chosen = drawn[start : start + ROWS_AT_ONCE]
@@ -39,13 +39,13 @@ def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         rules, index, num = packed[:6], packed[6], len(chosen)
         scaled = torch.empty(num, vocab_size, dtype=torch.float32, device=device)
         kernels.scale[(num, -(-vocab_size // BLOCK))](
-            logits, peaks, index, rules, scaled, num, vocab_size, BLOCK=BLOCK, num_warps=4
+            logits, peaks, index, rules, scaled, num, vocab_size, BLOCK=BLOCK, num_warps=4, **gpu.EXACT
         )
         num_head = min(HEAD, vocab_size - 1)
         head = scaled.topk(num_head + 1, dim=-1)
         kernels.draw[(num,)](
             scaled, head.values, head.indices, index, rules, tokens, num, vocab_size, num_head, HEAD=HEAD, BLOCK=BLOCK,
-            num_warps=WARPS,
+            num_warps=WARPS, **gpu.EXACT,
         )  # fmt: skip
     return tokens
 

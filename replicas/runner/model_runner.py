@@ -286,7 +286,7 @@ class ModelRunner:
         self.forward(idle_extend(self.max_running, 2))
         logits, _ = self.forward(idle_decode(1, row=self.max_running, seq_len=2))
         if self.tp.rank == 0:
-            self._sampler.warm_up(logits)
+            self._sampler.warm_up(logits, on_device=self._samples_on_device)
         shared_len = self.pool.page_size
         if self.device.type == "cuda" and shared_len < self._config.model.context_len:
             group = PrefixGroup(members=np.arange(2, dtype=np.int32), length=shared_len)

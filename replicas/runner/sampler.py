@@ -35,7 +35,7 @@ from replicas.runner.draw import draw
 from replicas.runner.readouts import Readouts
 from replicas.runner.token_counts import TokenCounts
 from replicas.scheduler.plan import BROKEN, SampleRow
-from replicas.types import TokenIds, TokenLogprob
+from replicas.types import SamplingParams, TokenIds, TokenLogprob
 
 
 class _Entries:
@@ -262,9 +262,14 @@ class Sampler:
         self.readouts = Readouts()
 
     @torch.inference_mode()
-    def warm_up(self, logits: Tensor) -> None:
-        """Compile the kernels, so that the first greedy or constrained request does not wait for them."""
+    def warm_up(self, logits: Tensor, *, on_device: bool = False) -> None:
+        """Compile the kernels, so that no first request of its kind waits for them, and others with it. ``on_device``:
+        those of `sample_on_device` too, for any number of rows."""
         argmax(logits)
+        if on_device:
+            params, none = SamplingParams(repetition_penalty=1.1, top_p=0.9), np.zeros(0, np.int32)
+            row = SampleRow(params, position=1, num_output=0, stop_ids=frozenset(), prompt_ids=none, output_ids=none)
+            Sampler(self.vocab_size, self.device).sample_on_device(logits, [row] * len(logits))
         mask_tokens(logits, [np.zeros(-(-logits.shape[1] // 32), np.int32)] * len(logits))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[TokenIds, tuple[TokenLogprob | None, ...]]:

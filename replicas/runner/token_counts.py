@@ -66,8 +66,9 @@ class TokenCounts:
                 self._add(at[1], last_ids[at[0]])
         vocab_size = logits.shape[1]
         gpu.kernels().penalise[(len(index), -(-vocab_size // BLOCK))](
-            logits, self._counts, packed[0], packed[1], packed[2:], len(index), vocab_size, BLOCK=BLOCK, num_warps=4
-        )
+            logits, self._counts, packed[0], packed[1], packed[2:], len(index), vocab_size, BLOCK=BLOCK, num_warps=4,
+            **gpu.EXACT,
+        )  # fmt: skip
 
     def add(self, tokens: Tensor) -> None:
         """Count the tokens [S] int64 that were drawn for the rows of the last `penalise`."""

@@ -13,6 +13,7 @@ Thread:    any.
 """
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -103,6 +104,7 @@ class FakeCuda:
         self.streams = [Stream()]  # the current one is last
         self.graphs: list[Graph] = []
         self.kernels = 0  # of Triton that were launched
+        self.programs: set[tuple[str, str]] = set()  # that Triton would have compiled for those: kernel, and for what
         self.capturing: Graph | None = None
         self.sticky = ""  # what every wait says once the device is broken
         self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets that
@@ -256,6 +258,23 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+@functools.cache
+def _specialised(kernel: Any) -> Callable[..., tuple[Any, ...]]:
+    """What tells from a launch's arguments which program of ``kernel`` runs, as Triton's launcher finds it for a Hopper
+    GPU: types, constants, and which pointers and integers are multiples of 16, or are 1."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    options = {name: value for name, value in kernel.kwargs.items() if name.startswith("do_not")}
+    compiled = JITFunction(kernel.fn, **options)
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+    found: Callable[..., tuple[Any, ...]] = create_function_from_signature(
+        compiled.signature, compiled.params, backend
+    )
+    return found
+
+
 class Kernel:
     """A Triton kernel: given tensors of the device of the types it was compiled for, it is interpreted over them."""
 
@@ -269,8 +288,10 @@ class Kernel:
                     assert isinstance(x, OnCuda), f"{name} is on the CPU"
                     assert x.dtype == DTYPES.get(name, x.dtype), f"{name} is {x.dtype}"
                     assert x.stride(-1) == 1, f"{name} has strides {x.stride()}"
+            assert "enable_fp_fusion" in options, "Triton's default differs between its versions"
             plains = [plain(x) for x in args]
             FAKE.kernels += 1
+            FAKE.programs.add((self._kernel.fn.__name__, str(_specialised(self._kernel)(*plains, **options)[1:])))
             with _disable_current_modes():  # what the interpreter does is no launch
                 FAKE.kernel(lambda: self._kernel[grid](*plains, **options))
 

@@ -75,6 +75,7 @@ def test_every_kind_of_step_gives_transformers_tokens(
     wanted = [tiny.reference(reference, prompt, NUM_NEW)[1] for prompt in PROMPTS]
     engine = start(model(tmp_path), dtype="float32")
     assert engine.started.attention.name == "triton"
+    compiled = set(gpu.programs) if gpu is not None else set()
     start_step, plans, waits = engine.steps.launch, [], []
 
     def watched(plan: StepPlan) -> Any:
@@ -103,6 +104,7 @@ def test_every_kind_of_step_gives_transformers_tokens(
         assert len(gpu.graphs) == 3  # of 1, 2 and 4 rows
         assert waits
         assert not any(waits)
+        assert gpu.programs == compiled, "a program was compiled while requests waited"
     engine.close()
 
 
@@ -121,6 +123,7 @@ def test_edits_of_logits_and_logprobs_are_those_of_a_cpu(
         replace(ask("logprobs", PROMPTS[2][:8], **drawn), return_logprobs=True, top_logprobs=3, prompt_logprobs_from=0),
     ]
     engine = start(folder, dtype="float32", scheduler={"max_running_requests": 6})
+    compiled = set(gpu.programs) if gpu is not None else set()
     start_step, plans, waits = engine.steps.launch, [], []
 
     def watched(plan: StepPlan) -> Any:
@@ -135,6 +138,7 @@ def test_edits_of_logits_and_logprobs_are_those_of_a_cpu(
     on_gpu = told(engine, asked)
     assert any(len(plan.rows) == 6 for plan in plans), "all of them in a step ahead"
     assert not waits
+    assert gpu is None or gpu.programs == compiled
     cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
     monkeypatch.setattr(launch, "measure_hardware", lambda: cpu)
     on_cpu = told(start(folder, dtype="float32"), asked)

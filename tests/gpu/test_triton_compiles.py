@@ -25,6 +25,7 @@ import importlib, json, pathlib, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from replicas.kernels import gpu
 
 KINDS = [
     ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens choices experts"),
@@ -36,21 +37,21 @@ KINDS = [
 types = {name: kind for kind, names in KINDS for name in names.split()}
 cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 made_of = {}
-for module, name, constants, num_warps in json.loads(sys.argv[2]):
+for module, name, constants, num_warps, *exact in json.loads(sys.argv[2]):
     kernel = getattr(importlib.import_module("replicas." + module), name)
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
     aligned = [arg for arg, kind in signature.items() if kind[0] == "*" or arg.endswith("stride")]
     attrs = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}  # as a launch finds them
-    made = triton.compile(
-        ASTSource(kernel, signature, values, attrs), target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
-    )
+    options = {"num_warps": num_warps} | (exact or [gpu.FUSED])[0]
+    source = ASTSource(kernel, signature, values, attrs)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\\d+)", usage)}
-    made_of[name] = {"shared": made.metadata.shared, **numbers}
+    made_of[name] = {"shared": made.metadata.shared, "fused": made.asm["ptx"].count("fma.rn.f"), **numbers}
 print(json.dumps(made_of))
 """
 
@@ -87,12 +88,12 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
         (attention, "turn_and_store", turn, 1),
         (elementwise, "add_rms_norm", {"ADDS": True, "BLOCK": gpu.LARGEST_ROW}, 16),
         (elementwise, "silu_mul", {"BLOCK": gpu.SILU_BLOCK}, 4),
-        (elementwise, "greatest", {"BLOCK": device_draw.BLOCK}, device_draw.WARPS),
-        (elementwise, "penalise", {"BLOCK": token_counts.BLOCK}, 4),
-        (elementwise, "scale", {"BLOCK": device_draw.BLOCK}, 4),
+        (elementwise, "greatest", {"BLOCK": device_draw.BLOCK}, device_draw.WARPS, gpu.EXACT),
+        (elementwise, "penalise", {"BLOCK": token_counts.BLOCK}, 4, gpu.EXACT),
+        (elementwise, "scale", {"BLOCK": device_draw.BLOCK}, 4, gpu.EXACT),
         (experts, "grouped_product", product, on_gpu.WARPS),
         (experts, "sum_choices", {"TOP_K": 8, "BLOCK": on_gpu.SUM_BLOCK}, on_gpu.WARPS),
-        (elementwise, "draw", {"BLOCK": device_draw.BLOCK, "HEAD": HEAD}, device_draw.WARPS),
+        (elementwise, "draw", {"BLOCK": device_draw.BLOCK, "HEAD": HEAD}, device_draw.WARPS, gpu.EXACT),
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -104,3 +105,5 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     for name, uses in made.items():
         assert uses["shared"] <= SHARED_BYTES, name
         assert uses["STACK"] == uses["LOCAL"] == 0, f"{name} spills: {uses}"
+    for name in ("greatest", "penalise", "scale"):  # those of `draw` are its logarithms'
+        assert not made[name]["fused"], f"{name} rounds a product and a sum once, the host twice"

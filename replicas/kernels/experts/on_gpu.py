@@ -76,6 +76,7 @@ def _product(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype, *, row
             x, weight, out, tiles.choices, tiles.experts, rows, outputs, inputs, x.stride(0), SHARED=shared,
             BLOCK_M=tiles.choices.shape[1], BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=WARPS,
+            **gpu.FUSED,
         )  # fmt: skip
     return out
 
@@ -85,8 +86,9 @@ def _summed(made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(tokens, size, dtype=dtype, device=made.device)
     if tokens:
         programs().sum_choices[(tokens, -(-size // SUM_BLOCK))](
-            made, weights.contiguous(), out, size, made.stride(0), TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=WARPS
-        )
+            made, weights.contiguous(), out, size, made.stride(0), TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=WARPS,
+            **gpu.FUSED,
+        )  # fmt: skip
     return out
 
 
