@@ -6,12 +6,16 @@ Invariant: a page is the parts of all ranks one after the other, each byte for b
            where all ranks have the same bytes (`KvLayout.num_parts` is 1) it is that of rank 0. ``digests`` hold
            XXH3-64 of what `backup` or the tier's owner put there, and `load` gives the device nothing else. Page 0 is
            not used, as in the device pool.
+           On a GPU, copies run on a stream of their own, and each call waits for its copies alone: the pages that are
+           copied out are complete, as those that go to a peer are, so the step under way is not waited for; pages that
+           are copied in may still be written by it, so those copies run behind it.
 Thread:    the runner's for `backup` and `load`. Others read and write pages that are theirs (store, peers).
 Source:    SPEC C11; SGLang's HiCache, host pool.
 """
 
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +25,8 @@ import xxhash
 
 from replicas.errors import InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool, populate
+
+COPY_BYTES = 8 << 20  # of a copy at most: the digests of one are taken while the next one runs
 
 PageIds = npt.NDArray[np.int32]  # [n]
 Ok = npt.NDArray[np.bool_]  # [n]
@@ -75,6 +81,7 @@ class HostKVCache:
         num_digests = (memory.num_pages + 1) * memory.tp
         self.digests = whole[: 8 * num_digests].view(np.uint64).reshape(memory.num_pages + 1, memory.tp)
         self.view = whole[memory.digest_bytes :].reshape(memory.num_pages + 1, memory.page_bytes)
+        self._stream: torch.cuda.Stream | None = None  # of copies from and to a GPU
         start = part * memory.rank_page_bytes
         self._own = self.view[:, start : start + memory.rank_page_bytes]
 
@@ -114,26 +121,42 @@ class HostKVCache:
                 self._own[host] = row = source[device]
                 self.digests[host, self._part] = xxhash.xxh3_64_intdigest(row.data)
             return
-        for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
-            self._tensor(host, pool).copy_(pool.buffer[device], non_blocking=True)
-        torch.cuda.current_stream(pool.device).synchronize()
-        for host in host_pages.tolist():
-            self.digests[host, self._part] = xxhash.xxh3_64_intdigest(self._own[host].data)
+        copied = []
+        with torch.cuda.stream(self._copy_stream(pool)):
+            for device, host, num in self._runs(device_pages, host_pages):
+                self._tensor(host, num, pool).copy_(pool.buffer[device : device + num], non_blocking=True)
+                copied.append((torch.cuda.Event(), host, num))  # type: ignore[no-untyped-call]
+                copied[-1][0].record()
+        for event, first, num in copied:
+            event.synchronize()
+            for host in range(first, first + num):
+                self.digests[host, self._part] = xxhash.xxh3_64_intdigest(self._own[host].data)
 
     def load(self, pool: MHATokenToKVPool, host_pages: PageIds, device_pages: PageIds) -> Ok:
         """Copy this rank's part of ``host_pages`` [n] to ``device_pages`` [n]. Returns: [n] whether the digest fits;
         the device's page is not to be read where it does not."""
         ok = np.zeros(len(host_pages), dtype=np.bool_)
-        rows = pool.page_rows() if pool.device.type == "cpu" else None
-        for at, host in enumerate(host_pages.tolist()):
-            row = self._own[host]
-            ok[at] = xxhash.xxh3_64_intdigest(row.data) == self.digests[host, self._part]
-            if ok[at] and rows is not None:
-                rows[device_pages[at]] = row
-        if rows is None:
-            for at in np.flatnonzero(ok).tolist():
-                pool.buffer[int(device_pages[at])].copy_(self._tensor(int(host_pages[at]), pool), non_blocking=True)
-            torch.cuda.current_stream(pool.device).synchronize()  # a thread may write the host's pages next
+        if pool.device.type == "cpu":
+            rows = pool.page_rows()
+            for at, host in enumerate(host_pages.tolist()):
+                ok[at] = self._is_right(host)
+                if ok[at]:
+                    rows[device_pages[at]] = self._own[host]
+            return ok
+        stream, at = self._copy_stream(pool), 0
+        stream.wait_stream(torch.cuda.current_stream(pool.device))
+        with torch.cuda.stream(stream):
+            for device, host, num in self._runs(device_pages, host_pages):
+                right = ok[at : at + num] = [self._is_right(page) for page in range(host, host + num)]
+                at += num
+                if all(right):
+                    pool.buffer[device : device + num].copy_(self._tensor(host, num, pool), non_blocking=True)
+                    continue
+                for i in np.flatnonzero(right).tolist():
+                    pool.buffer[device + i].copy_(self._tensor(host + i, 1, pool)[0], non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        copied.synchronize()  # a thread may write the host's pages next, and the engine's stream read the device's
         return ok
 
     def seal(self, page: int) -> None:
@@ -154,6 +177,27 @@ class HostKVCache:
         parts = self.view[page].reshape(self.memory.tp, -1)
         return np.array([xxhash.xxh3_64_intdigest(part.data) for part in parts], dtype=np.uint64)
 
-    def _tensor(self, host_page: int, pool: MHATokenToKVPool) -> torch.Tensor:
-        """This rank's part of a page, shaped as the pool's pages."""
-        return torch.from_numpy(self._own[host_page]).view(pool.buffer.dtype).view(pool.buffer.shape[1:])
+    def _is_right(self, host_page: int) -> bool:
+        """Whether the digest of this rank's part fits."""
+        return bool(xxhash.xxh3_64_intdigest(self._own[host_page].data) == self.digests[host_page, self._part])
+
+    def _copy_stream(self, pool: MHATokenToKVPool) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def _runs(self, device_pages: PageIds, host_pages: PageIds) -> Iterator[tuple[int, int, int]]:
+        """Cut a copy into (first device page, first host page, number), pages that lie behind one another on both
+        sides in one; parts of pages do not."""
+        most = max(1, COPY_BYTES // self.memory.rank_page_bytes) if self.memory.tp == 1 else 1
+        first = 0
+        for at in range(1, len(host_pages) + 1):
+            whole = at == len(host_pages) or at - first == most
+            if whole or device_pages[at] != device_pages[at - 1] + 1 or host_pages[at] != host_pages[at - 1] + 1:
+                yield int(device_pages[first]), int(host_pages[first]), at - first
+                first = at
+
+    def _tensor(self, host_page: int, num: int, pool: MHATokenToKVPool) -> torch.Tensor:
+        """This rank's part of ``num`` pages, shaped as the pool's pages; of one, where pages have other parts too."""
+        rows = torch.from_numpy(self._own[host_page : host_page + num]).view(pool.buffer.dtype)
+        return rows.view(num, *pool.buffer.shape[1:])

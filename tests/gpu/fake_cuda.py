@@ -7,14 +7,20 @@ The device refuses: an operation on tensors of both (CUDA takes from the host on
 indices); a copy that is not waited for, from or into host memory that is not pinned; while a graph is captured, what
 goes between host and device. A captured graph is the list of its operations; a replay runs them over the same memory.
 
+An asynchronous copy is late. What it brings to the host is there when the host has waited for an event or a stream
+behind it, and is NOTHING_YET before. What it takes from the host must not be written before the host has waited, which
+is looked at whenever the host waits for anything. And one on another stream than a thread's first runs only when
+something waits for it, or when that stream goes on: who does not order it behind or before the engine's work sees that.
+
 Owns:      the patches of torch and Triton, which pytest's monkeypatch takes back.
-Never:     imitates time: an operation has run when it returns, on whatever stream.
+Never:     imitates time otherwise: an operation that is no such copy has run when it returns, on whatever stream.
 Thread:    any.
 """
 
 import contextlib
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
 TOTAL_BYTES = 4 << 30
+NOTHING_YET = 0x5A  # in every byte
 INDEXING = {Tensor.__getitem__, Tensor.__setitem__, Tensor.index_put_}
 READS = {Tensor.__bool__, Tensor.__float__, Tensor.__index__, Tensor.__int__, Tensor.item, Tensor.tolist}
 DTYPES = {  # of what the Triton kernels are given, by name; the rest is in the model's dtype or the pool's
@@ -60,24 +67,72 @@ def plain(x: Any) -> Any:
 
 
 class Stream:
-    """Of the device; everything on it has run."""
+    """Of the device; everything on it has run, but for late copies."""
 
     def __init__(self, device: object = None) -> None:
         self.cuda_stream = id(self)
+        self.behind: list[Stream] = []  # what it has waited for
 
-    def wait_stream(self, other: "Stream") -> None: ...
+    def wait_stream(self, other: "Stream") -> None:
+        self.behind.append(other)
+        FAKE.go_on(other)
+
+    def wait_event(self, event: "Event") -> None:
+        event.wait()
+
     def synchronize(self) -> None:
-        FAKE.wait("stream")
+        FAKE.wait("stream", self)
 
     def query(self) -> bool:
         return True
 
 
 class Event:
-    def __init__(self, **options: object) -> None: ...
-    def record(self, stream: Stream | None = None) -> None: ...
-    def wait(self, stream: Stream | None = None) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(self, **options: object) -> None:
+        self._place: tuple[Stream, int] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._place = stream or FAKE.streams[-1], FAKE.num_copies
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self._place is not None:
+            FAKE.go_on(*self._place)
+
+    def synchronize(self) -> None:
+        if self._place is not None:
+            FAKE.fenced.append(self._place[0])
+            FAKE.passed(*self._place)
+
+
+class Copy:
+    """An asynchronous copy between pinned memory and the device, which a stream runs and the host later waits for."""
+
+    def __init__(self, to: Tensor, source: Tensor, *, to_host: bool, stream: Stream) -> None:
+        self._to, self._source, self._to_host, self.stream = plain(to), plain(source), to_host, stream
+        self._given = None if to_host else self._source.clone()  # what the host has put there
+        self._read: Tensor | None = None
+        FAKE.num_copies += 1
+        self.number = FAKE.num_copies
+        if to_host:
+            nothing = of_torch["full"]((self._to.nbytes,), NOTHING_YET, dtype=torch.uint8)
+            self._to.copy_(nothing.view(self._to.dtype).view(self._to.shape))
+
+    def run(self) -> None:
+        if self._read is None:
+            self._read = self._source.clone()
+            if not self._to_host:
+                self._to.copy_(self._read)
+
+    def pass_(self) -> None:
+        """The host has waited for it."""
+        self.run()
+        if self._to_host:
+            assert self._read is not None
+            self._to.copy_(self._read)
+
+    def check(self) -> None:
+        if self._given is not None and not torch.equal(_bytes(self._source), _bytes(self._given)):
+            raise RuntimeError("pinned memory was written before the copy out of it had run: a fence is missing")
 
 
 class Graph:
@@ -101,13 +156,46 @@ class FakeCuda:
     def reset(self) -> None:
         self.waits: list[str] = []  # operations that the host waited for
         self.copied_on: list[Stream] = []  # the stream of each copy to the host
-        self.streams = [Stream()]  # the current one is last
+        self.fenced: list[Stream] = []  # the stream of each event that the host waited for
+        self.copies: list[Copy] = []  # the asynchronous ones that the host has not waited for
+        self.num_copies = 0  # and those that it has
+        self._lock = threading.Lock()
+        self._default = Stream()
+        self._of_thread = threading.local()
         self.graphs: list[Graph] = []
         self.kernels = 0  # of Triton that were launched
         self.programs: set[tuple[str, str]] = set()  # that Triton would have compiled for those: kernel, and for what
         self.capturing: Graph | None = None
         self.sticky = ""  # what every wait says once the device is broken
         self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets that
+        self._registered: list[range] = []  # addresses
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Of this thread; the current one is last."""
+        if not hasattr(self._of_thread, "streams"):
+            self._of_thread.streams = [self._default]
+        streams: list[Stream] = self._of_thread.streams
+        return streams
+
+    def go_on(self, stream: Stream, last: int | None = None) -> None:
+        """Run the copies that ``stream`` has, up to number ``last``."""
+        with self._lock:
+            for copy in self.copies:
+                if copy.stream is stream and (last is None or copy.number <= last):
+                    copy.run()
+
+    def passed(self, stream: Stream | None, last: int | None = None) -> None:
+        """The host has waited for what ``stream`` has, up to copy ``last``; None: for all streams."""
+        with self._lock:
+            waiting = []
+            for copy in self.copies:
+                copy.check()
+                if (stream is None or copy.stream is stream) and (last is None or copy.number <= last):
+                    copy.pass_()
+                else:
+                    waiting.append(copy)
+            self.copies = waiting
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, makes: bool = False) -> Any:
         """A function of torch with tensors of the device among its arguments; ``makes``: one on the device."""
@@ -120,7 +208,8 @@ class FakeCuda:
                     f"{x.dtype} {tuple(x.shape)}"
                 )
         if func in READS:
-            self.wait(name)
+            self.wait(name, self.streams[-1])
+        self.go_on(self.streams[-1])
         given: list[tuple[Tensor, Tensor]] = []
 
         def unwrap(x: Any) -> Any:
@@ -144,6 +233,7 @@ class FakeCuda:
     def kernel(self, run: Callable[[], None]) -> None:
         """``run`` as one kernel: a graph that captures it replays it whole, with what its numbers on the host are then.
         """
+        self.go_on(self.streams[-1])
         graph, self.capturing = self.capturing, None
         try:
             run()
@@ -156,15 +246,23 @@ class FakeCuda:
         self._pinned[x.untyped_storage().data_ptr()] = x
         return x
 
-    def is_pinned(self, x: Tensor) -> bool:
-        return x.untyped_storage().data_ptr() in self._pinned
+    def register(self, address: int, num_bytes: int, flags: int) -> int:
+        """cudaHostRegister."""
+        self._registered.append(range(address, address + num_bytes))
+        return 0
 
-    def wait(self, what: str) -> None:
+    def is_pinned(self, x: Tensor) -> bool:
+        address = x.untyped_storage().data_ptr()
+        return address in self._pinned or any(x.data_ptr() in addresses for addresses in self._registered)
+
+    def wait(self, what: str, stream: Stream | None = None) -> None:
+        """``stream``: the one that the host waits for; None: all."""
         if self.sticky:
             raise RuntimeError(self.sticky)
         if self.capturing is not None:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         self.waits.append(what)
+        self.passed(stream)
 
     def copied(self, on_host: Tensor, *, to_host: bool, non_blocking: bool) -> None:
         """Between ``on_host`` and the device."""
@@ -174,8 +272,17 @@ class FakeCuda:
             self.copied_on.append(self.streams[-1])
         if not non_blocking:
             self.waits.append("copy")
+            self.passed(self.streams[-1])
         elif not self.is_pinned(on_host):
             raise RuntimeError("this copy is asynchronous, and the host's memory is not pinned")
+
+    def copy(self, to: Tensor, source: Tensor, *, to_host: bool) -> None:
+        """Start an asynchronous one, which `copied` has allowed."""
+        with self._lock:
+            copy = Copy(to, source, to_host=to_host, stream=self.streams[-1])
+            self.copies.append(copy)
+            if copy.stream is self._default:
+                copy.run()
 
     def allocated(self) -> int:
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _alive()}
@@ -226,7 +333,10 @@ def _to(x: Tensor, *args: Any, **options: Any) -> Tensor:
             return FAKE.run(to_of_torch, (x, *dtypes), {}) if to_cuda else to_of_torch(x, *(dtypes or (x.dtype,)))
         if to_cuda:
             FAKE.copied(x, to_host=False, non_blocking=non_blocking)
-            return to_of_torch(x, dtype or x.dtype).clone().as_subclass(OnCuda)
+            made = to_of_torch(x, dtype or x.dtype).clone()
+            if non_blocking:
+                FAKE.copy(made, x, to_host=False)
+            return made.as_subclass(OnCuda)
         FAKE.copied(plain(x), to_host=True, non_blocking=non_blocking)
         return to_of_torch(plain(x), dtype or x.dtype).clone()
 
@@ -234,10 +344,18 @@ def _to(x: Tensor, *args: Any, **options: Any) -> Tensor:
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     on_host = [x for x in (to, source) if not isinstance(x, OnCuda)]
     if on_host:
-        FAKE.copied(on_host[0], to_host=on_host[0] is to, non_blocking=non_blocking)
-        plain(to).copy_(plain(source))
+        to_host = on_host[0] is to
+        FAKE.copied(on_host[0], to_host=to_host, non_blocking=non_blocking)
+        if non_blocking:
+            FAKE.copy(to, source, to_host=to_host)
+        else:
+            plain(to).copy_(plain(source))
         return to
     return FAKE.run(Tensor.copy_, (to, source), {})
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
 
 
 def _no_numpy(x: Tensor, *args: Any, **options: Any) -> Any:
@@ -350,6 +468,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "stream": _stream,
         "CUDAGraph": Graph,
         "graph": _capture,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=FAKE.register),
         "graph_pool_handle": lambda: (0, 1),
     }
     for name, answer in answers.items():

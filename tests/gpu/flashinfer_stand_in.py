@@ -27,6 +27,7 @@ class _Wrapper:
 
     def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
         CALLS.append((self.name, "__init__", (workspace, kv_layout), options))
+        self._staged = torch.empty(1 << 16, dtype=torch.int32, pin_memory=workspace.is_cuda)  # of plans
         assert kv_layout == "HND"
         assert workspace.dtype == torch.uint8
         assert options.get("backend", "auto") in BACKENDS
@@ -54,6 +55,10 @@ class _Wrapper:
         assert self.kv_dtype in (options["q_data_type"], torch.float8_e4m3fn, torch.float8_e5m2)
         assert self.options.get("backend") != "fa3" or self.kv_dtype == options["q_data_type"]
         assert all(1 <= int(n) <= shape[3] for n in self.last)
+        plan = torch.cat((bounds, self.indptr, self.last))  # as FlashInfer's planner stages what it has made of these
+        self._staged[: len(plan)] = plan
+        there = torch.empty(len(plan), dtype=torch.int32, device=self.device)
+        there.copy_(self._staged[: len(plan)], non_blocking=True)
         self.bounds, self.shape, self.dtype = bounds, shape, options["q_data_type"]
         self.kind = {name: options.get(name) for name in ("sm_scale", "window_left", "logits_soft_cap")}
 

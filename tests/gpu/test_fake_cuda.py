@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.device_steps import DEVICE
-from tests.gpu.fake_cuda import CUDA, FakeCuda, install
+from tests.gpu.fake_cuda import CUDA, NOTHING_YET, FakeCuda, install
 from tests.gpu.triton_or_skip import triton_paged
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU is here; the fake is not needed")
@@ -49,6 +49,39 @@ def test_an_asynchronous_copy_needs_pinned_memory(fake: FakeCuda) -> None:
     assert x.sum().item() == 3
     x.cpu()
     assert fake.waits[before:] == ["item", "copy"]
+
+
+def test_an_asynchronous_copy_is_late_and_reads_what_must_not_be_written_before(fake: FakeCuda) -> None:
+    x, host = torch.ones(2, device="cuda"), torch.zeros(2).pin_memory()
+    copied, later = torch.cuda.Event(), torch.cuda.Event()
+    host.copy_(x, non_blocking=True)
+    copied.record()
+    x.fill_(5.0)
+    assert host.view(torch.uint8).unique().tolist() == [NOTHING_YET]
+    copied.synchronize()
+    assert host.tolist() == [1.0, 1.0]
+    x.copy_(host, non_blocking=True)
+    later.record()
+    copied.synchronize()  # is before it
+    host.fill_(2.0)
+    with pytest.raises(RuntimeError, match="a fence is missing"):
+        later.synchronize()
+
+
+def test_a_copy_on_another_stream_runs_when_something_waits_for_it(fake: FakeCuda) -> None:
+    """Out of the device, and into it."""
+    x, host, side = torch.ones(2, device="cuda"), torch.full((2,), 3.0).pin_memory(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x.copy_(host, non_blocking=True)
+    assert x.tolist() == [1.0, 1.0]
+    torch.cuda.current_stream().wait_stream(side)
+    assert x.tolist() == [3.0, 3.0]
+    back = torch.zeros(2).pin_memory()
+    with torch.cuda.stream(side):
+        back.copy_(x, non_blocking=True)
+    x.fill_(4.0)  # nobody has ordered it behind the copy
+    side.synchronize()
+    assert back.tolist() == [4.0, 4.0]
 
 
 def test_a_graph_computes_again_over_the_same_memory_and_captures_no_wait(fake: FakeCuda) -> None:

@@ -160,6 +160,6 @@ def test_a_pool_and_a_host_page_of_one_shape_are_one_tensor() -> None:
     pool = random_pool(1)
     hosts = ranks_of(pool, 2)
     hosts[1].backup(pool, pages(4), pages(2))
-    assert torch.equal(hosts[1]._tensor(2, pool).view(torch.uint8), pool.buffer[4].view(torch.uint8))
+    assert torch.equal(hosts[1]._tensor(2, 1, pool)[0].view(torch.uint8), pool.buffer[4].view(torch.uint8))
     for host in hosts:
         host.close()

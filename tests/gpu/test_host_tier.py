@@ -1,0 +1,86 @@
+"""Pages between a GPU's pool and the host tier: the same bytes as a CPU's, on a stream that is not the engine's."""
+
+import numpy as np
+import pytest
+import torch
+
+from replicas.memory import host as host_tier
+from replicas.memory.host import HostKVCache
+from replicas.memory.pool import MHATokenToKVPool
+from tests.gpu import fake_cuda
+
+PAGES = np.array([4, 5, 6, 2, 9], np.int32)  # of the device
+PLACES = np.array([1, 2, 3, 4, 7], np.int32)  # on the host: three runs, 4 5 6, 2 and 9
+
+
+def pool_of(seed: int) -> MHATokenToKVPool:
+    """10 random pages of 2 layers x K, V x 2 heads x 16 tokens x 8 floats: 4,096 bytes; and the sink."""
+    pool = MHATokenToKVPool(10, 16, 2, 2, 8, torch.float32, "cuda")
+    pool.buffer.copy_(torch.randn(pool.buffer.shape, generator=torch.Generator().manual_seed(seed)).to("cuda"))
+    torch.cuda.synchronize()  # as after a step's result
+    return pool
+
+
+def tier(tp: int = 1, rank: int = 0) -> HostKVCache:
+    host = HostKVCache.create(8, rank_page_bytes=4096, tp=tp)
+    if rank:
+        host = HostKVCache(host.memory, rank)
+    host.pin()
+    return host
+
+
+def bytes_of(pool: MHATokenToKVPool, pages: np.ndarray) -> np.ndarray:
+    return pool.buffer.cpu().view(torch.uint8).numpy().reshape(11, -1)[pages]
+
+
+@pytest.mark.parametrize("most_bytes", [8 << 20, 2 * 4096, 1], ids=["runs", "pairs", "pages"])
+def test_pages_go_to_the_host_and_come_back_byte_for_byte(
+    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """A run is one copy, up to the number of bytes of one. What is written over the pages right after a write-back is
+    not what it kept; what was loaded is there to be read at once."""
+    monkeypatch.setattr(host_tier, "COPY_BYTES", most_bytes)
+    pool, host = pool_of(1), tier()
+    before = bytes_of(pool, PAGES)
+    if gpu is not None:
+        gpu.waits.clear(), gpu.copied_on.clear()
+    host.backup(pool, PAGES, PLACES)
+    pool.buffer[PAGES.tolist()] = 7.0
+    if gpu is not None:
+        assert len(gpu.copied_on) == {8 << 20: 3, 2 * 4096: 4, 1: 5}[most_bytes]
+        assert not gpu.waits, "for a stream, or for a copy out of pageable memory"
+        assert gpu.streams[0] not in [*gpu.fenced, *gpu.copied_on], "the engine's stream"
+    np.testing.assert_array_equal(host.view[PLACES], before)
+    assert all(host.intact(page) for page in PLACES)
+    loaded = PAGES - 1
+    assert host.load(pool, PLACES, loaded).all()
+    host.view[PLACES] = 0  # by a store's thread
+    np.testing.assert_array_equal(bytes_of(pool, loaded), before)
+    if gpu is not None:
+        assert gpu.waits == ["copy"], "of this test"
+        assert gpu.streams[0] in gpu.copied_on[0].behind, "the step under way may still write the pages"
+    host.close()
+
+
+def test_a_wrong_page_within_a_run_is_not_loaded_and_the_others_are(gpu: fake_cuda.FakeCuda | None) -> None:
+    pool, host = pool_of(2), tier()
+    before = bytes_of(pool, PAGES)
+    host.backup(pool, PAGES, PLACES)
+    host.view[2, 100] ^= 1
+    pool.buffer.zero_()
+    assert host.load(pool, PLACES, PAGES).tolist() == [True, False, True, True, True]
+    before[1] = 0
+    np.testing.assert_array_equal(bytes_of(pool, PAGES), before)
+    host.close()
+
+
+def test_a_rank_copies_its_part_of_each_page(gpu: fake_cuda.FakeCuda | None) -> None:
+    """The second of two: its parts of neighbouring pages do not lie behind one another."""
+    pool, host = pool_of(3), tier(tp=2, rank=1)
+    before = bytes_of(pool, PAGES)
+    host.backup(pool, PAGES, PLACES)
+    np.testing.assert_array_equal(host.view[PLACES, 4096:], before)
+    assert not host.view[PLACES, :4096].any()
+    pool.buffer.zero_()
+    assert host.load(pool, PLACES, PAGES).all()
+    np.testing.assert_array_equal(bytes_of(pool, PAGES), before)
