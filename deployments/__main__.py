@@ -62,6 +62,10 @@ def _run(args: argparse.Namespace) -> int:
         case "doctor":
             from deployments.command import doctor
 
+            if args.gpu:
+                from deployments.command import doctor_gpu
+
+                return doctor.report(list(doctor_gpu.examine()), as_json=args.json)
             return doctor.report(list(doctor.examine(args.config)), as_json=args.json)
         case "key":
             print(new_key())

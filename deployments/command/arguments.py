@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--folder", type=Path, metavar="DIR", help="their folder (default: that port's last)")
     doctor = add("doctor", "look at this machine and a settings file for what would keep Manta from starting")
     doctor.add_argument("config", nargs="?", default=CONFIG, help=f"settings file (default {CONFIG})")
+    doctor.add_argument("--gpu", action="store_true", help="look at what a GPU needs; on one, compile for minutes")
     key = add("key", "make a key that nobody guesses, for clients or for the operator")
     key.add_argument("action", choices=["new"], help="print a new key, and on standard error where it belongs")
     bench = add("bench", "put a short load on a running Manta and print latencies and throughput (from a checkout)")

@@ -184,7 +184,7 @@ def examine(config: str) -> Iterator[Finding]:
     yield proxy(haproxy.unusable(haproxy.found(os.environ), host=host))
     newest_file_s = max(each.stat().st_mtime for each in Path(__file__).parent.glob("*.py"))
     yield clock(time.time(), newest_file_s, is_synchronised=_clock_is_synchronised())
-    yield from gpu(_torch_cuda(), *_gpus(), shutil.which("nvcc"), wanted=wanted)
+    yield from gpu(torch_cuda(), *_gpus(), shutil.which("nvcc"), wanted=wanted)
     found = [version(*each) for each in _installed()]
     yield from (each for each in found if each.level is not Level.OK or each.check in SHOWN)
 
@@ -231,7 +231,7 @@ def _available_ram() -> int:
     return max(0, min(available, int(limit[0]) - int(used[0]))) if limit and used else int(available)
 
 
-def _torch_cuda() -> str | None:
+def torch_cuda() -> str | None:
     """Read the CUDA version of the build from torch's own file."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:

@@ -79,6 +79,7 @@ def test_a_rank_copies_its_part_of_each_page(gpu: fake_cuda.FakeCuda | None) -> 
     pool, host = pool_of(3), tier(tp=2, rank=1)
     before = bytes_of(pool, PAGES)
     host.backup(pool, PAGES, PLACES)
+    assert gpu is None or len(gpu.copied_on) == 1 + len(PAGES), "a copy of each, and that of this test"
     np.testing.assert_array_equal(host.view[PLACES, 4096:], before)
     assert not host.view[PLACES, :4096].any()
     pool.buffer.zero_()
