@@ -1,5 +1,6 @@
 """`doctor --gpu`: each thing that a GPU's first hour would stop at, by outputs of commands that are given."""
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from deployments.command import doctor, doctor_gpu
 from deployments.command.doctor import Level
 from deployments.command.doctor_gpu import Facts
 
+ROOT = Path(__file__).parents[3]
 SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
 GOOD = Facts(
     torch_cuda="13.0", driver_cuda="13.0", gpus=(("NVIDIA H100 80GB HBM3", 81_559, 81_000),), nvcc="13.0",
@@ -92,6 +94,18 @@ def test_facts_are_read_from_what_commands_print(tmp_path: Path) -> None:
         place.touch()
     assert doctor_gpu.measure(lambda command, _: None, environment).lacks == ()
     assert doctor_gpu.measure(lambda command, _: None, environment).gpus == ()
+
+
+def test_each_wait_of_the_hour_ends_when_its_server_does() -> None:
+    """The loops of docs/gpu.md, with a server that has ended and a port at which nobody is."""
+    hour = (ROOT / "docs" / "gpu.md").read_text().partition("## The hour")[2]
+    waits = [line.strip().replace("localhost:8000", "localhost:9") for line in hour.splitlines() if "/ready" in line]
+    assert len(waits) == 2
+    assert "until" not in hour
+    for wait in waits:
+        script = f"true & server=$!; wait $server; {wait.replace('tail -40', 'echo ended:')}"
+        told = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        assert told.stdout.startswith("ended:")
 
 
 def test_this_machine_without_a_driver_is_told_so_and_the_exit_status_is_1(
