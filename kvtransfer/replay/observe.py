@@ -53,9 +53,8 @@ def harmless(observation: Callable[P, None]) -> Callable[P, None]:
     return call
 
 
-def enabled() -> bool:
-    """Return whether events are on; ask before reading K/V for one, which takes as long as sending it."""
-    return log.isEnabledFor(logging.INFO)
+# () -> whether events are on; ask before reading K/V for one, which takes as long as sending it
+enabled = functools.partial(log.isEnabledFor, logging.INFO)
 
 
 def prefill_before_send(meta: PayloadMeta, payload: Payload) -> None:
