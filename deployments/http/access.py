@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.dispatch.rids import owned
 from deployments.http.http_errors import BodyTooLarge, BodyTooSlow, error_response
-from deployments.settings.keys import ANYBODY, KEY_VARIABLE, Caller, KeyDigests, shown_keys
+from deployments.settings.keys import ANYBODY, CALLER, KEY_VARIABLE, Caller, KeyDigests, shown_keys
 from deployments.settings.places import is_loopback
 from replicas.errors import MantaError, RequestAborted
 from replicas.types import GenerateRequest
@@ -67,7 +67,8 @@ class KeyCheck:
             if caller is None and path_of(scope) not in OPEN:
                 await error_response(_key_needed(headers), scope)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller or ANYBODY
+            scope.setdefault("state", {})["caller"] = caller = caller or ANYBODY
+            CALLER.set(caller.name)
         await self._app(scope, receive, send)
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from deployments.output.output_format import OutputFormat
 from deployments.output.prompting import ChatPrompting
 from deployments.output.tools import ToolUse
 from deployments.settings.groups import ToolFormatName
+from deployments.settings.keys import CALLER
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidConfig, PromptTooLong
@@ -49,27 +51,36 @@ T = TypeVar("T")
 
 
 class BoundedExecutor:
-    """Threads for one kind of long work, with a bounded queue."""
+    """Threads for one kind of long work, with a bounded queue, half of which one key's requests may fill."""
 
     def __init__(self, name: str, *, threads: int, max_held: int = MAX_HELD) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"manta-{name}")
         self._max_held = max_held
         self._held = 0  # size of what runs or waits
+        self._held_by: Counter[str] = Counter()  # of each caller with a key
         self._lock = Lock()
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
         """Run ``work`` on a thread, so that other requests are not delayed. Raises: Busy if too much work waits."""
+        caller = CALLER.get()
         with self._lock:
             if self._held and self._held + size > self._max_held:
                 raise Busy(f"too many long requests are being read: {self._held:,} characters wait; try again later")
+            held = self._held_by[caller]
+            if caller and held and held + size > self._max_held // 2:
+                raise Busy(f"too many long requests of this API key are being read: {held:,} characters wait")
             self._held += size
+            self._held_by[caller] += size
         future = self._threads.submit(work)
-        future.add_done_callback(lambda _: self._leave(size))
+        future.add_done_callback(lambda _: self._leave(caller, size))
         return await asyncio.wrap_future(future)
 
-    def _leave(self, size: int) -> None:
+    def _leave(self, caller: str, size: int) -> None:
         with self._lock:
             self._held -= size
+            self._held_by[caller] -= size
+            if not self._held_by[caller]:
+                del self._held_by[caller]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

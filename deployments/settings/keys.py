@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Caller:
 
 
 ANYBODY = Caller()
+CALLER: ContextVar[str] = ContextVar("caller", default="")  # name of the caller whose request this task answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

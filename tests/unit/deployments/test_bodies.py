@@ -9,6 +9,7 @@ the loop without the GIL fill the second and not the first; a loop that is block
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import gc
 import json
@@ -26,7 +27,7 @@ from deployments.http.bodies import MAX_DETOKENIZED, DetokenizeRequest, check_sh
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import Busy
 from deployments.http.service import BoundedExecutor
-from deployments.settings.keys import ApiKey, KeyDigests
+from deployments.settings.keys import CALLER, ApiKey, KeyDigests
 from deployments.settings.places import ROOT
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
@@ -300,6 +301,29 @@ async def test_when_too_many_long_bodies_wait_the_next_is_told_to_come_again_and
         go.set()
     assert await held
     assert (await post(app, TEXT, as_json(prompt="a" * 100_000, max_tokens=2)))[0] == 400  # read: 12,500 tokens
+
+
+async def test_one_key_fills_half_of_the_queue_of_long_work_and_no_more() -> None:
+    executor, go = BoundedExecutor("parse", threads=1, max_held=100), threading.Event()
+
+    def of(name: str, size: int) -> asyncio.Task[bool]:
+        context = contextvars.copy_context()
+        context.run(CALLER.set, name)
+        return asyncio.create_task(executor.run(go.wait, size=size), context=context)
+
+    try:
+        taken = [of("a", 30), of("a", 20)]
+        refused = of("a", 1)
+        with pytest.raises(Busy, match="of this API key are being read: 50 characters"):
+            await asyncio.wait_for(refused, 10)
+        taken += [of("b", 30), of("", 20)]
+        await asyncio.sleep(0)
+        assert not any(each.done() for each in taken)
+    finally:
+        go.set()
+    assert await asyncio.gather(*taken) == [True] * 4
+    again = of("a", 80)  # nothing of it is held: one of any size is taken
+    assert await again
 
 
 async def test_work_that_nobody_waits_for_any_more_leaves_the_queue() -> None:
