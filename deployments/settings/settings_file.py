@@ -61,7 +61,6 @@ class SettingsFile:
             raise InvalidConfig(f"http_options.port: must be a whole number from 1 to 65535, not {port!r}")
         return host, port
 
-
     @property
     def routes(self) -> list[str]:
         """The route of each application; Serve's default where the file has none."""

@@ -128,7 +128,6 @@ class Observatory:
         if self._emission is not None:
             self._emission.scaled(role, direction)
 
-
     def _died(self, role: str) -> None:
         if self._emission is not None:
             self._emission.died(role)
