@@ -242,7 +242,7 @@ ALERTS = (
           summary="{replica} is idle, and pages of its KV pool are not free: they are lost until it is restarted."),
     Alert(name="StoreOff", severity="warning", for_s=0,
           when=Stands(promql="min by (model, role, replica) (manta_tier_store_up) == 0", reading="store_off"),
-          summary="{replica} does without its store{detail}."),
+          summary="{replica} does not use its store{detail}."),
     Alert(name="QuarantineDoesNotEnd", severity="warning", for_s=60, when=Over(source="drain_s", bound=300),
           summary="A failed hand-off has kept pages of {replica} for {duration}."),
     Alert(name="RouterIndexStale", severity="warning", for_s=600, figure="hit",

@@ -152,7 +152,7 @@ _REPLICA = [
     Metric(REPLICA, GAUGE, "scheduler_queued_tokens",
             "Prompt tokens in the queue that are in no cache and have to be computed.", unit="tokens"),
     Metric(REPLICA, GAUGE, "admission_blocked", "1 while waiting requests cannot start: the pool has no room for the "
-            "next one (pool), or as many run as may (slots).", {"reason": BLOCKS}),
+            "next one (pool), or the limit of running requests is reached (slots).", {"reason": BLOCKS}),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", f"Requests of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="requests", buckets=BATCH),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",

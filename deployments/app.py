@@ -47,13 +47,13 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
     for where in keys.short:
-        told = "%s has a key of fewer than %d characters, which can be guessed: `manta key new` makes one"
+        told = "%s has a key of fewer than %d characters, which can be guessed: `manta key new` makes a long one"
         log.warning(told, where.rstrip(","), GOOD_KEY_LEN)
     if keys.api and keys.admin is None:
         log.warning("API keys and no admin key (%s): routes of the admin and metrics refuse all", KEY_VARIABLE)
     if config.model.revision is None and local_model(config.model.path) is None:
-        log.warning("model.revision is not set: each start takes what the hub then has of %s. Set it to a commit, "
-                    "today's is %s", config.model.path, config_folder(config.model).name)  # fmt: skip
+        log.warning("model.revision is not set: each start loads the newest commit of %s. Set it to a commit; "
+                    "the newest is now %s", config.model.path, config_folder(config.model).name)  # fmt: skip
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))

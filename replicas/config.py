@@ -294,8 +294,8 @@ class CacheConfig:
     prefetch: PrefetchPolicy = "expected"
     store: str | None = None  # where pages are kept beyond the host memory: file:///folder or s3://bucket/prefix
     store_bytes: int = 10 << 30  # most bytes in a file store; the replicas of a host share them
-    # secret without which nothing in the store is believed, for a bucket that others can write to; by default
-    # MANTA_STORE_KEY, else none
+    # secret that marks what Manta has written to the store; anything else there is not used. For a bucket that others
+    # can write to (docs/tiers.md); by default MANTA_STORE_KEY, else none
     store_key: str | None = field(default=None, repr=False)
 
 
@@ -329,7 +329,8 @@ class SchedulerConfig:
     # a request that shares this many uncached tokens with one being prefilled waits a step for it
     in_batch_prefix_len: int = 32
     watchdog_s: float = 300.0  # a step that takes longer makes the replica unhealthy
-    hang_kill_s: float = 60.0  # a replica silent for so long, to its own node too, is killed and replaced; 0: never
+    # a replica that is silent for so long, and does not answer its own node either, is killed and replaced; 0: never
+    hang_kill_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

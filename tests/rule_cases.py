@@ -142,7 +142,7 @@ CASES = (
          quiet_at="2m", fires_at="3m", labels=IN_A,
          summary="a is idle, and pages of its KV pool are not free: they are lost until it is restarted."),
     Case(alert="StoreOff", series={f"manta_tier_store_up{{{A}}}": "1 1 1 0x9", f"manta_tier_store_up{{{B}}}": "1x12"},
-         quiet_at="2m", fires_at="3m", labels=IN_A, summary="a does without its store."),
+         quiet_at="2m", fires_at="3m", labels=IN_A, summary="a does not use its store."),
     Case(alert="QuarantineDoesNotEnd", series={f"manta_transfer_oldest_drain_seconds{{{A}}}": "0+60x20"},
          quiet_at="6m", fires_at="7m", labels=IN_A,
          summary="A failed hand-off has kept pages of a for 7m 0s."),

@@ -19,7 +19,7 @@ from pathlib import Path
 from deployments.command.doctor import ASKED_S, Finding, Level, torch_cuda
 
 COMPILED_S = 900.0  # for one attention module
-FREE_SHARE = 0.9  # of a GPU's memory; with less, somebody else has some
+FREE_SHARE = 0.9  # of a GPU's memory; with less, another process holds some
 HEADERS = ("cuda_runtime.h", "cub/cub.cuh", "cuda/std/cstdint", "curand_kernel.h", "cooperative_groups.h")
 PACKAGES = ("flashinfer-python", "flashinfer-jit-cache", "triton")
 TRIAL = """
@@ -94,7 +94,7 @@ def _compilers(facts: Facts) -> Iterator[Finding]:
     if facts.has_compiler:
         yield Finding("C compiler", "and Python's headers are there")
     else:
-        yield _fault("C compiler", "or Python's headers are missing", "apt install gcc python3-dev, for Triton")
+        yield _fault("C compiler", "it or Python's headers are missing", "apt install gcc python3-dev, for Triton")
     wanted, built = facts.torch_cuda, facts.versions.get("flashinfer-jit-cache", "")
     if built:
         flashinfer = facts.versions.get("flashinfer-python", "")

@@ -37,7 +37,7 @@ def run(
     """Print the last ``num_lines`` lines of each file whose name has ``name``, the file that was written last at the
     end. Returns: the exit status."""
     if not folder.is_dir():
-        print(f"there are no logs at {folder}: give their folder, which `manta serve` prints", file=sys.stderr)
+        print(f"there are no logs at {folder}: give the folder that `manta serve` printed: --folder", file=sys.stderr)
         return 1
     found = files_of(folder, name)
     if not found:

@@ -97,7 +97,7 @@ def check(config_path: str) -> int:
     try:  # another machine, or another hour, may have the address
         check_port(schema.http_options.host, schema.http_options.port)
     except InvalidConfig as error:
-        print(f"but here and now it would not start: {error}")
+        print(f"but here it would not start now: {error}")
     return 0
 
 

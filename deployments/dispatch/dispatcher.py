@@ -274,7 +274,7 @@ class Dispatcher:
         wait_s = decision.shortest_wait_s * decision.overrun
         if decision.predicted_ttft_s * decision.overrun <= most_s or wait_s <= most_s:
             return
-        late = f", {decision.overrun:.1f} times the estimate as of late" if decision.overrun > 1.05 else ""
+        late = f" (first tokens take {decision.overrun:.1f} times their estimate)" if decision.overrun > 1.05 else ""
         noted.outcome = RouteOutcome(ending=Ending.CANCELLED)
         self._router.done(decision, noted.outcome)
         error = Saturated(

@@ -28,7 +28,7 @@ from deployments.fleet.seen import GoneReplica
 log = logging.getLogger(__name__)
 
 HEALTH_S = 10.0  # a replica that does not answer its own node for so long, after all of its silence, hangs
-DEAD_S = 5.0  # whoever leaves after such a silence has died
+DEAD_S = 5.0  # a replica that leaves after such a silence has died
 MOST_GONE = 32
 AGAIN_S = 30.0  # between two questions about one replica
 KILLED, ANSWERS, GONE = "killed", "answers", "gone"
@@ -57,7 +57,7 @@ class LastWords:
         self.renew: set[str] = set()  # lost, or attached again without a report since: they need a new connection
 
     def keep(self, members: Collection[str]) -> None:
-        """Forget who has left and is not connected."""
+        """Forget each replica that has left and is not connected."""
         now_s = self._clock()
         for replica_id in sorted(self.as_of_s.keys() & self.of.keys() - set(members)):
             word = self.of[replica_id]
@@ -114,7 +114,7 @@ def kill_if_hung(actor: str) -> str:
     except (ValueError, RayActorError):
         return GONE
     except RayTaskError:
-        return ANSWERS  # that it is ill: Serve replaces it
+        return ANSWERS  # its health check failed: Serve replaces it
     return ANSWERS
 
 
@@ -159,4 +159,4 @@ class HangKiller:
         if found == KILLED:
             log.warning("%s, nor does it answer its own node: it was killed (scheduler.hang_kill_s)", told)
         else:
-            log.warning("%s here; its own node says that it %s", told, "answers" if found == ANSWERS else "has ended")
+            log.warning("%s here; on its own node it %s", told, "answers" if found == ANSWERS else "has ended")

@@ -252,7 +252,7 @@ class FewReads:
         self._open: deque[asyncio.Timeout] = deque()
 
     async def read(self, request: Request) -> bytes:
-        """Raises: what `read_bytes` raises."""
+        """Read a body, and raise as `read_bytes` does."""
         if len(self._open) >= self._most:
             oldest = self._open.popleft()
             if not oldest.expired():

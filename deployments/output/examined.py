@@ -25,7 +25,7 @@ from replicas.text.tokenizer import Tokenizer
 
 MAX_KEPT = 8 << 20  # characters of the grammars that are kept
 MAX_WAITING = 64  # grammars of all callers, those that are being examined among them
-MAX_OF_CALLER = 16  # in the line of one API key; who has none shares the line of all, which MAX_WAITING bounds
+MAX_OF_CALLER = 16  # in the line of one API key; requests without one share a line, which MAX_WAITING bounds
 NUM_EXAMINERS = 2
 
 

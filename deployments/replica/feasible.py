@@ -102,8 +102,8 @@ def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
             cap, page_size = engine.cache.max_total_tokens, engine.cache.page_size
             by = "max_total_tokens" if cap is not None and cap - cap % page_size == tokens else "device_memory_bytes"
             sentence = (
-                f"cache.{by}: the pool holds {tokens:,} tokens at most, and the context is {longest:,}: what does not "
-                "fit is refused, and what fits waits for room; raise it, or lower model.context_len"
+                f"cache.{by}: the pool holds {tokens:,} tokens at most, and the context is {longest:,}: requests that "
+                "need more are refused, others wait for room; raise it, or lower model.context_len"
             )
             found[_named(sentence, config, role)] = None
     return list(found)

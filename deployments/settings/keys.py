@@ -83,7 +83,7 @@ NO_KEYS = KeyDigests()
 
 
 def new_key() -> str:
-    """Make a key that nobody guesses."""
+    """Make a random key of 32 characters."""
     return secrets.token_urlsafe(24)
 
 

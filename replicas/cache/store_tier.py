@@ -84,7 +84,7 @@ class StoreTier:
         """Why the store is not used at present."""
         if self._worker.error is not None:
             return repr(self._worker.error)
-        return f"it has not answered a call for {HANG_S:.0f} s; it is used again when it has" if self._is_off else None
+        return f"it has not answered a call for {HANG_S:.0f} s; it is used when it answers" if self._is_off else None
 
     @property
     def num_taken(self) -> int:
@@ -181,7 +181,7 @@ class StoreTier:
         hangs = self._worker.silent_s >= HANG_S
         if hangs and not self._is_off:
             self._hangs += 1
-            log.error("the store %s has not answered for %.0f s: it is left alone until it has", self.name, HANG_S)
+            log.error("the store %s has not answered for %.0f s: it is not used until it answers", self.name, HANG_S)
             self._worker.drop_queued()
         elif self._is_off and not hangs:
             log.warning("the store %s answers again: it is used", self.name)

@@ -1,6 +1,6 @@
 """What happened to the replicas, and when requests were refused: the feed of events.
 
-Owns:      the events of the last hour, the replicas that have ended in it, and who died of them.
+Owns:      the events of the last hour, the replicas that have ended in it, and which of them died.
 Never:     asks; it is told the state once a second.
 Invariant: a replica dies at most once, and takes the place of at most one other. What was there before the observatory
            started is no event.
@@ -63,7 +63,7 @@ class EventFeed:
         self._followed: dict[str, Followed] = {}
         self._ended: dict[str, dict[str, Any]] = {}  # by replica, the oldest first
         self._known_gone: set[str] = set()
-        self._vacant: dict[str, deque[tuple[str, float]]] = {}  # role -> who ended and was not replaced, and when
+        self._vacant: dict[str, deque[tuple[str, float]]] = {}  # role -> replicas to be replaced, and when they ended
         self._shed: tuple[float, float] | None = None  # since when requests are refused, and when one was last
 
     def take(
@@ -124,7 +124,7 @@ class EventFeed:
         return bool(self._ended.get(replica_id, {}).get("died"))
 
     def deaths(self, now_s: float) -> Counter[str]:
-        """Count by role who died in the last DEATHS_S."""
+        """Count by role the replicas that died in the last DEATHS_S."""
         return Counter(
             each.role for each in self._events if each.kind == "lost" and each.role and now_s - each.at_s <= DEATHS_S
         )
@@ -168,7 +168,7 @@ class EventFeed:
             self._say("ready", f"is ready, after {now[0] - followed.began_s:.0f} s", now, **about)
 
     def _left(self, gone: GoneReplica, now: tuple[float, float]) -> None:
-        """A router says that a replica is no member any more."""
+        """Note that a replica is no member of a router's fleet any more."""
         followed = self._followed.get(gone.replica_id)
         if followed is None:
             return  # before this life
@@ -179,7 +179,7 @@ class EventFeed:
             self._say("drains", "drains", now, replica=gone.replica_id, role=gone.role)
 
     def _vanished(self, replica_id: str, now: tuple[float, float]) -> None:
-        """Neither routers nor Serve have it."""
+        """Note the end of a replica that neither routers nor Serve list any more."""
         followed = self._followed.pop(replica_id)
         if followed.state == "draining":
             self._end(replica_id, followed, now, died=False)

@@ -123,7 +123,7 @@ def test_the_file_as_it_is_is_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cache", "says"),
     [
-        ("max_total_tokens: 64", "max_total_tokens: the pool holds 64 tokens at most, and the context is 8,192: what"),
+        ("max_total_tokens: 64", "max_total_tokens: the pool holds 64 tokens at most, and the context is 8,192: req"),
         ("device_memory_bytes: 600MiB", "device_memory_bytes: the pool holds 608 tokens at most, and the context is"),
         ("device_memory_bytes: 2GiB", None),
     ],
@@ -149,7 +149,7 @@ def test_check_looks_at_the_port_and_a_cluster_has_its_own(
         assert serve.check(str(file)) == 0
         in_order, but = capsys.readouterr().out.splitlines()
         assert in_order == f"{file} is in order"
-        assert but.startswith(f"but here and now it would not start: http_options.port = {holder.getsockname()[1]}: ")
+        assert but.startswith(f"but here it would not start now: http_options.port = {holder.getsockname()[1]}: ")
     assert serve.check(str(file)) == 0
     assert capsys.readouterr().out == f"{in_order}\n"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -341,7 +341,7 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
         app.build({"model": model, "replicas": {"count": 1}})
     assert "model.revision" not in caplog.text
     app.build({"model": {"path": "nobody/nothing"}, "replicas": {"count": 1}})
-    assert "model.revision is not set: each start takes what the hub then has of nobody/nothing. Set it" in caplog.text
+    assert "model.revision is not set: each start loads the newest commit of nobody/nothing. Set it" in caplog.text
     [said] = impossible(parse({"model": {"path": MODEL, "revision": "abc123"}}))
     assert said == f"model.revision = 'abc123': {MODEL} is a folder, which has one; leave it out"
 

@@ -271,7 +271,7 @@ def test_replicas_get_a_digest_and_no_setting_that_names_a_key(
     assert len(kwargs["keys"].api) == 2
     assert ADMIN not in json.dumps(settings) + repr(kwargs) + caplog.text
     assert "no admin key" not in caplog.text
-    short = "MANTA_API_KEYS has a key of fewer than 20 characters, which can be guessed: `manta key new` makes one"
+    short = "MANTA_API_KEYS has a key of fewer than 20 characters, which can be guessed: `manta key new`"
     assert short in caplog.text
     caplog.clear()
     bound("k" * 20)

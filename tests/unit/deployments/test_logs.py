@@ -309,7 +309,7 @@ def test_each_port_leads_to_its_own_logs_after_the_end_too(
         assert command_line.main(["logs", "--port", port]) == 0
         assert capsys.readouterr().out.splitlines() == ["==> proxy.log <==", line]
     assert command_line.main(["logs", "--port", "9"]) == 1
-    assert "give their folder, which `manta serve` prints" in capsys.readouterr().err
+    assert "give the folder that `manta serve` printed" in capsys.readouterr().err
     assert command_line.main(["logs", "--folder", str(tmp_path / "a")]) == 0
     log_files.remember(8000, "/elsewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")

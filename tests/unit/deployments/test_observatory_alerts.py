@@ -122,7 +122,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "PagesLost": (lambda second: [view("one", seen("a", failed_checks=2 * second))], 0, "a is idle, and pages of its"),
     "StoreOff": (
         replica(tiers=TierStats(host_pages=1, host_used_pages=0, store="file", store_error="it hangs")), 0,
-        "a does without its store: it hangs."),
+        "a does not use its store: it hangs."),
     "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "kept pages of a for 301 s."),
     "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
     "RouterReportsOld": (replica(age_s=31.0), 15, "The newest report of replica a is 31 s old."),

@@ -118,7 +118,7 @@ async def test_waits_that_turn_out_longer_than_estimated_are_refused_before_the_
     assert scripted.router.overrun.factor == 1.0  # it came at once, and was noted
     scripted.router.began(record.tries[0].decision, 100.0)
     scripted.router.began(record.tries[0].decision, 100.0)
-    with pytest.raises(Saturated, match=r"at 2\d\.\d s, 4\.0 times the estimate as of late, at most 10 s"):
+    with pytest.raises(Saturated, match=r"at 2\d\.\d s \(first tokens take 4\.0 times their estimate\), at most 10 s"):
         await scripted.collect(rid="a1.0-late")
     assert scripted.router.num_open == 0
 
