@@ -213,7 +213,8 @@ ALERTS = (
           summary="{share} of the requests to {model} end with an error or a timeout."),
     Alert(name="RequestsShed", severity="warning", for_s=120, figure="errors",
           when=Share(part="shed", of="requests", bound=0.05),
-          summary="{share} of the requests to {model} are refused: the queues are too long."),
+          summary="{share} of the requests to {model} are refused: the queues are too long, or a key has too many "
+          "choices open."),
     _burn("ttft", "TTFT", comment="95 % of requests shall meet their objective. 0.3 is six times the budget of 5 %: a "
           "month's is spent in five days. The hour says that it is not a moment, the five minutes that it goes on."),
     _burn("itl", "ITL"),

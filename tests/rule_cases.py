@@ -105,7 +105,7 @@ CASES = (
     Case(alert="RequestErrors", series=requests(ok="0+90x30", cancelled="0+10x30"), quiet_at="20m"),
     Case(alert="RequestsShed", series=requests(ok="0+90x30", shed="0+10x30"),
          quiet_at="2m", fires_at="3m", labels={"model": "m"},
-         summary="10% of the requests to m are refused: the queues are too long."),
+         summary="10% of the requests to m are refused: the queues are too long, or a key has too many choices open."),
     Case(alert="TtftObjectiveBurn", series=judged("ttft", "0+50x9", "0+50x9"), **BURN,
          summary="50% of the requests to m miss the TTFT objective."),
     Case(alert="TtftObjectiveBurn", quiet_at="65m",  # five bad minutes after a good hour

@@ -28,6 +28,7 @@ from deployments.fleet.seen import GoneReplica
 log = logging.getLogger(__name__)
 
 HEALTH_S = 10.0  # a replica that does not answer its own node for so long, after all of its silence, hangs
+FORGET_S = 600.0  # of silence, after which one that is no member is forgotten: its connection may never end
 DEAD_S = 5.0  # a replica that leaves after such a silence has died
 MOST_GONE = 32
 AGAIN_S = 30.0  # between two questions about one replica
@@ -62,10 +63,15 @@ class LastWords:
         for replica_id in sorted(self.as_of_s.keys() & self.of.keys() - set(members)):
             word = self.of[replica_id]
             failed = word.report is not None and word.report.error is not None
-            died = failed or not word.connected or now_s - word.heard_s >= DEAD_S
+            drains = word.report is not None and word.report.draining
+            died = failed or (not drains and (not word.connected or now_s - word.heard_s >= DEAD_S))
             self.gone.append(GoneReplica(replica_id=replica_id, role=word.info.role.value, died=died))
         self.as_of_s = {each: self.as_of_s.get(each, now_s) for each in members}
-        self.of = {each: word for each, word in self.of.items() if each in members or word.connected}
+        self.of = {
+            each: word
+            for each, word in self.of.items()
+            if each in members or (word.connected and now_s - word.heard_s < FORGET_S)
+        }
         self.renew &= self.as_of_s.keys()
 
     def attached(self, info: ReplicaInfo) -> None:

@@ -13,6 +13,7 @@ The examiner reads one line of JSON from its standard input for each grammar; th
 output, or the examiner does if the child could not. It ends when its input does, so it does not outlive its parent.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -72,7 +73,7 @@ class Examiner:
     def close(self) -> None:
         self._is_closed = True
         if (process := self._process) is not None:
-            process.kill()  # and what waits for its answer lets go of the lock
+            _kill(process)  # and what waits for its answer lets go of the lock
         with self._lock:
             self._end()
 
@@ -96,7 +97,7 @@ class Examiner:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            _kill(process)
             process.communicate()
 
     def _start(self) -> bool:
@@ -113,6 +114,7 @@ class Examiner:
             stderr=subprocess.DEVNULL,  # where a panic of llguidance's is written
             text=True,
             encoding="utf-8",
+            start_new_session=True,
             # NumPy's BLAS would start threads
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"},
         )
@@ -127,11 +129,17 @@ class Examiner:
         return answer is not None
 
 
+def _kill(process: "subprocess.Popen[str]") -> None:
+    """End the process and its child, which holds its output open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _asked(process: "subprocess.Popen[str]", question: dict[str, Any], within_s: float) -> dict[str, Any] | None:
     """Ask and wait for the answer; None if the process has ended. It is killed if it does not answer in time."""
     assert process.stdin is not None
     assert process.stdout is not None
-    timer = Timer(within_s, process.kill)
+    timer = Timer(within_s, _kill, [process])
     timer.daemon = True
     timer.start()
     try:

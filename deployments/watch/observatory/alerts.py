@@ -84,8 +84,9 @@ def replica_readings(seen: SeenReplica, age_s: float | None) -> dict[str, Readin
         found[seen.state] = Reading(labels={"target_role": seen.role, "detail": detail})
     if seen.report is not None and age_s is not None:
         stats = seen.report.stats
-        found["pool_used"] = Reading(value=stats.pool.utilization)
-        found["pool_blocks"] = Reading(value=float(stats.blocked == "pool"))
+        if seen.state != "silent":  # else they are what it was
+            found["pool_used"] = Reading(value=stats.pool.utilization)
+            found["pool_blocks"] = Reading(value=float(stats.blocked == "pool"))
         found["report_age_s"] = Reading(value=age_s)
         if stats.tiers is not None and stats.tiers.store_error is not None:
             found["store_off"] = Reading(labels={"detail": f": {stats.tiers.store_error}"})

@@ -2,11 +2,12 @@
 
 Owns:      the events of the last hour, the replicas that have ended in it, and which of them died.
 Never:     asks; it is told the state once a second.
-Invariant: a replica dies at most once, and takes the place of at most one other. What was there before the observatory
+Invariant: a replica dies at most once, and takes the place of at most one other, which died
+           within DEATHS_S. What was there before the observatory
            started is no event.
 Thread:    the observatory's event loop.
 
-    start ──> ready, or replaced if another one of its role had ended ──> silent <──> back
+    start ──> ready, or replaced if another one of its role had died ──> silent <──> back
        │        └── unhealthy, drains
        └──> lost (its process or connection ended, or it hung) or drained (Serve stopped it)
     shedding ──> shed: nothing was refused for SHED_OVER_S
@@ -160,7 +161,10 @@ class EventFeed:
 
     def _ready(self, replica_id: str, followed: Followed, now: tuple[float, float]) -> None:
         about = {"replica": replica_id, "role": followed.role}
-        if vacant := self._vacant.get(followed.role):
+        vacant = self._vacant.get(followed.role, deque())
+        while vacant and now[0] - vacant[0][1] > DEATHS_S:
+            vacant.popleft()  # this one came for another reason
+        if vacant:
             before, ended_s = vacant.popleft()
             text = f"is ready in the place of {_short(before)}, {now[0] - ended_s:.0f} s after that one ended"
             self._say("replaced", text, now, **about)
@@ -197,7 +201,7 @@ class EventFeed:
 
     def _end(self, replica_id: str, followed: Followed, now: tuple[float, float], *, died: bool) -> None:
         self._ended[replica_id] = {"id": replica_id, "role": followed.role, "time": now[1], "died": died}
-        if followed.was_ready:
+        if died and followed.was_ready:
             self._vacant.setdefault(followed.role, deque(maxlen=MOST_ENDED)).append((replica_id, now[0]))
 
     def _look_at_shedding(self, shed: Callable[[float], float], now: tuple[float, float]) -> None:
@@ -205,7 +209,8 @@ class EventFeed:
         if self._shed is None:
             if is_shedding:
                 self._shed = (now[0], now[0])
-                self._say("shedding", "requests are refused: the queues are too long", now)
+                why = "the queues are too long, or a key has too many choices open"
+                self._say("shedding", f"requests are refused: {why}", now)
             return
         began_s, last_s = self._shed
         if is_shedding:

@@ -270,6 +270,21 @@ async def test_a_replica_that_stays_silent_is_ended_once_and_one_that_has_left_m
     assert len(ended) == 2
 
 
+async def test_what_drained_has_not_died_and_a_connection_that_never_ends_is_forgotten_after_a_while() -> None:
+    """A node that lost its power closes no connection."""
+    clock = Clock()
+    fleet = fleet_of(*BOTH, clock=clock)
+    fleet.on_report("r0", report(draining=True))
+    fleet.on_report("r1", report())
+    clock.now_s = 7.0  # this router stood still, or the two are silent
+    fleet.set_members(())
+    assert {each.replica_id: each.died for each in fleet.gone} == {"r0": False, "r1": True}
+    assert fleet._words.of.keys() == set(BOTH)
+    clock.now_s = 700.0
+    fleet.set_members(())
+    assert not fleet._words.of
+
+
 @pytest.mark.parametrize(
     ("answer", "found", "killed"),
     [

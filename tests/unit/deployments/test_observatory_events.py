@@ -132,6 +132,20 @@ def test_what_serve_stops_has_drained_and_is_no_death(long: bool) -> None:
     told.go_on([left], details(listed("b"), unified=1), seconds=2)
     assert told.kinds == [("drains", "a"), ("drained", "a")]
     assert (told.deaths, told.state.since()["ended"][0]["died"]) == ({}, False)
+    more = view("one", seen("b"), seen("c"))
+    told.go_on([view("one", seen("b"), seen("c", age_s=None))], details(listed("b"), listed("c"), unified=2))
+    told.go_on([more], details(listed("b"), listed("c"), unified=2))
+    assert told.kinds[-1] == ("ready", "c"), "the place of one that drained is not vacant"
+
+
+def test_a_start_long_after_a_death_is_no_replacement() -> None:
+    told = Told()
+    told.go_on([view("one", seen("a"), seen("b"))])
+    told.go_on([view("one", seen("b"), gone=gone("a", died=True))])
+    told.second += 700
+    told.go_on([view("one", seen("b"), seen("c", age_s=None))], details(listed("b"), listed("c"), unified=2))
+    told.go_on([view("one", seen("b"), seen("c"))], details(listed("b"), listed("c"), unified=2))
+    assert told.kinds[-2:] == [("start", "c"), ("ready", "c")]
 
 
 def test_a_member_that_left_and_is_back_is_told_once() -> None:

@@ -91,6 +91,16 @@ def test_a_process_that_stands_still_is_replaced(examining: Examiner, monkeypatc
     assert examining.examine("regex", "a+").constraint.text == "a+"
 
 
+def test_an_answer_that_takes_too_long_ends_with_the_child_that_makes_it(
+    examining: Examiner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has its parent's output: while it lives, nobody who reads that sees its end."""
+    monkeypatch.setattr(examiner, "MAX_CPU_S", 300.0)
+    monkeypatch.setattr(examiner, "MAX_WALL_S", 0.5)
+    with pytest.raises(Overloaded, match="killed twice"):
+        examining.examine("json_schema", '{"type": "integer", "multipleOf": 999983}')
+
+
 def test_closing_waits_for_no_answer(examining: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examiner, "MAX_WALL_S", 300.0)
     examining.start()
