@@ -45,8 +45,8 @@ def explain(decision: Decision, outcome: RouteOutcome | None = None) -> str:
         lines += _decode_rows(decision, decision.pair)
     if decision.overrun > 1.0:
         lines.append(
-            f"First tokens lately came {decision.overrun:.2f} times as late as predicted: a wait is multiplied by that "
-            "before it is compared with router.max_wait_s."
+            f"First tokens lately came {decision.overrun:.2f} times as late as predicted: once one has come later than "
+            "router.max_wait_s, waits are multiplied by that before they are compared with it."
         )
     if outcome is not None:
         lines.append(_ending(decision, outcome))

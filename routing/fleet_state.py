@@ -264,6 +264,7 @@ def _predicted(decision: Decision, outcome: RouteOutcome) -> int:
 OVERRUN_HALF_S = 20.0
 TRUE_S = 5.0  # seconds predicted rightly that are always added: a few short requests say little of a long queue
 MOST_OVERRUN = 4.0
+MEASURED_S = 60.0  # for so long a first token that came too late is a reason to expect another
 
 
 class Overrun:
@@ -272,6 +273,7 @@ class Overrun:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._actual_s = self._predicted_s = self._as_of_s = 0.0
+        self._longest_s = self._longest_at_s = 0.0  # the longest wait of late, and when it ended
 
     @property
     def factor(self) -> float:
@@ -280,7 +282,15 @@ class Overrun:
         ratio = (kept * self._actual_s + TRUE_S) / (kept * self._predicted_s + TRUE_S)
         return min(max(ratio, 1.0), MOST_OVERRUN)
 
+    def beyond(self, most_s: float) -> float:
+        """Return `factor`, or 1 where no first token has come later than ``most_s`` of late: an estimate that was wrong
+        may be right by now, so that only a wait that was measured refuses another."""
+        measured = self._clock() - self._longest_at_s <= MEASURED_S and self._longest_s > most_s
+        return self.factor if measured else 1.0
+
     def record(self, predicted_s: float, actual_s: float) -> None:
+        if actual_s >= self._longest_s or self._clock() - self._longest_at_s > MEASURED_S:
+            self._longest_s, self._longest_at_s = actual_s, self._clock()
         kept = self._kept()
         self._actual_s, self._predicted_s = kept * self._actual_s + actual_s, kept * self._predicted_s + predicted_s
         self._as_of_s = self._clock()

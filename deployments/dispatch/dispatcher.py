@@ -204,7 +204,7 @@ class Dispatcher:
             assert not self._choices, f"choices are counted for {self._choices}, no request is open"
 
     def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
-        most_s = self._limits.max_wait_s / self._router.overrun.factor
+        most_s = self._limits.max_wait_s / self._router.overrun.beyond(self._limits.max_wait_s)
         return replace(query, max_wait_s=most_s, excluded=query.excluded | held_out.keys())
 
     @contextlib.contextmanager
@@ -268,13 +268,14 @@ class Dispatcher:
         """Raise Saturated, with nothing sent, if even the shortest queue is too long.
 
         A prompt that itself takes long to compute is no reason: trying again later would not help. Where requests have
-        waited longer than estimated of late, this one is expected to.
+        waited longer than allowed of late, and than estimated, this one is expected to.
         """
         decision, most_s = noted.decision, self._limits.max_wait_s
-        wait_s = decision.shortest_wait_s * decision.overrun
-        if decision.predicted_ttft_s * decision.overrun <= most_s or wait_s <= most_s:
+        overrun = self._router.overrun.beyond(most_s)
+        wait_s = decision.shortest_wait_s * overrun
+        if decision.predicted_ttft_s * overrun <= most_s or wait_s <= most_s:
             return
-        late = f" (first tokens take {decision.overrun:.1f} times their estimate)" if decision.overrun > 1.05 else ""
+        late = f" (first tokens take {overrun:.1f} times their estimate)" if overrun > 1.05 else ""
         noted.outcome = RouteOutcome(ending=Ending.CANCELLED)
         self._router.done(decision, noted.outcome)
         error = Saturated(

@@ -272,6 +272,7 @@ def test_waits_are_believed_to_be_as_much_longer_as_they_were_of_late() -> None:
         assert decision.predicted_ttft_s == 7.0
         f.router.began(decision, 17.5)
     assert f.router.overrun.factor == pytest.approx(40 / 19)
+    assert [f.router.overrun.beyond(most_s) for most_s in (17.0, 17.5)] == [pytest.approx(40 / 19), 1.0]
     late = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT))
     assert late.predicted_ttft_s == 7.0  # the error stays visible
     assert "came 2.11 times as late as predicted" in explain(late)
@@ -281,6 +282,7 @@ def test_waits_are_believed_to_be_as_much_longer_as_they_were_of_late() -> None:
     assert f.router.overrun.factor == 4.0
     f.now_s = 400.0
     assert f.router.overrun.factor == pytest.approx(1.0, abs=0.001)
+    assert f.router.overrun.beyond(10.0) == 1.0
     f.router.began(decision, 0.1)  # sooner than predicted: nothing is allowed beyond the setting
     assert f.router.overrun.factor == 1.0
 
