@@ -55,7 +55,9 @@ class Eligible:
     views: list[ReplicaView]
     columns: npt.NDArray[np.intp]  # [n]
     prefill_tokens_per_s: Floats  # [n] measured or guessed
+    rate_step_tokens: Floats  # [n] prompt tokens of the steps on which that was measured, or their mean elsewhere
     decode_step_s: Floats  # [n]
+    fixed_step_s: Floats  # [n] of any step, however few its tokens: a decode step measures it, elsewhere their mean
     loading: Floats  # [3, n] HOST_S, STORE_S, LATENCY_S
     oldest_s: float  # time of the oldest report among them
 
@@ -72,18 +74,23 @@ class Eligible:
             views=[self.views[i] for i in at],
             columns=self.columns[at],
             prefill_tokens_per_s=self.prefill_tokens_per_s[at],
+            rate_step_tokens=self.rate_step_tokens[at],
             decode_step_s=self.decode_step_s[at],
+            fixed_step_s=self.fixed_step_s[at],
             loading=self.loading[:, at],
         )
 
 
 def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.intp]) -> Eligible:
     """Return the replicas of ``views`` [n] with their rates, from ``columns`` [n] of ``data`` [field, column]."""
+    step_s = _believed(data, STEP_S, STEP_AT_S, columns, 0.0)
     return Eligible(
         views=views,
         columns=columns,
         prefill_tokens_per_s=_believed(data, RATE, RATE_AT_S, columns, PRIOR_PREFILL_TOKENS_PER_S),
-        decode_step_s=_believed(data, STEP_S, STEP_AT_S, columns, 0.0),
+        rate_step_tokens=_measured(data[RATE_TOKENS, columns], 0.0),
+        decode_step_s=step_s,
+        fixed_step_s=step_s,
         loading=data[HOST_S:, columns],
         oldest_s=float(data[REPORT_S, columns].min(initial=float("inf"))),
     )
@@ -122,8 +129,9 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         num_waiting=np.minimum(waiting, requests),
         queued_tokens=queue,
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
-        rate_step_tokens=own[RATE_TOKENS],
+        rate_step_tokens=eligible.rate_step_tokens,
         decode_step_s=eligible.decode_step_s,
+        fixed_step_s=eligible.fixed_step_s,
         utilization=utilization,
         pool_tokens=own[POOL_TOKENS],
         max_requests=own[MAX_REQUESTS],

@@ -148,7 +148,8 @@ def prefill_side(eligible: Eligible, *, num_tokens: int) -> Eligible:
         for at, view in enumerate(eligible.views)
         if view.role is Role.PREFILL and (view.pool_pages == 0 or view.pool_pages * view.page_size > num_tokens)
     ]
-    # they run no decode steps; an unmeasured one would otherwise get the mean of the replicas that do
+    # they run no decode steps; an unmeasured one would otherwise get the mean of the replicas that do, which is right
+    # for the fixed part of a step alone
     return replace(eligible.those(at), decode_step_s=np.zeros(len(at)))
 
 

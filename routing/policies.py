@@ -155,7 +155,7 @@ def _step_s(load: LoadEstimate[Floats], num_tokens: Floats) -> Floats:
     """
     told = load.rate_step_tokens > 0
     share = np.where(told, 1.0 - num_tokens / np.where(told, load.rate_step_tokens, 1.0), 0.0)
-    step_s: Floats = load.decode_step_s * np.maximum(share, 0.0)
+    step_s: Floats = load.fixed_step_s * np.maximum(share, 0.0)
     return step_s
 
 

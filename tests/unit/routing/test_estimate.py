@@ -108,12 +108,12 @@ def test_the_terms_of_an_estimate() -> None:
 
 def test_a_short_prompt_pays_for_the_fixed_part_of_its_step() -> None:
     """1,000 tokens a second were measured on steps of 100 tokens, 0.02 s of which are spent whatever the tokens: 10
-    tokens pay for a tenth of that. 50 that are queued share their step; from 100 on the rate has it all."""
+    tokens pay for a tenth of that. 50 that are queued share their step; from 100 on the rate has it all. One that
+    has measured nothing is taken for one of them: it would look quicker than those that are known."""
     told = {"decode_step_s": 0.02, "rate_step_tokens": 100.0}
-    untold = view("d", decode_step_s=0.02)
-    f = Fixture(view("a", **told), view("b", queued=50, **told), view("c", queued=90, **told), untold)
+    f = Fixture(view("a", **told), view("b", queued=50, **told), view("c", queued=90, **told), view("d"))
     terms = {name: candidate.terms for name, candidate in f.look().items()}
-    assert [terms[name].step_s for name in "abcd"] == pytest.approx([0.018, 0.008, 0.0, 0.0])
+    assert [terms[name].step_s for name in "abcd"] == pytest.approx([0.018, 0.008, 0.0, 0.018])
     assert terms["a"].ttft_s == pytest.approx(0.01 + 0.018)
     assert [terms[name].wait_s for name in "ab"] == [0.0, 0.05]  # until the step could begin
 

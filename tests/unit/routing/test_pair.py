@@ -64,6 +64,13 @@ def test_with_nobody_to_disturb_the_decode_replica_computes_the_prompt_itself() 
     assert pair.hand_off_cost_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
 
 
+def test_a_prefill_replica_pays_for_the_fixed_part_of_a_step_too() -> None:
+    """It runs no decode steps, so it has that of those that do: else every short prompt would seem quicker there."""
+    told = {"rate_step_tokens": 100.0}
+    pair = pair_of(router(view("p0", decode_step_s=0.0, **told), view("d0", **told)).choose(query([1] * 10)))
+    assert (pair.prefill_s, pair.chosen.ttft_s) == pytest.approx((0.01 + 0.018, 0.01 + 0.018))
+
+
 def test_requests_that_would_wait_for_it_hand_the_prompt_over() -> None:
     """Three run on d0: each would wait 1 s."""
     decision = router(view("p0"), view("d0", num_running=3)).choose(query())
