@@ -41,7 +41,8 @@ def test_bars_and_marks_are_as_long_as_their_times(page: Page, served: FakeObser
     page.says("#why .bar-row.chosen .bar-end", "ms")
     shares = dict(page.js(SHARES))
     scale = shares["own_s"] / chosen["own_s"]
-    wanted = {field: scale * chosen[field] for field in ("queue_s", "own_s", "decode_s") if chosen[field]}
+    terms = ("queue_s", "own_s", "step_s", "decode_s", "way_s")
+    wanted = {field: scale * chosen[field] for field in terms if chosen[field]}
     assert shares == pytest.approx(wanted, abs=0.01)
     times = [each["predicted"]["ttft_s"], each["actual"]["ttft_s"]]
     assert page.js(MARKS) == pytest.approx([scale * time for time in times], abs=0.02)
