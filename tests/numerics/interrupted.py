@@ -140,8 +140,21 @@ class Case:
         sampling = replace(SAMPLING, max_new_tokens=400) if state == "handed over" else SAMPLING
         prompt = LONG if state == "first pages written" else PROMPT
         self.leg = decode_leg(prefill, rid, abs(hash(rid)) % 2**40, prompt=prompt, sampling=sampling)
+        if state == "opened":
+            self._meet(f"{rid} first")
         self.others = [self._other(f"{rid} other {i}") for i in range(4)] if state == "opened" else []
         self._advance()
+
+    def _meet(self, rid: str) -> None:
+        """Hand another request over, to its end: the two know each other then. To connect may take longer, beside other
+        processes, than the others run."""
+        leg = decode_leg(
+            self.prefill, rid, abs(hash(rid)) % 2**40, prompt=PROMPT[::-1], sampling=replace(SAMPLING, max_new_tokens=1)
+        )
+        self.prefill.submit(prefill_leg(leg))
+        self.decode.submit(leg)
+        for each in (self.prefill, self.decode):
+            assert ended(each.finish(rid)).reason in (FinishReason.HANDED_OFF, FinishReason.LENGTH)
 
     def _other(self, rid: str) -> GenerateRequest:
         """One of the four that P may run at a time; until they end it has no row for the leg."""
