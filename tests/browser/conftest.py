@@ -31,6 +31,7 @@ def served() -> Iterator[FakeObservatory]:
 @pytest.fixture
 def page(browser: Page) -> Iterator[Page]:
     """The tab; nothing may have been logged as an error, unless the test has taken it with `complaints`."""
+    browser.driver.get("about:blank")  # the page of a test before this one asks a server that may have gone since
     browser.complaints()
     yield browser
     assert browser.complaints() == []

@@ -363,7 +363,7 @@ def test_a_port_that_is_taken_is_said_within_a_second_before_ray_and_torch_are_i
     assert process.returncode == 2
     says = f"{file}:3: http_options.port = {port}: 127.0.0.1:{port} cannot be listened on (Address already in use); "
     assert f"{says}process {os.getpid()} (" in said
-    assert used.ru_utime + used.ru_stime < 3.5  # Ray and torch take 7; without compiled modules, on a busy machine, 1.05 was seen
+    assert used.ru_utime + used.ru_stime < 3.5  # Ray and torch take 7; on a busy machine 1.05 was seen
 
 
 @pytest.mark.model
