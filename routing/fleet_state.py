@@ -164,22 +164,14 @@ class FleetState:
         return self._feeds.get(replica_id)
 
     def candidates(
-        self,
-        query: RouteQuery,
-        eligible: Eligible,
-        usable: Pages,
-        now_s: float,
-        *,
-        max_new_tokens: int,
+        self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
     ) -> Candidates:
         """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``."""
         reach = self._index.reach(usable, eligible.columns)
         load = self.load.estimate(eligible, now_s)
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
-        terms = estimate(
-            load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens, way_s=self.way.seconds
-        )
+        terms = estimate(load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens, way_s=self.way.seconds)
         return Candidates(views=eligible.views, load=load, overlap_tokens=num_tokens - terms.own_tokens, terms=terms)
 
     def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:

@@ -37,9 +37,9 @@ class DoubleSparseAttention(TorchNativeAttention):
         assert kind == PLAIN, "registry.py refuses such models"
         if len(slots) <= self._num_tokens:
             return super().attended(layer, q, slots, kind, sinks)
-        pool, out, first = self._labelled, torch.empty_like(q), len(slots) - len(q)
         if len(q) == 1:
             return self._decoded(layer, q, slots)
+        pool, out, first = self._labelled, torch.empty_like(q), len(slots) - len(q)
         keys, values = (x.to(q.dtype) for x in pool.read_kv(layer, slots))
         labels = pool.label_buffer[layer, slots]
         for start in range(0, len(q), QUERIES):
@@ -48,7 +48,6 @@ class DoubleSparseAttention(TorchNativeAttention):
             chosen = choose(part, labels[seen], pool.channels[layer], self._num_tokens)
             out[start : start + len(part)] = attend_to(part, keys[seen], values[seen], chosen)
         return out
-
 
     def _decoded(self, layer: int, q: Tensor, slots: Tensor) -> Tensor:
         """One token's attention [1, H, D]: of K and V only what each head has chosen is read."""

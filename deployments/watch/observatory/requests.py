@@ -79,10 +79,11 @@ class Requests:
 
     def progress(self, router: str, grown: Mapping[str, Mapping[str, Any]], *, version: int) -> None:
         """Take what has grown of a router's running requests, by their ``key``."""
+        if not grown:
+            return
         for rid, (of, key) in self._bearer.items():
-            row = self._shown[rid]
-            new = grown.get(key) if of == router and row["outcome"] == "running" else None
-            if new is not None and row["last_s"] != new["last_s"]:
+            row, new = self._shown[rid], grown.get(key) if of == router else None
+            if new is not None and row["outcome"] == "running" and row["last_s"] != new["last_s"]:
                 self._shown[rid], self._changed[rid] = {**row, **new}, version
 
     def lose(self, routers: Collection[str], *, version: int) -> None:
