@@ -37,8 +37,8 @@ RATE_HALF_S = 1.0
 # request.
 RATE_FRESH_S = 5.0
 RATE_FADE_HALF_S = 5.0
-# Before any replica has measured: between a small model on a CPU and a large one on a GPU. It is the same for all
-# replicas, so that it orders them by tokens; only its ratio to the other terms is a guess.
+# Before any replica has measured, those that left included: between a small model on a CPU and a large one on a GPU.
+# It is the same for all replicas, so that it orders them by tokens; only its ratio to the other terms is a guess.
 PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 # Before a replica has loaded anything: memory copied page by page, and a disk that is not the fastest. The first load
 # replaces them, and there is one, unless they make it slower than computing.
@@ -81,14 +81,17 @@ class Eligible:
         )
 
 
-def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.intp]) -> Eligible:
-    """Return the replicas of ``views`` [n] with their rates, from ``columns`` [n] of ``data`` [field, column]."""
-    step_s = _believed(data, STEP_S, STEP_AT_S, columns, 0.0)
+def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.intp], priors: Floats) -> Eligible:
+    """Return the replicas of ``views`` [n] with their rates, from ``columns`` [n] of ``data`` [field, column].
+
+    ``priors`` [field]: what is believed of a rate that none of them has measured.
+    """
+    step_s = _believed(data, STEP_S, STEP_AT_S, columns, priors[STEP_S])
     return Eligible(
         views=views,
         columns=columns,
-        prefill_tokens_per_s=_believed(data, RATE, RATE_AT_S, columns, PRIOR_PREFILL_TOKENS_PER_S),
-        rate_step_tokens=_measured(data[RATE_TOKENS, columns], 0.0),
+        prefill_tokens_per_s=_believed(data, RATE, RATE_AT_S, columns, priors[RATE]),
+        rate_step_tokens=_measured(data[RATE_TOKENS, columns], priors[RATE_TOKENS]),
         decode_step_s=step_s,
         fixed_step_s=step_s,
         loading=data[HOST_S:, columns],
@@ -221,6 +224,8 @@ class Load:
         self._data: Floats = np.zeros((NUM_FIELDS, 8))  # [field, column]
         self._replicas: dict[str, _Replica] = {}  # in order of ids
         self._free = list(range(8))
+        self._priors: Floats = np.zeros(NUM_FIELDS)  # [field] what was last measured by a replica that left
+        self._priors[RATE] = PRIOR_PREFILL_TOKENS_PER_S
         self._where: dict[int, str] = {}  # decision number -> replica
         self._able: list[_Replica] | None = None  # may take a request; until that changes for one of them
         self._columns = np.zeros(0, dtype=np.intp)  # theirs
@@ -257,6 +262,8 @@ class Load:
         """Remove a replica that has left; its open requests end here."""
         replica = self._replicas.pop(replica_id)
         self._free.append(replica.column)
+        column = self._data[:, replica.column]
+        self._priors = np.where(column > 0, column, self._priors)  # those that stay may not have measured anything
         for number in replica.open:
             del self._where[number]
         self._able = None
@@ -337,7 +344,8 @@ class Load:
             self._columns = np.array([replica.column for replica in self._able], dtype=np.intp)
             self._eligible = None
         if self._eligible is None:
-            self._eligible = eligible_of(self._data, [replica.view for replica in self._able], self._columns)
+            views = [replica.view for replica in self._able]
+            self._eligible = eligible_of(self._data, views, self._columns, self._priors)
         return self._eligible
 
     def estimate(self, eligible: Eligible, now_s: float) -> LoadEstimate[Floats]:

@@ -1,6 +1,6 @@
 """The load as believed between reports, and the seconds made of it."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 
 import numpy as np
@@ -97,6 +97,17 @@ def test_rates_are_smoothed_and_the_unmeasured_is_taken_for_the_mean_of_the_othe
     assert f.look()["b"].terms.prefill_tokens_per_s == 2_000.0
     f.router.update([view("a", 1.0, rate=2_000.0)])  # one half-life later
     assert f.look()["a"].terms.prefill_tokens_per_s == pytest.approx(1_500.0)
+
+
+def test_what_a_replica_measured_is_believed_of_the_others_after_it_has_left() -> None:
+    """The one that served everything dies: the other has measured nothing, but it is not taken for another machine."""
+    told = {"decode_step_s": 0.02, "rate_step_tokens": 100.0}
+    f = Fixture(view("a", rate=200.0, **told), view("b", rate=0.0))
+    before = asdict(f.look()["b"].terms)
+    f.router.forget("a")
+    assert asdict(f.look()["b"].terms) == before
+    f.router.update([view("b", 1.0, rate=500.0)])
+    assert f.look()["b"].terms.prefill_tokens_per_s == 500.0
 
 
 def test_the_terms_of_an_estimate() -> None:
