@@ -37,20 +37,20 @@ COLORS = {
     "state": {"free": GREY, "evictable": GOLD, "protected": GREEN, "reserved": BLUE, "quarantined": RED},
     "severity": {"critical": RED, "warning": ORANGE},
 }
-Where = Mapping[str, str]  # label -> value; "a|b" is one of, "!a|b" is none of
+# Queries. ``by``: the labels that keep series apart. ``where``: a label's value; "a|b" is one of, "!a|b" is none of.
 
 
-def gauge(name: str, *, by: Sequence[str] = (), where: Where | None = None, over: str = "sum") -> str:
+def gauge(name: str, *by: str, over: str = "sum", **where: str) -> str:
     """Aggregate a gauge with ``over`` (sum, max, min, count)."""
     return _aggregate(over, by, _series(name, "", where))
 
 
-def rate(name: str, *, by: Sequence[str] = (), where: Where | None = None) -> str:
+def rate(name: str, *by: str, **where: str) -> str:
     """Sum a counter's increase per second."""
     return _aggregate("sum", by, f"rate({_series(name, '', where)}[{WINDOW}])")
 
 
-def quantile(share: float, name: str, *, by: Sequence[str] = (), where: Where | None = None) -> str:
+def quantile(share: float, name: str, *by: str, **where: str) -> str:
     """Estimate a histogram's quantile over all series that ``by`` does not keep apart."""
     buckets = _aggregate("sum", (*by, "le"), f"rate({_series(name, '_bucket', where)}[{WINDOW}])")
     return f"histogram_quantile({share:g}, {buckets})"
@@ -61,12 +61,12 @@ def quantiles(name: str) -> dict[str, str]:
     return {legend: quantile(share, name) for share, legend in QUANTILES}
 
 
-def heatmap(name: str, *, where: Where | None = None) -> str:
+def heatmap(name: str, **where: str) -> str:
     """Sum a histogram's cumulative buckets; Grafana's heatmap takes the differences."""
     return _aggregate("sum", ("le",), f"increase({_series(name, '_bucket', where)}[{WINDOW}])")
 
 
-def mean(name: str, *, by: Sequence[str] = (), where: Where | None = None) -> str:
+def mean(name: str, *by: str, **where: str) -> str:
     """Divide a histogram's sum by its count."""
     parts = (_aggregate("sum", by, f"rate({_series(name, each, where)}[{WINDOW}])") for each in ("_sum", "_count"))
     return ratio(*parts)
@@ -80,16 +80,16 @@ def ratio(part: str, whole: str, *, of_all: bool = False) -> str:
     return f"({part} /{' on () group_left ()' if of_all else ''} ({whole} > 0))"
 
 
-def _series(name: str, part: str, where: Where | None) -> str:
+def _series(name: str, part: str, where: Mapping[str, str]) -> str:
     """Select a metric's series, narrowed by the board's variables."""
     metric = CATALOG[name]
     matchers = []
-    for label, value in (where or {}).items():
+    for label, value in where.items():
         values = value.removeprefix("!")
         operator = ("!" if values != value else "") + ("=~" if "|" in values else "=")
         matchers.append(f'{label}{operator.replace("!=~", "!~")}"{values}"')
     narrowed = IDENTITY if metric.process is Process.REPLICA else ("model",)
-    matchers += [f'{label}=~"${label}"' for label in narrowed if label not in (where or {})]
+    matchers += [f'{label}=~"${label}"' for label in narrowed if label not in where]
     return f"{metric.full_name}{part}{{{','.join(matchers)}}}"
 
 
@@ -160,12 +160,12 @@ class Panel:
     """One panel of a board: its texts, its queries, and how it draws them."""
 
     title: str
-    _: KW_ONLY
+    asks: str | Mapping[str, str]  # PromQL; of several queries, or for a legend of its own: legend -> PromQL
+    unit: Unit
     shows: str  # what it shows: a sentence
     act: str  # what to do when it looks bad: a sentence
-    queries: Mapping[str, str]  # legend (text with ``{{label}}``) -> PromQL
+    _: KW_ONLY
     shape: Shape = Shape.LINES
-    unit: Unit = Unit.COUNT
     limits: Thresholds | None = None
     width: int = 8
     height: int = 8
@@ -174,6 +174,14 @@ class Panel:
     link: tuple[str, str] | None = None  # of a table's first column: title, URL
     empty: str = ""  # said in the place of a panel without series; else what it needs
     exemplars: bool = False  # dots of single requests that lead to their traces
+
+    @property
+    def queries(self) -> Mapping[str, str]:
+        """PromQL by legend (text with ``{{label}}``); the legend of a query alone is the labels that it keeps apart."""
+        if not isinstance(self.asks, str):
+            return self.asks
+        kept = self.asks[self.asks.index(" by (") + 5 : self.asks.index(") (")].removesuffix(", le").split(", ")
+        return {" ".join(f"{{{{{label}}}}}" for label in kept): self.asks}
 
 
 @dataclass(frozen=True, slots=True)

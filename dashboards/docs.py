@@ -5,10 +5,12 @@ Invariant: the files say what they are made from; a test compares them.
 
 import html
 import re
+from pathlib import Path
 
 from dashboards.catalog import IDENTITY, METRICS, OPEN, POOL_STATES, STAGES, Kind, Metric, Process
 from dashboards.dialects import DIALECTS, LEFT_OUT, Dialect, TheirMetric
 
+LOGIN = Path(__file__).parent / "ui" / "login.html"
 HEADINGS = {
     Process.EVERY: "Every process",
     Process.REPLICA: "Replicas",
@@ -162,26 +164,9 @@ def _number(bound: float) -> str:
     return f"{bound:.0f}" if bound >= 1000 else f"{bound:g}"
 
 
-RUNBOOK_HEAD = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Manta: runbook</title>
-<link rel="icon" href="ui/icon.svg" type="image/svg+xml">
-<link rel="stylesheet" href="ui/style.css">
-<script src="ui/theme.js"></script>
-</head>
-<body>
-<main class="runbook">
-<p><a href="./">Live view</a></p>
-"""
-
-
 def runbook_page(markdown: str) -> str:
-    """Write the runbook as a page: headings with their anchors, paragraphs, code and emphasis."""
+    """Write the runbook as a page: headings with their anchors, paragraphs, code and emphasis. Its head is the login
+    page's, but for the title."""
     names = set(re.findall(r"^## (\w+)$", markdown, re.MULTILINE))
     parts = []
     for block in re.split(r"\n{2,}|\n(?=#)|(?<=[a-z])\n(?=\*)", markdown.strip()):
@@ -191,7 +176,9 @@ def runbook_page(markdown: str) -> str:
             parts.append(f'<h{level} id="{title.lower()}">{name}{html.escape(title)}</h{level}>')
         else:
             parts.append(f"<p>{_inline(block, names)}</p>")
-    return RUNBOOK_HEAD + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+    head = LOGIN.read_text().partition("<main")[0].replace("Manta: log in", "Manta: runbook")
+    parts.insert(0, f'{head}<main class="runbook">\n<p><a href="./">Live view</a></p>')
+    return "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
 
 
 def _inline(text: str, names: set[str]) -> str:

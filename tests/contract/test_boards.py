@@ -9,7 +9,7 @@ import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from dashboards.board import Board, Needs, Panel, Row
+from dashboards.board import Board, Needs, Panel, Row, Unit, quantile, rate
 from dashboards.catalog import OUTCOMES
 from dashboards.files import BOARD_FILES, BOARDS, committed_board, generated, panels
 
@@ -38,7 +38,7 @@ def laid_out(*rows: Row) -> dict[str, dict[str, Any]]:
 
 
 def panel(title: str, width: int = 8, height: int = 8) -> Panel:
-    return Panel(title, shows="It shows.", act="Do this.", queries={"all": "up"}, width=width, height=height)
+    return Panel(title, {"all": "up"}, Unit.COUNT, "It shows.", "Do this.", width=width, height=height)
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
@@ -104,10 +104,17 @@ def test_a_panels_id_stays_when_others_are_added_before_it() -> None:
 
 
 def test_a_series_that_names_a_replica_leads_to_it_in_the_live_view() -> None:
-    by_replica = Panel("a", shows="It shows.", act="Do this.", queries={"{{role}} {{replica}}": "up"})
+    by_replica = Panel("a", rate("replica_deaths_total", "role", "replica"), Unit.PER_S, "It shows.", "Do this.")
     [link] = laid_out(Row("first", (by_replica,)))["a"]["fieldConfig"]["defaults"]["links"]
     assert link["url"] == "${live}/#replica=${__field.labels.replica}"
     assert laid_out(Row("first", (panel("b"),)))["b"]["fieldConfig"]["defaults"]["links"] == []
+
+
+def test_the_legend_of_a_query_alone_is_the_labels_that_it_keeps_apart() -> None:
+    steps = quantile(0.9, "scheduler_step_duration_seconds", "role", "phase")
+    alone = Panel("a", steps, Unit.SECONDS, "It shows.", "Do this.")
+    assert alone.queries == {"{{role}} {{phase}}": steps}
+    assert Panel("a", {"all": steps}, Unit.SECONDS, "It shows.", "Do this.").queries == {"all": steps}
 
 
 def test_an_objective_is_a_dashed_line_and_outcomes_have_their_colours() -> None:
