@@ -16,7 +16,7 @@ import itertools
 import pathlib
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
@@ -30,12 +30,13 @@ from benchmarks import harness, workloads
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
 from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_trace
-from benchmarks.sim_replica import Speed
+from benchmarks.sim_replica import SimPool, Speed
 from benchmarks.sim_routers import SOONEST, Apart, Limits
+from kvtransfer.pages import PageKey
 from replicas.config import QueuePolicy
 from routing.policies import POLICIES
 from routing.router import Router
-from routing.types import Decision, Ending, IndexEvent, KeysRemoved, KeysStored, ReplicaView, RouteOutcome, RouteQuery
+from routing.types import Ending, IndexEvent, ReplicaView, RouteOutcome, RouteQuery
 
 WORKLOADS = ("shared-prefix", "multi-turn")
 PAGE_SIZE, POOL_PAGES = 16, 8_192
@@ -184,26 +185,13 @@ def prompts(prompt_len: int, rng: np.random.Generator) -> Iterator[npt.NDArray[n
         yield np.concatenate([prefixes[rng.integers(NUM_PREFIXES)], own])
 
 
-class Pool:
-    """A replica's cache as far as its events tell: pages in order of use, the oldest evicted first."""
-
-    def __init__(self) -> None:
-        self._pages: OrderedDict[int, None] = OrderedDict()
-        self._seq = 0
-
-    def serve(self, decision: Decision) -> list[IndexEvent]:
-        """Take in the prompt's pages; return what that stored and removed."""
-        keys = decision.keys.tolist()
-        new = [key for key in keys if key not in self._pages]
-        for key in reversed(keys):  # the deepest is the oldest
-            self._pages[key] = None
-            self._pages.move_to_end(key)
-        gone = [self._pages.popitem(last=False)[0] for _ in range(len(self._pages) - POOL_PAGES)]
-        self._seq += 2
-        return [
-            KeysRemoved(self._seq - 1, np.array(gone, dtype=np.uint64)),
-            KeysStored(self._seq, np.array(new, dtype=np.uint64)),
-        ]
+def serve(pool: SimPool, keys: Sequence[PageKey]) -> list[IndexEvent]:
+    """Take in the pages of a prompt, which ends at once; return what that stored and removed."""
+    num_told, num_held = len(pool.events), pool.match_len(keys)
+    pool.take(keys[:num_held], len(keys) - num_held)
+    pool.store(keys[num_held:])
+    pool.release(keys, 0)
+    return pool.events[num_told:]
 
 
 def decision_ms(policy: str, num_replicas: int, prompt_len: int, *, events: bool, runs: int) -> list[float]:
@@ -211,7 +199,7 @@ def decision_ms(policy: str, num_replicas: int, prompt_len: int, *, events: bool
     now_s = reported_s = 0.0
     router = Router(policy, Random(0), lambda: now_s, page_size=PAGE_SIZE)
     router.update(_views(num_replicas, now_s))
-    pools = {view.replica_id: Pool() for view in router.views}
+    pools = {view.replica_id: SimPool(POOL_PAGES) for view in router.views}
     source = prompts(prompt_len, np.random.default_rng(0))
     times_ms = []
     for at in range(WARM_UP + runs):
@@ -224,7 +212,7 @@ def decision_ms(policy: str, num_replicas: int, prompt_len: int, *, events: bool
         decision = router.choose(query)
         times_ms.append(1e3 * (time.perf_counter() - begun_s))
         if events:
-            router.apply(decision.replica_id, pools[decision.replica_id].serve(decision))
+            router.apply(decision.replica_id, serve(pools[decision.replica_id], decision.keys.tolist()))
         router.done(decision, FINISHED)
     return times_ms[WARM_UP:]
 

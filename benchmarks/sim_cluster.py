@@ -16,6 +16,7 @@ decode replicas hold no prefix cache, so that all of the prompt travels; their s
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 
 from benchmarks.sim_load import Events, SimRequest
@@ -54,23 +55,37 @@ def pick(decoders: Sequence[Decoder], num_pages: int) -> Decoder | None:
     return min(able, key=lambda each: (each.num_requests, -each.num_free), default=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The replicas, routers and limits that are simulated."""
+
+    num_replicas: int  # that compute prompts
+    pool_tokens: int  # of each replica
+    speed: Speed
+    erring: float = 1.0  # share of the replicas that have ``speed.rate_error``: every second, say
+    split: Split | None = None  # None: a replica decodes what it has computed
+    num_routers: int = 1
+    page_size: int = 512
+    limits: Limits = field(default_factory=Limits)
+    seed: int = 0
+
+
 class HandOffs:
     """The jobs on their way from the prefill replicas to the decode replicas."""
 
-    def __init__(
-        self,
-        split: Split,
-        decoders: Sequence[Decoder],
-        *,
-        events: Events,
-        started: Callable[[SimJob], None],
-        ended: Callable[[SimReplica, SimJob], None],
-    ) -> None:
-        """``started``: the first token is out; ``ended``: the last one, with the replica that computed the prompt."""
-        self.decoders = decoders
+    def __init__(self, split: Split, setup: Setup, events: Events, ended: Callable[[SimReplica, SimJob], None]) -> None:
+        """``ended``: the last token is out; it takes the replica that computed the prompt."""
+        speed = setup.speed
+        self.decoders = [
+            Decoder(
+                capacity=setup.pool_tokens // setup.page_size,
+                max_running=speed.max_running,
+                batch=SimDecode(events, base_s=speed.decode_base_s, per_request_s=speed.decode_per_request_s),
+            )
+            for _ in range(split.num_decoders)
+        ]
         self._token_s = split.bytes_per_token / split.bytes_per_s
         self._events = events
-        self._started = started
         self._ended = ended
         self._ready: deque[tuple[SimReplica, SimJob]] = deque()
 
@@ -87,27 +102,18 @@ class HandOffs:
             assert each.num_requests > 0 or each.num_used == 0, f"{each.num_used} pages belong to no request"
 
     def _place(self) -> None:
-        while self._ready:
-            replica, job = self._ready[0]
-            decoder = pick(self.decoders, job.num_pages)
-            if decoder is None:
-                return  # until a request ends
-            self._ready.popleft()
+        """Send the jobs that are ready, in order, until one finds no room: it waits for a request to end."""
+        while self._ready and (decoder := pick(self.decoders, self._ready[0][1].num_pages)):
+            replica, job = self._ready.popleft()
             decoder.num_requests += 1
             decoder.num_used += job.num_pages
-            self._send(replica, job, decoder)
-
-    def _send(self, replica: SimReplica, job: SimJob, decoder: Decoder) -> None:
-        transfer_s = job.request.input_len * self._token_s
-        self._events.after(transfer_s, lambda: self._arrived(replica, job, decoder))
+            transfer_s = job.request.input_len * self._token_s
+            self._events.after(transfer_s, partial(self._arrived, replica, job, decoder))
 
     def _arrived(self, replica: SimReplica, job: SimJob, decoder: Decoder) -> None:
         replica.handed_off(job)
-        self._started(job)
-        if job.request.output_len > 1:
-            decoder.batch.join(job.request.output_len - 1, lambda: self._finish(replica, job, decoder))
-        else:
-            self._finish(replica, job, decoder)
+        job.ttft_s = self._events.now_s - job.came_s
+        decoder.batch.join(job.request.output_len - 1, lambda: self._finish(replica, job, decoder))
 
     def _finish(self, replica: SimReplica, job: SimJob, decoder: Decoder) -> None:
         decoder.num_requests -= 1
@@ -116,27 +122,12 @@ class HandOffs:
         self._place()
 
 
-def soonest(replicas: Sequence[SimReplica], job: SimJob) -> SimReplica:
-    """Return the replica at which ``job`` gets its first token first, by a full view; the first of equals."""
-    return min(replicas, key=lambda replica: replica.true_ttft_s(job))
-
-
 ORACLE = "oracle"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The replicas, routers and limits that are simulated."""
-
-    num_replicas: int  # that compute prompts
-    pool_tokens: int  # of each replica
-    speed: Speed
-    erring: float = 1.0  # share of the replicas that have ``speed.rate_error``: every second, say
-    split: Split | None = None  # None: a replica decodes what it has computed
-    num_routers: int = 1
-    page_size: int = 512
-    limits: Limits = field(default_factory=Limits)
-    seed: int = 0
+def soonest(replicas: Sequence[SimReplica], job: SimJob) -> SimReplica:
+    """Return the replica at which ``job`` gets its first token first, by a full view; the first of equals."""
+    return min(replicas, key=lambda replica: replica.true_ttft_s(job))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +143,6 @@ class Record:
     input_len: int
     cached_tokens: int
     decision_s: float  # CPU time that choosing took here
-
-
-@dataclass(slots=True)
-class _Open:
-    arrival_s: float
-    routed: Routed | None  # None: by the oracle
-    ttft_s: float = 0.0
 
 
 class Cluster:
@@ -179,8 +163,8 @@ class Cluster:
         self._page_size = setup.page_size
         self._progress = progress
         self._followers: dict[int, list[SimRequest]] = {}
-        self._open: dict[int, _Open] = {}
-        self.hand_offs = self._hand_offs(setup.split, setup) if setup.split else None
+        self._open: dict[int, Routed | None] = {}  # by request; None: routed by the oracle
+        self.hand_offs = HandOffs(setup.split, setup, self.events, self._ended) if setup.split else None
         self.replicas = [self._replica(index, setup) for index in range(setup.num_replicas)]
         self._by_id = {replica.replica_id: replica for replica in self.replicas}
         self.routers: Routers | None = None
@@ -227,22 +211,9 @@ class Cluster:
             page_size=setup.page_size,
             events=self.events,
             rng=Random(f"{setup.seed}/replica {index}"),
-            started=self._started,
             ended=self._ended,
             hand_off=self.hand_offs.add if self.hand_offs else None,
         )
-
-    def _hand_offs(self, split: Split, setup: Setup) -> HandOffs:
-        speed = setup.speed
-        decoders = [
-            Decoder(
-                capacity=setup.pool_tokens // setup.page_size,
-                max_running=speed.max_running,
-                batch=SimDecode(self.events, base_s=speed.decode_base_s, per_request_s=speed.decode_per_request_s),
-            )
-            for _ in range(split.num_decoders)
-        ]
-        return HandOffs(split, decoders, events=self.events, started=self._started, ended=self._ended)
 
     def _schedule(self, request: SimRequest, time_s: float) -> None:
         self.events.at(time_s, lambda: self._arrive(request))
@@ -260,28 +231,22 @@ class Cluster:
             )
             routed = self.routers.choose(query)
             replica = self._by_id[routed.decision.replica_id]
-        self._open[request.number] = _Open(self.events.now_s, routed)
+        self._open[request.number] = routed
         replica.submit(job)
-
-    def _started(self, job: SimJob) -> None:
-        opened = self._open[job.request.number]
-        opened.ttft_s = self.events.now_s - opened.arrival_s
 
     def _ended(self, replica: SimReplica, job: SimJob) -> None:
         request = job.request
-        opened = self._open.pop(request.number)
-        routed = opened.routed
+        routed = self._open.pop(request.number)
         if self.routers is not None and routed is not None:
-            self.routers.done(
-                routed, RouteOutcome(ending=Ending.OK, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s)
-            )
+            outcome = RouteOutcome(ending=Ending.OK, cached_tokens=job.cached_tokens, ttft_s=job.ttft_s)
+            self.routers.done(routed, outcome)
         self.records.append(
             Record(
                 number=request.number,
                 replica_id=replica.replica_id,
                 reason=routed.decision.reason.value if routed else ORACLE,
-                arrival_s=opened.arrival_s,
-                ttft_s=opened.ttft_s,
+                arrival_s=job.came_s,
+                ttft_s=job.ttft_s,
                 ended_s=self.events.now_s,
                 input_len=request.input_len,
                 cached_tokens=job.cached_tokens,

@@ -18,15 +18,16 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from random import Random
+
+import numpy as np
 
 from benchmarks.sim_load import Events, SimRequest
 from kvtransfer.pages import PageKey, page_keys
 from replicas.scheduler.orders import QueueEntry, sort_keys
 from replicas.scheduler.queues import LOOK_UP
-from routing.types import ReplicaView
-
-Change = tuple[bool, tuple[PageKey, ...]]  # stored (else removed), keys in order
+from routing.types import IndexEvent, KeysRemoved, KeysStored, ReplicaView
 
 
 class SimPool:
@@ -37,7 +38,7 @@ class SimPool:
         self.num_private = 0  # pages being computed, or not whole
         self._idle: OrderedDict[PageKey, None] = OrderedDict()  # evictable, least recently used first
         self._users: dict[PageKey, int] = {}  # cached and in use: by how many requests
-        self._changes: list[Change] = []
+        self.events: list[IndexEvent] = []  # what was stored and removed, from the first on; they count from 1
 
     @property
     def num_cached(self) -> int:
@@ -54,10 +55,7 @@ class SimPool:
 
     def match_len(self, keys: Sequence[PageKey]) -> int:
         """Return how many of the first ``keys`` are cached. Changes nothing."""
-        for index, key in enumerate(keys):
-            if key not in self._users and key not in self._idle:
-                return index
-        return len(keys)
+        return sum(1 for _ in takewhile(self._has, keys))
 
     def take(self, keys: Sequence[PageKey], extra: int) -> bool:
         """Use the cached ``keys`` and take ``extra`` private pages, evicting what must go: all of it or nothing."""
@@ -72,14 +70,11 @@ class SimPool:
 
     def store(self, keys: Sequence[PageKey]) -> None:
         """Make private pages, one for each of ``keys``, cached and in use; those that are cached already are freed."""
-        new: list[PageKey] = []
+        new = [key for key in keys if not self._has(key)]
         for key in keys:
-            if key not in self._users and key not in self._idle:
-                new.append(key)
             self._use(key)
         self.num_private -= len(keys)
-        if new:
-            self._changes.append((True, tuple(new)))
+        self._tell(KeysStored, new)
 
     def release(self, keys: Sequence[PageKey], extra: int) -> None:
         """End a request: its cached ``keys`` (from the first page on) may be evicted, ``extra`` pages are free."""
@@ -91,11 +86,6 @@ class SimPool:
                 del self._users[key]
                 self._idle[key] = None
         self.num_private -= extra
-
-    def drain(self) -> list[Change]:
-        """Return what changed since the last drain, in order."""
-        changes, self._changes = self._changes, []
-        return changes
 
     def cached_keys(self) -> tuple[PageKey, ...]:
         """Return all cached pages; those in use count as the most recently used."""
@@ -113,8 +103,14 @@ class SimPool:
         self._users[key] = self._users.get(key, 0) + 1
 
     def _evict(self, num: int) -> None:
-        if num > 0:
-            self._changes.append((False, tuple(self._idle.popitem(last=False)[0] for _ in range(num))))
+        self._tell(KeysRemoved, [self._idle.popitem(last=False)[0] for _ in range(num)])
+
+    def _has(self, key: PageKey) -> bool:
+        return key in self._users or key in self._idle
+
+    def _tell(self, kind: type[KeysStored] | type[KeysRemoved], keys: Sequence[PageKey]) -> None:
+        if keys:
+            self.events.append(kind(seq=len(self.events) + 1, keys=np.array(keys, dtype=np.uint64)))
 
 
 class SimDecode:
@@ -140,7 +136,10 @@ class SimDecode:
         return self._base_s + self._per_request_s * len(self._ends) if self._ends else 0.0
 
     def join(self, num_steps: int, ended: Callable[[], None]) -> None:
-        """Decode ``num_steps`` >= 1 tokens, then call ``ended``."""
+        """Decode ``num_steps`` tokens, then call ``ended``; at once where there are none."""
+        if not num_steps:
+            ended()
+            return
         self._advance()
         heapq.heappush(self._ends, (self._steps + num_steps, self._joined, ended))
         self._joined += 1
@@ -187,9 +186,11 @@ class Speed:
 
 
 class SimJob:
-    """A request at a simulated replica."""
+    """A request at a simulated replica: what it needs there, and what came of it."""
 
-    __slots__ = ("cached_tokens", "came_s", "keys", "num_pages", "num_prompt_pages", "request", "uncached_seen")
+    __slots__ = (
+        "cached_tokens", "came_s", "keys", "num_pages", "num_prompt_pages", "request", "ttft_s", "uncached_seen"
+    )  # fmt: skip
 
     def __init__(self, request: SimRequest, page_size: int) -> None:
         self.request = request
@@ -200,6 +201,7 @@ class SimJob:
         self.cached_tokens = 0  # once started
         self.uncached_seen = 0  # prompt tokens that no page held when it came
         self.came_s = 0.0
+        self.ttft_s = 0.0  # once it has its first token
 
     @property
     def routing_key(self) -> str:
@@ -223,29 +225,24 @@ class SimReplica:
         page_size: int,
         events: Events,
         rng: Random,
-        started: Callable[[SimJob], None],
         ended: Callable[["SimReplica", SimJob], None],
         hand_off: Callable[["SimReplica", SimJob], None] | None = None,
     ) -> None:
-        """``started``: the first token is there; ``ended``: the last one. ``rng`` draws the errors of measurement.
+        """``ended``: the last token is there. ``rng`` draws the errors of measurement.
 
         ``hand_off`` takes a job whose prompt is computed, and calls `handed_off` later; None: answers are decoded here.
         """
         self.replica_id = replica_id
         self.pool = pool
-        self.computed_tokens = 0  # of prompts, since the start
         self._speed = speed
         self._page_size = page_size
         self._events = events
         self._rng = rng
-        self._started = started
         self._ended = ended
         self._hand_off = hand_off
-        self._num_leaving = 0  # prompts computed and not handed off
         self._waiting: deque[SimJob] = deque()
-        self._running: dict[SimJob, None] = {}  # that this replica decodes
+        self._running: dict[SimJob, None] = {}  # prompts computed: decoded here, or not handed off yet
         self._shuffle = Random(0)
-        self._waiting_uncached = 0  # sum of uncached_seen
         self._prefilling: SimJob | None = None
         self._prefill_began_s = 0.0
         self._decode = SimDecode(events, base_s=speed.decode_base_s, per_request_s=speed.decode_per_request_s)
@@ -253,7 +250,7 @@ class SimReplica:
 
     @property
     def num_running(self) -> int:
-        return len(self._decode) + self._num_leaving + (self._prefilling is not None)
+        return len(self._running) + (self._prefilling is not None)
 
     def submit(self, job: SimJob) -> None:
         """Take ``job`` into the queue. Raises ValueError if it can never run."""
@@ -266,7 +263,6 @@ class SimReplica:
         job.uncached_seen = job.request.input_len - matched * self._page_size
         job.came_s = self._events.now_s
         self._waiting.append(job)
-        self._waiting_uncached += job.uncached_seen
         self._start_next()
 
     def view(self, time_s: float) -> ReplicaView:
@@ -276,7 +272,7 @@ class SimReplica:
             time_s=time_s,
             num_running=self.num_running,
             num_waiting=len(self._waiting),
-            queued_uncached_tokens=self._waiting_uncached + self._prefill_rest(),
+            queued_uncached_tokens=self._waiting_uncached() + self._prefill_rest(),
             pool_utilization=self.pool.utilization,
             pool_pages=self.pool.capacity,
             page_size=self._page_size,
@@ -288,16 +284,18 @@ class SimReplica:
     def true_ttft_s(self, job: SimJob) -> float:
         """Return when ``job`` would get its first token if it came now: the oracle's figure, which no report holds."""
         keys = job.reusable(self._page_size)
-        held = self.pool.match_len(keys)
         ahead = [*self._waiting, *([self._prefilling] if self._prefilling else [])]
-        for other in ahead:  # what they will have stored by then
-            held = max(held, _common_len(keys, other.keys[: other.num_prompt_pages]))
+        stored = (_common_len(keys, other.keys[: other.num_prompt_pages]) for other in ahead)  # by then
+        held = max([self.pool.match_len(keys), *stored])
         own = job.request.input_len - held * self._page_size
         rest_s = 0.0
         if self._prefilling is not None:
             uncached = self._prefilling.request.input_len - self._prefilling.cached_tokens
             rest_s = self._prefill_began_s + uncached / self._speed.prefill_tokens_per_s - self._events.now_s
-        return rest_s + (self._waiting_uncached + own) / self._speed.prefill_tokens_per_s
+        return rest_s + (self._waiting_uncached() + own) / self._speed.prefill_tokens_per_s
+
+    def _waiting_uncached(self) -> int:
+        return sum(job.uncached_seen for job in self._waiting)
 
     def _prefill_rest(self) -> int:
         """Return the tokens of the current prompt that are not computed, whole chunks counted."""
@@ -317,32 +315,26 @@ class SimReplica:
         if not self.pool.take(keys[:matched], self._num_pages(job) - matched):
             return  # until a request ends
         self._waiting.remove(job)
-        self._waiting_uncached -= job.uncached_seen
         job.cached_tokens = matched * self._page_size
         self._prefilling, self._prefill_began_s = job, self._events.now_s
         uncached = job.request.input_len - job.cached_tokens
-        self.computed_tokens += uncached
         self._events.after(uncached / self._speed.prefill_tokens_per_s, lambda: self._prefilled(job))
 
     def _prefilled(self, job: SimJob) -> None:
         self.pool.store(job.keys[job.cached_tokens // self._page_size : job.num_prompt_pages])
         self._prefilling = None
         self._measure()
+        self._running[job] = None
         if self._hand_off is not None:
-            self._num_leaving += 1
             self._hand_off(self, job)
         else:
-            self._started(job)
-            if job.request.output_len > 1:
-                self._running[job] = None
-                self._decode.join(job.request.output_len - 1, lambda: self._finish(job))
-            else:
-                self._finish(job)
+            job.ttft_s = self._events.now_s - job.came_s
+            self._decode.join(job.request.output_len - 1, lambda: self._finish(job))
         self._start_next()
 
     def handed_off(self, job: SimJob) -> None:
         """Release the pages of ``job``, whose K/V has arrived at its decode replica."""
-        self._num_leaving -= 1
+        del self._running[job]
         self.pool.release(job.keys[: job.num_prompt_pages], self._num_pages(job) - job.num_prompt_pages)
         self._start_next()
 
@@ -371,11 +363,12 @@ class SimReplica:
             )
             for job, matched in zip(self._waiting, found, strict=True)
         ]
-        keys = sort_keys(speed.queue, waiting, [job.routing_key for job in self._running], self._shuffle)
+        running = [job.routing_key for job in self._running] if self._hand_off is None else []
+        keys = sort_keys(speed.queue, waiting, running, self._shuffle)
         return self._waiting[min(range(len(keys)), key=lambda at: (keys[at], at))]
 
     def _finish(self, job: SimJob) -> None:
-        self._running.pop(job, None)
+        del self._running[job]
         self.pool.store(job.keys[job.num_prompt_pages :])
         self.pool.release(job.keys, job.num_pages - len(job.keys))
         self._ended(self, job)
@@ -391,7 +384,4 @@ class SimReplica:
 
 def _common_len(keys: Sequence[PageKey], others: Sequence[PageKey]) -> int:
     """Return how many keys two sequences share from the start."""
-    for index, (key, other) in enumerate(zip(keys, others, strict=False)):
-        if key != other:
-            return index
-    return min(len(keys), len(others))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(keys, others, strict=False)))

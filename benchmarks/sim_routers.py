@@ -24,16 +24,7 @@ from benchmarks.sim_load import Events
 from benchmarks.sim_replica import SimReplica
 from routing.policies import Candidates, PolicyChoice, Turn, estimated_ttft
 from routing.router import Router
-from routing.types import (
-    Decision,
-    IndexEvent,
-    IndexSnapshot,
-    KeysRemoved,
-    KeysStored,
-    Reason,
-    RouteOutcome,
-    RouteQuery,
-)
+from routing.types import Decision, IndexEvent, IndexSnapshot, Reason, RouteOutcome, RouteQuery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,49 +36,17 @@ class Limits:
     event_loss: float = 0.0  # share of the batches of page events that never arrive
 
 
-class Outbox:
-    """A replica's page events, numbered once, kept for each router until it has fetched them."""
-
-    def __init__(self, replica: SimReplica, num_routers: int = 1) -> None:
-        self.replica = replica
-        self._seq = 0  # of the last event numbered
-        self._waiting: list[list[IndexEvent]] = [[] for _ in range(num_routers)]
-
-    def take(self, router: int) -> list[IndexEvent]:
-        """Return what router number ``router`` has not fetched yet."""
-        for stored, keys in self.replica.pool.drain():
-            self._seq += 1
-            event = (KeysStored if stored else KeysRemoved)(seq=self._seq, keys=np.array(keys, dtype=np.uint64))
-            for waiting in self._waiting:
-                waiting.append(event)
-        batch, self._waiting[router] = self._waiting[router], []
-        return batch
-
-    def snapshot(self, router: int) -> IndexSnapshot:
-        """Return what the replica holds now, and the number of the last event in it; those before are not sent."""
-        self.take(router)
-        return IndexSnapshot(seq=self._seq, keys=np.array(self.replica.pool.cached_keys(), dtype=np.uint64))
-
-
 class Reports:
     """Carries reports and page events from the replicas to one router."""
 
     def __init__(
-        self,
-        router: Router,
-        outboxes: Sequence[Outbox],
-        *,
-        limits: Limits,
-        events: Events,
-        rng: Random,
-        number: int = 0,
+        self, router: Router, replicas: Sequence[SimReplica], *, limits: Limits, events: Events, rng: Random
     ) -> None:
-        """``number`` is the router's own, from 0."""
         self.num_lost = 0  # batches
         self.num_snapshots = 0
         self._router = router
-        self._number = number
-        self._outboxes = {outbox.replica.replica_id: outbox for outbox in outboxes}
+        self._replicas = {replica.replica_id: replica for replica in replicas}
+        self._sent = dict.fromkeys(self._replicas, 0)  # of the page events of each replica
         self._limits = limits
         self._events = events
         self._rng = rng
@@ -95,15 +54,16 @@ class Reports:
 
     def start(self, late_s: float = 0.0) -> None:
         """Report every replica to the router now, and then every period; its periods begin ``late_s`` later."""
-        self._router.update([outbox.replica.view(self._events.now_s) for outbox in self._outboxes.values()])
+        self._router.update([replica.view(self._events.now_s) for replica in self._replicas.values()])
         self._events.after(late_s + self._limits.period_s, self._report)
 
     def _report(self) -> None:
         heard_s = self._events.now_s + self._limits.delay_s
-        views = [outbox.replica.view(heard_s) for outbox in self._outboxes.values()]
+        views = [replica.view(heard_s) for replica in self._replicas.values()]
         self._events.at(heard_s, lambda: self._router.update(views))
-        for replica_id, outbox in self._outboxes.items():
-            batch = outbox.take(self._number)
+        for replica_id, replica in self._replicas.items():
+            batch = replica.pool.events[self._sent[replica_id] :]
+            self._sent[replica_id] += len(batch)
             if batch and self._rng.random() < self._limits.event_loss:
                 self.num_lost += 1
             elif batch:
@@ -116,16 +76,16 @@ class Reports:
             self._events.after(self._limits.delay_s, lambda: self._take_snapshot(replica_id))
 
     def _take_snapshot(self, replica_id: str) -> None:
-        snapshot = self._outboxes[replica_id].snapshot(self._number)
+        """Take what the replica holds now; the events before it are not sent."""
+        pool = self._replicas[replica_id].pool
+        self._sent[replica_id] = len(pool.events)
+        snapshot = IndexSnapshot(seq=len(pool.events), keys=np.array(pool.cached_keys(), dtype=np.uint64))
         self._events.after(self._limits.delay_s, lambda: self._heal(replica_id, snapshot))
 
     def _heal(self, replica_id: str, snapshot: IndexSnapshot) -> None:
         self._asked.discard(replica_id)
         self.num_snapshots += 1
         self._router.apply_snapshot(replica_id, snapshot)
-
-
-
 
 
 SAMPLE_S = 10.0  # between two comparisons of the indexes: long against a report, short against a trace
@@ -173,17 +133,9 @@ class Routers:
         names = ["", *(f" {number}" for number in range(1, num))]
         rngs = [Random(f"{seed}/router{name}") for name in names]
         self.all = [_router(policy, rng, lambda: events.now_s, page_size) for rng in rngs]
-        outboxes = [Outbox(replica, num) for replica in replicas]
         self._reports = [
-            Reports(
-                router,
-                outboxes,
-                limits=limits,
-                events=events,
-                rng=Random(f"{seed}/reports{names[number]}"),
-                number=number,
-            )
-            for number, router in enumerate(self.all)
+            Reports(router, replicas, limits=limits, events=events, rng=Random(f"{seed}/reports{name}"))
+            for router, name in zip(self.all, names, strict=True)
         ]
         self._limits = limits
         self._events = events

@@ -16,7 +16,7 @@ from benchmarks.router import summary
 from benchmarks.sim_cluster import ORACLE, Cluster, Decoder, Record, Setup, Split, pick
 from benchmarks.sim_load import Events, SimRequest, copies, jittered, of_workload, read_trace
 from benchmarks.sim_replica import SimDecode, SimJob, SimPool, SimReplica, Speed
-from benchmarks.sim_routers import Apart, Limits, Outbox, Reports, Routers, SoonestRouter
+from benchmarks.sim_routers import Apart, Limits, Reports, Routers, SoonestRouter
 from kvtransfer.pages import page_keys
 from routing.router import Router
 from routing.types import IndexEvent, IndexSnapshot, KeysRemoved, KeysStored, Reason, ReplicaView, RouteQuery
@@ -53,9 +53,12 @@ def replica_of(events: Events, *, pages: int = 100) -> SimReplica:
         page_size=100,
         events=events,
         rng=Random(0),
-        started=lambda job: None,
         ended=lambda replica, job: None,
     )
+
+
+def told(events: Sequence[IndexEvent]) -> list[tuple[type, list[int]]]:
+    return [(type(event), event.keys.tolist()) for event in events if isinstance(event, KeysStored | KeysRemoved)]
 
 
 def run_of(policy: str, requests: Sequence[SimRequest], setup: Setup) -> tuple[Cluster, list[Record]]:
@@ -131,7 +134,8 @@ def test_the_pool_evicts_the_least_recently_used_and_the_end_of_a_sequence_first
     assert pool.take([1], 2)  # 1 in use; 2 is the oldest that nobody uses and goes; 3 stays
     assert pool.match_len([1, 2]) == 1
     assert pool.match_len([3]) == 1
-    assert pool.drain() == [(True, (1, 2)), (True, (3,)), (False, (2,))]
+    assert told(pool.events) == [(KeysStored, [1, 2]), (KeysStored, [3]), (KeysRemoved, [2])]
+    assert [event.seq for event in pool.events] == [1, 2, 3]
     pool.check()
 
 
@@ -155,7 +159,7 @@ def test_a_page_that_is_cached_already_is_not_kept_twice() -> None:
     pool.store([7])
     pool.store([7])
     assert (pool.num_cached, pool.num_private) == (1, 0)
-    assert pool.drain() == [(True, (7,))]
+    assert told(pool.events) == [(KeysStored, [7])]
     pool.release([7], 0)
     pool.release([7], 0)
     pool.check()
@@ -249,7 +253,7 @@ def test_reports_are_late_and_count_progress_in_chunks() -> None:
     events, router = Events(), HeardRouter()
     replica = replica_of(events)
     limits = Limits(period_s=0.75, delay_s=0.25)
-    Reports(cast(Router, router), [Outbox(replica)], limits=limits, events=events, rng=Random(0)).start()
+    Reports(cast(Router, router), [replica], limits=limits, events=events, rng=Random(0)).start()
     replica.submit(SimJob(request(0, blocks=[1, 2]), 100))
     events.run(until=lambda: events.now_s >= 1.0)
     first, second = router.views
@@ -270,7 +274,7 @@ def test_lost_events_show_as_a_gap_and_are_healed_by_one_snapshot() -> None:
             return next(self.draws)
 
     limits = Limits(period_s=1.6, delay_s=0.1, event_loss=0.5)
-    reports = Reports(cast(Router, router), [Outbox(replica)], limits=limits, events=events, rng=FirstIsLost())
+    reports = Reports(cast(Router, router), [replica], limits=limits, events=events, rng=FirstIsLost())
     reports.start()
     for number in range(3):
         replica.submit(SimJob(request(number, blocks=[number]), 100))
@@ -400,22 +404,32 @@ def test_soonest_leaves_out_what_a_choice_costs_waiting_requests() -> None:
 
 
 def test_every_router_gets_every_event_once_and_a_snapshot_takes_none_from_the_others() -> None:
-    outbox = Outbox(replica_of(Events(), pages=2), num_routers=2)
-    pool = outbox.replica.pool
+    """Pages 1 and 2 are stored, and the first router hears of both at 1 s; at 1.5 s page 1 goes. The first asks for a
+    snapshot then, and hears of nothing more; the second hears of all three at 2 s."""
+    events, routers = Events(), (HeardRouter(), HeardRouter())
+    replica = replica_of(events, pages=2)
+    first, second = (
+        Reports(cast(Router, router), [replica], limits=Limits(period_s=1.0, delay_s=0.1), events=events, rng=Random(0))
+        for router in routers
+    )
     for key in (1, 2):
-        assert pool.take([], 1)
-        pool.store([key])
-        pool.release([key], 0)
-    assert [event.seq for event in outbox.take(0)] == [1, 2]
-    assert outbox.take(0) == []
-    assert pool.take([], 1)  # 1 goes
-    snapshot = outbox.snapshot(0)
+        assert replica.pool.take([], 1)
+        replica.pool.store([key])
+        replica.pool.release([key], 0)
+    first.start()
+    second.start(late_s=1.0)
+
+    def page_1_goes() -> None:
+        assert replica.pool.take([], 1)
+        first._take_snapshot("r0")
+
+    events.at(1.5, page_1_goes)
+    events.run(until=lambda: events.now_s > 2.5)
+    assert (routers[0].seqs, routers[1].seqs) == ([1, 2], [1, 2, 3])
+    (snapshot,) = routers[0].snapshots
     assert (snapshot.seq, snapshot.keys.tolist()) == (3, [2])
-    assert outbox.take(0) == []
-    first, second, third = outbox.take(1)
-    assert (type(first), type(second)) == (KeysStored, KeysStored)
-    assert isinstance(third, KeysRemoved)
-    assert third.keys.tolist() == [1]
+    assert routers[1].snapshots == []
+    assert told(replica.pool.events)[2] == (KeysRemoved, [1])
 
 
 def test_what_another_router_sent_is_not_known_before_the_reports_tell_it() -> None:
