@@ -11,7 +11,7 @@ Thread:    the observatory's event loop.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments.dispatch.route_log import judged
@@ -46,13 +46,20 @@ class Counted:
     hand_offs: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """The row that is shown under a rid: the request it is of, and the version of the state with its last change."""
+
+    row: Row
+    key: Key
+    version: int
+
+
 class Requests:
     """The latest rows of all routers. Ages are by ``now_s``, which never goes back; rows hold seconds since 1970."""
 
     def __init__(self, recent: Recent) -> None:
-        self._shown: dict[str, Row] = {}
-        self._changed: dict[str, int] = {}  # rid -> version of the state with its last change
-        self._bearer: dict[str, Key] = {}  # rid -> the request whose row is shown
+        self._shown: dict[str, Shown] = {}  # by rid
         self._counted: OrderedDict[Key, Counted] = OrderedDict()  # by last change
         self._recent = recent
         self._ends: deque[HandOffEnd] = deque()
@@ -68,8 +75,8 @@ class Requests:
             met = judged(shown["ttft_s"], shown.get("itl_s"), shown["outcome"], objectives)
             self._show(key, shown | {"missed": [slo for slo, in_time in met.items() if not in_time]}, version)
         if (surplus := len(self._shown) - MOST_ROWS) > 0:
-            for rid in sorted(self._shown, key=lambda rid: self._shown[rid]["time"])[:surplus]:
-                del self._shown[rid], self._bearer[rid], self._changed[rid]
+            for rid in sorted(self._shown, key=lambda rid: self._shown[rid].row["time"])[:surplus]:
+                del self._shown[rid]
         while self._ends and now_s - self._ends[0].seen_s > LINKS_S:
             self._ends.popleft()
         while self._counted and (
@@ -81,31 +88,32 @@ class Requests:
         """Take what has grown of a router's running requests, by their ``key``."""
         if not grown:
             return
-        for rid, (of, key) in self._bearer.items():
-            row, new = self._shown[rid], grown.get(key) if of == router else None
+        for rid, shown in self._shown.items():
+            of, name = shown.key
+            row, new = shown.row, grown.get(name) if of == router else None
             if new is not None and row["outcome"] == "running" and row["last_s"] != new["last_s"]:
-                self._shown[rid], self._changed[rid] = {**row, **new}, version
+                self._shown[rid] = replace(shown, row={**row, **new}, version=version)
 
     def lose(self, routers: Collection[str], *, version: int) -> None:
         """End the running requests of all other routers, which have left, as `unknown`."""
-        for rid, row in self._shown.items():
-            if row["outcome"] == "running" and row["router"] not in routers:
-                self._shown[rid] = row | {"outcome": ENDED_UNTOLD}
-                self._changed[rid] = version
+        for rid, shown in self._shown.items():
+            if shown.row["outcome"] == "running" and shown.row["router"] not in routers:
+                self._shown[rid] = replace(shown, row=shown.row | {"outcome": ENDED_UNTOLD}, version=version)
 
     def rows(self, since: int = 0) -> list[Row]:
         """Return the rows that changed after version ``since``, oldest first."""
-        changed = [row for rid, row in self._shown.items() if self._changed[rid] > since]
+        changed = [shown.row for shown in self._shown.values() if shown.version > since]
         return sorted(changed, key=lambda row: (row["time"], row["rid"]))
 
     def row(self, rid: str) -> Row | None:
-        return self._shown.get(rid)
+        shown = self._shown.get(rid)
+        return None if shown is None else shown.row
 
     def went_on(self, replica_id: str) -> int:
         """Count the requests that went on elsewhere after a try on this replica had failed."""
         return sum(
-            any(each["replica"] == replica_id and each["failure"] is not None for each in row["tries_at"][:-1])
-            for row in self._shown.values()
+            any(each["replica"] == replica_id and each["failure"] is not None for each in shown.row["tries_at"][:-1])
+            for shown in self._shown.values()
         )
 
     def links(self) -> list[dict[str, Any]]:
@@ -128,9 +136,9 @@ class Requests:
 
     def check(self) -> None:
         """Raises AssertionError if a row is under another's rid, or changes or hand-offs are out of order."""
-        assert all(rid == row["rid"] for rid, row in self._shown.items())
-        assert all("hand_offs" not in row and "key" not in row for row in self._shown.values())
-        assert self._bearer.keys() == self._shown.keys() == self._changed.keys()
+        for rid, shown in self._shown.items():
+            assert rid == shown.row["rid"]
+            assert not {"hand_offs", "key"} & shown.row.keys()
         assert len(self._shown) <= MOST_ROWS
         assert len(self._counted) <= MOST_COUNTED
         for times in ([end.seen_s for end in self._ends], [each.changed_s for each in self._counted.values()]):
@@ -138,8 +146,8 @@ class Requests:
 
     def _show(self, key: Key, row: Row, version: int) -> None:
         before = self._shown.get(row["rid"])
-        if before is None or self._bearer[row["rid"]] == key or before["time"] <= row["time"]:
-            self._shown[row["rid"]], self._bearer[row["rid"]], self._changed[row["rid"]] = row, key, version
+        if before is None or before.key == key or before.row["time"] <= row["time"]:
+            self._shown[row["rid"]] = Shown(row=row, key=key, version=version)
 
     def _count(
         self, key: Key, row: Row, hand_offs: Collection[Mapping[str, Any]], *, came_s: float, now_s: float

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from deployments.watch.terminal import ask
 from deployments.watch.terminal.keyboard import on_terminal
-from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds
+from deployments.watch.terminal.table import Cell, Table, bar, count, percent, seconds
 from deployments.watch.terminal.words import STAGES
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, chosen
 
@@ -79,21 +79,25 @@ def _heading(body: Mapping[str, Any]) -> str:
 
 def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
     shown = [term for term in _SHOWN if term.field not in _IF_ANY or any(each.get(term.field) for each in candidates)]
-    rows: list[list[Cell]] = [
-        [">" if each["chosen"] else "", each["replica"], each["role"], *_numbers(shown, each)] for each in candidates
-    ]
     marked = [index for index, each in enumerate(candidates) if each["chosen"]]
-    columns = (
-        "",
-        "candidate",
-        "role",
-        *(f">{'= ' if term.field == 'ttft_s' else ''}{term.heading}" for term in shown),
-    )
-    return Table(columns=columns, rows=rows, styles=dict.fromkeys(marked[:1], "bold"), spare=_SPARE)
+    rows = [
+        {
+            "": ">" if each["chosen"] else "",
+            "candidate": each["replica"],
+            "role": each["role"],
+            **_numbers(shown, each),
+        }
+        for each in candidates
+    ]
+    return Table(rows, styles=dict.fromkeys(marked[:1], "bold"), spare=_SPARE)
 
 
-def _numbers(terms: Sequence[Term], values: Mapping[str, Any]) -> list[str]:
-    return [_FORM[term.unit](values[term.field]) for term in terms]
+def _numbers(terms: Sequence[Term], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the terms' values by their columns; ``=`` marks the sum of the others."""
+    return {
+        f">{'= ' if term.field == 'ttft_s' else ''}{term.heading}": _FORM[term.unit](values[term.field])
+        for term in terms
+    }
 
 
 def _pair(each: Mapping[str, Any]) -> list[Part]:
@@ -102,17 +106,15 @@ def _pair(each: Mapping[str, Any]) -> list[Part]:
     where = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
     why = f"; {pair['why']}" if pair["why"] else ""
     costs = f"handing over costs {seconds(pair['hand_off_cost_s'])}, computing in place {seconds(pair['local_cost_s'])}"
-    columns = ("", "decode replica", *(f">{term.heading}" for term in _SHOWN_OF_PAIR))
     rows = [
-        [
-            ">" if terms["replica_id"] == pair["decode"] else "",
-            terms["replica_id"],
-            *_numbers(_SHOWN_OF_PAIR, terms),
-        ]
+        {
+            "": ">" if terms["replica_id"] == pair["decode"] else "",
+            "decode replica": terms["replica_id"],
+            **_numbers(_SHOWN_OF_PAIR, terms),
+        }
         for terms in pair["decode_replicas"]
     ]
-    said: list[Part] = [f"The prompt is {where} ({pair['reason']}{why}): {costs}.", Table(columns=columns, rows=rows)]
-    return said + _hand_off(each)
+    return [f"The prompt is {where} ({pair['reason']}{why}): {costs}.", Table(rows), *_hand_off(each)]
 
 
 def _hand_off(each: Mapping[str, Any]) -> list[Part]:
@@ -146,16 +148,16 @@ def _waterfall(body: Mapping[str, Any]) -> Table | None:
     stages, total_s = body.get("stages"), body.get("total_s")
     if not stages or not total_s:
         return None
-    rows: list[list[Cell]] = []
+    rows: list[dict[str, Cell]] = []
     start_s = 0.0
     for name, _, colour in STAGES:
         duration_s = stages.get(f"{name}_s") or 0.0
         if duration_s or name != "transfer":  # most requests have no transfer
             parts = ((" ", "default", start_s / total_s), ("=", colour, duration_s / total_s))
-            words = f"{percent(duration_s / total_s):>5}"
-            rows.append([name, seconds(duration_s), Bar(parts=parts, words=words, width=_BAR_WIDTH)])
+            drawn = bar(parts, f"{percent(duration_s / total_s):>5}", width=_BAR_WIDTH)
+            rows.append({"stage": name, ">time": seconds(duration_s), f"of {seconds(total_s)}": drawn})
         start_s += duration_s
-    return Table(columns=("stage", ">time", f"of {seconds(total_s)}"), rows=rows)
+    return Table(rows)
 
 
 def run(url: str, rid: str, key: str | None, *, as_json: bool) -> int:

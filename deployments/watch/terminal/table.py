@@ -1,11 +1,11 @@
-"""Tables, bars and sparklines of text, drawn as plain lines or by rich on a terminal; and how numbers are written.
+"""Tables, bars and sparklines, drawn by rich on a terminal or as plain lines; and how numbers are written.
 
 Never: knows what the numbers mean.
 """
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -18,34 +18,15 @@ GAP = "  "
 PLAIN_WIDTH = 10_000  # of lines that are not for a terminal
 
 
+Cell = str | Text
+
+
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """A bar of parts of a whole, drawn side by side, with words behind it."""
-
-    parts: tuple[tuple[str, str, float], ...]  # (character, colour, share of the whole)
-    words: str
-    width: int = BAR_WIDTH
-
-    def pieces(self) -> list[tuple[str, str]]:
-        """Return (text, colour) of each part; the widths sum to ``width``."""
-        drawn, reached, at = [], 0.0, 0
-        for character, colour, share in self.parts:
-            reached += share
-            until = min(round(reached * self.width), self.width)
-            drawn.append((character * (until - at), colour))
-            at = until
-        return [*drawn, (" " * (self.width - at), "default")]
-
-
-Cell = str | Text | Bar
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of cells; a column is set to the right if its name starts with ``>``. rich draws it as it is."""
+    """Rows of cells by their column, the same columns in each; one whose name starts with ``>`` is set to the right."""
 
-    columns: tuple[str, ...]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Mapping[str, Cell]]
+    _: KW_ONLY
     styles: Mapping[int, str] = field(default_factory=dict)  # of rows, by index
     spare: tuple[str, ...] = ()  # columns to leave out on a narrow terminal, in this order
     tells_left_out: bool = True  # name those columns in a line below
@@ -53,35 +34,40 @@ class Table:
     def plain(self) -> str:
         """Return lines without any escape sequence."""
         out = io.StringIO()
-        Console(file=out, width=PLAIN_WIDTH, no_color=True, force_terminal=False).print(self._drawn())
+        Console(file=out, width=PLAIN_WIDTH, no_color=True, force_terminal=False).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table, left_out = self, []
-        for name in filter(self.columns.__contains__, self.spare):  # leave columns out until the table fits
-            if Measurement.get(console, options.update(width=PLAIN_WIDTH), table._drawn()).maximum <= options.max_width:
+        shown, left_out = list(self.rows[0]), list[str]()
+        for name in filter(self.rows[0].__contains__, self.spare):  # leave columns out until the table fits
+            measured = Measurement.get(console, options.update(width=PLAIN_WIDTH), self._drawn(shown))
+            if measured.maximum <= options.max_width:
                 break
-            table = table._without(name)
+            shown.remove(name)
             left_out.append(name.removeprefix(">"))
-        yield table._drawn()
+        yield self._drawn(shown)
         if left_out and self.tells_left_out:
             yield Text(f"(a wider terminal shows: {', '.join(left_out)})", style="bright_black")
 
-    def _drawn(self) -> RichTable:
+    def _drawn(self, columns: Sequence[str]) -> RichTable:
         drawn = RichTable(box=None, padding=(0, len(GAP), 0, 0), pad_edge=False, header_style="bright_black")
-        for name in self.columns:
+        for name in columns:
             drawn.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
-        for index, row in enumerate(self.rows):
-            drawn.add_row(*(_rich(cell) for cell in row), style=self.styles.get(index))
+        for index, row in enumerate(self.rows):  # of a plain string rich would read "[...]" as markup
+            cells = (Text(cell) if isinstance(cell, str) else cell for cell in map(row.__getitem__, columns))
+            drawn.add_row(*cells, style=self.styles.get(index))
         return drawn
 
-    def _without(self, name: str) -> "Table":
-        at = self.columns.index(name)
-        return replace(
-            self,
-            columns=self.columns[:at] + self.columns[at + 1 :],
-            rows=[[*row[:at], *row[at + 1 :]] for row in self.rows],
-        )
+
+def bar(parts: Iterable[tuple[str, str, float]], words: str, *, width: int = BAR_WIDTH) -> Text:
+    """Draw parts of a whole side by side, each (character, colour, share of the whole), with words behind the bar."""
+    drawn, reached, at = Text("["), 0.0, 0
+    for character, colour, share in parts:
+        reached += share
+        until = min(round(reached * width), width)
+        drawn.append(character * (until - at), colour)
+        at = until
+    return drawn.append(f"{' ' * (width - at)}] {words}")
 
 
 def count(value: float | None) -> str:
@@ -124,14 +110,3 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     most = max((value for value in shown if value is not None), default=0.0) or 1.0
     drawn = (" " if value is None else _LEVELS[round(value / most * (len(_LEVELS) - 1))] for value in shown)
     return "".join(drawn).rjust(width)
-
-
-def _rich(cell: Cell) -> Text:
-    if isinstance(cell, str):
-        return Text(cell)
-    if isinstance(cell, Text):
-        return cell
-    drawn = Text()
-    for text, colour in cell.pieces():
-        drawn.append(text, style=colour)
-    return Text("[").append(drawn).append(f"] {cell.words}")

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from deployments.watch.terminal.health import device_pool, used_ratio, waiting
-from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds, share
+from deployments.watch.terminal.table import Cell, Table, bar, count, percent, seconds, share
 from deployments.watch.terminal.words import (
     ID_CHARS,
     POOL,
@@ -20,7 +20,7 @@ from deployments.watch.terminal.words import (
     TROUBLE,
     outcome_colour,
     short_id,
-)  # fmt: skip
+)
 
 _NODE_CHARS = 8
 STAGES_WIDTH = 24
@@ -30,53 +30,39 @@ Row = Mapping[str, Any]
 
 def replica_table(replicas: Sequence[Row]) -> Table:
     lower = any(each.get("tiers") for each in replicas)
-    below = (">host", ">loaded", ">saved") if lower else ()
-    columns = (
-        "replica", "role", "node", "state", ">running", ">waiting", "pool", *below, ">cached", ">prefill/s",
-        ">output/s",
-    )  # fmt: skip
     spare = ("node", ">saved", ">cached", ">prefill/s", ">output/s", "role", ">loaded", ">host")
-    rows = [_replica(each, lower=lower) for each in replicas]
-    return Table(columns=columns, rows=rows, spare=spare)
+    return Table([_replica(each, lower=lower) for each in replicas], spare=spare)
 
 
 def request_table(requests: Sequence[Row], *, now_s: float, stages_width: int = STAGES_WIDTH) -> Table:
     """``now_s``: the state's time, for requests that run."""
-    columns = ("request", "outcome", "replica", ">prompt", ">cached", ">output", ">TTFT", ">total", "stages")
     spare = (">output", ">cached", "replica", "outcome")
-    rows = [_request(each, now_s, stages_width) for each in requests]
-    return Table(columns=columns, rows=rows, spare=spare)
+    return Table([_request(each, now_s, stages_width) for each in requests], spare=spare)
 
 
 def router_table(routers: Sequence[Row]) -> Table:
-    return Table(
-        columns=("router", "node", ">open", "answering"),
-        rows=[
-            [
-                each["id"][:ID_CHARS],
-                (each.get("node") or "-")[:_NODE_CHARS],
-                count(each.get("open")),
-                "yes" if each["answering"] else Text("no", TROUBLE),
-            ]
-            for each in routers
-        ],
-    )
+    return Table([
+        {
+            "router": each["id"][:ID_CHARS],
+            "node": (each.get("node") or "-")[:_NODE_CHARS],
+            ">open": count(each.get("open")),
+            "answering": "yes" if each["answering"] else Text("no", TROUBLE),
+        }
+        for each in routers
+    ])  # fmt: skip
 
 
 def link_table(links: Sequence[Row]) -> Table:
-    return Table(
-        columns=("from", "to", ">hand-offs/s", ">failed/s", ">bytes/s"),
-        rows=[
-            [
-                short_id(each["from"]),
-                short_id(each["to"]),
-                count(each["hand_offs_per_s"]),
-                Text(count(each["failed_per_s"]), TROUBLE if each["failed_per_s"] else ""),
-                count(each["bytes_per_s"]),
-            ]
-            for each in links
-        ],
-    )
+    return Table([
+        {
+            "from": short_id(each["from"]),
+            "to": short_id(each["to"]),
+            ">hand-offs/s": count(each["hand_offs_per_s"]),
+            ">failed/s": Text(count(each["failed_per_s"]), TROUBLE if each["failed_per_s"] else ""),
+            ">bytes/s": count(each["bytes_per_s"]),
+        }
+        for each in links
+    ])  # fmt: skip
 
 
 def cached_share(replica: Row) -> float | None:
@@ -86,60 +72,62 @@ def cached_share(replica: Row) -> float | None:
     return None if computed is None or cached is None else share(cached, cached + computed)
 
 
-def _replica(each: Row, *, lower: bool) -> list[Cell]:
+def _replica(each: Row, *, lower: bool) -> dict[str, Cell]:
     rates = each.get("rates") or {}
-    return [
-        short_id(each["id"]),
-        each["role"],
-        (each.get("node") or "-")[:_NODE_CHARS],
-        Text(each["state"], STATE_COLOURS.get(each["state"], TROUBLE)),
-        f"{count(each.get('running'))}/{count(each.get('running_limit'))}",
-        count(waiting(each)),
-        _pool(each),
-        *(_lower(each) if lower else ()),
-        percent(cached_share(each)),
-        count(rates.get("prefill_tokens_per_s")),
-        count(rates.get("decode_tokens_per_s")),
-    ]
+    return {
+        "replica": short_id(each["id"]),
+        "role": each["role"],
+        "node": (each.get("node") or "-")[:_NODE_CHARS],
+        "state": Text(each["state"], STATE_COLOURS.get(each["state"], TROUBLE)),
+        ">running": f"{count(each.get('running'))}/{count(each.get('running_limit'))}",
+        ">waiting": count(waiting(each)),
+        "pool": _pool(each),
+        **(_lower(each) if lower else {}),
+        ">cached": percent(cached_share(each)),
+        ">prefill/s": count(rates.get("prefill_tokens_per_s")),
+        ">output/s": count(rates.get("decode_tokens_per_s")),
+    }
 
 
-def _lower(each: Row) -> tuple[str, str, str]:
+def _lower(each: Row) -> dict[str, str]:
     """Return how full the host tier is, the tokens loaded from the lower tiers, and the seconds of prefill saved."""
     tiers = each.get("tiers")
     host = next((pool for pool in each.get("pools") or [] if pool["tier"] == "L2"), None)
     if not tiers or host is None:
-        return "-", "-", "-"
+        return dict.fromkeys((">host", ">loaded", ">saved"), "-")
     wrong = f", {count(tiers['wrong_pages'])} WRONG" if tiers["wrong_pages"] else ""
-    loaded = count(tiers["host_hit_tokens"] + tiers["store_hit_tokens"]) + wrong
-    return percent(share(host["evictable"], host["capacity"])), loaded, seconds(tiers["saved_s"])
+    return {
+        ">host": percent(share(host["evictable"], host["capacity"])),
+        ">loaded": count(tiers["host_hit_tokens"] + tiers["store_hit_tokens"]) + wrong,
+        ">saved": seconds(tiers["saved_s"]),
+    }
 
 
-def _pool(each: Row) -> str | Bar:
+def _pool(each: Row) -> Cell:
     pool = device_pool(each)
     if pool is None:
         return "-"
     capacity = pool["capacity"]
-    return Bar(
-        parts=tuple((character, colour, pool[state] / capacity) for state, character, colour in POOL),
-        words=f"{percent(used_ratio(each)):>5} of {count(capacity)}",
-    )
+    parts = ((character, colour, pool[state] / capacity) for state, character, colour in POOL)
+    return bar(parts, f"{percent(used_ratio(each)):>5} of {count(capacity)}")
 
 
-def _request(row: Row, now_s: float, stages_width: int) -> list[Cell]:
+def _request(row: Row, now_s: float, stages_width: int) -> dict[str, Cell]:
     word = row["outcome"]
     total_s = elapsed_s(row, now_s)
     tries = f", {row['tries']} tries" if row["tries"] > 1 else ""
-    return [
-        row["rid"][-ID_CHARS:],
-        Text(word + tries, outcome_colour(word)),
-        short_id(row["replica"]),
-        count(row["prompt_tokens"]),
-        percent(None if row["cached_tokens"] is None else share(row["cached_tokens"], row["prompt_tokens"])),
-        count(row["output_tokens"]),
-        seconds(row["ttft_s"]),
-        seconds(total_s),
-        _stages(row, total_s, stages_width),
-    ]
+    cached = None if row["cached_tokens"] is None else share(row["cached_tokens"], row["prompt_tokens"])
+    return {
+        "request": row["rid"][-ID_CHARS:],
+        "outcome": Text(word + tries, outcome_colour(word)),
+        "replica": short_id(row["replica"]),
+        ">prompt": count(row["prompt_tokens"]),
+        ">cached": percent(cached),
+        ">output": count(row["output_tokens"]),
+        ">TTFT": seconds(row["ttft_s"]),
+        ">total": seconds(total_s),
+        "stages": _stages(row, total_s, stages_width),
+    }
 
 
 def elapsed_s(row: Row, now_s: float) -> float | None:
@@ -149,7 +137,7 @@ def elapsed_s(row: Row, now_s: float) -> float | None:
     return max(0.0, now_s - row["time"]) if row["outcome"] == RUNNING else None
 
 
-def _stages(row: Row, total_s: float | None, width: int) -> str | Bar:
+def _stages(row: Row, total_s: float | None, width: int) -> Cell:
     """Draw each stage's share of the request's own time; of one that runs, the stage it is in takes the rest."""
     if not total_s:
         return "-"
@@ -157,5 +145,5 @@ def _stages(row: Row, total_s: float | None, width: int) -> str | Bar:
     spent = {name: row["stages"][f"{name}_s"] for name, _, _ in STAGES}
     if running:
         spent[grows] += max(0.0, total_s - sum(spent.values()))
-    parts = tuple((character, colour, spent[name] / total_s) for name, character, colour in STAGES)
-    return Bar(parts=parts, words="..." if running else "", width=width)
+    parts = ((character, colour, spent[name] / total_s) for name, character, colour in STAGES)
+    return bar(parts, "..." if running else "", width=width)

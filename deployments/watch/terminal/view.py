@@ -18,15 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dashboards.catalog import FAILED
-from deployments.watch.terminal.health import (
-    HealthFigure,
-    figures,
-    merged,
-    troubles,
-    used_ratio,
-    waiting,
-    warnings,
-)  # fmt: skip
+from deployments.watch.terminal.health import figures, merged, troubles, used_ratio, waiting, warnings
 from deployments.watch.terminal.table import seconds, sparkline
 from deployments.watch.terminal.tables import elapsed_s, link_table, replica_table, request_table
 from deployments.watch.terminal.words import LEGEND, STAGE_LEGEND, TROUBLE, WARNING
@@ -59,13 +51,13 @@ def _falling(value: float | None) -> float:
     return float("inf") if value is None else -value
 
 
+def _calm(each: Row) -> tuple[bool, bool, float]:
+    state = each["state"]
+    return state not in ("silent", "unhealthy"), state == "accepting", _falling(used_ratio(each))
+
+
 REPLICA_ORDERS: tuple[Order, ...] = (
-    (
-        "trouble",
-        lambda each: (
-            each["state"] not in ("silent", "unhealthy"), each["state"] == "accepting", _falling(used_ratio(each)),
-        ),
-    ),
+    ("trouble", _calm),
     ("pool", lambda each: _falling(used_ratio(each))),
     ("running", lambda each: _falling(each.get("running"))),
     ("waiting", lambda each: _falling(waiting(each))),
@@ -200,11 +192,10 @@ class View:
             grid.add_column(width=room, no_wrap=True)
         grid.add_row(*(Text(each.name, "bright_black") for each in shown))
         grid.add_row(*(Text(each.text, TROUBLE if each.is_trouble else "bold") for each in shown))
-        grid.add_row(*(Text(self._line(each, room), TROUBLE if each.is_trouble else "cyan") for each in shown))
+        lines = (sparkline(each.line, min(room, 30)).lstrip() for each in shown)
+        styles = (TROUBLE if each.is_trouble else "cyan" for each in shown)
+        grid.add_row(*map(Text, lines, styles))
         return grid
-
-    def _line(self, figure: HealthFigure, room: int) -> str:
-        return sparkline(figure.line, min(room, 30)).lstrip()
 
     def _table(self, name: str, room: int, width: int) -> RenderableType:
         place, rows, orders = self._places[name], self._sorted(name), self._orders(name)

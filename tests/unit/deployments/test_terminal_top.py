@@ -20,7 +20,7 @@ from deployments.watch.observatory.state import State
 from deployments.watch.terminal import ask, top, words
 from deployments.watch.terminal.health import figures, merged, troubles
 from deployments.watch.terminal.keyboard import on_terminal
-from deployments.watch.terminal.table import Bar, count, percent, seconds, sparkline
+from deployments.watch.terminal.table import bar, count, percent, seconds, sparkline
 from deployments.watch.terminal.tables import replica_table, request_table
 from deployments.watch.terminal.view import View
 from tests.unit.deployments import listening
@@ -158,10 +158,9 @@ def test_links_are_shown_where_prefill_and_decode_are_apart() -> None:
 
 
 def test_a_bar_has_its_width_whatever_the_shares() -> None:
-    thirds = Bar(parts=(("#", "blue", 1 / 3), ("o", "yellow", 1 / 3), (".", "grey", 1 / 3)), words="", width=10)
-    assert "".join(text for text, _ in thirds.pieces()) == "###oooo..."
-    none = Bar(parts=(("#", "blue", 0.0),), words="", width=4)
-    assert "".join(text for text, _ in none.pieces()) == "    "
+    thirds = bar((("#", "blue", 1 / 3), ("o", "yellow", 1 / 3), (".", "grey", 1 / 3)), "so", width=10)
+    assert thirds.plain == "[###oooo...] so"
+    assert bar((("#", "blue", 0.0),), "", width=4).plain == "[    ] "
 
 
 @pytest.mark.parametrize(
