@@ -180,8 +180,9 @@ class Panel:
         """PromQL by legend (text with ``{{label}}``); the legend of a query alone is the labels that it keeps apart."""
         if not isinstance(self.asks, str):
             return self.asks
-        kept = self.asks[self.asks.index(" by (") + 5 : self.asks.index(") (")].removesuffix(", le").split(", ")
-        return {" ".join(f"{{{{{label}}}}}" for label in kept): self.asks}
+        kept = re.search(r" by \((.+?)(, le)?\) \(", self.asks)
+        assert kept is not None, f"{self.title}: a query that keeps no labels apart needs a legend"
+        return {" ".join(f"{{{{{label}}}}}" for label in kept[1].split(", ")): self.asks}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
+from rich.console import Console, RenderableType
 
 from deployments.watch.terminal import ask
 from deployments.watch.terminal.keyboard import on_terminal
-from deployments.watch.terminal.table import Cell, Table, bar, count, percent, seconds
+from deployments.watch.terminal.table import Cell, Table, bar, count, percent, plain, seconds, spaced
 from deployments.watch.terminal.words import STAGES
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, chosen
 
@@ -40,21 +39,8 @@ _SHOWN_OF_PAIR = chosen(
 Part = str | Table
 
 
-def plain(body: Mapping[str, Any]) -> str:
-    """Return a block of lines without any escape sequence."""
-    return "\n\n".join(part if isinstance(part, str) else part.plain() for part in parts(body))
-
-
 def drawn(body: Mapping[str, Any]) -> RenderableType:
-    """Return the same for rich."""
-    pieces: list[RenderableType] = []
-    for part in parts(body):
-        pieces += [Text(part) if isinstance(part, str) else part, Text()]
-    return Group(*pieces[:-1])
-
-
-def parts(body: Mapping[str, Any]) -> list[Part]:
-    """Return the heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages."""
+    """Draw the heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages."""
     said: list[Part] = [_heading(body)]
     for number, each in enumerate(body["tries"]):
         sentence = each.get("sentence") or f"{body['rid']} went to {each['replica']} by {each['policy']}."
@@ -65,7 +51,7 @@ def parts(body: Mapping[str, Any]) -> list[Part]:
             said += _pair(each)
         said.append(_end(each))
     waterfall = _waterfall(body)
-    return [*said, *([] if waterfall is None else [waterfall])]
+    return spaced([*said, *([] if waterfall is None else [waterfall])])
 
 
 def _heading(body: Mapping[str, Any]) -> str:
@@ -172,5 +158,5 @@ def run(url: str, rid: str, key: str | None, *, as_json: bool) -> int:
     elif on_terminal(sys.stdout):
         Console().print(drawn(body))
     else:
-        print(plain(body))
+        print(plain(drawn(body)))
     return 0

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -31,12 +31,6 @@ class Table:
     spare: tuple[str, ...] = ()  # columns to leave out on a narrow terminal, in this order
     tells_left_out: bool = True  # name those columns in a line below
 
-    def plain(self) -> str:
-        """Return lines without any escape sequence."""
-        out = io.StringIO()
-        Console(file=out, width=PLAIN_WIDTH, no_color=True, force_terminal=False).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown, left_out = list(self.rows[0]), list[str]()
         for name in filter(self.rows[0].__contains__, self.spare):  # leave columns out until the table fits
@@ -57,6 +51,19 @@ class Table:
             cells = (Text(cell) if isinstance(cell, str) else cell for cell in map(row.__getitem__, columns))
             drawn.add_row(*cells, style=self.styles.get(index))
         return drawn
+
+
+def spaced(parts: Iterable[str | Table]) -> RenderableType:
+    """Put texts and tables under one another, with an empty line between."""
+    lines = [each for part in parts for each in (Text(part) if isinstance(part, str) else part, Text())]
+    return Group(*lines[:-1])
+
+
+def plain(drawn: RenderableType) -> str:
+    """Return lines without any escape sequence."""
+    out = io.StringIO()
+    Console(file=out, width=PLAIN_WIDTH, no_color=True, force_terminal=False).print(drawn)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def bar(parts: Iterable[tuple[str, str, float]], words: str, *, width: int = BAR_WIDTH) -> Text:

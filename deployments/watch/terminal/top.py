@@ -26,6 +26,7 @@ from rich.text import Text
 from deployments.watch.terminal import ask, explain
 from deployments.watch.terminal.health import figures, merged, troubles, warnings
 from deployments.watch.terminal.keyboard import on_terminal, pressed, single_keys
+from deployments.watch.terminal.table import plain, spaced
 from deployments.watch.terminal.tables import link_table, replica_table, request_table, router_table
 from deployments.watch.terminal.view import View, heading
 from deployments.watch.terminal.words import LEGEND, STAGE_LEGEND, TROUBLE
@@ -67,7 +68,7 @@ def run(url: str, key: str | None, options: Options) -> int:
         if options.as_json:
             print(json.dumps(state))
         elif options.once or not on_terminal(sys.stdout):
-            print(plain(merged(None, state)))
+            print(plain(snapshot(merged(None, state))))
         else:
             _live(View(state, time.monotonic()), fetch, told, options.interval_s)
     except ask.Unanswered as error:
@@ -78,8 +79,8 @@ def run(url: str, key: str | None, options: Options) -> int:
     return 0
 
 
-def plain(state: Mapping[str, Any]) -> str:
-    """Return a snapshot as lines without any escape sequence."""
+def snapshot(state: Mapping[str, Any]) -> RenderableType:
+    """Draw a state once, for what is no terminal."""
     told = [f"{each.name} {each.text}{' (!)' if each.is_trouble else ''}" for each in figures(state)]
     wrong = [f"! {each}" for each in [*troubles(state), *warnings(state)]] or ["all well"]
     tables = [
@@ -88,8 +89,8 @@ def plain(state: Mapping[str, Any]) -> str:
         router_table(state["routers"]),
         link_table(state["links"]),
     ]
-    blocks = ["\n".join([heading(state), " | ".join(told), *wrong]), *(each.plain() for each in tables if each.rows)]
-    return "\n\n".join([*blocks, f"{LEGEND}\n{STAGE_LEGEND}"])
+    head = "\n".join([heading(state), " | ".join(told), *wrong])
+    return spaced([head, *(each for each in tables if each.rows), f"{LEGEND}\n{STAGE_LEGEND}"])
 
 
 class _Questions:

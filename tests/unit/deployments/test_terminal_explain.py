@@ -8,6 +8,7 @@ import pytest
 
 from deployments.http.routes import own_route
 from deployments.watch.terminal import ask, explain
+from deployments.watch.terminal.table import plain
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import answering
 
@@ -64,23 +65,23 @@ decode   750 ms  [            ====================================]  75 %"""
 
 def test_a_finished_request_is_its_sentence_its_candidates_its_end_and_where_its_time_went() -> None:
     stages = {"route_s": 0.01, "queue_s": 0.04, "prefill_s": 0.2, "transfer_s": 0.0, "decode_s": 0.75}
-    assert explain.plain(answer(tried(), stages=stages, total_s=1.0)) == BLOCK
+    assert plain(explain.drawn(answer(tried(), stages=stages, total_s=1.0))) == BLOCK
 
 
 def test_terms_that_older_routers_lack_or_that_are_0_everywhere_have_a_column_once_they_are_not() -> None:
-    shown = explain.plain(answer(tried(candidates=[candidate("a1", chosen=True, step_s=0.018, way_s=0.003)])))
+    shown = plain(explain.drawn(answer(tried(candidates=[candidate("a1", chosen=True, step_s=0.018, way_s=0.003)]))))
     heads, row = (line.split() for line in shown.split("\n\n")[2].splitlines())
     assert heads[heads.index("own") :][:6] == ["own", "step", "decode", "pressure", "way", "="]
     assert " ".join(row[-17:-7]) == "200 ms 18 ms 10 ms 0 ms 3.0 ms"
 
 
 def test_without_stages_the_rest_is_shown() -> None:
-    assert explain.plain(answer(tried())) == BLOCK.rpartition("\n\n")[0]
+    assert plain(explain.drawn(answer(tried()))) == BLOCK.rpartition("\n\n")[0]
 
 
 def test_each_try_tells_why_it_failed() -> None:
     lost = tried(failure="ReplicaGone: replica a1 died", candidates=[])
-    blocks = explain.plain(answer(lost, tried(replica="b2", candidates=[]))).split("\n\n")
+    blocks = plain(explain.drawn(answer(lost, tried(replica="b2", candidates=[])))).split("\n\n")
     assert blocks[0].startswith("me: ok, 2 tries,")
     assert blocks[1:3] == [
         "Try 1: me (1709 prompt tokens) went to a1 by estimated_ttft: soonest.",
@@ -91,7 +92,7 @@ def test_each_try_tells_why_it_failed() -> None:
 
 def test_a_request_without_a_token_says_so() -> None:
     running = tried(outcome="running", actual={"cached_tokens": None, "ttft_s": None})
-    assert "Outcome: running; no token yet." in explain.plain(answer(running, outcome="running"))
+    assert "Outcome: running; no token yet." in plain(explain.drawn(answer(running, outcome="running")))
 
 
 TERMS = {
@@ -123,7 +124,7 @@ PAIR = {
 )  # fmt: skip
 def test_a_hand_off_tells_its_costs_and_how_it_went(report: dict[str, Any], said: str) -> None:
     body = answer(tried(pair=PAIR, hand_off=report, prefill_end=None, held_out={"p2": "hand-offs from it failed"}))
-    blocks = explain.plain(body).split("\n\n")
+    blocks = plain(explain.drawn(body)).split("\n\n")
     assert blocks[3:6] == [
         "The prompt is handed over by p1 (cheaper): handing over costs 1.16 s, computing in place 3.20 s.",
         "   decode replica  cached  to receive  transfer   stall  slower  computed  received\n"
@@ -138,7 +139,7 @@ async def test_the_answer_of_a_real_router_is_explained(house: House) -> None:
     await house.collect(rid="a1.0-me")
     body = own_route(house.dispatcher, "me")
     assert body is not None
-    text = explain.plain(json.loads(json.dumps(body)))
+    text = plain(explain.drawn(json.loads(json.dumps(body))))
     assert "Try 1: me (4 prompt tokens) went to r0 by round_robin: " in text
     assert "It failed: ReplicaGone" in text
     assert "Try 2: me (4 prompt tokens) went to r1 by round_robin: " in text
@@ -167,7 +168,7 @@ def test_the_command_prints_text_or_json_and_an_unknown_request_is_exit_status_1
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explain.run(url, "me@1/x", None, as_json=False) == 0
-    assert capsys.readouterr().out == explain.plain(answer(tried())) + "\n"
+    assert capsys.readouterr().out == plain(explain.drawn(answer(tried()))) + "\n"
     assert explain.run(url, "me@1/x", None, as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == answer(tried())
     assert explain.run(url, "you", None, as_json=False) == ask.NOT_THERE
@@ -202,5 +203,5 @@ def test_the_observatorys_address_leads_to_its_routers(url: str, capsys: pytest.
 
 
 def test_an_older_routers_answer_without_a_sentence_is_explained() -> None:
-    text = explain.plain(answer(tried(sentence=None)))
+    text = plain(explain.drawn(answer(tried(sentence=None))))
     assert "\n\nme went to a1 by estimated_ttft.\n\n" in text

@@ -20,7 +20,7 @@ from deployments.watch.observatory.state import State
 from deployments.watch.terminal import ask, top, words
 from deployments.watch.terminal.health import figures, merged, troubles
 from deployments.watch.terminal.keyboard import on_terminal
-from deployments.watch.terminal.table import bar, count, percent, seconds, sparkline
+from deployments.watch.terminal.table import bar, count, percent, plain, seconds, sparkline
 from deployments.watch.terminal.tables import replica_table, request_table
 from deployments.watch.terminal.view import View
 from tests.unit.deployments import listening
@@ -99,12 +99,12 @@ pool: # protected, % reserved, x quarantined, o evictable, . free
 stages: r route, q queue, p prefill, t transfer, d decode"""  # noqa: E501
 
 
-def plain(**changed: Any) -> str:
-    return top.plain(state(**changed))
+def snapshot(**changed: Any) -> str:
+    return plain(top.snapshot(state(**changed)))
 
 
 def test_a_state_is_a_block_of_lines() -> None:
-    assert plain(requests=[request("one")]) == BLOCK
+    assert snapshot(requests=[request("one")]) == BLOCK
 
 
 def test_the_words_are_those_of_the_metrics() -> None:
@@ -131,7 +131,7 @@ def test_tiers_are_columns_where_a_replica_has_them() -> None:
              "store_error": None}  # fmt: skip
     pools = [L1, host]
     rows = [replica("abc", pools=pools, tiers=tiers), replica("x", pools=pools, tiers=tiers | {"wrong_pages": 3})]
-    text = plain(replicas=[*rows, replica("old")]).splitlines()
+    text = snapshot(replicas=[*rows, replica("old")]).splitlines()
     assert [line.split(" of 1.6k")[-1].split() for line in text[5:8]] == [
         ["75", "%", "1.0k", "2.50", "s", "75", "%", "250", "88"],
         ["75", "%", "1.0k,", "3", "WRONG", "2.50", "s", "75", "%", "250", "88"],
@@ -142,18 +142,18 @@ def test_tiers_are_columns_where_a_replica_has_them() -> None:
 
 def test_what_is_not_known_is_a_dash_and_no_replica_is_explained() -> None:
     starting = replica("s", state="starting", pools=[], rates=None, running=None, running_limit=None, waiting=None)
-    line = plain(replicas=[starting]).splitlines()[5]
+    line = snapshot(replicas=[starting]).splitlines()[5]
     assert line.split() == ["s", "unified", "01234567", "starting", "-/-", "-", "-", "-", "-", "-"]
-    assert "! no replica yet" in plain(replicas=[])
+    assert "! no replica yet" in snapshot(replicas=[])
 
 
 def test_before_serve_has_told_since_when_manta_runs_nothing_is_said_of_it() -> None:
-    assert plain(started=0.0).startswith("SmolLM2, unified: 1 replica, 1 router  10:46:40\n")
+    assert snapshot(started=0.0).startswith("SmolLM2, unified: 1 replica, 1 router  10:46:40\n")
 
 
 def test_links_are_shown_where_prefill_and_decode_are_apart() -> None:
     link = {"from": "p", "to": "d", "bytes_per_s": 2_500_000.0, "hand_offs_per_s": 1.5, "failed_per_s": 0.0}
-    text = plain(mode="disaggregated", links=[link])
+    text = snapshot(mode="disaggregated", links=[link])
     assert "from  to  hand-offs/s  failed/s  bytes/s\np     d           1.5         0     2.5M\n" in text
 
 
@@ -189,7 +189,7 @@ def test_of_a_request_that_runs_the_stage_that_it_is_in_is_drawn_to_the_end() ->
     none = dict.fromkeys(("route_s", "queue_s", "prefill_s", "transfer_s", "decode_s"), 0.0)
     rows = [request("new", ttft_s=None, stages=none, **running)]
     rows.append(request("old", ttft_s=1.0, tries=2, stages=none | {"queue_s": 0.5, "prefill_s": 0.5}, **running))
-    lines = request_table(rows, now_s=1763722000.1, stages_width=8).plain().splitlines()
+    lines = plain(request_table(rows, now_s=1763722000.1, stages_width=8)).splitlines()
     assert lines[1].endswith("-  4.00 s  [qqqqqqqq] ...")
     assert lines[2].endswith("1.00 s  4.00 s  [qpdddddd] ...")
     assert "running, 2 tries" in lines[2]
@@ -206,7 +206,7 @@ def test_each_trouble_is_a_sentence(how: str) -> None:
 def test_an_alert_that_is_pending_is_told_before_it_is_trouble() -> None:
     body = state(alerts=[alert("6 % are refused.", state="pending")])
     assert troubles(body) == []
-    assert top.plain(body).splitlines()[2] == "! 6 % are refused."
+    assert plain(top.snapshot(body)).splitlines()[2] == "! 6 % are refused."
 
 
 def test_an_answer_adds_what_is_new_to_what_was_kept_and_a_whole_one_replaces_it() -> None:
@@ -223,7 +223,7 @@ def test_a_replica_that_is_replaced_and_requests_that_moved_are_told_before_they
     replaced = [replica("abc"), replica("new", state="starting", pools=[])]
     body = state(replicas=replaced, requests=[request("a", tries=2), request("b")])
     assert troubles(body) == []
-    assert top.plain(body).splitlines()[2:4] == [
+    assert plain(top.snapshot(body)).splitlines()[2:4] == [
         "! 1 of 2 replicas accept requests", "! 1 of the last 2 requests were tried again elsewhere",
     ]  # fmt: skip
     lines = screen(View(body, 0.0))
@@ -233,7 +233,7 @@ def test_a_replica_that_is_replaced_and_requests_that_moved_are_told_before_they
 def test_all_is_not_well_while_one_of_two_is_gone_and_the_next_is_not_there_yet() -> None:
     for desired, said in ((1, "all well"), (2, "! 1 of 2 replicas accept requests")):
         body = state(replicas=[replica("a")], autoscaling={"targets": [{"role": "unified", "desired": desired}]})
-        assert top.plain(body).splitlines()[2] == said
+        assert plain(top.snapshot(body)).splitlines()[2] == said
 
 
 def test_a_figure_is_red_where_the_observatory_says_that_its_alert_fires() -> None:
