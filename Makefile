@@ -10,7 +10,8 @@ DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core
 CLIENTS := 'litellm[mcp]>=1.106,<2' 'openai>=2.54,<4' 'anthropic>=2.12,<3' 'instructor>=1.17,<2' \
 	'pydantic-ai-slim[openai]>=2.31,<3' 'langchain-openai>=1.7,<2'
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m tools.install # WHAT LOG ARGS: pip's output goes to the log, a line of progress is shown
+# WHAT LOG ARGS: pip's output goes to the log, and its newest line is shown
+INSTALL := sh tools/install.sh $(BIN)/python
 # what Manta runs with, each file of it by its hash; with `make LOCK=` the newest that pyproject.toml allows, unchecked
 LOCK := constraints.txt
 UV := uv==0.13.9
@@ -61,13 +62,13 @@ tools-test: $(VENV)/.installed-test
 		echo "Installing Debian's packages $(DEBIAN)" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(DEBIAN) >/dev/null; } || \
 		echo "not all of these are on PATH: $(PROGRAMS). Their tests are skipped; apt-get install $(DEBIAN)" >&2
-	@test -d .tools/clients || { $(BIN)/python -m venv .tools/clients.new && .tools/clients.new/bin/python -m \
-		tools.install "Installing client libraries" .tools/clients.log $(CLIENTS) && \
+	@test -d .tools/clients || { $(BIN)/python -m venv .tools/clients.new && sh tools/install.sh \
+		.tools/clients.new/bin/python "Installing client libraries" .tools/clients.log $(CLIENTS) && \
 		mv .tools/clients.new .tools/clients; } || echo "client libraries could not be installed: their tests are skipped" >&2
 
 lock: ## Write constraints.txt anew: the newest that pyproject.toml allows, on any Python and machine, with hashes
 	@test -x .tools/uv/bin/uv || { $(PYTHON) -m venv .tools/uv && \
-		.tools/uv/bin/python -m tools.install "Installing uv" .tools/uv.log '$(UV)'; }
+		sh tools/install.sh .tools/uv/bin/python "Installing uv" .tools/uv.log '$(UV)'; }
 	@.tools/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 		pyproject.toml -o .tools/locked.txt --upgrade
 	@awk '/^[a-z]/ {keep = $$0 !~ /$(UNLOCKED)/} keep' .tools/locked.txt > constraints.txt

@@ -1,29 +1,16 @@
-"""An installation shows one line of progress, keeps pip's output in a log, and shows the log's end when it fails."""
+"""An installation shows pip's newest line, keeps all of its output in a log, and shows the log's end when it fails."""
 
 import contextlib
-import io
 import os
 import pty
 import re
 import subprocess
-import sys
 import tomllib
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from tools.install import TAIL_LINES, doing, run
-
-PIP = """Obtaining file:///work
-Collecting torch==2.13.0 (from manta==0.1.0)
-  Downloading torch-2.13.0-cp311-manylinux_2_28_x86_64.whl (180.5 MB)
-Collecting numpy>=2.0 (from manta==0.1.0)
-  Using cached numpy-2.4.0-cp311-manylinux_2_27_x86_64.whl.metadata (62 kB)
-"""
-
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,81 +35,54 @@ def test_the_lock_lists_all_that_the_project_asks_for_by_hash_and_names_no_place
             assert all(wanted.specifier.contains(version) for version in locked[canonicalize_name(wanted.name)]), wanted
 
 
-def script(text: str) -> list[str]:
-    return [sys.executable, "-c", text]
+def installing(tmp_path: Path, pip: str) -> subprocess.CompletedProcess[str]:
+    """What `make install` gives, without a terminal; ``pip`` is the shell script that stands in for it."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exit 99\n{pip}\n')
+    python.chmod(0o755)
+    return subprocess.run(
+        ["make", "install", f"VENV={tmp_path / 'venv'}"], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
-@pytest.mark.parametrize(
-    ("log", "says"),
-    [
-        ("", "starting pip"),
-        ("Looking in indexes: x\n", "starting pip"),
-        ("Collecting torch==2.13.0 (from manta==0.1.0)\n", "resolving torch"),
-        (PIP, "fetching numpy, 181 MB so far"),
-        (PIP + "Building wheels for collected packages: manta\n", "building manta, 181 MB so far"),
-        (PIP + "  Building editable for manta (pyproject.toml): started\n", "building manta, 181 MB so far"),
-        (PIP + "Installing collected packages: a, b, manta\n", "unpacking 3 packages, 181 MB so far"),
-    ],
-)
-def test_what_pip_is_doing_is_read_from_its_log(log: str, says: str) -> None:
-    assert doing(log) == says
+def test_make_install_says_what_it_installs_and_no_word_of_pip(tmp_path: Path) -> None:
+    """With a pip as talkative as on an index that lacks a package."""
+    done = installing(tmp_path, "echo WARNING: Location is ignored; echo and more >&2")
+    assert done.returncode == 0, done.stderr
+    logs = [tmp_path / "venv" / name for name in ("install-locked.log", "install.log")]
+    assert done.stdout.splitlines() == [
+        f"Installing what constraints.txt lists (once; log: {logs[0]})", "Installing what constraints.txt lists: done",
+        f"Installing Manta into {tmp_path / 'venv'} (once; log: {logs[1]})",
+        f"Installing Manta into {tmp_path / 'venv'}: done",
+    ]  # fmt: skip
+    assert [log.read_text() for log in logs] == ["WARNING: Location is ignored\nand more\n"] * 2
 
 
-def test_without_a_terminal_pips_output_is_in_the_log_and_a_line_comes_now_and_then(tmp_path: Path) -> None:
-    out, log = io.StringIO(), tmp_path / "pip.log"
-    says = "import time; print('Location ... is ignored'); print('Collecting torch', flush=True); time.sleep(1)"
-    assert run("Installing Manta", log, script(says), out=out, elsewhere_s=0.3) == 0
-    first, *between, last = out.getvalue().splitlines()
-    assert first.endswith(f"Installing Manta (once; log: {log})")
-    assert last.endswith(f"Installing Manta: done (log: {log})")
-    assert between[-1].endswith("Installing Manta: resolving torch")  # pip lives
-    assert "ignored" not in out.getvalue()
-    assert log.read_text() == "Location ... is ignored\nCollecting torch\n"
+def test_an_installation_that_fails_shows_the_end_of_its_log_and_stops(tmp_path: Path) -> None:
+    done = installing(tmp_path, "seq -f 'line %g' 100; echo ERROR: no such >&2; exit 3")
+    lines, log = done.stdout.splitlines(), tmp_path / "venv" / "install-locked.log"
+    assert lines[1] == f"Installing what constraints.txt lists: failed with status 3; the end of {log}:"
+    assert (lines[2], lines[-1], len(lines)) == ("line 62", "ERROR: no such", 42)
+    assert done.returncode == 2
+    assert "To take the newest that pyproject.toml allows, unchecked: make install LOCK=" in done.stderr
+    assert not (tmp_path / "venv" / ".installed").exists()
 
 
-def test_an_installation_that_fails_shows_the_end_of_its_log_and_pips_status(tmp_path: Path) -> None:
-    out = io.StringIO()
-    says = "import sys; [print('line', i) for i in range(100)]; print('ERROR: no such', file=sys.stderr); sys.exit(3)"
-    assert run("Installing Manta", tmp_path / "pip.log", script(says), out=out) == 3
-    lines = out.getvalue().splitlines()
-    assert lines[1].endswith(f"Installing Manta: failed with status 3; the end of {tmp_path / 'pip.log'}:")
-    assert lines[-1] == "ERROR: no such"
-    assert len(lines) == 2 + TAIL_LINES
-    assert "line 99" in lines
-    assert "line 0" not in lines
-
-
-def test_on_a_terminal_the_line_is_drawn_in_place(tmp_path: Path) -> None:
+def test_on_a_terminal_pips_newest_line_is_drawn_in_place(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Collecting torch; sleep 1.5\n")
+    python.chmod(0o755)
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
-        says = "import time; print('Collecting torch', flush=True); time.sleep(1.2)"
-        assert run("Installing Manta", tmp_path / "pip.log", script(says), out=terminal) == 0
+        command = ["sh", "tools/install.sh", str(python), "Installing Manta", str(tmp_path / "pip.log"), "torch"]
+        assert subprocess.run(command, stdout=terminal, timeout=60, check=False, cwd=ROOT).returncode == 0
     pieces = []
     with contextlib.suppress(OSError):  # EIO is the end
         while piece := os.read(master, 65536):
             pieces.append(piece)
     os.close(master)
     written = b"".join(pieces).decode()
-    assert "Installing Manta: resolving torch" in written
-    assert written.count("\n") == 1  # the last line stays
-    assert written.count("\r\x1b[2K") >= 3
-
-
-def test_make_install_prints_a_line_of_progress_and_no_word_of_pip(tmp_path: Path) -> None:
-    """`make`, with a Python whose pip is as talkative as on an index that lacks a package; without a terminal."""
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    python.write_text(
-        f"#!/bin/sh\nif [ \"$2\" = tools.install ]; then shift 2; exec {sys.executable} -c 'import sys; "
-        "from pathlib import Path; from tools import install; "
-        "sys.exit(install.run(sys.argv[1], Path(sys.argv[2]), "
-        "[\"sh\", \"-c\", \"echo WARNING: Location is ignored\"]))' \"$@\"; fi\necho unexpected; exit 1\n"
-    )
-    python.chmod(0o755)
-    done = subprocess.run(
-        ["make", "install", f"VENV={tmp_path / 'venv'}"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Location" not in done.stdout + done.stderr
-    assert done.stdout.count("Installing Manta") == 2
-    assert "Location is ignored" in (tmp_path / "venv" / "install.log").read_text()
+    assert "\r\x1b[KCollecting torch" in written
+    assert written.endswith("\r\x1b[KInstalling Manta: done\r\n")
+    assert written.count("\n") == 2  # the first line and the last stay
