@@ -16,7 +16,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -77,12 +79,10 @@ QUICK = Scale(
 
 def speed_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
     """Measure decode, prefill and what a step consists of, the machine's limits first."""
-    engine, limits, peer = _load(model, threads), Limits(threads), TransformersPeer(model)
-    try:
+    limits, peer = Limits(threads), TransformersPeer(model)
+    with closing(_load(model, threads)) as engine:
         rows = decode_rows(engine, peer, limits, scale, seed) + prefill_rows(engine, peer, limits, scale, seed)
         return limits.rows() + rows + step_rows(engine, scale, seed)
-    finally:
-        engine.close()
 
 
 def decode_rows(engine: Engine, peer: TransformersPeer, limits: Limits, scale: Scale, seed: int) -> list[Row]:
@@ -114,12 +114,13 @@ def decode_rows(engine: Engine, peer: TransformersPeer, limits: Limits, scale: S
 def format_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
     """Measure decode and prefill with weights in each format, their engines in turn."""
     limits, cache = Limits(threads), CacheConfig(max_total_tokens=FORMATS_TOKENS)
-    engines = {
-        name: load_engine(model, cache=cache, num_threads=threads, **each.settings) for name, each in FORMATS.items()
-    }
     cells = [*((batch, scale.decode_prompt_len) for batch in scale.batches), (0, scale.prefill_lens[0])]
     found: dict[tuple[str, int], list[float]] = {(name, num): [] for name in FORMATS for num, _ in cells}
-    try:
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(closing(load_engine(model, cache=cache, num_threads=threads, **each.settings)))
+            for name, each in FORMATS.items()
+        }
         for round_, name in harness.in_turn(engines, scale.rounds):
             engine = engines[name]
             limits.sample()
@@ -129,9 +130,6 @@ def format_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
                 rate = driver.decode(engine, prompts, scale.decode_len).tokens_per_s if num else 0.0
                 found[name, num].append(rate or length / driver.prefill_s(engine, prompts[0]))
         costs = {name: ModelCost.of(engine.config.model, name) for name, engine in engines.items()}
-    finally:
-        for engine in engines.values():
-            engine.close()
     rows = limits.rows()
     for num, length in cells:
         table = Table(f"decode, batch {num}, by weights" if num else f"prefill, {length} tokens, by weights")
@@ -159,8 +157,7 @@ def constrained_rows(options: argparse.Namespace) -> list[Row]:
     words = Constraint(kind="regex", text="[A-Za-z ,.]+")
     table = Table(f"decode, batch {batch}, constrained")
     cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
-    engine = load_engine(options.model, cache=cache, num_threads=options.threads)
-    try:
+    with closing(load_engine(options.model, cache=cache, num_threads=options.threads)) as engine:
         matcher, steps = engine.grammars.compiler.compile(words), scale.decode_len
         ratios, found = [], dict[str, list[float]](plain=[], constrained=[])
         for round_ in range(scale.rounds):
@@ -177,8 +174,6 @@ def constrained_rows(options: argparse.Namespace) -> list[Row]:
         table.add("a mask computed", [1e6 * each for each in timed(lambda: matcher.fill(mask), 100)], "us")
         applied = timed(lambda: mask_tokens(logits, [mask]), 100)
         table.add("a mask applied", [1e6 * each for each in applied], "us", target="< 20")
-    finally:
-        engine.close()
     return table.rows
 
 
@@ -222,52 +217,42 @@ def step_rows(engine: Engine, scale: Scale, seed: int) -> list[Row]:
 
 def prefix_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
     """Measure what the radix cache gains on shared prefixes, and costs on unique prompts: two engines, alternated."""
-    engines = {name: _load(model, threads, name) for name in ("radix", "chunk")}
-    vocab_size = engines["radix"].config.model.vocab_size
     groups, per_group, prefix_len, question_len = scale.shared
-    try:
-        unique = _both(
-            engines, scale, scale.rounds,
-            lambda round_: random_lengths(
-                num_requests=scale.unique[0], input_len=scale.unique[1], output_len=scale.output_len,
-                vocab_size=vocab_size, seed=seed + round_,
-            ),
-        )
-        shared = _both(
-            engines, scale, scale.prefix_rounds,
-            lambda round_: shared_prefix(
-                num_groups=groups, per_group=per_group, prefix_len=prefix_len, question_len=question_len,
-                output_len=scale.output_len, vocab_size=vocab_size, seed=seed + round_,
-            ),
+    num_unique, unique_len = scale.unique
+    with closing(_load(model, threads)) as radix, closing(_load(model, threads, "chunk")) as chunk:
+        engines = {"radix": radix, "chunk": chunk}
+        drawn = {"output_len": scale.output_len, "vocab_size": radix.config.model.vocab_size}
+        alone = partial(random_lengths, num_requests=num_unique, input_len=unique_len, **drawn)
+        grouped = partial(
+            shared_prefix, num_groups=groups, per_group=per_group, prefix_len=prefix_len, question_len=question_len,
+            **drawn,
         )  # fmt: skip
-    finally:
-        for engine in engines.values():
-            engine.close()
+        unique = _both(engines, scale, [alone(seed=seed + round_) for round_ in range(scale.rounds)])
+        shared = _both(engines, scale, [grouped(seed=seed + round_) for round_ in range(scale.prefix_rounds)])
     table = Table(f"unique prompts: {unique[0][0].name}")
-    costs = [100 * (radix.scheduling_s - chunk.scheduling_s) / chunk.wall_s for _, radix, chunk in unique]
+    costs = [100 * (a.scheduling_s - b.scheduling_s) / b.wall_s for _, a, b in unique]
     table.add("RadixCache over ChunkCache, scheduler time", costs, "% of the run", target="< 1%")
-    walls = [100 * (radix.wall_s / chunk.wall_s - 1) for _, radix, chunk in unique]
+    walls = [100 * (a.wall_s / b.wall_s - 1) for _, a, b in unique]
     table.add("RadixCache over ChunkCache, wall time", walls, "%", note="noise included")
     workload = shared[-1][0]
     table.section = f"{workload.name}, {scale.concurrency} at once"
-    equal = sum(radix.outputs == chunk.outputs for _, radix, chunk in shared)
+    equal = sum(a.outputs == b.outputs for _, a, b in shared)
     best = 100 * workload.reusable_tokens / workload.prompt_tokens
-    table.add("RadixCache, wall", [radix.wall_s for _, radix, _ in shared], "s")
-    table.add("ChunkCache, wall", [chunk.wall_s for _, _, chunk in shared], "s")
+    table.add("RadixCache, wall", [a.wall_s for _, a, _ in shared], "s")
+    table.add("ChunkCache, wall", [b.wall_s for _, _, b in shared], "s")
     gains, note = [b.wall_s / a.wall_s for _, a, b in shared], f"{equal} of {len(shared)} runs with equal token ids"
     table.add("times faster with RadixCache", gains, "x", target=">= 3x", note=note)
-    hits = [100 * radix.cached_tokens / radix.prompt_tokens for _, radix, _ in shared]
+    hits = [100 * a.cached_tokens / a.prompt_tokens for _, a, _ in shared]
     table.add("cached prompt tokens", hits, "%", note=f"at best {best:.1f}")
     return table.rows
 
 
 def _both(
-    engines: dict[str, Engine], scale: Scale, rounds: int, make: Callable[[int], Workload]
+    engines: dict[str, Engine], scale: Scale, workloads: Sequence[Workload]
 ) -> list[tuple[Workload, driver.Served, driver.Served]]:
-    """Run the same workload on both from an empty cache; return (workload, by radix, by chunk) of each round."""
-    served: list[dict[str, driver.Served]] = [{} for _ in range(rounds)]
-    workloads = [make(round_) for round_ in range(rounds)]
-    for round_, name in harness.in_turn(engines, rounds):
+    """Run each workload on both from an empty cache; return (workload, by radix, by chunk) of each round."""
+    served: list[dict[str, driver.Served]] = [{} for _ in workloads]
+    for round_, name in harness.in_turn(engines, len(workloads)):
         engines[name].flush_cache()
         served[round_][name] = driver.serve(engines[name], workloads[round_], scale.concurrency)
     return [(each, found["radix"], found["chunk"]) for each, found in zip(workloads, served, strict=True)]
@@ -283,15 +268,15 @@ def tier_rows(options: argparse.Namespace) -> list[Row]:
     or nowhere; and, on an engine without tiers, of one that lies nowhere. Nothing is being written meanwhile."""
     length, threads = 256 if options.quick else 1040, options.threads
     found: dict[str, list[float]] = {name: [] for name in ("miss, no tiers", "miss", "device", "host", "file")}
-    with tempfile.TemporaryDirectory() as folder:
-        plain = load_engine(options.model, cache=CacheConfig(max_total_tokens=FORMATS_TOKENS), num_threads=threads)
-        cache = CacheConfig(
-            max_total_tokens=FORMATS_TOKENS,
-            host_memory_bytes=TIER_BYTES,
-            store=f"file://{folder}",
-            write_policy="write_back",
+    plain_cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        cache = replace(
+            plain_cache, host_memory_bytes=TIER_BYTES, store=f"file://{folder}", write_policy="write_back"
         )
-        tiered = load_engine(options.model, cache=cache, num_threads=threads, commit_pool=True)
+        plain, tiered = (
+            stack.enter_context(closing(load_engine(options.model, cache=each, num_threads=threads, commit_pool=tiers)))
+            for each, tiers in ((plain_cache, False), (cache, True))
+        )
         store, used = tiered.kv.store, {"host": 0, "file": 0}
         rounds = rounds_of(options, 7)
         for round_, prompt in enumerate(driver.prompts(tiered, rounds + 1, length, options.seed)):
@@ -316,8 +301,6 @@ def tier_rows(options: argparse.Namespace) -> list[Row]:
         tiers = tiered.stats().tiers
         assert tiers is not None
         used["host"], used["file"] = tiers.host_hit_tokens, tiers.store_hit_tokens
-        plain.close()
-        tiered.close()
     table = Table(f"first token of a prompt of {length} tokens by where its pages lie, {threads} threads")
     for name, values in found.items():
         note = f"{used[name]:,} tokens from there in all" if name in used else ""
@@ -421,25 +404,22 @@ def _scale(options: argparse.Namespace) -> Scale:
     return QUICK if options.quick else FULL
 
 
+def _sized(rows: Callable[[str, int, Scale, int], list[Row]]) -> Callable[[argparse.Namespace], list[Row]]:
+    return lambda options: rows(options.model, options.threads, _scale(options), options.seed)
+
+
 def _structures(options: argparse.Namespace) -> Iterator[Row]:
     for num_cached in (10_000,) if options.quick else (10_000, 100_000, 1_000_000):
         yield from structure_rows(num_cached)
 
 
 PARTS = {
-    "speed": Part(
-        about="decode, prefill and the parts of a step, beside Transformers",
-        measure=lambda options: speed_rows(options.model, options.threads, _scale(options), options.seed),
-    ),
+    "speed": Part(about="decode, prefill and the parts of a step, beside Transformers", measure=_sized(speed_rows)),
     "constrained": Part(about="decode steps of constrained outputs, and their masks", measure=constrained_rows),
     "tiers": Part(about="prefixes found on the device, the host and in a store", measure=tier_rows),
-    "formats": Part(
-        about="decode and prefill by the format of weights, beside float32",
-        measure=lambda options: format_rows(options.model, options.threads, _scale(options), options.seed),
-    ),
+    "formats": Part(about="decode and prefill by the format of weights, beside float32", measure=_sized(format_rows)),
     "prefix": Part(
-        about="what the radix cache gains on shared prefixes and costs without them",
-        measure=lambda options: prefix_rows(options.model, options.threads, _scale(options), options.seed),
+        about="what the radix cache gains on shared prefixes and costs without them", measure=_sized(prefix_rows)
     ),
     "host": Part(about="what a decode step costs the host beside the model", measure=host_steps.host_rows),
     "mixed": Part(about="answers while prompts arrive, by tokens of a step", measure=host_steps.mixed_rows),

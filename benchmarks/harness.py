@@ -132,12 +132,14 @@ def in_turn(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 def timed(work: Callable[[], object], runs: int, *, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Return the seconds of each of ``runs`` runs, after one that warms up."""
-    times = []
-    for _ in range(runs + 1):
-        started_s = clock()
-        work()
-        times.append(clock() - started_s)
-    return times[1:]
+    return [seconds(work, clock=clock) for _ in range(runs + 1)][1:]
+
+
+def seconds(work: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one run."""
+    started_s = clock()
+    work()
+    return clock() - started_s
 
 
 def percentile(values: Sequence[float], q: float) -> float:

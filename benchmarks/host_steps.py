@@ -19,7 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -238,17 +238,16 @@ def mixed_rows(options: argparse.Namespace) -> list[Row]:
     load = Load(chats=options.chats, prompts=options.prompts, prompt_len=options.prompt_len, rate=options.rate)
     if options.quick:
         load = Load(chats=2, prompts=2, prompt_len=200, rate=2.0)
-    engines = {}
-    for way in options.ways.split(","):
-        mixed, chunk = parse_way(way)
-        scheduler = SchedulerConfig(chunked_prefill_size=chunk, mixed_steps=mixed, max_running_requests=64)
-        cache = CacheConfig(max_total_tokens=32_768)
-        engines[way] = load_engine(options.model, cache=cache, scheduler=scheduler, num_threads=options.threads)
-    found: dict[str, list[Gaps]] = {way: [] for way in engines}
-    for round_, way in in_turn(engines, rounds_of(options, 2)):
-        found[way].append(gaps_of(engines[way], load, options.seed + round_))
-    for engine in engines.values():
-        engine.close()
+    engines, cache = dict[str, Engine](), CacheConfig(max_total_tokens=32_768)
+    with ExitStack() as stack:
+        for way in options.ways.split(","):
+            mixed, chunk = parse_way(way)
+            scheduler = SchedulerConfig(chunked_prefill_size=chunk, mixed_steps=mixed, max_running_requests=64)
+            engine = load_engine(options.model, cache=cache, scheduler=scheduler, num_threads=options.threads)
+            engines[way] = stack.enter_context(closing(engine))
+        found: dict[str, list[Gaps]] = {way: [] for way in engines}
+        for round_, way in in_turn(engines, rounds_of(options, 2)):
+            found[way].append(gaps_of(engines[way], load, options.seed + round_))
     return gap_rows(load, found)
 
 

@@ -10,24 +10,27 @@ wall time of two processes: they mean little on a machine that has other work.
 
 import argparse
 import ctypes
+import itertools
 import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Row, Table
+from benchmarks.harness import Row, Table, seconds
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports.agent import NixlAgent
 from kvtransfer.ports.memory import KvMemory, page_digest
 from kvtransfer.ports.notifications import Note, pack
 from kvtransfer.ports.port import AgentPort
 from kvtransfer.ports.rank_port import Arrived, ExpectOrder, PeerRanks, WriteOrder
-from kvtransfer.ports.transfer_agent import TransferState
+from kvtransfer.ports.transfer_agent import Transfer, TransferState
 from kvtransfer.types import PageIds, Verify
 
 SECTION = "KV pages between two processes (CMA), {dtype}, {page_kib:.0f} KiB a page"
@@ -62,52 +65,40 @@ class Round:
 
 def smollm2(dtype: str, item_bytes: int) -> KvLayout:
     return KvLayout(
-        model="SmolLM2-135M",
-        architecture="MHA",
-        num_layers=30,
-        num_kv_heads=3,
-        head_dim=64,
-        dtype=dtype,
-        item_bytes=item_bytes,
-        page_size=16,
-        tp=1,
-    )
+        model="SmolLM2-135M", architecture="MHA", num_layers=30, num_kv_heads=3, head_dim=64, dtype=dtype,
+        item_bytes=item_bytes, page_size=16, tp=1,
+    )  # fmt: skip
 
 
-def make_agents(memory: KvMemory, role: str) -> dict[str, NixlAgent]:
-    """Return one for each mode, over one pool."""
-    return {mode: NixlAgent(memory, role=role) for mode in MODES}
+class Side:
+    """One of the two processes: an agent and a port for each mode, over one pool."""
 
+    def __init__(self, layout: KvLayout, pool: npt.NDArray[np.uint8], role: str) -> None:
+        self.memory = KvMemory.of_array(layout, pool)
+        self.agents = {mode: NixlAgent(self.memory, role=role) for mode in MODES}
+        self.ports = {mode: AgentPort(self.memory, 0, self.agents[mode], verify=MODES[mode]) for mode in MODES}
+        self.ranks = {
+            mode: PeerRanks(incarnation=f"{role}, {mode}", fingerprint=layout.fingerprint, tp=1, ranks=(port.info,))
+            for mode, port in self.ports.items()
+        }
 
-def make_ports(memory: KvMemory, agents: dict[str, NixlAgent]) -> dict[str, AgentPort]:
-    return {
-        mode: AgentPort(memory, 0, agent, verify=MODES[mode])
-        for mode, agent in agents.items()
-    }
-
-
-def ranks_of(layout: KvLayout, side: str, ports: dict[str, AgentPort]) -> dict[str, PeerRanks]:
-    return {
-        mode: PeerRanks(incarnation=f"{side}, {mode}", fingerprint=layout.fingerprint, tp=1, ranks=(port.info,))
-        for mode, port in ports.items()
-    }
+    def connect(self, peers: dict[str, PeerRanks]) -> None:
+        for mode, port in self.ports.items():
+            port.connect(peers[mode])
 
 
 def receive(pipe: Connection, layout: KvLayout) -> None:
     """Run the other process: say when the last page of each round was verified, by the clock that both share."""
-    pool = np.ones((NUM_PAGES, layout.page_bytes), dtype=np.uint8)
-    memory = KvMemory.of_array(layout, pool)
-    ports = make_ports(memory, make_agents(memory, "decode"))
-    pipe.send(ranks_of(layout, "decode", ports))
+    side = Side(layout, np.ones((NUM_PAGES, layout.page_bytes), dtype=np.uint8), "decode")
+    pipe.send(side.ranks)
     peers: dict[str, PeerRanks] = pipe.recv()
-    for mode, port in ports.items():
-        port.connect(peers[mode])
+    side.connect(peers)
     while True:
         while not pipe.poll(PAUSE_S):  # a write ends at the sender only with this side's turns
-            for port in ports.values():
+            for port in side.ports.values():
                 port.poll()
         this: Round = pipe.recv()
-        port = ports[this.mode]
+        port = side.ports[this.mode]
         incarnation = peers[this.mode].incarnation
         port.expect(ExpectOrder(room=this.room, generation=0, incarnation=incarnation, pages=this.pages))
         pipe.send("ready")
@@ -148,90 +139,73 @@ def _measure_layout(layout: KvLayout, rounds: int) -> list[Row]:
 def _send(pipe: Connection, layout: KvLayout, rounds: int, pid: int) -> list[Row]:
     rng = np.random.default_rng(0)
     pool = rng.integers(0, 256, (NUM_PAGES, layout.page_bytes), dtype=np.uint8)
-    copy = np.ones_like(pool)
-    memory = KvMemory.of_array(layout, pool)
-    agents = make_agents(memory, "prefill")
-    ports = make_ports(memory, agents)
+    copy, spans = np.ones_like(pool), ((0, layout.page_bytes),)
+    side = Side(layout, pool, "prefill")
     if not pipe.poll(LIMIT_S):
         raise TimeoutError(f"the receiving process has not started in {LIMIT_S} s")
     peers: dict[str, PeerRanks] = pipe.recv()
-    pipe.send(ranks_of(layout, "prefill", ports))
-    for mode, port in ports.items():
-        port.connect(peers[mode])
-    seconds: dict[str, list[float]] = {}
-    room = 0
+    pipe.send(side.ranks)
+    side.connect(peers)
+    taken: dict[str, list[float]] = {}
+    rooms = itertools.count(1)
 
-    def keep(name: str, taken: float) -> None:
-        seconds.setdefault(name, []).append(taken)
+    def some() -> PageIds:
+        return (rng.permutation(NUM_PAGES - 1)[:PROMPT_PAGES] + 1).astype(np.int32)
+
+    def cpu(name: str, work: Callable[..., object], *pages: PageIds) -> None:
+        taken.setdefault(name, []).append(seconds(lambda: work(*pages), clock=time.thread_time))
+
+    def written(name: str, mode: str, num: int = PROMPT_PAGES) -> None:
+        this = Round(mode=mode, room=next(rooms), pages=some()[:num])
+        taken.setdefault(name, []).append(_time_write(pipe, side.ports[mode], peers[mode], this, some()[:num]))
+
+    def memmove(src: PageIds, dst: PageIds) -> None:
+        """Copy the same pages, one at a time."""
+        for source, target in zip(src, dst, strict=True):
+            copy[target] = pool[source]
+
+    def digests(pages: PageIds) -> None:
+        for page in pages:
+            page_digest(pool[page], spans)
 
     for turn in range(rounds + 2):
         if turn == 2:
-            seconds.clear()  # the first two connect and touch the memory
-        keep("memmove", _time_copy(pool, copy, _scattered(rng), _scattered(rng)))
-        keep("process_vm_writev", _time_system_call(pid, memory, peers[PLAIN], _scattered(rng), _scattered(rng)))
-        for mode, port in ports.items():
-            room += 1
-            this = Round(mode=mode, room=room, pages=_scattered(rng))
-            keep(mode, _time_write(pipe, port, peers[mode], this, _scattered(rng)))
-        keep("posts", _time_posts(agents[PLAIN], peers[PLAIN], _scattered(rng), _scattered(rng)))
-        keep("digests", _time_digests(pool, _scattered(rng)))
+            taken.clear()  # the first two connect and touch the memory
+        cpu("memmove", memmove, some(), some())
+        cpu("process_vm_writev", partial(_system_calls, pid, side.memory, peers[PLAIN]), some(), some())
+        for mode in MODES:
+            written(mode, mode)
+        posted: list[Transfer] = []
+        cpu("posts", partial(_post, posted, side.agents[PLAIN], peers[PLAIN]), some(), some())
+        for transfer in posted:
+            while transfer.poll() is TransferState.POSTED:
+                pass
+            transfer.release()
+        cpu("digests", digests, some())
         for _ in range(5):
-            room += 1
-            this = Round(mode=VERIFIED, room=room, pages=_scattered(rng)[:1])
-            keep("one page", _time_write(pipe, ports[VERIFIED], peers[VERIFIED], this, _scattered(rng)[:1]))
-    return _rows(layout, seconds)
+            written("one page", VERIFIED, 1)
+    return _rows(layout, taken)
 
 
-def _scattered(rng: np.random.Generator) -> PageIds:
-    return (rng.permutation(NUM_PAGES - 1)[:PROMPT_PAGES] + 1).astype(np.int32)
-
-
-def _time_copy(pool: npt.NDArray[np.uint8], copy: npt.NDArray[np.uint8], src: PageIds, dst: PageIds) -> float:
-    """Return the CPU time of the same pages by memmove, one at a time."""
-    started = time.thread_time()
-    for source, target in zip(src, dst, strict=True):
-        copy[target] = pool[source]
-    return time.thread_time() - started
-
-
-def _time_system_call(pid: int, memory: KvMemory, peer: PeerRanks, src: PageIds, dst: PageIds) -> float:
-    """Return the CPU time of process_vm_writev, one call a page: what CMA is made of."""
+def _system_calls(pid: int, memory: KvMemory, peer: PeerRanks, src: PageIds, dst: PageIds) -> None:
+    """Copy by process_vm_writev, one call a page: what CMA is made of."""
     num_bytes = memory.layout.page_bytes
     ours, theirs = memory.base_address, peer.ranks[0].base_address
-    started = time.thread_time()
     for source, target in zip(src.tolist(), dst.tolist(), strict=True):
         local = _IoVec(ours + source * num_bytes, num_bytes)
         remote = _IoVec(theirs + target * num_bytes, num_bytes)
         one = ctypes.c_ulong(1)
         if _LIBC.process_vm_writev(pid, ctypes.byref(local), one, ctypes.byref(remote), one, 0) != num_bytes:
             raise OSError(ctypes.get_errno(), f"process_vm_writev: {os.strerror(ctypes.get_errno())}")
-    return time.thread_time() - started
 
 
-def _time_posts(agent: NixlAgent, peer: PeerRanks, src: PageIds, dst: PageIds) -> float:
-    """Return the CPU time of the posts alone, which copy over CMA; their notes are of an unknown room."""
+def _post(posted: list[Transfer], agent: NixlAgent, peer: PeerRanks, src: PageIds, dst: PageIds) -> None:
+    """Post writes, which over CMA copies; their notes are of an unknown room."""
     (info,) = peer.ranks
     note = pack(Note(room=0, generation=0, src_rank=0, page_offset=0, num_pages=PAGES_PER_WRITE, last=False))
-    started = time.thread_time()
-    transfers = [
-        agent.write(info.agent, src[start : start + PAGES_PER_WRITE], dst[start : start + PAGES_PER_WRITE], note)
-        for start in range(0, len(src), PAGES_PER_WRITE)
-    ]
-    taken = time.thread_time() - started
-    for transfer in transfers:
-        while transfer.poll() is TransferState.POSTED:
-            pass
-        transfer.release()
-    return taken
-
-
-def _time_digests(pool: npt.NDArray[np.uint8], pages: PageIds) -> float:
-    """Return the CPU time of the digests of the pages."""
-    spans = ((0, pool.shape[1]),)
-    started = time.thread_time()
-    for page in pages:
-        page_digest(pool[page], spans)
-    return time.thread_time() - started
+    for start in range(0, len(src), PAGES_PER_WRITE):
+        part = slice(start, start + PAGES_PER_WRITE)
+        posted.append(agent.write(info.agent, src[part], dst[part], note))
 
 
 def _time_write(pipe: Connection, port: AgentPort, peer: PeerRanks, this: Round, src: PageIds) -> float:
@@ -264,18 +238,18 @@ def _time_write(pipe: Connection, port: AgentPort, peer: PeerRanks, this: Round,
     return ended - started
 
 
-def _rows(layout: KvLayout, seconds: dict[str, list[float]]) -> list[Row]:
+def _rows(layout: KvLayout, taken: dict[str, list[float]]) -> list[Row]:
     table = Table(SECTION.format(dtype=layout.dtype, page_kib=layout.page_bytes / 1024))
     num_bytes = PROMPT_PAGES * layout.page_bytes
-    limit = num_bytes / statistics.median(seconds["memmove"]) / 1e9
+    limit = num_bytes / statistics.median(taken["memmove"]) / 1e9
 
     def speed(name: str, key: str, target: str | None = None) -> None:
-        note = f"best against best {min(seconds['memmove']) / min(seconds[key]):.1%}"
-        rates = [num_bytes / taken / 1e9 for taken in seconds[key]]
+        note = f"best against best {min(taken['memmove']) / min(taken[key]):.1%}"
+        rates = [num_bytes / each / 1e9 for each in taken[key]]
         table.add(f"64 pages, {name}, CPU time", rates, "GB/s", limit=limit, target=target, note=note)
 
     def wall(name: str, key: str, target: str | None = None) -> None:
-        table.add(name, [taken * 1e3 for taken in seconds[key]], "ms", target=target)
+        table.add(name, [each * 1e3 for each in taken[key]], "ms", target=target)
 
     speed("memmove", "memmove")
     speed("bare process_vm_writev", "process_vm_writev")
@@ -283,8 +257,8 @@ def _rows(layout: KvLayout, seconds: dict[str, list[float]]) -> list[Row]:
     speed("XXH3-64 digests", "digests")
     wall("64 pages, order to arrival, no digests", PLAIN)
     wall("64 pages, order to arrival, verified", VERIFIED)
-    added = [100 * (own / plain - 1) for own, plain in zip(seconds[VERIFIED], seconds[PLAIN], strict=True)]
-    note = f"best against best {min(seconds[VERIFIED]) / min(seconds[PLAIN]) - 1:.1%}"
+    added = [100 * (own / plain - 1) for own, plain in zip(taken[VERIFIED], taken[PLAIN], strict=True)]
+    note = f"best against best {min(taken[VERIFIED]) / min(taken[PLAIN]) - 1:.1%}"
     table.add("what verification adds to a hand-off", added, "%", target="< 15 %", note=note)
     wall("1 page + meta, order to arrival, verified", "one page", "< 1 ms")
     return table.rows
