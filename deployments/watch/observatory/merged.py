@@ -6,7 +6,7 @@ Invariant: a router that does not answer keeps its last answer for KEPT_S, so a 
            of them has is gone, whatever the silent ones last reported.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,11 +148,6 @@ class Merged:
 def shown_node(node_id: str) -> str:
     """Shorten Ray's 56 hex digits to what tells nodes apart."""
     return node_id[:8]
-
-
-def settings_of(view: RouterView | None) -> Mapping[str, Mapping[str, float]]:
-    """Return the autoscaling rule's settings by role."""
-    return {} if view is None else view.autoscaling
 
 
 def _newer(age_s: float | None, than_s: float | None) -> bool:

@@ -36,7 +36,7 @@ from deployments.watch.observatory.alerts import (
 )
 from deployments.watch.observatory.events import DEATHS, EventFeed
 from deployments.watch.observatory.figures import WINDOW_S, Growth, History, Rates, Recent, figures_body, short
-from deployments.watch.observatory.merged import Merged, settings_of, shown_node
+from deployments.watch.observatory.merged import Merged, shown_node
 from deployments.watch.observatory.requests import Requests
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.scaling import Scaling
@@ -372,7 +372,8 @@ class State:
         for each, _ in seen.values():
             if each.report is not None:
                 stats.setdefault(each.role, []).append(each.report.stats)
-        self.scaling.take(details, stats, settings_of(self.merged.latest), time_s)
+        settings = {} if self.merged.latest is None else self.merged.latest.autoscaling
+        self.scaling.take(details, stats, settings, time_s)
 
     def _replica_rows(self, seen: Seen, details: ServeDetails) -> list[dict[str, Any]]:
         listed = {each.replica_id: each for each in details.replicas if each.role != ROUTER}

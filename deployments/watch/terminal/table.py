@@ -32,8 +32,8 @@ class Table:
     tells_left_out: bool = True  # name those columns in a line below
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown, left_out = list(self.rows[0]), list[str]()
-        for name in filter(self.rows[0].__contains__, self.spare):  # leave columns out until the table fits
+        shown, left_out = list[str](self.rows[0] if self.rows else ()), list[str]()
+        for name in filter(shown.__contains__, self.spare):  # leave columns out until the table fits
             measured = Measurement.get(console, options.update(width=PLAIN_WIDTH), self._drawn(shown))
             if measured.maximum <= options.max_width:
                 break
