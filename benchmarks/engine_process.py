@@ -151,7 +151,7 @@ class EngineProcess:
         self._process = context.Process(target=_main, args=(theirs, settings), daemon=tp == 1)
         self._process.start()
         theirs.close()
-        self._told: list[tuple[float, TokenDelta]] = []  # and not yet taken
+        self._told: dict[str, list[tuple[float, TokenDelta]]] = {}  # by request, and not yet taken
         _open.append(self)
         self.address: PeerAddress = self._receive(START_S)
 
@@ -168,10 +168,9 @@ class EngineProcess:
     def finish_timed(self, rid: str) -> list[tuple[float, TokenDelta]]:
         """Return the same, each with the time at which the engine delivered it."""
         while True:
-            mine = [item for item in self._told if item[1].rid == rid]
+            mine = self._told.get(rid)
             if mine and mine[-1][1].finish is not None:
-                self._told = [item for item in self._told if item[1].rid != rid]
-                return mine
+                return self._told.pop(rid)
             self._take(self._receive())
 
     def stats(self) -> EngineStats:
@@ -216,7 +215,8 @@ class EngineProcess:
 
     def _take(self, message: tuple[float, list[TokenDelta]]) -> None:
         time_s, deltas = message
-        self._told += [(time_s, delta) for delta in deltas]
+        for delta in deltas:
+            self._told.setdefault(delta.rid, []).append((time_s, delta))
 
     def _receive(self, timeout_s: float | None = None) -> Any:
         """Take the next message. Raises: AssertionError with what all processes do, when none comes."""
