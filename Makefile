@@ -79,11 +79,11 @@ model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
-test: install-test tools-test model ## Run all tests: those with Ray beside the others, and arithmetic under AVX2 too; 20 to 45 minutes on 2 cores
-	@$(BIN)/python -m tests
+test: install-test tools-test model ## Run the tests that every change is checked with; those with Ray run beside the others
+	@$(BIN)/python -m tests quick
 
-test-all: export MANTA_TEST_ALL := 1
-test-all: test ## Run the tests with whole matrices where `make test` has every two values meet (tests/pairwise.py)
+test-all: install-test tools-test model ## And then those that are marked slow, and arithmetic under AVX2 too: what CI runs
+	@$(BIN)/python -m tests quick slow
 
 install-gpu: $(VENV)/.installed ## Add FlashInfer to .venv, whose kernels nvcc compiles when first used (docs/gpu.md)
 	@$(INSTALL) "Installing FlashInfer" $(VENV)/install-gpu.log --editable '.[gpu]'

@@ -1,4 +1,5 @@
-"""`python -m tests`: all tests, as `make test` runs them. Exit code 1 when any of them failed.
+"""`python -m tests [quick] [slow]`: the tests, as `make test` (quick) and `make test-all` (both) run them. Exit code 1
+when any of them failed.
 
 Tests that start Ray mostly wait for its processes, so they run beside the others, one application at a time; what they
 said is printed at the end. The others give way to them (`nice`: Ray's workers have 15, and the tests with Ray measure
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 PYTEST = [sys.executable, "-m", "pytest"]
 LAST = ["nice", "-n", "19"]
@@ -18,14 +20,26 @@ SHARED = [
     "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread",
     "--max-worker-restart", "0",
 ]  # fmt: skip
+MARKED = {"quick": "not slow", "slow": "slow"}
 
 
-def main() -> int:
+def main(wanted: Sequence[str]) -> int:
+    if unknown := set(wanted) - set(MARKED):
+        sys.exit(f"there are no {', '.join(unknown)} tests: name {' or '.join(MARKED)}, or none for all")
+    return max([run(which) for which in wanted or MARKED])
+
+
+def run(which: str) -> int:
+    """Run the tests of MARKED[which]; return 1 if any of them failed, else 0."""
     with tempfile.TemporaryFile() as said:
-        with_ray = subprocess.Popen([*PYTEST, "-m", "serve"], stdout=said, stderr=subprocess.STDOUT)
+        with_ray = subprocess.Popen(
+            [*PYTEST, "-m", f"serve and {MARKED[which]}"], stdout=said, stderr=subprocess.STDOUT
+        )
         try:
-            statuses = [subprocess.call([*LAST, *PYTEST, *SHARED, "-m", "not serve"], env=ONE_THREAD)]
-            statuses.append(subprocess.call([*LAST, sys.executable, "-m", "tests.under_avx2"], env=ONE_THREAD))
+            others = [*LAST, *PYTEST, *SHARED, "-m", f"not serve and {MARKED[which]}"]
+            statuses = [subprocess.call(others, env=ONE_THREAD)]
+            if which == "slow":
+                statuses.append(subprocess.call([*LAST, sys.executable, "-m", "tests.under_avx2"], env=ONE_THREAD))
             if with_ray.poll() is None:
                 print("The tests with Ray are still under way ...", flush=True)
         finally:
@@ -36,4 +50,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -20,11 +20,10 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where processes share the files, those with slow tests come first: the processes end together then."""
-    if not hasattr(config, "workerinput"):
-        return
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Where processes share the files, the longest come first, which are those of numerics: the processes end together
+    then."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: "numerics" not in item.path.parts)
 
 
 @pytest.hookimpl(optionalhook=True)

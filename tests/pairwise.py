@@ -1,4 +1,4 @@
-"""Parametrisation over many dimensions: `make test` has every pair of values meet, `make test-all` the whole product.
+"""Parametrisation over many dimensions: every pair of values meets; with MANTA_WHOLE_MATRICES=1 the whole product runs.
 
 Most faults that depend on several settings depend on two of them (Kuhn et al. 2004, doi:10.1109/TSE.2004.24).
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ALL = os.environ.get("MANTA_TEST_ALL") == "1"
+ALL = os.environ.get("MANTA_WHOLE_MATRICES") == "1"
 
 Dimension = Mapping[str, Any] | Iterable[Any]  # id -> value, or values that are their own ids
 

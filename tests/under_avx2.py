@@ -2,8 +2,8 @@
 
 Without arguments the tests of kernels and of what is made of them run so on a CPU that has AVX-512. On one that has not
 they ran so already, and nothing is left to do (tests/unit/kernels/test_instructions.py holds that the forcing works).
-What several ranks, mixed steps and narrow pages add to the same kernels is tested once, on what the CPU has; `make
-test-all` has it here too. With arguments pytest gets them, on any x86-64 CPU.
+What several ranks, mixed steps and narrow pages add to the same kernels is tested once, on what the CPU has, unless
+MANTA_WHOLE_MATRICES is set (tests/pairwise.py). With arguments pytest gets them, on any x86-64 CPU.
 """
 
 import os

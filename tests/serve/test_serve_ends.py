@@ -9,7 +9,7 @@ import pytest
 
 from tests.serve.running import START_S, Running
 
-pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 ENDS_S = 10.0
 
 

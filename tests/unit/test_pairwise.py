@@ -1,4 +1,4 @@
-"""The rows that `make test` takes of a product."""
+"""The rows that tests take of a product."""
 
 import itertools
 
