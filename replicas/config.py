@@ -5,6 +5,8 @@ Never: reads files or devices; `replicas/runner/weights.py` reads the model's fo
        `replicas/hf_config.py` how others spell a model's shape.
 """
 
+import functools
+import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -14,6 +16,7 @@ from kvtransfer.layout import MHA, MLA, KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import NUMBER_BYTES, RULES, WeightFormat, cut_by, table_format
 
+EXTENSIONS = "manta.extensions"  # the group of entry points
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
@@ -403,6 +406,21 @@ class EngineConfig:
     def chunked_prefill_size(self) -> int:
         assert self.scheduler.chunked_prefill_size is not None
         return self.scheduler.chunked_prefill_size
+
+
+@functools.cache
+def load_extensions() -> None:
+    """Import the modules that installed packages name in the group `EXTENSIONS`, once in this process.
+
+    They add to the tables whose names the settings allow (docs/extending.md).
+    Raises: InvalidConfig for one that cannot be found; what it raises itself is its own.
+    """
+    for each in importlib.metadata.entry_points(group=EXTENSIONS):
+        try:
+            each.load()
+        except (ImportError, AttributeError) as error:
+            package = "a package" if each.dist is None else each.dist.name
+            raise InvalidConfig(f"the extension {each.value} of {package} cannot be imported: {error}") from error
 
 
 def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvLayout:

@@ -6,7 +6,6 @@ Never:     decides settings (config.resolve) or sizes (memory/sizing); starts fo
 
 import hashlib
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from dataclasses import replace
 from kvtransfer.ports.rank_port import RankPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.stores.items import NO_SECRET, store_secret
-from kvtransfer.stores.urls import open_store
+from kvtransfer.stores.urls import name_of, open_store
 from kvtransfer.types import TransferSettings
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
@@ -33,6 +32,7 @@ from replicas.config import (
     Quantization,
     SchedulerConfig,
     kv_layout,
+    load_extensions,
     resolve,
 )
 from replicas.disagg.rooms import HandOffTerms
@@ -88,6 +88,7 @@ def load_engine(
             come up; TransferError or OSError when the transfer library or its address is not available.
     """
     started_s = time.monotonic()
+    load_extensions()
     model_config = load_model_config(
         model,
         revision=revision,
@@ -186,11 +187,10 @@ def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCop
         store = open_store(cache.store, layout_digest=digest, capacity_bytes=cache.store_bytes, secret=secret)
     except ValueError as error:
         raise InvalidConfig(f"cache.store: {error}") from error
-    shared_by = f"{socket.gethostname()}:" if cache.store.startswith("file:") else ""
     return StoreTier(
         tiers,
         Worker(store, copier.host, fingerprint, cache.page_size),
-        name=shared_by + cache.store.partition("?")[0],
+        name=name_of(cache.store),
         policy=cache.prefetch,
     )
 

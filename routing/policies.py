@@ -18,7 +18,7 @@ hot prefix is computed again at the latest when its queue is that long.
 Source: Kleinrock 1975, "Queueing Systems" I, section 5.3 (arrivals find what departures leave).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import overload
@@ -306,7 +306,7 @@ def _lowest(values: Floats, *, within: float) -> Ints:
     return np.flatnonzero(values <= values.min() + within)
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: dict[str, Policy] = {
     "estimated_ttft": estimated_ttft,
     "round_robin": round_robin,
     "random": random,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
-from deployments.settings.groups import AutoscalingSettings, Settings
+from deployments.settings.groups import AutoscalingSettings, NameIn, Settings
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import BYTES
 
@@ -36,7 +36,7 @@ def table() -> str:
 
 
 def _rows(group: type[Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    meanings, hints = _comments(group), typing.get_type_hints(group)
+    meanings, hints = _comments(group), typing.get_type_hints(group, include_extras=True)
     for name, default in _defaults(group).items():
         inner = _group(hints[name])
         if inner is not None and inner is not AutoscalingSettings:
@@ -74,6 +74,9 @@ def _group(hint: Any) -> type[Any] | None:
 
 
 def _values(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Annotated:
+        named = next((each for each in hint.__metadata__ if isinstance(each, NameIn)), None)
+        return _values(hint.__origin__) if named is None else ", ".join(f"`{each}`" for each in named.allowed)
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in typing.get_args(hint))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -217,7 +217,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     checked(service, asked, names={"prompt": "messages", "max_tokens": limit_name})
     output = service.prompting.output
     prepared = Prepared(request=asked, use=use, promise=promise)
-    return prepared if use is None and not output.has_reasoning else await _read_in_parts(request, body, prepared)
+    return prepared if use is None and output.reasoning is None else await _read_in_parts(request, body, prepared)
 
 
 async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared) -> Prepared:
@@ -243,12 +243,15 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
         reasoning_open=is_open,
         separate_reasoning=body.separate_reasoning is not False,
     )
-    count = partial(ReasoningCount, tokenizer.pieces(skip_special_tokens=False), is_open=is_open)
+    count = None
+    if output.reasoning is not None:
+        pieces = tokenizer.pieces(skip_special_tokens=False)
+        count = partial(ReasoningCount, pieces, output.reasoning, is_open=is_open)
     return replace(
         prepared,
         request=replace(asked, sampling=sampling),
         make_reader=reader,
-        make_count=count if output.has_reasoning else None,
+        make_count=count,
         shows_reasoning=body.include_reasoning is not False,
         promise=None if promise is None else replace(promise, after=after),
     )

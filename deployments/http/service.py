@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -34,7 +34,6 @@ from deployments.output.examined import ExaminedGrammars
 from deployments.output.output_format import OutputFormat
 from deployments.output.prompting import ChatPrompting
 from deployments.output.tools import ToolUse
-from deployments.settings.groups import ToolFormatName
 from deployments.settings.keys import CALLER
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
@@ -112,8 +111,8 @@ class Service:
     max_schema_bytes: int = 1 << 20
     isolates_keys: bool = True  # requests of different API keys share no cached prefix
     body_timeout_s: float = 60.0
-    tool_format: Literal["auto", "none", ToolFormatName] = "auto"
-    reasoning_format: Literal["auto", "none", "think"] = "auto"
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
     # one at a time: the parser holds the GIL
     parsing: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("parse", threads=1))
     encoding: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("encode", threads=2))

@@ -14,14 +14,14 @@ Thread:    the owner of the choice.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
 from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart
 from deployments.output.text_machine import Sink, Steps, Tags, TextMachine
-from deployments.output.tool_formats import TEXT, ToolFormat, as_json, value_types
+from deployments.output.tools import TEXT, type_of, value_types
 
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 
@@ -29,11 +29,13 @@ _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 class CallReader(TextMachine):
     """Finds text and calls; what a call looks like is its children's.
 
-    Args: must_call: the text is held to calls, so that what is cut of it is no answer's text.
+    Args: schemas: of the parameters of each tool, by the tool's name.
+          must_call: the text is held to calls, so that what is cut of it is no answer's text.
     """
 
-    def __init__(self, *, must_call: bool = False) -> None:
+    def __init__(self, schemas: Mapping[str, Any], *, must_call: bool = False) -> None:
         super().__init__()
+        self._schemas = schemas
         self._must_call = must_call
         self._gap: list[str] | None = []  # whitespace since the beginning, or since a call; None behind other text
         self._name: str | None = None  # of a call that has begun, and has no arguments yet
@@ -181,12 +183,8 @@ class HermesReader(CallReader):
 class LlamaReader(CallReader):
     """Reads ``{"name": ..., "parameters": ...}`` at the beginning, or behind ``<|python_tag|>``.
 
-    Args: names: of the tools. An object without a tag that is cut is a call if it names one of them, as far as it goes.
+    An object without a tag that is cut is a call if it names one of the tools, as far as it goes.
     """
-
-    def __init__(self, names: Iterable[str] = (), *, must_call: bool = False) -> None:
-        super().__init__(must_call=must_call)
-        self._names = tuple(names)
 
     def _begins_call(self, raw: str) -> bool:
         text = raw.lstrip()
@@ -199,7 +197,7 @@ class LlamaReader(CallReader):
         name, others = found.get("name"), found.keys() - {"name", "type"}
         if not name:  # nothing has come that an answer in JSON would miss
             return not others and "function".startswith(str(found.get("type", "")))
-        return isinstance(name, str) and any(each.startswith(name) for each in self._names)
+        return isinstance(name, str) and any(each.startswith(name) for each in self._schemas)
 
     def _read(self) -> Steps[None]:
         self._raw = []
@@ -294,13 +292,7 @@ class QwenCoderReader(CallReader):
     The arguments become one JSON object, whose values are what the tool's schema says. Text values are passed on as
     they come, others when they are whole. A value ends at ``</parameter>`` only, since it may hold other tags; one that
     is JSON may hold that too.
-
-    Args: schemas: of the parameters of each tool, by the tool's name.
     """
-
-    def __init__(self, schemas: Mapping[str, Any], *, must_call: bool = False) -> None:
-        super().__init__(must_call=must_call)
-        self._schemas = schemas
 
     def _read(self) -> Steps[None]:
         begin = ("<tool_call>", "<function=")
@@ -359,14 +351,20 @@ class QwenCoderReader(CallReader):
         return ", "
 
 
-def reader_of(tool_format: ToolFormat, schemas: Mapping[str, Any], *, must_call: bool = False) -> CallReader:
-    """Make a reader of calls in this format.
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates show values so, and models write them
 
-    Args: schemas: of each tool's parameters, by the tool's name. must_call: the text is held to calls.
-    """
-    if tool_format.name == "qwen3_coder":
-        return QwenCoderReader(schemas, must_call=must_call)
-    if tool_format.name == "llama3_json":
-        return LlamaReader(schemas, must_call=must_call)
-    kinds = {"hermes": HermesReader, "mistral": MistralReader}
-    return kinds.get(tool_format.name, DeepseekReader)(must_call=must_call)
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """Return the text of a tagged parameter as JSON: itself where it is JSON of one of ``types``, else a string."""
+    stripped = text.strip()
+    written = _PYTHON.get(stripped, stripped)
+    try:
+        kind = type_of(json.loads(written, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    fits = kind in types or (kind in ("integer", "number") and not types.isdisjoint({"integer", "number"}))
+    return written if fits and types != TEXT else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")

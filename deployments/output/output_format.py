@@ -8,14 +8,12 @@ Thread:    any; it is read-only, and its readers belong to one choice each.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from deployments.output.call_readers import reader_of
 from deployments.output.parts import Reader, TextReader
-from deployments.output.reasoning import BEGIN, END, ReasoningReader
+from deployments.output.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningReader
 from deployments.output.text_machine import Steps, Tags, TextMachine
 from deployments.output.tool_formats import ToolFormat, format_of, sniffed
-from deployments.settings.groups import ToolFormatName
 
 _BLOCK = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _STRINGS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -37,31 +35,33 @@ class OutputFormat:
     """How one model writes tool calls and reasoning."""
 
     tools: ToolFormat | None  # None: it writes none that is known; what it writes is text
-    has_reasoning: bool
+    reasoning: ReasoningFormat | None  # None: what it thinks is text
     template_has_tools: bool  # else the tools must be described in a message
     special_tags: frozenset[str]  # tags of these formats that are special tokens of the model
     dropped: tuple[str, ...]  # the other special tokens, if some tags are: a reader leaves them out
 
     @staticmethod
     def of(
-        tokenizer: TemplateSource,
-        *,
-        tool_format: Literal["auto", "none", ToolFormatName] = "auto",
-        reasoning_format: Literal["auto", "none", "think"] = "auto",
+        tokenizer: TemplateSource, *, tool_format: str = "auto", reasoning_format: str = "auto"
     ) -> "OutputFormat":
-        """Find the formats of a model. A template without tools gets hermes, which is the widest known."""
+        """Find the formats of a model. A template without tools gets hermes, which is the widest known.
+
+        Args: tool_format, reasoning_format: auto, none, or a name in TOOL_FORMATS and REASONING_FORMATS.
+        """
         template = tokenizer.chat_template or ""
         has_tools = names_tools(template)
-        name = tool_format
-        if name == "auto":
-            name = sniffed(template) or ("none" if has_tools or not template else "hermes")
-        tools = None if name == "none" else format_of(name, template)
-        has_reasoning = reasoning_format == "think" or (reasoning_format == "auto" and END in template)
-        tags = {*(tools.tags if tools else ()), *((BEGIN, END) if has_reasoning else ())}
+        if tool_format == "auto":
+            tool_format = sniffed(template) or ("none" if has_tools or not template else "hermes")
+        tools = None if tool_format == "none" else format_of(tool_format, template)
+        if reasoning_format == "auto":
+            found = (name for name, form in reversed(REASONING_FORMATS.items()) if form.end in template)
+            reasoning_format = next(found, "none")
+        reasoning = None if reasoning_format == "none" else REASONING_FORMATS[reasoning_format]
+        tags = {*(tools.tags if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())}
         special = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids} - {""}
         return OutputFormat(
             tools=tools,
-            has_reasoning=has_reasoning,
+            reasoning=reasoning,
             template_has_tools=has_tools,
             special_tags=frozenset(tags & special),
             dropped=tuple(sorted(special - tags)) if tags & special else (),
@@ -74,18 +74,19 @@ class OutputFormat:
 
     def before_answer(self, prompt_end: str) -> str:
         """Return the text behind which the answer begins (``Constraint.after``); empty where it begins at once."""
-        return "" if not self.has_reasoning or prompt_end.rstrip().endswith(END) else END
+        end = self.reasoning.end if self.reasoning else ""
+        return "" if prompt_end.rstrip().endswith(end) else end
 
     def reasoning_token(self, id_of: Callable[[str], int]) -> int | None:
         """The token that reasoning begins with (``Constraint.opens``); None where it is no single one."""
         try:
-            return id_of(BEGIN) if self.has_reasoning else None
+            return id_of(self.reasoning.begin) if self.reasoning else None
         except KeyError:
             return None
 
     def opens_in_prompt(self, prompt_end: str) -> bool:
         """Whether the prompt leaves reasoning open, so that the output goes on with it."""
-        return self.has_reasoning and prompt_end.rstrip().endswith(BEGIN)
+        return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin)
 
     def reader(
         self,
@@ -104,9 +105,9 @@ class OutputFormat:
         """
         reader: Reader = TextReader()
         if schemas is not None and self.tools is not None:
-            reader = reader_of(self.tools, schemas, must_call=must_call)
-        if self.has_reasoning:
-            reader = ReasoningReader(reader, is_open=reasoning_open, is_separate=separate_reasoning)
+            reader = self.tools.reader(schemas, must_call=must_call)
+        if self.reasoning is not None:
+            reader = ReasoningReader(reader, self.reasoning, is_open=reasoning_open, is_separate=separate_reasoning)
         return WithoutTokens(reader, Tags.of(*self.dropped)) if self.dropped else reader
 
 

@@ -1,18 +1,31 @@
 """What a model thinks before it answers: told apart from the answer in its text, and counted in its tokens.
 
-Owns:      where reasoning begins and ends. It begins with ``<think>``, at the beginning of the text or in the prompt,
-           and ends with the first ``</think>``, or with the text.
+Owns:      where reasoning begins and ends. It begins with the format's tag (``<think>``), at the beginning of the text
+           or in the prompt, and ends with the first end tag (``</think>``), or with the text. To add a format:
+           docs/extending.md.
 Never:     looks for calls in it; what is behind it is another reader's.
 Thread:    the owner of the choice.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from deployments.output.parts import Reader, ReasoningPart, TextPart, TextReader
 from deployments.output.text_machine import Steps, Tags, TextMachine
 from replicas.types import TokenIds
 
-BEGIN, END = "<think>", "</think>"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """The tags between which a model reasons; a chat template that names the second one is of this format."""
+
+    begin: str
+    end: str
+
+
+THINK = ReasoningFormat(begin="<think>", end="</think>")
+# By the name in settings; a template that several fit has the last of them.
+REASONING_FORMATS: dict[str, ReasoningFormat] = {"think": THINK}
 
 
 class ReasoningReader(TextMachine):
@@ -24,9 +37,10 @@ class ReasoningReader(TextMachine):
     Args: is_open: the prompt ended with the tag that begins it. is_separate: it is to be told apart.
     """
 
-    def __init__(self, answer: Reader, *, is_open: bool, is_separate: bool) -> None:
+    def __init__(self, answer: Reader, form: ReasoningFormat, *, is_open: bool, is_separate: bool) -> None:
         super().__init__()
         self._answer = answer
+        self._form = form
         self.has_begun = is_open  # the text is known to begin with reasoning
         self.is_over = False  # what follows is the answer
         self._is_separate = is_separate
@@ -36,13 +50,13 @@ class ReasoningReader(TextMachine):
     def _read(self) -> Steps[None]:
         self._raw = []
         yield from self._after_spaces()
-        is_tagged = yield from self._literal(BEGIN)
+        is_tagged = yield from self._literal(self._form.begin)
         head, self._raw = "".join(self._raw), None
         self.has_begun |= is_tagged
         if self.has_begun:
             if not is_tagged or not self._is_separate:
                 self._thought(head)
-            tag = yield from self._scan(Tags.of(END), self._thought)
+            tag = yield from self._scan(Tags.of(self._form.end), self._thought)
             self.is_over = bool(tag)
             if tag and self._is_separate:
                 yield from self._after_spaces()
@@ -74,9 +88,10 @@ class ReasoningCount:
     Args: pieces: the bytes of each token, special ones too. is_open: the prompt ended with the tag that begins it.
     """
 
-    def __init__(self, pieces: Sequence[bytes], *, is_open: bool) -> None:
+    def __init__(self, pieces: Sequence[bytes], form: ReasoningFormat, *, is_open: bool) -> None:
         self._pieces = pieces
-        self._reader = ReasoningReader(TextReader(), is_open=is_open, is_separate=False)
+        in_bytes = ReasoningFormat(begin=_in_bytes(form.begin), end=_in_bytes(form.end))
+        self._reader = ReasoningReader(TextReader(), in_bytes, is_open=is_open, is_separate=False)
         self._num_read = 0
         self.num_tokens = 0
 
@@ -86,7 +101,12 @@ class ReasoningCount:
             if self._reader.is_over:
                 return
             if 0 <= token_id < len(self._pieces):
-                self._reader.push(self._pieces[token_id].decode("latin-1"))  # the tags are ASCII
+                self._reader.push(self._pieces[token_id].decode("latin-1"))
             self._num_read += 1
             if self._reader.has_begun:
                 self.num_tokens = self._num_read
+
+
+def _in_bytes(tag: str) -> str:
+    """Write each byte of ``tag`` as a character, since a token may end within one of the text's."""
+    return tag.encode().decode("latin-1")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deployments.output.output_format import OutputFormat
-from deployments.output.tool_formats import TEXT, ToolFormat, value_types
-from deployments.output.tools import Tool, ToolUse
+from deployments.output.tool_formats import ToolFormat
+from deployments.output.tools import TEXT, Tool, ToolUse, value_types
 from replicas.errors import InvalidRequest
 from replicas.grammar.checking import ANY_TEXT, Problem, lark_document, lark_text
 from replicas.types import Constraint
@@ -110,7 +110,7 @@ class _Rules:
             self._rules.append(f"start: {self._literal(begin)} {rest}")
         elif content is not None:
             self._rules += [f"start: content | {self._literal(begin)} {rest}", f"content: {lark_document(content)}"]
-        elif (trigger := self._trigger(begin)) is None:  # calls are the whole output
+        elif (trigger := form.trigger) is None:  # calls are the whole output
             self._rules += [f"start: FREE | {self._literal(begin)} {rest}", f"FREE: {_NO_CALL}"]
         else:
             head = f"head {self._literal(begin.partition(trigger)[2])}"
@@ -124,12 +124,6 @@ class _Rules:
         tools = [self._named(i, tool) for i, tool in enumerate(use.callable_tools)]
         self._rules.append(f"named: ({' | '.join(tools)}) {self._literal(form.end)}")
         return "\n".join(["%llguidance {}", *self._rules])
-
-    def _trigger(self, begin: str) -> str | None:
-        """The text behind which the reader takes what comes for a call; None where a call needs none."""
-        if self._form.name == "qwen3_coder":
-            return "<function="
-        return next((tag for tag in self._form.tags if begin.startswith(tag)), None)
 
     def _named(self, number: int, tool: Tool) -> str:
         begin = self._literal(self._form.begin(tool.name).removeprefix(self._form.before_name))

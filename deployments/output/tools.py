@@ -1,6 +1,6 @@
 """The tools of a chat: read from the wire and checked, and what was asked about calling them.
 
-Owns:      the limits on tools, and the meaning of an absent field about them.
+Owns:      the limits on tools, and the meaning of an absent field about them; the types that a parameter may have.
 Never:     changes what a client wrote about a tool, except that ``strict`` is not for the model.
 """
 
@@ -123,3 +123,34 @@ def _tool(path: str, tool: Mapping[str, Any]) -> Tool:
 
 def _wrong(param: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: {message}", param=param)
+
+
+TEXT = frozenset({"string"})
+ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+
+
+def value_types(schema: Any) -> frozenset[str]:
+    """Return the JSON types that a parameter of this schema may have, as far as its first level tells.
+
+    Where arguments are tagged parameters, a value of `TEXT` is written as it is, and any other one as JSON.
+    """
+    if not isinstance(schema, Mapping):
+        return TEXT
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return frozenset().union(*map(value_types, schema[key]))
+    given = schema.get("type")
+    if isinstance(given, str | list):
+        return frozenset([given] if isinstance(given, str) else map(str, given))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return frozenset(map(type_of, values)) if isinstance(values, list) else ANY
+
+
+def type_of(value: Any) -> str:
+    """Return the JSON type of a value that was read from JSON."""
+    if isinstance(value, bool):
+        return "boolean"
+    for kind, name in ((str, "string"), (int, "integer"), (float, "number"), (dict, "object"), (list, "array")):
+        if isinstance(value, kind):
+            return name
+    return "null"

@@ -11,23 +11,26 @@ import re
 import types
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 
+from deployments.output.reasoning import REASONING_FORMATS
+from deployments.output.tool_formats import TOOL_FORMATS
 from deployments.settings.groups import (
     CACHE_NAMES,
     DTYPE_NAMES,
     QUANTIZATION_NAMES,
     SCHEDULER_NAMES,
     AutoscalingSettings,
+    NameIn,
     ReplicaSettings,
     RoleSettings,
     Settings,
-    ToolFormatName,
     TransferGroup,
     in_bytes,
 )
 from deployments.settings.keys import SECRET, KeyDigests, read_keys
-from deployments.settings.settings_file import BYTES, nearest, sentences, setting_of, shown
+from deployments.settings.settings_file import BYTES, sentences, setting_of, shown
+from kvtransfer.stores.urls import parsed
 from replicas.config import (
     Attention,
     CacheConfig,
@@ -37,6 +40,7 @@ from replicas.config import (
     ProductSetting,
     Quantization,
     SchedulerConfig,
+    load_extensions,
 )
 from replicas.errors import InvalidConfig
 from routing.policies import POLICIES
@@ -67,9 +71,9 @@ class ModelSettings(Settings):
     context_len: int | None = Field(default=None, ge=1)
     # how the model writes tool calls; auto: as its chat template, and as hermes where that knows no tools; none: calls
     # are not looked for
-    tool_format: Literal["auto", "none", ToolFormatName] = "auto"
+    tool_format: Annotated[str, NameIn(TOOL_FORMATS, "auto", "none")] = "auto"
     # how the model writes its reasoning; think: between a pair of think tags; auto: so if its chat template names them
-    reasoning_format: Literal["auto", "none", "think"] = "auto"
+    reasoning_format: Annotated[str, NameIn(REASONING_FORMATS, "auto", "none")] = "auto"
 
     @property
     def name(self) -> str:
@@ -79,8 +83,7 @@ class ModelSettings(Settings):
 class RouterSettings(Settings):
     """The group ``router``: how requests are routed, bounded and admitted."""
 
-    # how a replica is chosen: estimated_ttft, prefix_threshold, least_tokens, power_of_two, round_robin or random
-    policy: str = "estimated_ttft"
+    policy: Annotated[str, NameIn(POLICIES)] = "estimated_ttft"  # how a replica is chosen
     count: int = Field(default=1, ge=1)  # number of routers; each is an HTTP ingress
     cpus: float = Field(default=0.0, ge=0)  # CPUs that Ray reserves for each router
     max_body_bytes: int = Field(default=4 << 20, ge=1024)  # a longer body is answered with 413
@@ -109,13 +112,6 @@ class RouterSettings(Settings):
     allowed_hosts: tuple[str, ...] = ()
     # origins of web pages that may call the API, such as http://localhost:3000; *: all
     cors_origins: tuple[str, ...] = ()
-
-    @field_validator("policy")
-    @classmethod
-    def _known(cls, policy: str) -> str:
-        if policy not in POLICIES:
-            raise ValueError(f"{policy!r} is unknown{nearest(policy, POLICIES)}; allowed: {', '.join(POLICIES)}")
-        return policy
 
     def known_keys(self) -> KeyDigests:
         """Read the keys of these settings and of this environment. Raises: InvalidConfig."""
@@ -164,6 +160,17 @@ class AppConfig(Settings):
     observability: ObservabilitySettings = ObservabilitySettings()
 
     @model_validator(mode="after")
+    def _stores_exist(self) -> "AppConfig":
+        of_roles = {f"{name}.cache": getattr(self, name).cache.get("store") for name in ("prefill", "decode")}
+        for group, url in {"cache": self.cache.store, **of_roles}.items():
+            try:
+                if url is not None:
+                    parsed(url)
+            except ValueError as error:
+                raise ValueError(f"{group}.store: {error}") from error
+        return self
+
+    @model_validator(mode="after")
     def _of_its_mode(self) -> "AppConfig":
         if self.mode == "unified":
             given = [name for name in ("prefill", "decode", "transfer") if name in self.model_fields_set]
@@ -206,6 +213,7 @@ def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
 
     Returns: the settings, with defaults for the wrong ones, or None if that is impossible; the sentences.
     """
+    load_extensions()  # settings may name what they add
     args = _typed(args)
     try:
         return AppConfig.model_validate(args), []

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, load_extensions
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache, HostMemory
 from replicas.runner.kv_access import (
@@ -50,6 +50,7 @@ class WorkerSpec:
 
 def run_worker(spec: WorkerSpec) -> None:
     """Run the main loop of rank ``spec.rank``; returns when rank 0 hangs up."""
+    load_extensions()
     plans = Client(spec.plan_address, authkey=spec.authkey)
     tp = TpGroup.create(
         spec.rank, spec.config.parallel.tp, init_method=spec.init_method, device=spec.config.device

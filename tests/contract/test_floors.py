@@ -99,7 +99,7 @@ FLOORS: dict[str, set[str]] = {
 }
 # the rooms of deployments/, from the lowest: each may import what is below it, and the houses under deployments/
 ROOMS = (
-    ("settings",), ("channel",), ("dispatch",), ("fleet",), ("output",), ("http",), ("watch",), ("router", "replica"),
+    ("output",), ("settings",), ("channel",), ("dispatch",), ("fleet",), ("http",), ("watch",), ("router", "replica"),
     ("app",), ("command", "__main__"),
 )  # fmt: skip
 BELOW = {"dashboards", "kvtransfer", "routing", "replicas", "deployments.logs", "deployments.autoscaling"}

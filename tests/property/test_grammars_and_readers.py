@@ -70,7 +70,7 @@ def file() -> str:
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_the_grammar_allows_is_read_as_calls_with_arguments_of_the_schema(file: str, name: str) -> None:
     output = OutputFormat(
-        tools=FORMATS[name], has_reasoning=False, template_has_tools=True, special_tags=frozenset(), dropped=()
+        tools=FORMATS[name], reasoning=None, template_has_tools=True, special_tags=frozenset(), dropped=()
     )
     use = tool_use(TOOLS, "required", True)
     assert use is not None

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.output.call_readers import reader_of
 from deployments.output.parts import ArgumentsPart, CallPart, TextPart
-from deployments.output.reasoning import ReasoningReader
+from deployments.output.reasoning import THINK, ReasoningReader
 from deployments.output.text_machine import TextMachine
 from tests.unit.output.outputs import FORMATS, SCHEMAS, Short, read
 
@@ -56,7 +55,7 @@ JSON = st.recursive(
 @given(pieces=splits(TEXTS))
 @settings(max_examples=300, deadline=None)
 def test_any_split_of_any_text_gives_the_parts_of_the_whole(name: str, pieces: list[str]) -> None:
-    assert read(reader_of(FORMATS[name], SCHEMAS), pieces) == read(reader_of(FORMATS[name], SCHEMAS), ["".join(pieces)])
+    assert read(FORMATS[name].reader(SCHEMAS), pieces) == read(FORMATS[name].reader(SCHEMAS), ["".join(pieces)])
 
 
 @given(pieces=splits(TEXTS), is_open=st.booleans(), is_separate=st.booleans())
@@ -65,7 +64,7 @@ def test_any_split_of_any_text_gives_the_reasoning_of_the_whole(
     pieces: list[str], is_open: bool, is_separate: bool
 ) -> None:
     def reader() -> ReasoningReader:
-        return ReasoningReader(reader_of(FORMATS["hermes"], SCHEMAS), is_open=is_open, is_separate=is_separate)
+        return ReasoningReader(FORMATS["hermes"].reader(SCHEMAS), THINK, is_open=is_open, is_separate=is_separate)
 
     assert read(reader(), pieces) == read(reader(), ["".join(pieces)])
 
@@ -75,14 +74,14 @@ def test_any_split_of_any_text_gives_the_reasoning_of_the_whole(
 @settings(max_examples=100, deadline=None)
 def test_calls_are_read_as_they_were_written_to_the_byte(name: str, data: st.DataObject) -> None:
     text, calls = data.draw(written_calls(name))
-    assert read(reader_of(FORMATS[name], {}), data.draw(splits(st.just(text)))) == calls
+    assert read(FORMATS[name].reader({}), data.draw(splits(st.just(text)))) == calls
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=TEXTS)
 @settings(max_examples=200, deadline=None)
 def test_a_text_without_calls_is_given_as_it_is(name: str, text: str) -> None:
-    parts = read(reader_of(FORMATS[name], SCHEMAS), [text])
+    parts = read(FORMATS[name].reader(SCHEMAS), [text])
     if all(isinstance(part, str) for part in parts):
         assert "".join(map(str, parts)) == text
 
@@ -91,13 +90,13 @@ def test_a_text_without_calls_is_given_as_it_is(name: str, text: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_text_parameters_are_json_strings_of_what_came(value: str) -> None:
     text = f"<function=f><parameter=s>\n{value}\n</parameter></function>"
-    ((_, arguments),) = read(reader_of(FORMATS["qwen3_coder"], SCHEMAS), text)
+    ((_, arguments),) = read(FORMATS["qwen3_coder"].reader(SCHEMAS), text)
     assert json.loads(arguments) == {"s": value}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_is_released_but_for_what_may_begin_a_tag(name: str) -> None:
-    reader = reader_of(FORMATS[name], SCHEMAS)
+    reader = FORMATS[name].reader(SCHEMAS)
     assert reader.push("Hello") == [TextPart("Hello")]
     assert reader.push(" 1 < 2") == [TextPart(" 1 < 2")]
     tag = FORMATS[name].tags[0]
@@ -106,14 +105,14 @@ def test_text_is_released_but_for_what_may_begin_a_tag(name: str) -> None:
 
 
 def test_an_answer_in_json_is_released_as_soon_as_it_cannot_be_a_call_without_a_tag() -> None:
-    reader = reader_of(FORMATS["llama3_json"], {})
+    reader = FORMATS["llama3_json"].reader({})
     assert reader.push('{"na') == []
     assert reader.push('me": "Bob", "age"') == [TextPart('{"name": "Bob", "age"')]
     assert reader.push(": 3") == [TextPart(": 3")]
 
 
 def test_a_name_is_released_with_its_first_argument_text_which_follows_as_it_comes() -> None:
-    reader = reader_of(FORMATS["hermes"], {})
+    reader = FORMATS["hermes"].reader({})
     pieces = ['<tool_call>\n{"name": "f', '", ', '"arguments": ', '{"a"', ": 1", "}", "}\n</tool_call>"]
     first, *later = (ArgumentsPart(0, text) for text in ('{"a"', ": 1", "}"))
     assert [reader.push(piece) for piece in pieces] == [
@@ -140,7 +139,7 @@ LONG: dict[str, Callable[[int], str]] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_more_than_a_tag_is_read_again_with_the_next_piece(name: str, long: str) -> None:
     """So the work is linear in the text: what has been read is kept in pieces, and joined once."""
-    reader = ReasoningReader(reader_of(FORMATS[name], SCHEMAS), is_open=False, is_separate=True)
+    reader = ReasoningReader(FORMATS[name].reader(SCHEMAS), THINK, is_open=False, is_separate=True)
     machines = (reader, reader._answer)
     for char in LONG[long](4_000):
         reader.push(char)
@@ -154,7 +153,7 @@ def test_no_more_than_a_tag_is_read_again_with_the_next_piece(name: str, long: s
 def test_a_megabyte_in_pieces_of_one_character_takes_seconds(long: str) -> None:
     name, text = "qwen3_coder" if long == "parameters" else "hermes", LONG[long](1 << 20)
     start = time.process_time()
-    read(reader_of(FORMATS[name], SCHEMAS), text)
+    read(FORMATS[name].reader(SCHEMAS), text)
     assert time.process_time() - start < 60  # 1 to 3 s on a machine that is not busy; a quadratic one takes minutes
 
 
@@ -163,4 +162,4 @@ def test_ten_thousand_calls_are_read(name: str) -> None:
     made = FORMATS[name]
     arguments = "{}" if made.arguments == "json" else ""
     calls = made.between.join(made.begin("f") + arguments + made.end for _ in range(10_000))
-    assert read(reader_of(made, {}), [made.whole_begin + calls + made.whole_end]) == [("f", "{}")] * 10_000
+    assert read(made.reader({}), [made.whole_begin + calls + made.whole_end]) == [("f", "{}")] * 10_000

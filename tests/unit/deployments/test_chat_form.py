@@ -11,7 +11,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from deployments.http.bodies import ChatRequest
 from deployments.http.chat import ChatPartsForm, Prepared
 from deployments.output.output_format import OutputFormat
-from deployments.output.reasoning import ReasoningCount
+from deployments.output.reasoning import THINK, ReasoningCount
 from deployments.output.tool_formats import HERMES
 from deployments.output.tools import tool_use
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
@@ -20,7 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a":  "é\\u00e9</tool"}}\n</tool_call>'
 TEXT = f"<think>\nHm, <tool_call>?\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
 OUTPUT = OutputFormat(
-    tools=HERMES, has_reasoning=True, template_has_tools=True, special_tags=frozenset(), dropped=()
+    tools=HERMES, reasoning=THINK, template_has_tools=True, special_tags=frozenset(), dropped=()
 )
 
 
@@ -32,7 +32,7 @@ def form_of(tool_choice: Any = "auto", **options: Any) -> ChatPartsForm:
         request=request,
         use=use,
         make_reader=partial(OUTPUT.reader, schemas=use.schemas),
-        make_count=partial(ReasoningCount, [bytes([i]) for i in range(256)], is_open=False),
+        make_count=partial(ReasoningCount, [bytes([i]) for i in range(256)], THINK, is_open=False),
         **options,
     )
     service: Any = SimpleNamespace(model=SimpleNamespace(name="m"))

@@ -8,10 +8,9 @@ import numpy.typing as npt
 import pytest
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.stores.file import FileMedium
 from kvtransfer.stores.items import HEADER_BYTES, pack_header, page_chain, page_chain_keys, store_secret
-from kvtransfer.stores.object import ObjectMedium
 from kvtransfer.stores.store import Medium, ReadStatus, Store, WriteStatus
+from kvtransfer.stores.urls import BACKENDS, parsed
 
 LAYOUT = bytes.fromhex("0011223344556677")
 PAGE_BYTES = 1000
@@ -30,15 +29,16 @@ def views(pages: Pages) -> list[memoryview]:
     return [page.data for page in pages]
 
 
-@pytest.fixture(params=["file", "object"])
+@pytest.fixture(params=BACKENDS)
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
-    medium: Medium
-    if request.param == "file":
-        medium = FileMedium(str(tmp_path / "store"), capacity_bytes=1_000_000)
+    """Each backend; a new one lacks a URL here."""
+    if request.param == "s3":
+        place = f"manta-test/{tmp_path.name}/?region=us-east-1&timeout_s=60"
+        place += f"&endpoint={request.getfixturevalue('s3_server')}"
     else:
-        endpoint = request.getfixturevalue("s3_server")
-        prefix = f"/{tmp_path.name}/"
-        medium = ObjectMedium("manta-test", prefix=prefix, endpoint=endpoint, region="us-east-1", deadline_s=60)
+        place = {"file": f"{tmp_path}/store"}[request.param]
+    backend, url = parsed(f"{request.param}://{place}")
+    medium = backend.open(url, 1_000_000)
     yield medium
     medium.close()
 

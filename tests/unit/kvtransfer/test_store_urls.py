@@ -28,6 +28,7 @@ def test_a_folder_and_a_bucket_are_opened_by_url(tmp_path: Path, s3_server: str)
         ("/var/cache", "'/var/cache' is no URL of a store: file:///absolute/path, file://~/path or s3:"),
         ("file://host/path", "is no URL of a store"),
         ("redis://host", "is no URL of a store"),
+        ("file:///var/cache?region=eu-1", "has no option region: file:///absolute/path, file://~/path is wanted"),
         ("s3:///prefix", "names no bucket: s3://bucket/prefix is wanted"),
         ("s3://bucket?endpiont=http://a", "has no option endpiont: .* any of endpoint, region, timeout_s"),
         ("s3://bucket?timeout_s=soon", "timeout_s is seconds"),

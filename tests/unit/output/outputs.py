@@ -4,18 +4,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deployments.output import tool_formats
-from deployments.output.call_readers import reader_of
 from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
+from deployments.output.tool_formats import ToolFormat
 
-FORMATS = {
-    "hermes": tool_formats.HERMES,
-    "llama3_json": tool_formats.LLAMA3_JSON,
-    "mistral": tool_formats.MISTRAL,
-    "mistral_named": tool_formats.MISTRAL_NAMED,
-    "qwen3_coder": tool_formats.QWEN3_CODER,
-    "deepseek_v3": tool_formats.DEEPSEEK_V3,
-    "deepseek_v31": tool_formats.DEEPSEEK_V31,
-}
+# every form of every format, by the name of its constant
+FORMATS = {name.lower(): form for name, form in vars(tool_formats).items() if isinstance(form, ToolFormat)}
 SCHEMAS: Mapping[str, Any] = {
     "f": {
         "type": "object",
@@ -60,4 +53,4 @@ def read(reader: Reader, pieces: Iterable[str]) -> list[Short]:
 
 
 def calls_of(name: str, *pieces: str) -> list[Short]:
-    return read(reader_of(FORMATS[name], SCHEMAS), pieces)
+    return read(FORMATS[name].reader(SCHEMAS), pieces)

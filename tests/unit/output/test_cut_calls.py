@@ -10,7 +10,6 @@ import pytest
 from jiter import from_json  # as Anthropic's SDK reads the input of a call that is streamed
 
 from deployments.http.apis.message_form import ContentBlocks
-from deployments.output.call_readers import reader_of
 from deployments.output.parts import Part
 from tests.unit.output.outputs import FORMATS, Short, short
 
@@ -48,7 +47,7 @@ def outputs(name: str) -> Iterator[str]:
 
 
 def parts_of(name: str, text: str, *, is_cut: bool, must_call: bool = False) -> list[Part]:
-    reader = reader_of(FORMATS[name], SCHEMAS, must_call=must_call)
+    reader = FORMATS[name].reader(SCHEMAS, must_call=must_call)
     return [*reader.push(text), *reader.end(is_cut=is_cut)]
 
 

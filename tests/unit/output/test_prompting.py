@@ -1,5 +1,6 @@
 """What a chat template is given of tools and calls, and that a turn's prompt begins with all of the one before."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from deployments.output.output_format import OutputFormat
 from deployments.output.prompting import ChatPrompting
-from deployments.output.tool_formats import ToolFormat
+from deployments.output.tool_formats import HERMES
 from deployments.output.tools import ToolUse, tool_use
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import MARK, Tokenizer
@@ -149,11 +150,9 @@ def test_arguments_that_are_no_json_stay_what_they_are(smol: Tokenizer) -> None:
 def test_our_own_tags_are_the_tokens_that_the_model_generates(tmp_path: Path) -> None:
     """A tag that is a special token, in a template without tools."""
     tokenizer = Tokenizer(byte_level_folder(tmp_path))
-    form = ToolFormat(
-        name="hermes", before_name='<|start|>{"name": "', after_name='", "arguments": ', end="}", is_json_name=True
-    )
+    form = replace(HERMES, before_name='<|start|>{"name": "', end="}", between="", tags=())
     output = OutputFormat(
-        tools=form, has_reasoning=False, template_has_tools=False, special_tags=frozenset({"<|start|>"}), dropped=()
+        tools=form, reasoning=None, template_has_tools=False, special_tags=frozenset({"<|start|>"}), dropped=()
     )
     prompting = ChatPrompting(output=output, arguments="parts")
     prompt = prompting.prompt([*ASK, called('{"a": "<|start|>"}')], None)

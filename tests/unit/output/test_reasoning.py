@@ -6,7 +6,7 @@ import pytest
 
 from deployments.output.call_readers import HermesReader
 from deployments.output.parts import ReasoningPart, TextPart, TextReader
-from deployments.output.reasoning import ReasoningCount, ReasoningReader
+from deployments.output.reasoning import THINK, ReasoningCount, ReasoningFormat, ReasoningReader
 from tests.unit.output.outputs import Short, read
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -37,7 +37,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 )
 def test_reasoning_is_told_from_the_answer(text: str, is_open: bool, parts: list[Short]) -> None:
     for pieces in ([text], text):
-        reader = ReasoningReader(HermesReader(), is_open=is_open, is_separate=True)
+        reader = ReasoningReader(HermesReader({}), THINK, is_open=is_open, is_separate=True)
         assert read(reader, pieces) == parts
 
 
@@ -45,16 +45,16 @@ def test_reasoning_is_told_from_the_answer(text: str, is_open: bool, parts: list
 @pytest.mark.parametrize("is_open", [False, True])
 def test_reasoning_that_is_not_told_apart_is_text_as_it_was_generated(text: str, is_open: bool) -> None:
     for pieces in ([text], text):
-        assert read(ReasoningReader(TextReader(), is_open=is_open, is_separate=False), pieces) == [text]
+        assert read(ReasoningReader(TextReader(), THINK, is_open=is_open, is_separate=False), pieces) == [text]
 
 
 def test_a_call_behind_reasoning_that_is_not_told_apart_is_a_call_and_one_in_it_is_not() -> None:
-    reader = ReasoningReader(HermesReader(), is_open=True, is_separate=False)
+    reader = ReasoningReader(HermesReader({}), THINK, is_open=True, is_separate=False)
     assert read(reader, [f"{CALL}</think>{CALL}"]) == [f"{CALL}</think>", ("f", "{}")]
 
 
 def test_reasoning_comes_as_soon_as_it_cannot_be_the_end_tag_or_whitespace_before_it() -> None:
-    reader = ReasoningReader(TextReader(), is_open=True, is_separate=True)
+    reader = ReasoningReader(TextReader(), THINK, is_open=True, is_separate=True)
     pieces = ["So", " 4", " <", "b", "\n</thi", "nk>", "\nIt"]
     given = [reader.push(piece) for piece in pieces]
     so, four, less, answer = ReasoningPart("So"), ReasoningPart(" 4"), ReasoningPart(" <b"), TextPart("It")
@@ -84,9 +84,17 @@ def test_reasoning_tokens_are_counted_from_the_ids_however_they_come(
     ids: list[int], is_open: bool, number: int
 ) -> None:
     for size in range(1, len(ids) + 2):
-        count = ReasoningCount(PIECES, is_open=is_open)
+        count = ReasoningCount(PIECES, THINK, is_open=is_open)
         for start in itertools.count(0, size):
             if start >= len(ids):
                 break
             count.consume(ids[start : start + size])
         assert count.num_tokens == number
+
+
+def test_tokens_are_counted_between_tags_that_are_not_ascii_and_cut_within_a_character() -> None:
+    form = ReasoningFormat(begin="◁think▷", end="◁/think▷")
+    pieces = [bytes([byte]) for byte in range(256)]
+    count = ReasoningCount(pieces, form, is_open=False)
+    count.consume("◁think▷hm◁/think▷yes".encode())
+    assert count.num_tokens == len("◁think▷hm◁/think▷".encode())

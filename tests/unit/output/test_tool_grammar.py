@@ -17,11 +17,8 @@ from replicas.errors import InvalidRequest
 from replicas.grammar.checking import LIMITS, MAX_TEXT, grammar_of
 from replicas.types import Constraint
 from tests.embedded import MODEL
+from tests.unit.output.outputs import FORMATS
 
-FORMS = [
-    tool_formats.HERMES, tool_formats.LLAMA3_JSON, tool_formats.MISTRAL, tool_formats.MISTRAL_NAMED,
-    tool_formats.QWEN3_CODER, tool_formats.DEEPSEEK_V3, tool_formats.DEEPSEEK_V31,
-]  # fmt: skip
 UNITS = {"enum": ["c", "f"]}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "unit": UNITS}, "required": ["city"]}
 TOOLS = [
@@ -41,7 +38,7 @@ def matched(file: str) -> LLTokenizer:
 
 
 def output_of(form: ToolFormat | None) -> OutputFormat:
-    return OutputFormat(tools=form, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=())
+    return OutputFormat(tools=form, reasoning=None, template_has_tools=False, special_tags=frozenset(), dropped=())
 
 
 def constraint_of(output: OutputFormat, use: ToolUse, **options: Any) -> Constraint:
@@ -78,7 +75,7 @@ def whole(form: ToolFormat, *names: str) -> str:
     return f"{form.whole_begin}{form.between.join(calls)}{form.whole_end}"
 
 
-@pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{len(form.whole_begin)}" for form in FORMS])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_required_call_is_all_that_there_is(
     file: str, matched: LLTokenizer, form: ToolFormat, parallel: bool
@@ -91,7 +88,7 @@ def test_a_required_call_is_all_that_there_is(
         assert not accepts(text)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{len(form.whole_begin)}" for form in FORMS])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_strict_tool_is_held_to_its_schema_where_a_call_begins(
     file: str, matched: LLTokenizer, form: ToolFormat, parallel: bool
@@ -101,7 +98,7 @@ def test_a_strict_tool_is_held_to_its_schema_where_a_call_begins(
     assert accepts(whole(form, "weather"))
     assert accepts(whole(form, "weather", "now")) is parallel
     assert not accepts(whole(form, "weather").replace("city", "town"))
-    if form.name != "llama3_json":  # a call of it is the whole output
+    if form != tool_formats.LLAMA3_JSON:  # a call of it is the whole output
         assert accepts(f"Let me see. {whole(form, 'weather')}")
         assert not accepts(f"Let me see. {whole(form, 'weather').replace('city', 'town')}")
 
@@ -179,7 +176,7 @@ def test_as_many_tools_as_are_accepted_make_one_grammar(matched: LLTokenizer) ->
 def test_tags_that_are_special_tokens_are_written_as_such() -> None:
     form = tool_formats.MISTRAL_NAMED
     tags = frozenset({"[TOOL_CALLS]", "[ARGS]"})
-    output = OutputFormat(tools=form, has_reasoning=False, template_has_tools=True, special_tags=tags, dropped=())
+    output = OutputFormat(tools=form, reasoning=None, template_has_tools=True, special_tags=tags, dropped=())
     ids = {"[TOOL_CALLS]": 9, "[ARGS]": 32}
     constraint = constraint_of(output, use_of("required", False), token_id=ids.__getitem__)
     lines = constraint.text.splitlines()

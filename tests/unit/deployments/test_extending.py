@@ -1,0 +1,150 @@
+"""A package of somebody else adds to the tables, and Manta serves with what it added (docs/extending.md)."""
+
+import json
+import sys
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.http.http_app import make_app
+from deployments.output.output_format import OutputFormat
+from deployments.output.reasoning import REASONING_FORMATS
+from deployments.output.tool_formats import TOOL_FORMATS
+from deployments.replica.served_engine import ServedEngine
+from deployments.settings.schema import AppConfig, parse
+from kvtransfer.stores.store import ReadStatus, WriteStatus
+from kvtransfer.stores.urls import BACKENDS, open_store
+from replicas.config import EXTENSIONS, load_extensions
+from replicas.engine.loop import EngineLoop
+from replicas.errors import InvalidConfig
+from routing.policies import POLICIES
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House
+from tests.unit.deployments.listening import client_of
+from tests.unit.output.outputs import read
+
+TABLES: tuple[MutableMapping[str, Any], ...] = (POLICIES, TOOL_FORMATS, REASONING_FORMATS, BACKENDS)
+TOY = '''
+from deployments.output.call_readers import CallReader
+from deployments.output.reasoning import REASONING_FORMATS, ReasoningFormat
+from deployments.output.text_machine import Tags
+from deployments.output.tool_formats import TOOL_FORMATS, ToolFormat
+from kvtransfer.stores.file import FileMedium
+from kvtransfer.stores.urls import BACKENDS, Backend
+from routing.policies import POLICIES, PolicyChoice
+from routing.types import Reason
+
+
+def last(query, candidates, turn):
+    """Choose the last id."""
+    return PolicyChoice(index=len(candidates) - 1, reason=Reason.TURN, compared=())
+
+
+class ToyReader(CallReader):
+    """Reads ``@name {arguments}``."""
+
+    def _read(self):
+        while tag := (yield from self._scan(Tags.of("@"), self._text)):
+            self._raw = [tag]
+            name = yield from self._word("{ ")
+            if not name or (yield from self._after_spaces()) != "{":
+                self._not_a_call()
+                continue
+            self._call(name)
+            yield from self._value(self._arguments)
+
+
+POLICIES["last"] = last
+TOOL_FORMATS["toy"] = (
+    ToolFormat(marker=lambda template: "@toy" in template, reader=ToyReader, name_tag="@",
+               before_name="@", after_name=" ", end="\\n"),
+)
+REASONING_FORMATS["toy"] = ReasoningFormat(begin="[hm]", end="[/hm]")
+BACKENDS["toy"] = Backend(
+    urls="toy:///folder", is_of_host=True, open=lambda url, most: FileMedium(url.path, capacity_bytes=most)
+)
+'''
+MODEL_ARGS = {"path": MODEL, "tool_format": "toy", "reasoning_format": "toy"}
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"properties": {"zone": {"enum": ["UTC"]}}}}}
+
+
+def install(folder: Path, module: str, source: str) -> None:
+    """Make a distribution of one module, which is an extension."""
+    (folder / f"{module}.py").write_text(source)
+    facts = folder / f"{module}-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[{EXTENSIONS}]\ntoys = {module}\n")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of packages; what they add to the tables is gone after the test."""
+    before = [dict(table) for table in TABLES]
+    monkeypatch.syspath_prepend(tmp_path)
+    load_extensions.cache_clear()
+    yield tmp_path
+    for table, entries in zip(TABLES, before, strict=True):
+        table.clear()
+        table.update(entries)
+    sys.modules.pop("manta_toys", None)
+    load_extensions.cache_clear()
+
+
+@pytest.fixture
+def toys(packages: Path) -> AppConfig:
+    """Settings that name what a package adds."""
+    install(packages, "manta_toys", TOY)
+    cache = {"store": f"toy://{packages}/store", "host_memory_bytes": 1 << 20}
+    return parse({"model": MODEL_ARGS, "router": {"policy": "last"}, "cache": cache})
+
+
+def test_settings_allow_what_a_package_adds_and_nothing_else(packages: Path) -> None:
+    for group, name in (("router", "policy"), ("model", "tool_format"), ("model", "reasoning_format")):
+        given: dict[str, Any] = {"model": {"path": MODEL}, "router": {}}
+        given[group][name] = "toy"
+        with pytest.raises(InvalidConfig, match=f"{group}.{name}: 'toy' is unknown.*; allowed: "):
+            parse(given)
+    with pytest.raises(InvalidConfig, match=r"cache\.store: 'toy:///x' is no URL of a store: file:///absolute/path"):
+        parse({"model": {"path": MODEL}, "cache": {"store": "toy:///x", "host_memory_bytes": 1 << 20}})
+
+
+def test_an_extension_that_is_not_there_is_named(packages: Path) -> None:
+    install(packages, "manta_toys", "import no_such_module")
+    with pytest.raises(InvalidConfig, match="extension manta_toys of manta_toys cannot be imported: No module named"):
+        parse({"model": {"path": MODEL}})
+
+
+async def test_a_policy_and_a_tool_format_of_a_package_serve(toys: AppConfig, idle_engine: EngineLoop) -> None:
+    async with House(policy=toys.router.policy) as house:
+        await house.ready(*(ServedEngine(idle_engine, replica_id=name, node_id="here") for name in ("a", "b")))
+        service = house.service(idle_engine.engine.tokenizer, tool_format=toys.model.tool_format)
+        asked = {
+            "messages": [{"role": "user", "content": "What time is it?"}], "tools": [NOW], "tool_choice": "required",
+            "parallel_tool_calls": False, "max_tokens": 60, "temperature": 0,
+        }  # fmt: skip
+        async with client_of(make_app(service)) as client:
+            answer = await client.post("/v1/chat/completions", json=asked, headers={"x-request-id": "one"})
+            assert answer.status_code == 200, answer.text
+            [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+            assert call["function"]["name"] == "now"
+            assert json.loads(call["function"]["arguments"]) in ({}, {"zone": "UTC"})
+            route = (await client.get("/route/one")).json()["tries"][0]
+            assert (route["policy"], route["replica"]) == ("last", "b")
+
+
+def test_reasoning_in_the_tags_of_a_package_is_told_apart(toys: AppConfig, idle_engine: EngineLoop) -> None:
+    output = OutputFormat.of(idle_engine.engine.tokenizer, reasoning_format=toys.model.reasoning_format)
+    assert read(output.reader(schemas=None), "[hm]Is it? [/hm] It is.") == [("think", "Is it?"), "It is."]
+
+
+def test_a_store_of_a_package_keeps_pages(toys: AppConfig) -> None:
+    assert toys.cache.store is not None
+    store = open_store(toys.cache.store, layout_digest=b"12345678", capacity_bytes=1 << 20)
+    key, page = b"k" * 16, memoryview(bytearray(b"page" * 16))
+    assert store.write(key, [page]).status is WriteStatus.STORED
+    assert store.read(key, [page]).status is ReadStatus.OK
+    store.check()
+    store.close()
