@@ -1,8 +1,9 @@
 """A decision in words and numbers: why the winner won, what was given up, every candidate's terms. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
-from routing.terms import CANDIDATE, DECODE_REPLICA, headings, written
+from routing.terms import CANDIDATE, DECODE_REPLICA, Term, Unit, headings, parts, written
 from routing.types import Candidate, Decision, Pair, PairReason, Reason, RouteOutcome
 
 _BECAUSE = {
@@ -20,16 +21,22 @@ _BECAUSE = {
     Reason.SESSION: "it is among the soonest and had this session before",
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
+_WIDTHS: Mapping[Unit, int] = {"s": 8, "tokens": 7, "tokens/s": 7}
+
+
+def _sum(terms: tuple[Term, ...], total: str) -> str:
+    """Make the format of a sum's columns: the sum, and its parts."""
+    columns = [f"{{{term.field}:>{_WIDTHS[term.unit]}}}" for term in parts(terms, total)]
+    (width,) = (_WIDTHS[term.unit] for term in terms if term.field == total)
+    return f"{{{total}:>{width}}} = {' + '.join(columns)}"
+
+
 _CANDIDATE_ROW = (
-    "{mark} {replica:20} {ttft_s:>8} = {queue_s:>8} + {own_s:>8} + {load_s:>8} + {step_s:>8} + {decode_s:>8}"
-    " + {pressure_s:>8} + {way_s:>8} s"
-    " | {cached_tokens:>7} = {device_tokens:>7} + {host_tokens:>7} + {store_tokens:>7}"
-    " | {own_tokens:>7} {queued_tokens:>7} tokens"
-    " | {behind_s:>8} s | {prefill_tokens_per_s:>7} | {num_requests}"
+    f"{{mark}} {{replica:20}} {_sum(CANDIDATE, 'ttft_s')} s | {_sum(CANDIDATE, 'cached_tokens')}"
+    " | {own_tokens:>7} {queued_tokens:>7} tokens | {behind_s:>8} s | {prefill_tokens_per_s:>7} | {num_requests}"
 )
 _DECODE_ROW = (
-    "{mark} {replica:20} {local_cost_s:>8} = {ttft_s:>8} + {stall_s:>8} + {slower_s:>8} s"
-    " | {receive_cost_s:>8} = {transfer_s:>8} + {overhead_s:>8} + {load_s:>8} + {pressure_s:>8} + {slower_s:>8} s"
+    f"{{mark}} {{replica:20}} {_sum(DECODE_REPLICA, 'local_cost_s')} s | {_sum(DECODE_REPLICA, 'receive_cost_s')} s"
     " | {cached_tokens:>7} {own_tokens:>7}"
 )
 _FORM = {"s": "{:.3f}".format, "tokens/s": "{:.0f}".format, "ratio": "{:.0%}".format} | dict.fromkeys(

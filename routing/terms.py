@@ -1,13 +1,15 @@
-"""What the terms of a decision are called and mean; text, JSON, the live view and the terminal are drawn from here.
+"""What the terms of a decision are called and mean; text, JSON, live view, terminal and document are drawn from here.
 
 Owns:   the names, in the order of the JSON. The values are types.py's: `Terms` and what stands beside them in a
-        `Candidate`, and `PairTerms`.
+        `Candidate`, and `PairTerms`. To add one: docs/extending.md.
 Never:  imports numpy: the terminal starts without it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Unit = Literal["s", "tokens", "tokens/s", "pages", "bytes", "requests", "ratio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,49 +18,82 @@ class Term:
 
     field: str  # its key in JSON
     heading: str  # of its column
-    unit: str  # s, tokens, tokens/s, pages, bytes, requests, or ratio
+    unit: Unit
     meaning: str
+    parts_of: tuple[str, ...] = ()  # fields of the sums that it is a part of
+    bar: str = ""  # what a bar of the live view calls it; by default the heading
+    in_terminal: Literal["always", "if any", "never"] = "if any"  # if any: where a candidate has some
 
 
+TTFT = ("ttft_s", "cost_s")  # a part of both; cost_s is what `estimated_ttft` compares
+CACHED = ("cached_tokens",)
 CANDIDATE = (
-    Term("cached_tokens", "cached", "tokens", "prompt tokens held there, of all tiers that are quicker than computing"),
-    Term("device_tokens", "device", "tokens", "of those, in its KV pool"),
-    Term("host_tokens", "host", "tokens", "of those, in its host memory"),
-    Term("store_tokens", "store", "tokens", "of those, in its store"),
-    Term("num_requests", "requests", "requests", "that run or wait there"),
-    Term("queued_tokens", "queued", "tokens", "prompt tokens of others, not computed yet"),
-    Term("own_tokens", "to do", "tokens", "prompt tokens to compute there"),
-    Term("prefill_tokens_per_s", "tok/s", "tokens/s", "prompt tokens that it computes in a second"),
-    Term("ttft_s", "TTFT", "s", "expected time to the first token: all of the next seven"),
-    Term("queue_s", "queue", "s", "prompt tokens that are computed before"),
-    Term("own_s", "own", "s", "its own tokens that are not cached there"),
-    Term("load_s", "load", "s", "its tokens in host memory and store, loaded"),
-    Term("step_s", "step", "s", "a step's fixed part, as far as its tokens and the queued ones are too few to fill it"),
-    Term("decode_s", "decode", "s", "the decode step in progress"),
-    Term("pressure_s", "pressure", "s", "wait for pages or a place"),
-    Term("way_s", "way", "s", "to the replica and back, as measured of late"),
-    Term("behind_s", "others", "s", "what it takes from others"),
-    Term("pool_utilization", "pool", "ratio", "share of the KV pool that a new request cannot have"),
-    Term("report_age_s", "age", "s", "of the replica's report"),
-)
+    Term(
+        "cached_tokens", "cached", "tokens", "prompt tokens held there, of all tiers that are quicker than computing",
+        in_terminal="always",
+    ),
+    Term("device_tokens", "device", "tokens", "of those, in its KV pool", CACHED, in_terminal="never"),
+    Term("host_tokens", "host", "tokens", "of those, in its host memory", CACHED),
+    Term("store_tokens", "store", "tokens", "of those, in its store", CACHED),
+    Term("own_tokens", "to do", "tokens", "prompt tokens to compute there", in_terminal="always"),
+    Term("queued_tokens", "queued", "tokens", "prompt tokens of others, not computed yet", in_terminal="always"),
+    Term(
+        "prefill_tokens_per_s", "tok/s", "tokens/s", "prompt tokens that it computes in a second", in_terminal="always"
+    ),
+    Term("queue_s", "queue", "s", "prompt tokens that are computed before", TTFT, in_terminal="always"),
+    Term("own_s", "own", "s", "its own tokens that are not cached there", TTFT, bar="prefill", in_terminal="always"),
+    Term("load_s", "load", "s", "its tokens in host memory and store, loaded", TTFT),
+    Term(
+        "step_s", "step", "s", "a step's fixed part, as far as its tokens and the queued ones are too few to fill it",
+        TTFT, bar="fixed part of a step",
+    ),
+    Term("decode_s", "decode", "s", "the decode step in progress", TTFT, bar="decode step", in_terminal="always"),
+    Term(
+        "pressure_s", "pressure", "s", "wait for pages or a place", TTFT, bar="wait for pages", in_terminal="always"
+    ),
+    Term("way_s", "way", "s", "to the replica and back, as measured of late", TTFT, bar="way there and back"),
+    Term("ttft_s", "TTFT", "s", "expected time to the first token: queue to way together", in_terminal="always"),
+    Term(
+        "behind_s", "others", "s", "what it takes from others", ("cost_s",), bar="cost to others", in_terminal="always"
+    ),
+    Term("num_requests", "requests", "requests", "that run or wait there", in_terminal="always"),
+    Term(
+        "pool_utilization", "pool", "ratio", "share of the KV pool that a new request cannot have",
+        in_terminal="always",
+    ),
+    Term("report_age_s", "age", "s", "of the replica's report", in_terminal="never"),
+)  # fmt: skip
+LOCAL, RECEIVED = ("local_cost_s",), ("receive_cost_s",)
 DECODE_REPLICA = (
-    Term("cached_tokens", "cached", "tokens", "prompt tokens held there"),
-    Term("own_tokens", "to do", "tokens", "prompt tokens to compute there, or to receive"),
-    Term("transfer_pages", "pages", "pages", "to receive"),
-    Term("transfer_bytes", "to receive", "bytes", "K and V of those pages"),
-    Term("ttft_s", "TTFT", "s", "first token, computed there"),
-    Term("stall_s", "stall", "s", "what its requests lose meanwhile"),
-    Term("transfer_s", "transfer", "s", "the pages, over the link's rate"),
-    Term("overhead_s", "fixed", "s", "what a hand-off costs however small it is"),
-    Term("pressure_s", "pressure", "s", "wait for pages or a place"),
-    Term("load_s", "load", "s", "what its host memory and store hold, loaded; part of TTFT"),
-    Term("slower_s", "slower", "s", "slower steps beside those that run there; in both sums"),
-    Term("local_cost_s", "computed", "s", "TTFT + stall + slower"),
+    Term("cached_tokens", "cached", "tokens", "prompt tokens held there", in_terminal="always"),
+    Term("own_tokens", "to do", "tokens", "prompt tokens to compute there, or to receive", in_terminal="never"),
+    Term("transfer_pages", "pages", "pages", "to receive", in_terminal="never"),
+    Term("transfer_bytes", "to receive", "bytes", "K and V of those pages", in_terminal="always"),
+    Term("transfer_s", "transfer", "s", "the pages, over the link's rate", RECEIVED, in_terminal="always"),
+    Term(
+        "overhead_s", "fixed", "s", "what a hand-off costs however small it is", RECEIVED, bar="fixed cost",
+        in_terminal="never",
+    ),
+    Term(
+        "load_s", "load", "s", "what its host memory and store hold, loaded; part of TTFT", RECEIVED,
+        in_terminal="never",
+    ),
+    Term(
+        "pressure_s", "pressure", "s", "wait for pages or a place", RECEIVED, bar="wait for pages",
+        in_terminal="never",
+    ),
+    Term("ttft_s", "TTFT", "s", "first token, computed there", LOCAL, bar="prefill", in_terminal="never"),
+    Term("stall_s", "stall", "s", "what its requests lose meanwhile", LOCAL, in_terminal="always"),
+    Term(
+        "slower_s", "slower", "s", "slower steps beside those that run there; in both sums", LOCAL + RECEIVED,
+        bar="slower steps", in_terminal="always",
+    ),
+    Term("local_cost_s", "computed", "s", "TTFT + stall + slower", in_terminal="always"),
     Term(
         "receive_cost_s", "received", "s",
-        "transfer + fixed + load + pressure + slower, without the prefill replica's part",
+        "transfer + fixed + load + pressure + slower, without the prefill replica's part", in_terminal="always",
     ),
-)
+)  # fmt: skip
 
 
 def written(
@@ -68,12 +103,17 @@ def written(
     return {term.field: form[term.unit](values[term.field]) for term in terms}
 
 
-def chosen(terms: tuple[Term, ...], fields: str) -> list[Term]:
-    """Those of ``fields``, names with spaces between, in that order."""
-    by_field = {term.field: term for term in terms}
-    return [by_field[name] for name in fields.split()]
+def parts(terms: tuple[Term, ...], total: str) -> list[Term]:
+    """Those whose sum the field ``total`` is."""
+    return [term for term in terms if total in term.parts_of]
 
 
 def headings(terms: tuple[Term, ...]) -> dict[str, str]:
     """Heading by field."""
     return {term.field: term.heading for term in terms}
+
+
+def markdown(terms: tuple[Term, ...]) -> str:
+    """Make the table of docs/routing.md."""
+    rows = [f"| `{term.field}` | {term.heading} | {term.unit} | {term.meaning} |" for term in terms]
+    return "\n".join(["| field | heading | unit | meaning |", "|---|---|---|---|", *rows]) + "\n"

@@ -218,15 +218,15 @@ class PairTerms(Generic[FloatT, IntT]):
     own_tokens: IntT  # uncached: computed there, or transferred
     transfer_pages: IntT
     transfer_bytes: IntT
-    # computed there
-    ttft_s: FloatT  # queue, own tokens, load, decode step in progress, pressure: the candidate's terms
-    stall_s: FloatT  # what its requests lose together while it computes
     # received
     transfer_s: FloatT
     overhead_s: FloatT
-    # either way
+    load_s: FloatT  # to load what its lower tiers hold; part of ttft too, as the next
     pressure_s: FloatT  # wait for pages or a place
-    load_s: FloatT  # to load what its lower tiers hold
+    # computed there
+    ttft_s: FloatT  # queue, own tokens, load, decode step in progress, pressure: the candidate's terms
+    stall_s: FloatT  # what its requests lose together while it computes
+    # either way
     slower_s: FloatT  # slower steps beside those that run there
     local_cost_s: FloatT  # ttft + stall + slower
     receive_cost_s: FloatT  # transfer + overhead + load + pressure + slower, without the prefill replica's part

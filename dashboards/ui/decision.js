@@ -1,6 +1,7 @@
 // A decision as a sentence and as bars of milliseconds. Pure: knows no page.
 
 import { count, seconds, shortId } from "./format.js";
+import { CANDIDATE, DECODE_REPLICA } from "./terms.js"; // made by the server from routing/terms.py
 
 const BECAUSE = {
   soonest_first_token: "", // what follows says why
@@ -25,10 +26,11 @@ const PAIR_BECAUSE = {
   needs_one_replica: "the request needs one replica",
 };
 
-// The parts of a candidate's bar, fields in the order of the work. `behind_s` is what others pay; it is compared too.
-const PARTS = ["queue_s", "load_s", "own_s", "step_s", "decode_s", "pressure_s", "way_s", "behind_s"];
-const HANDED = ["prefill_s", "transfer_s", "overhead_s", "load_s", "pressure_s", "slower_s"];
-const LOCAL = ["ttft_s", "stall_s", "slower_s"];
+// The parts of bars, fields in the order of the tables. A candidate's has what others pay too: it is compared.
+const partsOf = (terms, sum) => terms.filter((term) => term.parts_of.includes(sum)).map(({ field }) => field);
+const PARTS = partsOf(CANDIDATE, "cost_s");
+const HANDED = ["prefill_s", ...partsOf(DECODE_REPLICA, "receive_cost_s")];
+const LOCAL = partsOf(DECODE_REPLICA, "local_cost_s");
 
 // [[field, from, to], ...] in seconds, without empty parts.
 function barOf(fields, values) {

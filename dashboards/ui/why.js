@@ -8,16 +8,14 @@ import { bytes, count, millis, percent, plural, seconds, shortId } from "./forma
 import { Notice, Panel, once } from "./panel.js";
 import { silentFor } from "./requests.js";
 import { stagesAt } from "./river_layout.js";
-import { CANDIDATE, DECODE_REPLICA } from "./terms.js"; // made by the server from routing/terms.py: field, heading, unit, meaning
+import { CANDIDATE, DECODE_REPLICA } from "./terms.js"; // made by the server from routing/terms.py
 import { STAGES } from "./waterfall.js";
 
 const SHOWN = 8; // candidates drawn before one asks for all
 const FORMAT = { s: seconds, tokens: count, requests: count, ratio: percent, bytes, pages: count, "tokens/s": count };
 const MEANINGS = Object.fromEntries([...DECODE_REPLICA, ...CANDIDATE].map(({ field, meaning }) => [field, meaning]));
-const NAMES = { // of the parts of a bar
-  queue_s: "queue", load_s: "load", own_s: "prefill", step_s: "fixed part of a step", decode_s: "decode step", pressure_s: "wait for pages", way_s: "way there and back", behind_s: "cost to others",
-  prefill_s: "prefill", transfer_s: "transfer", overhead_s: "fixed cost", slower_s: "slower steps", ttft_s: "prefill", stall_s: "stall",
-};
+const IN_BARS = [...CANDIDATE, ...DECODE_REPLICA].filter((term) => term.parts_of.length);
+const NAMES = { prefill_s: "prefill", ...Object.fromEntries(IN_BARS.map(({ field, heading, bar }) => [field, bar || heading])) };
 
 // What is known of the chosen request, asked for anew when its outcome or its tries change:
 // { body, keys, error, gone }: `body` is { row, page_keys, route }, `keys` the set of its page keys.

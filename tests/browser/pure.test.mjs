@@ -1,4 +1,4 @@
-// The page's pure modules under node: `node --test tests/browser/`. pytest runs it too (test_pure_modules.py).
+// The page's pure modules under node. test_pure_modules.py runs it, with the files as they are served: terms.js is made.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";

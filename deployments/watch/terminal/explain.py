@@ -16,25 +16,17 @@ from deployments.watch.terminal import ask
 from deployments.watch.terminal.keyboard import on_terminal
 from deployments.watch.terminal.table import Cell, Table, bar, count, percent, plain, seconds, spaced
 from deployments.watch.terminal.words import STAGES
-from routing.terms import CANDIDATE, DECODE_REPLICA, Term, chosen
+from routing.terms import CANDIDATE, DECODE_REPLICA, Term
 
 _BAR_WIDTH = 48
 _FORM: Mapping[str, Callable[[float | None], str]] = {
     "s": seconds, "tokens": count, "tokens/s": count, "requests": count, "pages": count,
     "bytes": lambda value: f"{count(value)}B", "ratio": percent,
 }  # fmt: skip
-_SHOWN = chosen(
-    CANDIDATE, "cached_tokens host_tokens store_tokens own_tokens queued_tokens prefill_tokens_per_s queue_s own_s "
-    "load_s step_s decode_s pressure_s way_s ttft_s behind_s num_requests pool_utilization"
-)  # fmt: skip
-_IF_ANY = ("host_tokens", "store_tokens", "load_s", "step_s", "way_s")  # shown where a candidate has some
-_SPARE = (
+_SPARE = (  # columns that a narrow terminal leaves out, in this order, behind any other that is shown "if any"
     ">tok/s", "role", ">pool", ">requests", ">queued", ">store", ">host", ">way", ">step", ">pressure", ">decode",
     ">load", ">to do",
 )  # fmt: skip
-_SHOWN_OF_PAIR = chosen(
-    DECODE_REPLICA, "cached_tokens transfer_bytes transfer_s stall_s slower_s local_cost_s receive_cost_s"
-)
 
 Part = str | Table
 
@@ -64,7 +56,7 @@ def _heading(body: Mapping[str, Any]) -> str:
 
 
 def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    shown = [term for term in _SHOWN if term.field not in _IF_ANY or any(each.get(term.field) for each in candidates)]
+    shown = _shown(CANDIDATE, candidates)
     marked = [index for index, each in enumerate(candidates) if each["chosen"]]
     rows = [
         {
@@ -75,7 +67,17 @@ def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
         }
         for each in candidates
     ]
-    return Table(rows, styles=dict.fromkeys(marked[:1], "bold"), spare=_SPARE)
+    columns = (f">{term.heading}" for term in shown if term.in_terminal == "if any")
+    others = [column for column in columns if column not in _SPARE]
+    return Table(rows, styles=dict.fromkeys(marked[:1], "bold"), spare=(*others, *_SPARE))
+
+
+def _shown(terms: Sequence[Term], rows: Sequence[Mapping[str, Any]]) -> list[Term]:
+    return [
+        term
+        for term in terms
+        if term.in_terminal == "always" or (term.in_terminal == "if any" and any(row.get(term.field) for row in rows))
+    ]
 
 
 def _numbers(terms: Sequence[Term], values: Mapping[str, Any]) -> dict[str, str]:
@@ -92,11 +94,12 @@ def _pair(each: Mapping[str, Any]) -> list[Part]:
     where = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
     why = f"; {pair['why']}" if pair["why"] else ""
     costs = f"handing over costs {seconds(pair['hand_off_cost_s'])}, computing in place {seconds(pair['local_cost_s'])}"
+    shown = _shown(DECODE_REPLICA, pair["decode_replicas"])
     rows = [
         {
             "": ">" if terms["replica_id"] == pair["decode"] else "",
             "decode replica": terms["replica_id"],
-            **_numbers(_SHOWN_OF_PAIR, terms),
+            **_numbers(shown, terms),
         }
         for terms in pair["decode_replicas"]
     ]
