@@ -31,8 +31,8 @@ class StoreUrl:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """One kind of store."""
+class StoreBackend:
+    """One kind of store: its URLs, and what opens it."""
 
     urls: str  # what its URLs look like, for those who gave another
     options: tuple[str, ...] = ()  # that may follow a URL after a ?
@@ -80,9 +80,9 @@ def _bucket(url: StoreUrl, capacity_bytes: int) -> Medium:
     return ObjectMedium(url.host, prefix=url.path, endpoint=endpoint, region=region, deadline_s=deadline_s)
 
 
-BACKENDS: dict[str, Backend] = {
-    "file": Backend(urls="file:///absolute/path, file://~/path", is_of_host=True, open=_folder),
-    "s3": Backend(
+BACKENDS: dict[str, StoreBackend] = {
+    "file": StoreBackend(urls="file:///absolute/path, file://~/path", is_of_host=True, open=_folder),
+    "s3": StoreBackend(
         urls="s3://bucket/prefix", options=("endpoint", "region", "timeout_s"), is_of_host=False, open=_bucket
     ),
 }
@@ -100,7 +100,7 @@ def open_store(url: str, *, layout_digest: bytes, capacity_bytes: int, secret: b
     return Store(backend.open(parts, capacity_bytes), layout_digest=layout_digest, secret=secret)
 
 
-def parsed(url: str) -> tuple[Backend, StoreUrl]:
+def parsed(url: str) -> tuple[StoreBackend, StoreUrl]:
     """Find the backend of ``url``, which is not opened. Raises: ValueError for a URL or an option of none."""
     parts = urllib.parse.urlsplit(url)
     backend = BACKENDS.get(parts.scheme)

@@ -32,7 +32,7 @@ from deployments.output.reasoning import REASONING_FORMATS, ReasoningFormat
 from deployments.output.text_machine import Tags
 from deployments.output.tool_formats import TOOL_FORMATS, ToolFormat
 from kvtransfer.stores.file import FileMedium
-from kvtransfer.stores.urls import BACKENDS, Backend
+from kvtransfer.stores.urls import BACKENDS, StoreBackend
 from routing.policies import POLICIES, PolicyChoice
 from routing.types import Reason
 
@@ -62,7 +62,7 @@ TOOL_FORMATS["toy"] = (
                before_name="@", after_name=" ", end="\\n"),
 )
 REASONING_FORMATS["toy"] = ReasoningFormat(begin="[hm]", end="[/hm]")
-BACKENDS["toy"] = Backend(
+BACKENDS["toy"] = StoreBackend(
     urls="toy:///folder", is_of_host=True, open=lambda url, most: FileMedium(url.path, capacity_bytes=most)
 )
 '''
