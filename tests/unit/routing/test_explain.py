@@ -1,6 +1,6 @@
 """A decision in words, and the one table of its terms."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 
@@ -9,7 +9,7 @@ import pytest
 from routing.explain import candidate_terms, explain, sentence
 from routing.router import Router
 from routing.terms import CANDIDATE, DECODE_REPLICA, markdown, parts
-from routing.types import Decision, Ending, PairTerms, ReplicaView, RouteOutcome, RouteQuery, Terms
+from routing.types import Decision, Ending, PairReason, PairTerms, Reason, ReplicaView, RouteOutcome, RouteQuery, Terms
 
 
 def decide() -> Decision:
@@ -53,6 +53,14 @@ def test_the_outcome_adds_a_last_sentence() -> None:
     )
     failed = explain(decide(), RouteOutcome(ending=Ending.ERROR))
     assert failed.splitlines()[-1] == "Outcome: error; no token came; 0 of 40 prompt tokens were cached."
+
+
+def test_every_reason_has_its_words_in_the_text_and_on_the_page() -> None:
+    page = Path("dashboards/ui/decision.js").read_text()
+    assert [reason for reason in Reason if f"  {reason.value}:" not in page] == []
+    assert [reason for reason in PairReason if f"  {reason.value}:" not in page] == []
+    for reason in Reason:
+        assert sentence(replace(decide(), reason=reason))
 
 
 def test_every_term_stands_once_in_the_table() -> None:
