@@ -1,12 +1,13 @@
 """A store is opened by its URL; a URL that names none says what to do."""
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvtransfer.stores.store import ReadStatus, WriteStatus
-from kvtransfer.stores.urls import open_store
+from kvtransfer.stores.urls import name_of, open_store
 from tests.s3_server import BUCKET
 from tests.unit.kvtransfer.test_store_protocol import LAYOUT, key_of, run_of_pages, views
 
@@ -65,3 +66,8 @@ def test_without_boto3_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[s3\]'"):
         open_store("s3://bucket", layout_digest=LAYOUT, capacity_bytes=10**6)
+
+
+def test_a_folder_is_named_with_its_host_and_a_bucket_without_its_options() -> None:
+    assert name_of("file:///var/cache") == f"{socket.gethostname()}:file:///var/cache"
+    assert name_of("s3://bucket/prefix?region=eu-1") == "s3://bucket/prefix"
