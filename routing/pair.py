@@ -23,13 +23,12 @@ Invariant: a decision's first leg is at its replica and carries its number; the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import numpy as np
 
 from kvtransfer.pages import PageKeys
 from routing.load import Eligible
-from routing.policies import OUTPUT_TOKENS, TIE_S, Candidates, Turn, bounded
+from routing.policies import OUTPUT_TOKENS, TIE_S, Candidates, MadeWhenAsked, Turn, bounded
 from routing.types import (
     Candidate,
     Decision,
@@ -233,7 +232,7 @@ def legs(decision: Decision) -> tuple[RouteLeg, ...]:
     )  # fmt: skip
 
 
-class Both(Sequence[Candidate]):
+class Both(MadeWhenAsked):
     """The candidates of both sides, prefill replicas first."""
 
     def __init__(self, prefills: Candidates | None, decodes: Candidates) -> None:
@@ -243,16 +242,9 @@ class Both(Sequence[Candidate]):
     def __len__(self) -> int:
         return len(self._prefills) + len(self._decodes)
 
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
+    def at(self, index: int) -> Candidate:
         num_prefills = len(self._prefills)
-        return self._prefills[at] if at < num_prefills else self._decodes[at - num_prefills]
+        return self._prefills[index] if index < num_prefills else self._decodes[index - num_prefills]
 
 
 def pair_decision(

@@ -18,6 +18,7 @@ hot prefix is computed again at the latest when its queue is that long.
 Source: Kleinrock 1975, "Queueing Systems" I, section 5.3 (arrivals find what departures leave).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -36,8 +37,26 @@ DECODE_STEPS_WAITED = 0.5
 OUTPUT_TOKENS = 256
 
 
+class MadeWhenAsked(Sequence[Candidate]):
+    """Candidates of which each is made when it is asked for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def at(self, index: int) -> Candidate:
+        """Make number ``index``, which exists."""
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        found = range(len(self))[index]
+        return self.at(found) if isinstance(found, int) else [self.at(each) for each in found]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Candidates(Sequence[Candidate]):
+class Candidates(MadeWhenAsked):
     """The candidates of one decision as arrays, in order of ids: a thousand of them cost little more than eight.
 
     A policy reads the arrays and a decision keeps them; a `Candidate` is made when it is asked for.
@@ -51,13 +70,7 @@ class Candidates(Sequence[Candidate]):
     def __len__(self) -> int:
         return len(self.views)
 
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def at(self, index: int) -> Candidate:
         return Candidate(
             view=self.views[index],
             load=self.load.at(index),

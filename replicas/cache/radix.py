@@ -288,7 +288,11 @@ class RadixCache:
             leaf.page_keys = page_keys(key, self.page_size, leaf.salt, _last_key(parent))
         self._tell_stored(leaf)
         self._file(leaf)
+        self._added(leaf, now_s)
         return leaf
+
+    def _added(self, leaf: TreeNode, now_s: float) -> None:
+        """Called with each new leaf, once it is whole: the place of a tree with more tiers to note it."""
 
     def _to_device(self, node: TreeNode, pages: Pages) -> None:
         """Give a node that is only on the host its pages on the device; its parent is there."""

@@ -311,17 +311,7 @@ class HiRadixCache(RadixCache):
             waiting = dict.fromkeys(each for each in self._dirty if each.parent is not None and not each.on_host)
             self._dirty = deque(waiting)
 
-    def _add_leaf(
-        self,
-        parent: TreeNode,
-        key: TokenIds,
-        now_s: float,
-        *,
-        pages: Pages = NO_PAGES,
-        host: Pages = NO_PAGES,
-        priority: int = 0,
-    ) -> TreeNode:
-        leaf = super()._add_leaf(parent, key, now_s, pages=pages, host=host, priority=priority)
+    def _added(self, leaf: TreeNode, now_s: float) -> None:
         if leaf.on_device:
             assert leaf.page_keys is not None
             self._is_dirty(leaf)
@@ -329,7 +319,6 @@ class HiRadixCache(RadixCache):
                 (leaf if known == leaf.num_pages else self._split_node(leaf, known)).hit_count = 1
         else:
             self._host_queue.entered(leaf)
-        return leaf
 
     def _to_device(self, node: TreeNode, pages: Pages) -> None:
         super()._to_device(node, pages)

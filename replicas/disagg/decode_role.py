@@ -16,12 +16,11 @@ The other choices of an n > 1 request are parked until the prompt of choice 0 is
 in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here: no hand-off then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvtransfer.replay import observe
-from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
@@ -29,12 +28,8 @@ from kvtransfer.types import (
     ReceiveFailed,
     ReceiveOrder,
 )
-from replicas.cache.kv import KvCache
-from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
-from replicas.distributions import Distributions
-from replicas.observer import Observer
+from replicas.disagg.rooms import HandOffParts, Rooms, leg_of
 from replicas.request import CachedTokens, Leg, Req, ReqState
-from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.types import HandOff, HandOffReport, PdLeg, TokenLogprob
 
@@ -44,27 +39,16 @@ NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is
 class DecodeRole:
     """The decode legs of one engine; called by `HandOffs`."""
 
-    def __init__(
-        self,
-        service: TransferService,
-        scheduler: Scheduler,
-        kv: KvCache,
-        terms: HandOffTerms,
-        *,
-        vocab_size: int,
-        clock: Callable[[], float],
-        observer: Observer,
-        distributions: Distributions,
-    ) -> None:
-        self._service = service
-        self._observer = observer
-        self._distributions = distributions
-        self._scheduler = scheduler
-        self._kv = kv
-        self._terms = terms
-        self._vocab_size = vocab_size
-        self._clock = clock
-        self.rooms = Rooms(kv)
+    def __init__(self, parts: HandOffParts) -> None:
+        self._service = parts.service
+        self._observer = parts.observer
+        self._distributions = parts.distributions
+        self._scheduler = parts.scheduler
+        self._kv = parts.kv
+        self._terms = parts.terms
+        self._vocab_size = parts.vocab_size
+        self._clock = parts.clock
+        self.rooms = Rooms(parts.kv)
         self._siblings: dict[str, list[Req]] = {}  # parked, by rid
 
     def submit(self, reqs: Sequence[Req], hand_off: HandOff) -> None:

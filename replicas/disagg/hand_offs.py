@@ -9,9 +9,8 @@ Thread:    engine thread only, except `check` (read-only).
     engine.abort  ─> settle
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import (
     Received,
     ReceiveDrained,
@@ -23,15 +22,11 @@ from kvtransfer.types import (
     TransferEvent,
     TransferStats,
 )
-from replicas.cache.kv import KvCache
 from replicas.disagg.decode_role import DecodeRole
 from replicas.disagg.prefill_role import PrefillRole
-from replicas.disagg.rooms import HandOffTerms
-from replicas.distributions import Distributions
+from replicas.disagg.rooms import HandOffParts
 from replicas.errors import InvalidRequest
-from replicas.observer import Observer
 from replicas.request import Req, ReqState
-from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.types import GenerateRequest, PdLeg
 
@@ -39,32 +34,12 @@ from replicas.types import GenerateRequest, PdLeg
 class HandOffs:
     """Both sides of all hand-offs of one engine."""
 
-    def __init__(
-        self,
-        service: TransferService,
-        scheduler: Scheduler,
-        kv: KvCache,
-        terms: HandOffTerms,
-        *,
-        vocab_size: int,
-        clock: Callable[[], float],
-        observer: Observer,
-        distributions: Distributions,
-    ) -> None:
-        self._service = service
-        self._distributions = distributions
-        self._scheduler = scheduler
-        self._prefill = PrefillRole(service, scheduler, kv, terms, observer=observer)
-        self._decode = DecodeRole(
-            service,
-            scheduler,
-            kv,
-            terms,
-            vocab_size=vocab_size,
-            clock=clock,
-            observer=observer,
-            distributions=distributions,
-        )
+    def __init__(self, parts: HandOffParts) -> None:
+        self._service = parts.service
+        self._distributions = parts.distributions
+        self._scheduler = parts.scheduler
+        self._prefill = PrefillRole(parts)
+        self._decode = DecodeRole(parts)
 
     @property
     def num_handing_off(self) -> int:

@@ -18,13 +18,9 @@ Thread:    engine thread only.
 """
 
 from kvtransfer.replay import observe
-from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import KVTransferMeta, SendFailed, SendOrder, SendReady
-from replicas.cache.kv import KvCache
-from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
-from replicas.observer import Observer
+from replicas.disagg.rooms import HandOffParts, Rooms, leg_of
 from replicas.request import Leg, Req, ReqState
-from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.types import Finish, FinishReason, HandOff, PdLeg
 
@@ -32,15 +28,13 @@ from replicas.types import Finish, FinishReason, HandOff, PdLeg
 class PrefillRole:
     """The prefill legs of one engine; called by `HandOffs`."""
 
-    def __init__(
-        self, service: TransferService, scheduler: Scheduler, kv: KvCache, terms: HandOffTerms, *, observer: Observer
-    ) -> None:
-        self._service = service
-        self._observer = observer
-        self._scheduler = scheduler
-        self._kv = kv
-        self._terms = terms
-        self.rooms = Rooms(kv)
+    def __init__(self, parts: HandOffParts) -> None:
+        self._service = parts.service
+        self._observer = parts.observer
+        self._scheduler = parts.scheduler
+        self._kv = parts.kv
+        self._terms = parts.terms
+        self.rooms = Rooms(parts.kv)
 
     def submit(self, req: Req, hand_off: HandOff) -> None:
         """Park ``req`` until its receiver has opened the room."""

@@ -5,13 +5,17 @@ Invariant: a room stays until its last event, which frees what its request left 
 Thread:    engine thread only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvtransfer.rooms.transfer_service import TransferService
 from replicas.cache.kv import KvCache
 from replicas.cache.quarantine import Detained
+from replicas.distributions import Distributions
 from replicas.errors import InvalidRequest
+from replicas.observer import Observer
 from replicas.request import Leg, Req
+from replicas.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,20 @@ class HandOffTerms:
     fingerprint: str  # of its KV layout; goes with what it sends
     open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room; as a receiver: for row and pages
     room_timeout_s: float = 180.0  # as a receiver: without a page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffParts:
+    """The parts of one engine that its roles in hand-offs work with."""
+
+    service: TransferService
+    scheduler: Scheduler
+    kv: KvCache
+    terms: HandOffTerms
+    vocab_size: int
+    clock: Callable[[], float]
+    observer: Observer
+    distributions: Distributions
 
 
 class Rooms:

@@ -32,7 +32,7 @@ from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
-from replicas.disagg.rooms import HandOffTerms
+from replicas.disagg.rooms import HandOffParts, HandOffTerms
 from replicas.distributions import Distributions
 from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.compiling import Grammars
@@ -155,16 +155,11 @@ class Engine:
         self._hand_offs: HandOffs | None = None
         if transfer is not None:
             self._service, terms = transfer
-            self._hand_offs = HandOffs(
-                self._service,
-                self.scheduler,
-                kv,
-                terms,
-                vocab_size=config.model.vocab_size,
-                clock=clock,
-                observer=self._observer,
-                distributions=self._distributions,
-            )
+            parts = HandOffParts(
+                service=self._service, scheduler=self.scheduler, kv=kv, terms=terms, clock=clock,
+                vocab_size=config.model.vocab_size, observer=self._observer, distributions=self._distributions,
+            )  # fmt: skip
+            self._hand_offs = HandOffs(parts)
 
     @property
     def has_work(self) -> bool:

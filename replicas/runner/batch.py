@@ -166,24 +166,8 @@ def build_decode(
     """Make the tensors of a decode step, padded to ``size`` rows, in ``into`` if it is given (runner/graphs.py)."""
     table.apply(plan.table_writes, staging)
     arrays = decode_arrays(plan, size)
-    ids, positions, out_slots, rows, prefix_lens, seq_lens, bounds = staging.upload(arrays, into)
-    on_device = staging.device.type != "cpu"
-    meta = BatchMeta(
-        is_decode=True,
-        qo_indptr=bounds,
-        rows=rows,
-        prefix_lens=prefix_lens,
-        seq_lens=seq_lens,
-        positions=positions,
-        out_slots=out_slots,
-        table=table.slots,
-        max_seq_len=int(plan.seq_lens.max()),
-        num_tokens=size,
-        num_decode=size,
-        prefix_groups=plan.prefix_groups,
-        host_qo_indptr=arrays[-1] if on_device else None,
-        host_seq_lens=arrays[-2] if on_device else None,
-    )
+    ids, *rest = staging.upload(arrays, into)
+    meta = _meta(plan, table, staging, rest, arrays[-2], arrays[-1], num_decode=size)
     _append(table, meta)
     sample_rows = list(range(len(plan.rows)))
     return DeviceBatch(input_ids=ids, meta=meta, logits_rows=None, sample_rows=sample_rows, prompt_rows=[])
@@ -210,6 +194,33 @@ def decode_arrays(plan: DecodePlan, size: int) -> list[Array]:
     ]
 
 
+def _meta(
+    plan: StepPlan, table: DeviceTable, staging: Staging, tensors: Sequence[Tensor], seq_lens: Array, indptr: Array, *,
+    num_decode: int,
+) -> BatchMeta:  # fmt: skip
+    """Describe a step to attention. ``tensors``: positions, slots, rows, prefix_lens, and the last two arguments on the
+    device."""
+    positions, out_slots, rows, prefix_lens, lens, bounds = tensors
+    on_device = staging.device.type != "cpu"
+    return BatchMeta(
+        is_decode=isinstance(plan, DecodePlan),
+        qo_indptr=bounds,
+        rows=rows,
+        prefix_lens=prefix_lens,
+        seq_lens=lens,
+        positions=positions,
+        out_slots=out_slots,
+        table=table.slots,
+        max_seq_len=int(seq_lens.max()),
+        num_tokens=int(indptr[-1]),
+        num_decode=num_decode,
+        prefix_groups=plan.prefix_groups,
+        prompt_groups=plan.prompt_groups if isinstance(plan, ExtendPlan) else (),
+        host_qo_indptr=indptr if on_device else None,
+        host_seq_lens=seq_lens if on_device else None,
+    )
+
+
 def _append(table: DeviceTable, meta: BatchMeta) -> None:
     if size := meta.num_decode:
         table.append(meta.rows[-size:], meta.positions[-size:], meta.out_slots[-size:])
@@ -221,7 +232,7 @@ def _extend(plan: ExtendPlan, table: DeviceTable, staging: Staging) -> DeviceBat
     indptr = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(lens, out=indptr[1:])
     wanted, sample_rows, prompt_rows = _logits_rows(plan, indptr)
-    ids, positions, out_slots, logits_rows, rows, prefix_lens, seq_lens, bounds = staging.upload(
+    ids, positions, out_slots, logits_rows, *rest = staging.upload(
         [
             np.concatenate([row.token_ids for row in plan.rows]).astype(np.int64),
             np.concatenate([np.arange(p, p + n, dtype=np.int64) for p, n in zip(prefix, lens, strict=True)]),
@@ -233,24 +244,8 @@ def _extend(plan: ExtendPlan, table: DeviceTable, staging: Staging) -> DeviceBat
             indptr,
         ]
     )
-    on_device = staging.device.type != "cpu"
-    meta = BatchMeta(
-        is_decode=False,
-        qo_indptr=bounds,
-        rows=rows,
-        prefix_lens=prefix_lens,
-        seq_lens=seq_lens,
-        positions=positions,
-        out_slots=out_slots,
-        table=table.slots,
-        max_seq_len=int((prefix + lens).max()),
-        num_tokens=int(indptr[-1]),
-        num_decode=plan.num_decode,
-        prefix_groups=plan.prefix_groups,
-        prompt_groups=plan.prompt_groups,
-        host_qo_indptr=indptr if on_device else None,
-        host_seq_lens=prefix + lens if on_device else None,
-    )
+    tensors = (positions, out_slots, *rest)
+    meta = _meta(plan, table, staging, tensors, prefix + lens, indptr, num_decode=plan.num_decode)
     return DeviceBatch(
         input_ids=ids, meta=meta, logits_rows=logits_rows, sample_rows=sample_rows, prompt_rows=prompt_rows
     )
