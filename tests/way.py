@@ -1,6 +1,8 @@
-"""Which files of ours a chat request runs through, and which a hand-off adds: counted while both run in this process.
+"""Which files of ours run for a chat, for one with tools and a schema, for a hand-off and for a page that goes through
+the tiers: counted while each runs in this process.
 
-    python -m tests.way     one line of JSON: {"chat": [files, by their first call], "hand_off": [those it adds]}
+    python -m tests.way     one line of JSON: the files of each by their first call; of the last two, what they add to
+                            a chat's. And what docs/architecture.md says else, with exit status 1
 
 Everything is real but Ray. A file counts when a function of it is called between the request's first byte and its last;
 a second request is measured, so that what is only made once does not count.
@@ -10,14 +12,22 @@ import asyncio
 import json
 import os
 import pathlib
+import re
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 ROOT = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 HOUSES = ("deployments", "routing", "replicas", "kvtransfer", "dashboards")
+TITLES = {  # of the walks of docs/architecture.md
+    "tools": "A chat with tools and a schema", "hand_off": "A hand-off",
+    "page": "A page to the host, to a store and back",
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
 PROMPT = "Tell the story of a house with many rooms, in which each thing has one place, and say who lives there."
 
 
@@ -48,18 +58,25 @@ class Calls:
 
 async def ways(calls: Calls) -> dict[str, list[str]]:
     import httpx  # here, and what of ours is below: the profiler is set before any thread of theirs starts
+    import numpy as np
 
     from deployments.http.http_app import make_app
     from deployments.replica.served_engine import ServedEngine
     from kvtransfer.types import TransferSettings
     from replicas.config import CacheConfig
+    from replicas.engine.engine import Engine
     from replicas.engine.loop import EngineLoop
     from replicas.launch import load_engine
+    from replicas.types import GenerateRequest, SamplingParams
     from routing.types import Role
     from tests.embedded import MODEL
     from tests.unit.deployments.in_process import House
 
     transfer = TransferSettings(host="127.0.0.1", token=b"a token of this test")
+    tools: dict[str, object] = {
+        "tools": [{"type": "function", "function": {"name": "move", "parameters": SCHEMA}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "room", "schema": SCHEMA}},
+    }
 
     def started(transfer: TransferSettings | None) -> EngineLoop:
         cache = CacheConfig(max_total_tokens=4_000)
@@ -67,7 +84,8 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         loop.start()
         return loop
 
-    async def way(replicas: dict[Role, EngineLoop]) -> list[str]:
+    async def way(replicas: dict[Role, EngineLoop], *asked: dict[str, object]) -> list[list[str]]:
+        found: list[list[str]] = []
         house = House(policy="estimated_ttft", always_hand_off=len(replicas) > 1)
         await house.start()
         for role, loop in replicas.items():
@@ -79,29 +97,99 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://manta", timeout=60
         ) as client:
-            await _chat(client, "Hello." + PROMPT)
-            with calls.counted() as files:
-                await _chat(client, PROMPT)
-                await asyncio.sleep(0.5)  # its pages become the tree's, and the router hears of them
+            for more in asked:
+                await _chat(client, "Hello." + PROMPT, more)
+                with calls.counted() as files:
+                    await _chat(client, PROMPT, more)
+                    await asyncio.sleep(0.5)  # its pages become the tree's, and the router hears of them
+                found.append(files)
         await house.stop()
         for loop in replicas.values():
             loop.stop()
-        return files
+        return found
 
-    async def _chat(client: httpx.AsyncClient, text: str) -> None:
+    async def _chat(client: httpx.AsyncClient, text: str, more: dict[str, object]) -> None:
         body = {
             "model": MODEL.rsplit("/", 1)[-1], "messages": [{"role": "user", "content": text}],
-            "max_tokens": 20, "temperature": 0.7, "seed": 1, "stream": True,
+            "max_tokens": 20, "temperature": 0.7, "seed": 1, "stream": True, **more,
         }  # fmt: skip
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200
             lines = [line async for line in response.aiter_lines() if line]
         assert lines[-1] == "data: [DONE]"
 
-    chat = await way({Role.UNIFIED: started(None)})
-    apart = await way({Role.PREFILL: started(transfer), Role.DECODE: started(transfer)})
-    return {"chat": chat, "hand_off": [file for file in apart if file not in chat]}
+    def page(engine: Engine) -> list[str]:
+        """Compute a prompt; push its pages to the host, from where they are stored; take them back from each."""
+        ids = np.arange(1000, 1200, dtype=np.int32)
+
+        def ask(ids: np.ndarray) -> None:
+            engine.submit(GenerateRequest(rid=f"of {ids[0]}", token_ids=ids, sampling=SamplingParams(max_new_tokens=1)))
+            until(lambda: not engine.has_work)
+
+        def until(done: Callable[[], bool]) -> None:
+            deadline_s = time.monotonic() + 60
+            while not done():
+                assert time.monotonic() < deadline_s
+                if not engine.step():
+                    engine.poll()
+                    time.sleep(0.001)
+
+        def go() -> None:
+            ask(ids)
+            stored = engine.stats().tiers.store_items
+            engine.kv.store.make_room(engine.kv.store.num_pages, "this test")
+            until(lambda: engine.stats().tiers.store_items >= stored + len(ids) // 16 - 1)
+            ask(ids)
+            engine.flush_cache()
+            ask(ids)
+            tiers = engine.stats().tiers
+            assert tiers is not None
+            assert min(tiers.host_hit_tokens, tiers.store_hit_tokens) > 0, tiers
+
+        go()
+        ids += 500
+        with calls.counted() as files:
+            go()
+        engine.close()
+        return files
+
+    chat, with_tools = await way({Role.UNIFIED: started(None)}, {}, tools)
+    (apart,) = await way({Role.PREFILL: started(transfer), Role.DECODE: started(transfer)}, {})
+    with tempfile.TemporaryDirectory() as folder:
+        cache = CacheConfig(
+            max_total_tokens=4_000, host_memory_bytes=1 << 28, store=f"file://{folder}", write_policy="write_back"
+        )
+        paged = page(load_engine(MODEL, cache=cache, num_threads=1, commit_pool=True))
+    return {
+        "chat": chat, "tools": with_tools, **{
+            name: [file for file in files if file not in chat] for name, files in (("hand_off", apart), ("page", paged))
+        },
+    }  # fmt: skip
+
+
+def told(page: str) -> dict[str, list[str]]:
+    """Return the files of each way that docs/architecture.md walks."""
+    sections = {part.partition("\n")[0]: part for part in re.split("^###? ", page, flags=re.M)}
+    return {way: re.findall(r"^\| `(.+\.py)` \| .+ \|$", sections[title], re.M) for way, title in TITLES.items()}
+
+
+def wrong(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return what docs/architecture.md says that does not run, and what runs that it does not say."""
+    walked = told((pathlib.Path(ROOT) / "docs" / "architecture.md").read_text())
+    return [
+        f"{TITLES[way]}: {file} {what}"
+        for way, files in walked.items()
+        for what, those in (
+            ("does not run", [file for file in files if file not in found[way]]),
+            ("has no row", [file for file in found[way] if file not in files]),
+            ("has two rows", [file for file in set(files) if files.count(file) > 1]),
+        )
+        for file in those
+    ]
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(ways(Calls()))))
+    found = asyncio.run(ways(Calls()))
+    print(json.dumps(found))
+    print("\n".join(differing := wrong(found)), file=sys.stderr)
+    sys.exit(bool(differing))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tests import way
 from tests.contract.test_floors import ROOT, UNITS
 from tools import house
 from tools.house import imports
@@ -143,10 +144,15 @@ def ways() -> Mapping[str, list[str]]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("way", "most"), [("chat", 80), ("hand_off", 28)])
-def test_a_request_runs_through_few_files(ways: Mapping[str, list[str]], way: str, most: int) -> None:
+@pytest.mark.parametrize(("name", "most"), [("chat", 80), ("hand_off", 28)])
+def test_a_request_runs_through_few_files(ways: Mapping[str, list[str]], name: str, most: int) -> None:
     """``hand_off``: what it adds to a chat's. Functions that were called are counted, by a profiler (tests/way.py)."""
-    assert len(ways[way]) <= most, f"{len(ways[way])} files lie on the way: {sorted(ways[way])}"
+    assert len(ways[name]) <= most, f"{len(ways[name])} files lie on the way: {sorted(ways[name])}"
+
+
+@pytest.mark.model
+def test_the_walks_through_the_house_are_those_of_the_requests(ways: Mapping[str, list[str]]) -> None:
+    assert way.wrong(ways) == []
 
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
