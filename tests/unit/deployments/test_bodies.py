@@ -185,13 +185,17 @@ async def app(tokenizer: Tokenizer) -> AsyncIterator[Any]:
         yield make_app(house.service(tokenizer))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def _frozen() -> Iterator[None]:
+def _frozen() -> None:
     """What the tests before have left is not looked through again, as in the router (router.py)."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", LONG)
