@@ -58,7 +58,7 @@ class Guide(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why no token is allowed any more."""
+        """Why no further token is allowed, or None."""
         ...
 
     def consume(self, token_id: int) -> bool:

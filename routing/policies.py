@@ -8,10 +8,10 @@ The estimate for a candidate: the tokens before the request and its own, over th
 what a lower tier has, where that is less than the time to compute it. Each term is in seconds and stands in the
 decision. No constant here is fitted; each comes from how the engine schedules (replicas/scheduler/scheduler.py).
 
-`behind_s` is what ours costs others. If a candidate computes a prefix anew that another holds, every request behind
-ours there waits that much longer. How many will be behind: in a queue served in turn, a request leaves on average as
-many behind as it found when it came (level crossing), so the requests waiting now stand for them. Without a queue it
-is 0. What must be computed wherever the request goes is not counted: that would send long
+`behind_s` is the delay that this request adds to queued requests. If a candidate computes a prefix anew that another
+holds, every request behind this one there waits that much longer. How many will be behind: in a queue served in turn, a
+request leaves on average as many behind as it found when it came (level crossing), so the requests waiting now stand
+for them. Without a queue it is 0. What must be computed wherever the request goes is not counted: that would send long
 prompts where few wait and short ones where many do, which orders requests by size, not by where they are cached.
 That has a bound: no request is sent, for the sake of others, behind a queue longer than it may wait (`bounded`), so a
 hot prefix is computed again at the latest when its queue is that long.

@@ -165,7 +165,7 @@ class LoadEstimate(Generic[FloatT]):
     num_waiting: FloatT  # of those, waiting for their prompts to be computed: not whole, a queue drains by tokens
     queued_tokens: FloatT  # uncached prompt tokens still to compute
     prefill_tokens_per_s: FloatT  # > 0
-    rate_step_tokens: FloatT  # prompt tokens of the steps on which that was measured; 0 if nobody has reported it
+    rate_step_tokens: FloatT  # prompt tokens of the steps on which that was measured; 0 until a replica has reported it
     decode_step_s: FloatT
     fixed_step_s: FloatT  # of any step, however few its tokens
     utilization: FloatT  # share of the pool that a new request cannot have

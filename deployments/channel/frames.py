@@ -129,7 +129,7 @@ class RunRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="run"):
 
 
 class EndRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="end"):
-    """The request that the replica must end; it may not know it, or not any more."""
+    """The request that the replica must end; the replica may not know it, or no longer."""
 
     rid: str
 

@@ -80,7 +80,7 @@ class RayLeases:
         """Call ``method`` of exactly that replica. Raises: as `Leases.call`."""
         at = next((name for name, members in self._members.items() if replica_id in members), None)
         if at is None:
-            raise ReplicaGone(f"replica {replica_id} is not running any more")
+            raise ReplicaGone(f"replica {replica_id} is no longer running")
         handle = self._handles[at].options(method_name=method.__name__, session_id=f"{PIN}{replica_id}")
         response = handle.remote(*args, **kwargs)
         try:

@@ -7,7 +7,7 @@ Invariant: a replica that is a member again within BACK_S, as after a reconfigur
 Thread:    the router's event loop.
 
 The router orders, since it is the first to know: a replica is told of its end by its destructor alone, when it is
-idle, and Serve lets nobody call it from its leaving on. The router's channel to it lasts as long as it does.
+idle, and Serve accepts no calls to a replica that drains. The router's channel to it lasts as long as it does.
 Several routers may order the same: a replica obeys one order at a time, and what has arrived is not sent again.
 """
 

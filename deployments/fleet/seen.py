@@ -18,7 +18,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoneReplica:
-    """A replica that is no member any more."""
+    """A replica that has left the fleet."""
 
     replica_id: str
     role: str

@@ -1,6 +1,6 @@
 """Readers of tool calls, one for each family of formats (tool_formats.py).
 
-Owns:      what is a call, and what is text. The rules, for all formats:
+Owns:      the separation of tool calls from text, by these rules for all formats:
            - arguments are passed on as they were generated, whatever they are: a string or null too. A call that is
              complete without arguments gets ``{}``; a call that is cut gets what came of them.
            - a call is told with its first argument text. Of one that a limit cuts before that, nothing is told: neither
@@ -8,7 +8,7 @@ Owns:      what is a call, and what is text. The rules, for all formats:
            - what does not continue as the format has it, before a call's name is known, is text; nothing is lost.
              Behind the name, what came is the call, and what does not belong to it is text. The same where the model
              itself ends in the middle of one.
-           - a name that no tool has is a call still: the client answers it best.
+           - a call to an unknown tool is still reported as a call; the client can answer it.
            - whitespace between calls, and before the first where no text is, is dropped.
 Thread:    the owner of the choice.
 """

@@ -3,7 +3,7 @@
 Owns:      the examiners (replicas/grammar/examiner.py), the line of each caller that waits for them, and the bounded
            cache of their results.
 Invariant: what waits for one grammar waits for one examination of it. A caller has at most one examiner at a time, so
-           another one's small grammar finds the second. A grammar that nobody waits for any more leaves the lines; one
+           another one's small grammar finds the second. A grammar for which no caller waits leaves the lines; one
            that is being examined goes on to its end, at most 2 s of CPU time.
 Thread:    the router's event loop; `of` does not block it. A thread waits for each examiner.
 Source:    the order of callers: start-time fair queueing (Goyal et al. 1996), by the time that examiners took.
@@ -180,7 +180,7 @@ class ExaminedGrammars:
             asked.answer.cancel()
         elif (error := found.exception()) is not None:
             asked.answer.set_exception(error)
-            asked.answer.exception()  # it is no fault if nobody waits any more
+            asked.answer.exception()  # it is no fault if no caller waits
         else:
             self._keep(key, found.result())
             asked.answer.set_result(found.result())

@@ -81,7 +81,7 @@ class FileMedium:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=shard)
-                if error.errno in DISK_FULL:  # whoever fills the disk: the next write finds more room
+                if error.errno in DISK_FULL:  # evict, whatever fills the disk: the next write finds more room
                     folder.evict_oldest()
             raise
         finally:

@@ -3,7 +3,7 @@
 Owns:      the names of files, and a copy of the folder's listing, which is a guess: other processes of the host add,
            evict and use items at any moment. A file's mtime is when it was last used, by whichever process.
 Never:     reads or writes an item's bytes (file.py); follows a link, or opens what another user may have written: the
-           root, a shard and an item belong to this user, and nobody else may write to a folder (`open_own`).
+           root, a shard and an item belong to this user, and no other user may write to a folder (`open_own`).
 Invariant: ``num_bytes`` is the sum of the sizes listed; what is deleted was the oldest of those listed.
 Thread:    the store's.
 

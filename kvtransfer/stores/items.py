@@ -3,7 +3,7 @@
 Owns:      the chain of keys over layout, salt and tokens; the header.
 Never:     reads or writes a file or a socket.
 Invariant: bytes pass `fault_of_header` and `fault_of_payload` only if they were packed under that key and layout; with
-           a secret, only if whoever packed them had it.
+           a secret, only if the process that packed them had it.
 
 An item is one run of pages, the bytes of all ranks. Its key should be that of its last page, which stands for every
 token before it. Its header is 64 bytes:
@@ -57,7 +57,7 @@ def page_chain_keys(token_ids: npt.NDArray[np.int32], page_size: int, parent: St
              parent: the key of the page before ``token_ids``, `page_chain` at the start of a sequence.
     Returns: [n // page_size].
     Source:  hash chains of paged prefix caches (vLLM's block hashes), with a cryptographic hash: who reads an item
-             compares no tokens, so nobody may be able to choose tokens that collide.
+             compares no tokens, so no client may be able to choose tokens that collide.
     """
     num_pages = len(token_ids) // page_size
     tokens = np.ascontiguousarray(token_ids[: num_pages * page_size], dtype="<i4")

@@ -119,7 +119,7 @@ class KvCache:
         return self.store_tier is not None and self.store_tier.waits(req, now_s)
 
     def forget_store(self, req: Req) -> None:
-        """Nothing needs to be read for ``req`` any more: it has ended."""
+        """Stop reading for ``req``, which has ended."""
         if self.store_tier is not None:
             self.store_tier.forget(req)
 

@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 HANG_S = 30.0  # a store that has not answered a call for so long is off until it does
 LOOK_SHARE = 0.01  # of the time that computing the prompt would take, for a store that never has anything
-UNMEASURED_S = 0.2  # that a prompt waits while no prompt has been computed, so that nobody knows how long that takes
+UNMEASURED_S = 0.2  # that a prompt waits for the store before any prefill rate has been measured
 SMOOTHING = 0.1  # weight of the newest prompt in the share of prompts that the store has something of
-MAX_LEFT = 64  # fetches that nobody wants and the thread has before it: a store that is so far behind is not asked
+MAX_LEFT = 64  # cancelled fetches still queued on the store's thread: a store that is so far behind is not asked
 MAX_UNWRITTEN = 4096  # nodes that are still to be written; beyond it the oldest are not
 MAX_PUT_PAGES = 512  # pages that wait to be written; further nodes are written when they have been
 
@@ -173,7 +173,7 @@ class StoreTier:
 
     def check(self) -> None:
         """Assert that every host page that is not in the tree has its owner here."""
-        assert self.num_taken <= self._tiers.host.coming, "host pages were taken that nobody counts"
+        assert self.num_taken <= self._tiers.host.coming, "host pages were taken that are not counted"
         assert self._num_putting >= 0
 
     def _watch(self) -> None:

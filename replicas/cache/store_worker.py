@@ -59,7 +59,7 @@ class Fetch:
     host_pages: Pages = field(default_factory=lambda: NO_PAGES)
     num_read: int = 0  # of them, good
     num_adopted: int = 0  # of those
-    unwanted: bool = False  # nobody waits for what is not read yet
+    unwanted: bool = False  # its request no longer waits for what is not read yet
     reading_s: float = 0.0  # when READING began
 
 

@@ -7,7 +7,7 @@ Invariant: no grammar takes more than MAX_CPU_S of a core or MAX_MEMORY. llguida
            cannot be stopped; a process can.
            A grammar is blamed for no other death of its process than by these two limits.
 Thread:    any; one grammar at a time, others wait. `close` waits for none. The examiner has one thread, or its children
-           could inherit a lock that nobody lets go of.
+           could inherit a lock that is never released.
 
 The examiner reads one line of JSON from its standard input for each grammar; the child writes one to its standard
 output, or the examiner does if the child could not. It ends when its input does, so it does not outlive its parent.

@@ -75,7 +75,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why no token is allowed any more: a token was refused, or a limit of the grammar reached; None: neither."""
+        """Why no further token is allowed: one was refused, or a limit of the grammar was reached; else None."""
         if self._refused is not None or not self._core.is_error():
             return self._refused
         return explained(str(self._core.get_error())).split("\n", 1)[0]

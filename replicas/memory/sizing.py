@@ -64,7 +64,8 @@ def rank_memory(total: int, free: int, budget: int | None, mem_fraction_static: 
     all of the GPU.
 
     Several engines on one GPU each take mem_fraction_static of all of it, in whatever order they start. If the share is
-    more than the ``free`` bytes at the start, others hold memory that nobody planned; then the share is of those.
+    more than the ``free`` bytes at the start, other processes hold memory that was not planned for; then the share is
+    of the free bytes.
 
     Raises: InvalidConfig when a budget is given, and the GPU has not as much free.
     """

@@ -3,8 +3,8 @@
 Owns:      the labels, which are the keys' heaviest channels, copied so that a score over them reads a run of memory;
            the file that names those channels (replicas/calibrate.py writes it).
 Never:     chooses channels, or computes attention (attention/double_sparse.py).
-Invariant: the label of a slot is its key at the channels of its layer and head, whoever wrote the key through this
-           pool. Transfers and the host tier write pages behind its back: an engine with either is refused.
+Invariant: the label of a slot is its key at the channels of its layer and head, for every writer that uses this pool.
+           Transfers and the host tier bypass it, so an engine with either is refused.
 Thread:    the runner's.
 Source:    Yang et al. 2024, "Post-Training Sparse Attention with Double Sparsity" (arXiv:2408.07092); SPEC C04.
 """

@@ -81,8 +81,8 @@ def panel_file(folder: Path, what: str, meaning: Mapping[str, object]) -> Iterat
 
 
 def give_back_panels() -> int:
-    """Give the memory of all mapped panels of this process back to the system: nobody writes into them, so they are
-    read from their file again when they are used. Returns: the bytes of the mappings."""
+    """Give the memory of all mapped panels of this process back to the system. They are never written to, so the system
+    reads them from their file again when they are used. Returns: the bytes of the mappings."""
     num_bytes = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, path = line.split(maxsplit=5)
@@ -125,7 +125,7 @@ def _written(path: Path, what: str) -> Iterator[Keep]:
             failure = failed[0] if failed else _complete(file, entries)
         if failure is None:
             for old in path.parent.glob(f"panels-{what}-*.bin"):
-                old.unlink(missing_ok=True)  # of other weights; who has it mapped keeps it
+                old.unlink(missing_ok=True)  # panels of other weights; existing mappings stay valid
             partial.replace(path)
             mib, took_s = path.stat().st_size / 2**20, time.monotonic() - started_s
             log.info("packed weights: %s, %.0f MiB, in %.1f s", path.name, mib, took_s)

@@ -53,7 +53,7 @@ class ExtendRow:
     target_ids: TokenIds | None = None  # [P] prompt tokens whose logprob is wanted, at consecutive positions
     target_start: int = 0  # position of target_ids[0]; the logits at target_start - 1 predict it
     top_logprobs: int = 0  # alternatives wanted beside each target
-    readout: Readout | None = None  # of the hidden states, those of every chunk are told to whoever pools them
+    readout: Readout | None = None  # of the hidden states; every chunk's go to the pooler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

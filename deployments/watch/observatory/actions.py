@@ -87,7 +87,7 @@ def kill(actor: str) -> None:
     try:
         ray.kill(ray.get_actor(actor, namespace=SERVE_NAMESPACE), no_restart=True)
     except (ValueError, RayError) as error:
-        raise NotDone(f"there is no such process any more ({type(error).__name__})") from error
+        raise NotDone(f"there is no such process now ({type(error).__name__})") from error
 
 
 def read_log(name: str, num_lines: int) -> list[str] | None:
@@ -175,7 +175,7 @@ class Actions:
         """Raises: NotDone, UnknownReplica."""
         place, running = await self._place(replica_id)
         if not running or not place.actor:
-            raise NotDone(f"replica {replica_id} does not run any more")
+            raise NotDone(f"replica {replica_id} no longer runs")
         await asyncio.to_thread(kill, place.actor)
         return "its process has ended; its requests go on at other replicas, and Serve starts a new one"
 

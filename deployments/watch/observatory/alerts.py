@@ -3,7 +3,7 @@
 Owns:      what a condition reads of reports, and since when each holds.
 Invariant: an alert fires once its condition has held for as long as its rule wants, as in Prometheus. Prometheus looks
            every 15 s: a condition that was not true for less than that goes on. Until then it is pending or, where
-           nobody need wait to be sure (`Alert.at_once`), seen.
+           it is shown without waiting for that time (`Alert.at_once`), seen.
 Thread:    the observatory's event loop.
 """
 

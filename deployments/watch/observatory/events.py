@@ -172,7 +172,7 @@ class EventFeed:
             self._say("ready", f"is ready, after {now[0] - followed.began_s:.0f} s", now, **about)
 
     def _left(self, gone: GoneReplica, now: tuple[float, float]) -> None:
-        """Note that a replica is no member of a router's fleet any more."""
+        """Note that a replica has left a router's fleet."""
         followed = self._followed.get(gone.replica_id)
         if followed is None:
             return  # before this life
@@ -183,7 +183,7 @@ class EventFeed:
             self._say("drains", "drains", now, replica=gone.replica_id, role=gone.role)
 
     def _vanished(self, replica_id: str, now: tuple[float, float]) -> None:
-        """Note the end of a replica that neither routers nor Serve list any more."""
+        """Note the end of a replica that is no longer listed by routers or by Serve."""
         followed = self._followed.pop(replica_id)
         if followed.state == "draining":
             self._end(replica_id, followed, now, died=False)
