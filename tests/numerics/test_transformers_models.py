@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from replicas.config import AttentionKind, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
@@ -24,7 +24,7 @@ from tests.numerics.handing_over import alone, legs, make_engine, run
 from tests.numerics.paged import PagedModel, assert_close_in_range, open_model
 from tests.numerics.ranks import run_ranks
 from tests.unit.tokenizer_folders import byte_level_folder
-from tools.models_table import make, tiny_config
+from tools.models_table import tiny_config, written
 
 # windows are of 9 tokens and chunks of 8, so that 64 tokens leave them behind
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -45,6 +45,47 @@ MODELS: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }
 PROMPTS = [list(range(3, 26)), [7], [90, 4, 4, 61, 100, 0, 33, 12, 9]]
+
+
+MOST_NUMBERS = 20_000_000  # of weights
+
+
+def make(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """A random model, biases and norms too, saved into ``folder``."""
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert size <= MOST_NUMBERS, f"{size / 1e6:.0f} million weights: its tiny config is not tiny"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name and parameter.dim() == 1 else 0.0, 0.2)
+    model = model.float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [row.model_type for row in written() if row.how != "refused"])
+def test_every_architecture_that_is_said_to_run_says_what_transformers_says(model_type: str, tmp_path: Path) -> None:
+    """As docs/models.md has it: natively where it is native, packed and 5 tokens at a time."""
+    made = type(make(tiny_config(model_type), tmp_path))
+    model = made.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    prompts = [list(range(3, 26)), [7], [90, 4, 4, 61, 100, 5, 33, 12, 9]]
+    first, second = open_model(tmp_path), open_model(tmp_path)
+    for prompt, ours in zip(prompts, first.prefill(prompts, chunk=5), strict=True):
+        assert_close_in_range(ours, uncached(model, prompt), 1e-3)
+    texts = [list(prompt) for prompt in prompts]
+    for _ in range(12):
+        for text in texts:
+            text.append(int(uncached(model, text)[-1].argmax()))
+    assert second.greedy(prompts, 12) == [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+@torch.inference_mode()
+def uncached(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Transformers' logits [L, V] of the whole text."""
+    return model(torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
 def save(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel:
