@@ -85,18 +85,19 @@ def stacks(folder: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class ProcessSettings:
+    """What the engine of a process is like."""
+
     model: str
     page: int
     chunk: int
-    transport: str
-    tp: int
-    verify: Verify
-    context_len: int
-    pool_tokens: int
-    probe: Probe | None
-    heartbeat_misses: int
-    dumps: str  # folder of the sockets that tell stacks
+    transport: str  # "cma" or "tcp"
+    tp: int = 1
+    verify: Verify = Verify.ALL
+    context_len: int = 256
+    pool_tokens: int = 2048
+    probe: Probe | None = None  # a function that can be pickled
+    heartbeat_misses: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,38 +118,13 @@ _open: "list[EngineProcess]" = []  # all of this process
 class EngineProcess:
     """An engine at the other end of a pipe; its ranks compute with one thread each."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        page: int,
-        chunk: int,
-        transport: str,
-        tp: int = 1,
-        verify: Verify = Verify.ALL,
-        context_len: int = 256,
-        pool_tokens: int = 2048,
-        probe: Probe | None = None,
-        heartbeat_misses: int = 3,
-    ) -> None:
-        """``transport``: "cma" or "tcp"; ``probe``: a function that can be pickled."""
+    def __init__(self, settings: ProcessSettings) -> None:
         context = prepared()
         self._pipe, theirs = context.Pipe()
         self._dumps = tempfile.TemporaryDirectory(prefix="manta-dumps-")
-        settings = _Settings(
-            model=model,
-            page=page,
-            chunk=chunk,
-            transport=transport,
-            tp=tp,
-            verify=verify,
-            context_len=context_len,
-            pool_tokens=pool_tokens,
-            probe=probe,
-            heartbeat_misses=heartbeat_misses,
-            dumps=self._dumps.name,
+        self._process = context.Process(
+            target=_main, args=(theirs, settings, self._dumps.name), daemon=settings.tp == 1
         )
-        self._process = context.Process(target=_main, args=(theirs, settings), daemon=tp == 1)
         self._process.start()
         theirs.close()
         self._told: dict[str, list[tuple[float, TokenDelta]]] = {}  # by request, and not yet taken
@@ -242,8 +218,8 @@ class EngineProcess:
         return f"{dump}\nit does not say how it is within {STATE_S:g} s"
 
 
-def _main(pipe: Connection, settings: _Settings) -> None:
-    tell_stacks(settings.dumps)
+def _main(pipe: Connection, settings: ProcessSettings, dumps: str) -> None:
+    tell_stacks(dumps)
     torch.set_num_threads(1)
     probed = settings.probe() if settings.probe is not None else lambda: None
     engine = load_engine(
@@ -253,7 +229,7 @@ def _main(pipe: Connection, settings: _Settings) -> None:
         parallel=ParallelConfig(tp=settings.tp),
         num_threads=1,
         context_len=settings.context_len,
-        workers=LocalWorkers(functools.partial(_follow, settings.dumps)),
+        workers=LocalWorkers(functools.partial(_follow, dumps)),
         transfer=TransferSettings(
             host="127.0.0.1",
             token=TOKEN,

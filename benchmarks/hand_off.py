@@ -16,14 +16,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks import harness, transfer
-from benchmarks.engine_process import EngineProcess
+from benchmarks.engine_process import EngineProcess, ProcessSettings
 from benchmarks.harness import Part, Row, Table
 from kvtransfer.ports.agent import NixlAgent
 from kvtransfer.rooms.kv_transfer import KvTransfer
@@ -153,18 +153,11 @@ def _pairs(model: str, transport: str, longest: int) -> Iterator[dict[str, _Pair
     with ExitStack() as stack:
 
         def start(verify: Verify) -> EngineProcess:
-            process = EngineProcess(
-                model,
-                page=PAGE,
-                chunk=CHUNK,
-                transport=transport,
-                verify=verify,
-                context_len=longest + 2 * NUM_NEW,
-                pool_tokens=POOL_PROMPTS * (longest + 2 * PAGE),
-                probe=watch,
-            )
-            stack.callback(process.close)
-            return process
+            settings = ProcessSettings(
+                model=model, page=PAGE, chunk=CHUNK, transport=transport, verify=verify, probe=watch,
+                context_len=longest + 2 * NUM_NEW, pool_tokens=POOL_PROMPTS * (longest + 2 * PAGE),
+            )  # fmt: skip
+            return stack.enter_context(closing(EngineProcess(settings)))
 
         yield {name: _Pair(start(verify), start(verify)) for name, verify in MODES.items()}
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine_process import EngineProcess
+from benchmarks.engine_process import EngineProcess, ProcessSettings
 from kvtransfer.types import PdTicket
 from replicas import launch
 from replicas.config import CacheConfig, Hardware, ParallelConfig, SchedulerConfig
@@ -274,7 +274,8 @@ def test_two_ranks_on_two_gpus_answer_as_one(tmp_path: Path) -> None:
 def test_two_processes_on_one_gpu_hand_over_what_one_engine_answers(tmp_path: Path, transport: str) -> None:
     """Over NIXL, from its memory to its memory; "cma" leaves the choice within the machine to `NixlAgent`."""
     folder = model(tmp_path)
-    ends = [EngineProcess(folder, page=16, chunk=128, transport=transport, context_len=512) for _ in range(2)]
+    settings = ProcessSettings(model=folder, page=16, chunk=128, transport=transport, context_len=512)
+    ends = [EngineProcess(settings) for _ in range(2)]
     engine = start(folder, context_len=512)
     for i, prompt in enumerate(PROMPTS):
         ticket = PdTicket(room=i + 1, generation=0, prefill=ends[0].address)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engine_process import EngineProcess, Probe
+from benchmarks.engine_process import EngineProcess, Probe, ProcessSettings
 from kvtransfer.types import PdTicket, TransferStats
 from replicas.types import (
     EngineStats,
@@ -43,17 +43,11 @@ def save_model(folder: Path) -> str:
 
 
 def engine(model: str, *, tp: int = 1, probe: Probe | None = None, heartbeat_misses: int = 3) -> EngineProcess:
-    return EngineProcess(
-        model,
-        page=16,
-        chunk=32,
-        transport="cma",
-        tp=tp,
-        context_len=4096,
-        pool_tokens=16384,
-        probe=probe,
+    settings = ProcessSettings(
+        model=model, page=16, chunk=32, transport="cma", tp=tp, context_len=4096, pool_tokens=16384, probe=probe,
         heartbeat_misses=heartbeat_misses,
-    )
+    )  # fmt: skip
+    return EngineProcess(settings)
 
 
 def until(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:

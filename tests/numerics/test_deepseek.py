@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from benchmarks.engine_process import EngineProcess
+from benchmarks.engine_process import EngineProcess, ProcessSettings
 from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
@@ -185,7 +185,9 @@ def test_two_replicas_answer_as_one(saved: tuple[str, PreTrainedModel]) -> None:
 @pytest.fixture(scope="module")
 def one_and_two(saved: tuple[str, PreTrainedModel]) -> Iterator[tuple[EngineProcess, EngineProcess, Engine]]:
     """Engines of one rank and of two, and one that does all by itself."""
-    ends = [EngineProcess(saved[0], page=16, chunk=32, transport="cma", tp=tp) for tp in (1, 2)]
+    ends = [
+        EngineProcess(ProcessSettings(model=saved[0], page=16, chunk=32, transport="cma", tp=tp)) for tp in (1, 2)
+    ]
     unified = make_engine(saved[0], 16, 32, None)
     yield ends[0], ends[1], unified
     for end in (unified, *ends):

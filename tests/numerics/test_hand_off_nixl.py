@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import engine_process
-from benchmarks.engine_process import EngineProcess
+from benchmarks.engine_process import EngineProcess, ProcessSettings
 from replicas.engine.engine import Engine
 from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
@@ -82,10 +82,8 @@ def smol_ranks() -> Iterator[Processes]:
 def start_processes(
     model: str, transport: str, *, prefill_tp: int, decode_tp: int, page: int = 16
 ) -> Iterator[Processes]:
-    ends = [
-        EngineProcess(model, page=page, chunk=32, transport=transport, tp=tp, heartbeat_misses=20)  # nobody dies here
-        for tp in (prefill_tp, decode_tp)
-    ]
+    settings = ProcessSettings(model=model, page=page, chunk=32, transport=transport, heartbeat_misses=20)  # none dies
+    ends = [EngineProcess(replace(settings, tp=tp)) for tp in (prefill_tp, decode_tp)]
     unified = make_engine(model, page, 32, None)
     yield Processes(ends[0], ends[1], unified)
     unified.close()
