@@ -28,10 +28,11 @@ import torch
 from benchmarks.driver import prompts, request, watched
 from benchmarks.harness import Row, Table, in_turn, percentile, rounds_of
 from replicas.cache.kv import KvCache
-from replicas.config import CacheConfig, Hardware, SchedulerConfig, resolve
+from replicas.config import CacheConfig, Hardware, SchedulerConfig
 from replicas.engine.engine import Engine, Executor
 from replicas.engine.sinks import Sinks
 from replicas.launch import load_engine
+from replicas.resolve import resolve
 from replicas.runner import batch as batches
 from replicas.runner.batch import Staging
 from replicas.runner.model_files import load_model_config

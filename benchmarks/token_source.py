@@ -33,9 +33,10 @@ from deployments.replica.model_replica import ModelReplica
 from deployments.settings.places import local_path
 from deployments.settings.schema import AppConfig
 from replicas.cache.kv import KvCache
-from replicas.config import CacheConfig, SchedulerConfig, resolve
+from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine, Executor
 from replicas.engine.loop import EngineLoop
+from replicas.resolve import resolve
 from replicas.runner.device import measure_hardware
 from replicas.runner.model_files import load_model_config
 from replicas.scheduler.plan import DecodePlan, DoneStep, PendingStep, StepPlan, StepResult

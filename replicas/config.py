@@ -1,20 +1,19 @@
-"""Settings of one engine: frozen values, and `resolve`, which fills the gaps from the model and the machine.
+"""Settings of one engine: frozen values.
 
 Owns:  what each setting means, its default, and where its value came from (`EngineConfig.origin`).
-Never: reads files or devices; `replicas/runner/weights.py` reads the model's folder, `replicas/launch.py` the machine,
-       `replicas/hf_config.py` how others spell a model's shape.
+Never: checks them, or fills gaps (replicas/resolve.py); `replicas/hf_config.py` reads how others spell a model's shape.
 """
 
 import functools
 import importlib.metadata
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvtransfer.layout import MHA, MLA, KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
-from replicas.kernels.weight_formats import NUMBER_BYTES, RULES, WeightFormat, cut_by, table_format
+from replicas.kernels.weight_formats import NUMBER_BYTES, WeightFormat, table_format
 
 EXTENSIONS = "manta.extensions"  # the group of entry points
 Device = Literal["cpu", "cuda"]
@@ -28,18 +27,6 @@ QueuePolicy = Literal["lpm", "dfs-weight", "hrrn", "fcfs", "lof", "random", "rou
 HostEviction = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru", "arc"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back", "adaptive"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout", "expected"]
-BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
-    "cpu": ("cpu", "torch_native", "double_sparse"),
-    "cuda": ("flashinfer", "triton", "torch_native"),
-}
-# what of an AttentionKind each backend serves
-SERVED_KINDS: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
-    "flashinfer": frozenset({"scale", "window", "soft_cap"}),  # where all layers are of one kind: a plan is for all
-    "triton": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
-    "double_sparse": frozenset(),
-    "torch_native": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
-}
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1, "fp8_e5m2": 1}  # of a number, beside its scale
 # what 8-bit floats are on a GPU: in each layer one scale for all K and one for all V, as FlashInfer takes them
@@ -82,15 +69,6 @@ class AttentionKind:
         """The names of what it does."""
         plain = AttentionKind()
         return frozenset(f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name))
-
-
-def unserved_kinds(backend: str, kinds: Iterable[AttentionKind]) -> str | None:
-    """Say what attention ``backend`` lacks for layers of these kinds, in words that follow its name; None: nothing."""
-    kinds = set(kinds)
-    lacking = sorted(frozenset().union(*(kind.special for kind in kinds)) - SERVED_KINDS[backend])
-    if not lacking and backend == "flashinfer" and len(kinds) > 1:
-        return f"plans a step for layers of one kind, and this model's are of {len(kinds)}"
-    return f"serves no attention with {', '.join(lacking)}, which this model has" if lacking else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +334,7 @@ class Hardware:
 class AttentionChoice:
     """The attention backend that runs, and why it is this one."""
 
-    name: str  # of BACKENDS
+    name: str  # of attention/registry.py's BACKENDS
     why: str
 
 
@@ -447,210 +425,3 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
 def kv_item_bytes(kv_dtype: str) -> int:
     """Return the bytes of one number of a pool, beside its scale."""
     return 1 if kv_dtype in OF_A_TENSOR.values() else KV_DTYPE_BYTES[kv_dtype]
-
-
-# On a GPU a group costs six or seven launches a layer, about 1 ms of host; 16,384 tokens of an 8B model: 2 GiB, 0.7 ms
-CASCADE_SAVES: dict[Device, int] = {"cpu": 256, "cuda": 16_384}
-CPU_MEMORY_SHARE = 0.15  # of available RAM, for weights + KV of one replica, when nothing is said
-CPU_MEMORY_CAP = 3 << 30
-CPU_MOST_RUNNING = 64  # a decode step of 64 takes 0.5 s on a core (SmolLM2, Zen 3): more would slow all their answers
-
-
-def resolve(
-    model: ModelConfig,
-    hardware: Hardware,
-    *,
-    cache: CacheConfig | None = None,
-    scheduler: SchedulerConfig | None = None,
-    parallel: ParallelConfig | None = None,
-    attention: Attention = "auto",
-    cuda_graphs: bool = True,
-    num_threads: int | None = None,
-) -> EngineConfig:
-    """Check the settings against model and machine and fill in what was left open. Pure.
-
-    Raises: InvalidConfig with a sentence for every setting that is wrong: which, why, and what is allowed.
-    """
-    cache, scheduler, parallel = cache or CacheConfig(), scheduler or SchedulerConfig(), parallel or ParallelConfig()
-    problems = [
-        *_model_problems(model),
-        *settings_problems(cache, scheduler),
-        *_device_problems(model, cache, attention, hardware.device),
-        *_rank_problems(model, parallel.tp),
-    ]
-    if problems:
-        raise InvalidConfig(*problems)
-    origin: dict[str, str] = {}
-    if cache.device_memory_bytes is None and hardware.device == "cpu":
-        budget = min(int(hardware.available_memory_bytes * CPU_MEMORY_SHARE), CPU_MEMORY_CAP)
-        cache = replace(cache, device_memory_bytes=budget)
-        origin["cache.device_memory_bytes"] = (
-            f"{CPU_MEMORY_SHARE:.0%} of {hardware.available_memory_bytes / 2**30:.1f} GiB available RAM, "
-            f"at most {CPU_MEMORY_CAP / 2**30:.0f} GiB"
-        )
-    if scheduler.max_running_requests is None and hardware.device == "cpu":
-        scheduler = replace(scheduler, max_running_requests=CPU_MOST_RUNNING)
-        origin["scheduler.max_running_requests"] = "default on cpu"
-    if scheduler.chunked_prefill_size is None:
-        scheduler = replace(scheduler, chunked_prefill_size=512 if hardware.device == "cpu" else 8192)
-        origin["scheduler.chunked_prefill_size"] = f"default on {hardware.device}"
-    if scheduler.cascade_saves is None:
-        scheduler = replace(scheduler, cascade_saves=CASCADE_SAVES[hardware.device])
-        origin["scheduler.cascade_saves"] = f"default on {hardware.device}"
-    if scheduler.overlap == "auto":
-        scheduler = replace(scheduler, overlap="on" if hardware.device == "cuda" else "off")
-        origin["scheduler.overlap"] = f"default on {hardware.device}"
-    if num_threads is None:
-        num_threads = max(1, hardware.num_cpus // parallel.tp)
-        origin["num_threads"] = f"{hardware.num_cpus} CPUs over {parallel.tp} ranks"
-    return EngineConfig(
-        model=model,
-        cache=cache,
-        scheduler=scheduler,
-        parallel=parallel,
-        device=hardware.device,
-        attention=attention,
-        cuda_graphs=cuda_graphs,
-        num_threads=num_threads,
-        origin=origin,
-    )
-
-
-def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:
-    """List a sentence for each setting that is impossible on any model and machine."""
-    if not 1 <= cache.page_size <= 1024:
-        yield f"cache.page_size = {cache.page_size}; allowed: 1 to 1024 tokens"
-    if cache.kv_dtype is not None and cache.kv_dtype not in KV_DTYPE_BYTES:
-        yield f"cache.kv_dtype = {cache.kv_dtype!r} is unknown; allowed: {', '.join(KV_DTYPE_BYTES)}, or leave it out"
-    if not 0.0 < cache.mem_fraction_static <= 1.0:
-        yield f"cache.mem_fraction_static = {cache.mem_fraction_static}; allowed: above 0, at most 1"
-    if cache.max_total_tokens is not None and cache.max_total_tokens < cache.page_size:
-        yield f"cache.max_total_tokens = {cache.max_total_tokens}; allowed: {cache.page_size} (a page) or more"
-    if cache.host_memory_bytes < 0:
-        yield f"cache.host_memory_bytes = {cache.host_memory_bytes}; allowed: 0 (none) or more"
-    if cache.host_memory_bytes and cache.prefix_cache == "chunk":
-        yield "cache.host_memory_bytes with cache.prefix_cache: chunk, which keeps no pages; leave one out"
-    if cache.store is not None and not cache.host_memory_bytes:
-        yield "cache.store without cache.host_memory_bytes: pages go to and from the store through host memory; set it"
-    for name, policy in (("eviction", cache.eviction), ("host_eviction", cache.host_eviction)):
-        if policy == "priority" and scheduler.priorities == "off":
-            yield (
-                f"cache.{name}: priority with scheduler.priorities: off, where every request's priority is 0; set "
-                f"scheduler.priorities: on, or another cache.{name}"
-            )
-    if cache.sparse_tokens < 1:
-        yield f"cache.sparse_tokens = {cache.sparse_tokens}; allowed: 1 or more"
-    if cache.store_bytes < 1:
-        yield f"cache.store_bytes = {cache.store_bytes}; allowed: 1 or more"
-    if cache.store_key is not None and len(cache.store_key) < STORE_KEY_LEN:
-        yield (
-            f"cache.store_key: has {len(cache.store_key)} characters, here or in MANTA_STORE_KEY; at least "
-            f"{STORE_KEY_LEN} are wanted, as `openssl rand -hex 32` prints"
-        )
-    for name in ("max_running_requests", "chunked_prefill_size"):
-        value = getattr(scheduler, name)
-        if value is not None and value < 1:
-            yield f"scheduler.{name} = {value}; allowed: 1 or more, or leave it out"
-    if scheduler.max_queued_requests < 1:
-        yield f"scheduler.max_queued_requests = {scheduler.max_queued_requests}; allowed: 1 or more"
-    if scheduler.hang_kill_s < 0:
-        yield f"scheduler.hang_kill_s = {scheduler.hang_kill_s:g}; allowed: 0 (never) or more"
-    if not 0.0 <= scheduler.min_new_token_ratio <= scheduler.new_token_ratio <= 1.0:
-        yield (
-            "scheduler: 0 <= min_new_token_ratio <= new_token_ratio <= 1 is required, got "
-            f"{scheduler.min_new_token_ratio} and {scheduler.new_token_ratio}"
-        )
-
-
-def _model_problems(model: ModelConfig) -> Iterator[str]:
-    if model.quantization not in get_args(Quantization):
-        yield f"model.quantization = {model.quantization!r} is unknown; allowed: {', '.join(get_args(Quantization))}"
-    if model.dtype not in DTYPE_BYTES:
-        yield f"model.dtype = {model.dtype!r} is unknown; allowed: {sorted(DTYPE_BYTES)}"
-    if model.num_heads % model.num_kv_heads:
-        yield f"{model.path}: {model.num_heads} query heads are not a multiple of {model.num_kv_heads} KV heads"
-
-
-def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attention, device: Device) -> Iterator[str]:
-    scaled = cache.kv_dtype is not None and cache.kv_dtype in KV_DTYPE_BYTES and scale_bytes(cache.kv_dtype) > 0
-    if cache.kv_dtype == "int8" and device != "cpu":
-        yield (
-            f"cache.kv_dtype = {cache.kv_dtype!r} on {device}: only the CPU's kernels read a scale for each token; "
-            "leave cache.kv_dtype out, or set bfloat16 or fp8"
-        )
-    if scaled and device == "cpu" and model.head_dim % 4:
-        yield (
-            f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
-            f"{model.head_dim}: leave cache.kv_dtype out"
-        )
-    if model.mla is not None and scaled:
-        yield (
-            f"cache.kv_dtype = {cache.kv_dtype!r} with latent attention (MLA): a latent vector of so few bits is every "
-            "head's K and V, and no kernel here reads one; leave cache.kv_dtype out, or set bfloat16"
-        )
-    if model.quantization != "none" and device != "cpu":
-        yield (
-            f"model.quantization = {model.quantization!r} on {device}: such products are made on the CPU alone; leave "
-            "model.quantization out, or serve without a GPU (replicas.gpus: 0)"
-        )
-    elif model.quantization != "none" and model.dtype != "float32":
-        yield (
-            f"model.quantization = {model.quantization!r} with model.dtype = {model.dtype!r}: either says how weights "
-            "lie in memory; leave one of them out"
-        )
-    if attention != "auto" and attention not in BACKENDS[device]:
-        yield f"attention = {attention!r} does not run on {device}; allowed there: auto, {', '.join(BACKENDS[device])}"
-    elif attention != "auto" and (lacks := unserved_kinds(attention, model.attention_kinds)):
-        yield f"attention = {attention!r} {lacks}; set attention: auto"
-    yield from _label_problems(model, cache, attention)
-
-
-def _label_problems(model: ModelConfig, cache: CacheConfig, attention: Attention) -> Iterator[str]:
-    """Of attention by labels of keys, which are made where keys are stored and go nowhere with pages."""
-    if attention != "double_sparse":
-        if cache.label_channels is not None:
-            yield "cache.label_channels without attention: double_sparse, which alone reads it; leave it out"
-        return
-    if cache.label_channels is None:
-        yield (
-            "attention = 'double_sparse' without cache.label_channels: make the file with python -m replicas.calibrate "
-            f"{model.path} TEXT, and name it"
-        )
-    if cache.host_memory_bytes:
-        yield "attention = 'double_sparse' with cache.host_memory_bytes: pages come back without labels; leave one out"
-    if cache.kv_dtype not in (None, "float32", "bfloat16"):
-        yield f"attention = 'double_sparse' with cache.kv_dtype = {cache.kv_dtype!r}; allowed: float32, bfloat16"
-    if model.mla is not None:
-        yield "attention = 'double_sparse' with latent attention (MLA), which has no keys of heads; set attention: auto"
-
-
-def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
-    """Of products that ranks share by inputs too, with scales: after attention, and at the end of the MLP."""
-    if tp not in model.tp_sizes() and model.implementation == "transformers":
-        yield (
-            f"parallel.tp = {tp}: {model.architecture} runs through Transformers, whose plan for it splits over "
-            f"{model.tp_sizes()} ranks"
-        )
-        return
-    if tp not in model.tp_sizes():
-        yield (
-            f"parallel.tp = {tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "
-            f"and an MLP of {_listed(model.inner_sizes)} evenly; sizes that work for this model: {model.tp_sizes()}"
-        )
-        return
-    shared = (model.attended_size, *model.inner_sizes)
-
-    def served(ranks: int) -> bool:
-        return not any(cut_by(inputs, ranks) for inputs in shared)
-
-    if model.quantization != "none" and not served(tp):
-        yield (
-            f"parallel.tp = {tp} with model.quantization = {model.quantization!r}: {shared[0] // tp} inputs of the "
-            f"product after attention and {_listed(size // tp for size in shared[1:])} of the MLP's last on each rank "
-            f"would cut groups that share a scale ({RULES[model.quantization]}); sizes that work for this model: "
-            f"{[ranks for ranks in model.tp_sizes() if served(ranks)]}"
-        )
-
-
-def _listed(sizes: Iterable[int]) -> str:
-    return " and ".join(map(str, sizes))

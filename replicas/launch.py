@@ -1,7 +1,7 @@
 """Builds an engine: settings, ranks, pools, and its transfer service where it takes part in hand-offs.
 
 Owns:      the order of start-up and of its undoing.
-Never:     decides settings (config.resolve) or sizes (memory/sizing); starts followers itself (engine/ranks.py).
+Never:     decides settings (resolve.py) or sizes (memory/sizing); starts followers itself (engine/ranks.py).
 """
 
 import hashlib
@@ -33,13 +33,13 @@ from replicas.config import (
     SchedulerConfig,
     kv_layout,
     load_extensions,
-    resolve,
 )
 from replicas.disagg.rooms import HandOffTerms
 from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
 from replicas.memory.host import HostKVCache
+from replicas.resolve import resolve
 from replicas.runner.device import measure_hardware
 from replicas.runner.kv_access import RankedCopier
 from replicas.runner.model_files import load_model_config, model_identity
@@ -206,8 +206,8 @@ def _page_home(config: EngineConfig, kv: KvCache, host: HostKVCache | None) -> T
 
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     """Return what all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
-    if config.attention == "double_sparse":
-        raise InvalidConfig("attention = 'double_sparse' with hand-offs: pages arrive without labels; set auto")
+    if config.cache.label_channels is not None:
+        raise InvalidConfig(f"attention = {config.attention!r} with hand-offs: pages arrive without labels; set auto")
     try:
         identity = model_identity(config.model.path, config.model.quantization)
         return PortSpec(layout=kv_layout(config, identity), settings=settings)

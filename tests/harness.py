@@ -10,11 +10,12 @@ import numpy as np
 
 from replicas.cache.host_pages import TierCounters
 from replicas.cache.kv import KvCache
-from replicas.config import CacheConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig, resolve
+from replicas.config import CacheConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from replicas.disagg.rooms import HandOffTerms
 from replicas.engine.engine import Engine, Executor
 from replicas.launch import load_engine
 from replicas.request import Req
+from replicas.resolve import resolve
 from replicas.scheduler import decode
 from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler

@@ -41,7 +41,7 @@ from benchmarks.gpu.random_model import SHAPES, TINY, Shape, start_engine
 from benchmarks.harness import Part, Row, say, timed
 from benchmarks.limits import ModelCost
 from replicas.attention.base import AttentionBackend
-from replicas.attention.registry import missing
+from replicas.attention.choice import missing
 from replicas.engine.loop import EngineLoop
 from replicas.kernels import gpu
 from replicas.runner.model_runner import ModelRunner

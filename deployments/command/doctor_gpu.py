@@ -24,11 +24,12 @@ HEADERS = ("cuda_runtime.h", "cub/cub.cuh", "cuda/std/cstdint", "curand_kernel.h
 PACKAGES = ("flashinfer-python", "flashinfer-jit-cache", "triton")
 TRIAL = """
 import torch
-from replicas.attention.registry import make_attention
+from replicas.attention.base import AttentionSpec
+from replicas.attention.choice import make_attention
 from replicas.memory.pool import MHATokenToKVPool
 pool = MHATokenToKVPool(4, 16, 1, 2, 64, torch.bfloat16, torch.device("cuda", 0))
-shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "num_threads": 1}
-_, choice = make_attention("auto", pool, dtype=torch.bfloat16, **shape)
+spec = AttentionSpec(pool=pool, dtype=torch.bfloat16, num_heads=8, num_kv_heads=2, head_dim=64)
+_, choice = make_attention("auto", spec)
 print(choice.name, choice.why)
 """
 Run = Callable[[list[str], float], str | None]

@@ -17,9 +17,10 @@ from deployments.settings.roles import check_ranks, config_of, roles_of
 from deployments.settings.schema import AppConfig, examine, parse
 from deployments.settings.settings_file import setting_of
 from replicas.checkpoints.checkpoint import weight_files
-from replicas.config import Device, EngineConfig, Hardware, ModelConfig, resolve, settings_problems
+from replicas.config import Device, EngineConfig, Hardware, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.memory import sizing
+from replicas.resolve import resolve, settings_problems
 from replicas.runner.model_files import load_model_config
 from routing.types import Role
 

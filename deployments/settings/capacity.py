@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
-from replicas.config import CPU_MEMORY_CAP, CPU_MEMORY_SHARE, CacheConfig
+from replicas.config import CacheConfig
+from replicas.resolve import CPU_MEMORY_CAP, CPU_MEMORY_SHARE
 from routing.types import Role
 
 AUTO_MOST = 2  # shows routing and failover on a laptop; more only on request

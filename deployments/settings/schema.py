@@ -2,7 +2,7 @@
 
 Owns:      names, defaults and checks of the application's settings. Those of the engine are the dataclasses of
            replicas/config.py themselves, so that the two cannot drift.
-Never:     fills in what depends on the machine (capacity.py, replicas.config.resolve).
+Never:     fills in what depends on the machine (capacity.py, replicas/resolve.py).
 """
 
 import copy

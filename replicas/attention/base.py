@@ -4,13 +4,17 @@ A backend gets the step's shape once (`begin`) and is then called per layer. It 
 attends to itself and to the tokens before it in the same chunk.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from replicas.config import AttentionKind
+from replicas.memory.pool import MHATokenToKVPool
 from replicas.scheduler.plan import PrefixGroup
 
 Lengths = npt.NDArray[np.int32]
@@ -46,6 +50,38 @@ class BatchMeta:
         if bounds is None or seq_lens is None:
             bounds, seq_lens = self.qo_indptr.cpu().numpy(), self.seq_lens.cpu().numpy()
         return bounds, seq_lens
+
+
+class Heads(TypedDict):
+    """The heads of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionSpec:
+    """What a backend is made for: the pool of one rank, its heads, and the kinds of its layers."""
+
+    pool: MHATokenToKVPool
+    dtype: torch.dtype  # of the queries; the pool may have another
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_threads: int = 1  # on a CPU
+    kinds: Sequence[AttentionKind] = ()  # of each layer; none: all are plain
+    graph_rows: int = 0  # of the largest decode step in a CUDA graph
+    sparse_tokens: int = 0  # that a token attends to at most, of double_sparse
+
+    @property
+    def heads(self) -> Heads:
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+
+    @property
+    def latent(self) -> bool:
+        """Whether the pool keeps latent vectors (memory/latent_pool.py), and no K and V of heads."""
+        return self.pool.vectors == 1
 
 
 class AttentionBackend(Protocol):
@@ -111,5 +147,3 @@ class KvPool(Protocol):
     def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [T, K, D] at slots ``loc`` [T]."""
         ...
-
-

@@ -34,7 +34,7 @@ class DoubleSparseAttention(TorchNativeAttention):
         self._num_tokens = num_tokens
 
     def attended(self, layer: int, q: Tensor, slots: Tensor, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
-        assert kind == PLAIN, "registry.py refuses such models"
+        assert kind == PLAIN, "resolve.py refuses such models"
         if len(slots) <= self._num_tokens:
             return super().attended(layer, q, slots, kind, sinks)
         if len(q) == 1:

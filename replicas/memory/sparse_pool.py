@@ -97,7 +97,7 @@ def read_channels(path: Path, model: ModelConfig) -> Tensor:
 
 def rank_channels(config: EngineConfig, rank: int) -> Tensor:
     """Read the channels [L, K, C] of the KV heads of ``rank``. Raises: InvalidConfig, as `read_channels`."""
-    assert config.cache.label_channels is not None, "config.resolve refuses it"
+    assert config.cache.label_channels is not None, "resolve.py refuses it"
     channels, tp = read_channels(Path(config.cache.label_channels), config.model), config.parallel.tp
     num_heads = config.model.num_kv_heads
     first = rank * num_heads // tp

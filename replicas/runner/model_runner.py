@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention.base import AttentionBackend, BatchMeta, HeadTurn, RotatingAttention
-from replicas.attention.registry import make_attention
+from replicas.attention.base import AttentionBackend, AttentionSpec, BatchMeta, HeadTurn, RotatingAttention
+from replicas.attention.choice import make_attention
 from replicas.attention.workspace import num_sms
 from replicas.config import EngineConfig, Products
 from replicas.errors import InvalidConfig
@@ -88,9 +88,8 @@ class ModelRunner:
                 f"({config.cache.mem_fraction_static:g}) or set cache.device_memory_bytes"
             ) from error
         self.table = batches.DeviceTable(self.max_running + 1, config.model.context_len + ROW_SLACK, self.device)
-        self._attention.backend, self.attention_choice = make_attention(
-            config.attention,
-            self.pool,
+        spec = AttentionSpec(
+            pool=self.pool,
             dtype=computes_in(self.device, getattr(torch, config.model.dtype)),
             num_heads=config.model.num_heads // tp.size,
             num_kv_heads=self.pool.num_kv_heads,
@@ -100,6 +99,7 @@ class ModelRunner:
             graph_rows=set_aside.graph_rows(config),
             sparse_tokens=config.cache.sparse_tokens,
         )
+        self._attention.backend, self.attention_choice = make_attention(config.attention, spec)
         self._sampler = Sampler(config.model.vocab_size, self.device)
         # of the step launched last: its tokens [S], or the step itself while it waits for masks; rank 0 only
         self._sampled: Tensor | LateSampling | None = None
@@ -248,7 +248,7 @@ class ModelRunner:
 
     def _label_channels(self) -> Tensor | None:
         """Return the channels [L, K, C] of this rank's heads, for attention by labels; else None."""
-        if self._config.attention != "double_sparse":
+        if self._config.cache.label_channels is None:
             return None
         from replicas.memory.sparse_pool import rank_channels
 

@@ -51,6 +51,10 @@ FLOORS: dict[str, set[str]] = {
     "replicas.attention": {
         "replicas.scheduler.plan", "replicas.kernels", "replicas.memory", "replicas.errors", "replicas.config",
     },
+    "replicas.resolve": {
+        "replicas.attention.registry", "replicas.kernels.weight_formats", "replicas.config", "replicas.errors",
+        "kvtransfer.layout",
+    },
     "replicas.checkpoints": {"replicas.kernels.weight_formats", "replicas.config", "replicas.errors"},
     "replicas.models": {
         "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config", "replicas.hf_config",
@@ -83,7 +87,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.launch": {
         "replicas.engine", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.memory.host",
-        "replicas.text", "replicas.config", "replicas.types", "replicas.errors", "kvtransfer",
+        "replicas.text", "replicas.config", "replicas.resolve", "replicas.types", "replicas.errors", "kvtransfer",
     },
     "replicas.calibrate": {
         "replicas.runner", "replicas.models", "replicas.attention", "replicas.layers.tp_group", "replicas.memory",
@@ -153,6 +157,7 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 # importing any module of these must not load torch, not even through another module
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request",
+    "replicas.resolve", "replicas.attention.registry",
     "replicas.distributions", "replicas.kernels.weight_formats", "replicas.engine.sinks",
     "replicas.engine.stepping", "replicas.text.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.attention import registry
+from replicas.attention.base import AttentionSpec, Heads
+from replicas.attention.choice import make_attention
+from replicas.attention.registry import BACKENDS
 from replicas.attention.torch_native import PLAIN, TorchNativeAttention
-from replicas.config import AttentionChoice, AttentionKind, unserved_kinds
+from replicas.config import AttentionChoice, AttentionKind
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import Step
@@ -94,11 +96,12 @@ def test_layers_of_one_kind_equal_the_oracle(flashinfer_attention: Any, kind: At
 
 def test_layers_of_several_kinds_go_to_the_next_backend_in_words() -> None:
     kinds = (AttentionKind(window=9), PLAIN)
-    assert unserved_kinds("flashinfer", kinds) == "plans a step for layers of one kind, and this model's are of 2"
-    assert unserved_kinds("flashinfer", kinds[:1]) is None
+    flashinfer, triton = BACKENDS["flashinfer"], BACKENDS["triton"]
+    assert flashinfer.lacks(kinds) == "plans a step for layers of one kind, and this model's are of 2"
+    assert flashinfer.lacks(kinds[:1]) is None
     sunk = (AttentionKind(sinks=True), PLAIN)
-    assert unserved_kinds("flashinfer", sunk) == "serves no attention with sinks, which this model has"
-    assert unserved_kinds("triton", kinds) is None
+    assert flashinfer.lacks(sunk) == "serves no attention with sinks, which this model has"
+    assert triton.lacks(kinds) is None
 
 
 FAR_PAGES = 81_920 if DEVICE == "cuda" else 200  # of 64 KiB: 5 GiB, further than 32 bits of bytes and of elements
@@ -158,7 +161,7 @@ def test_an_unsupported_pool_is_named(flashinfer_attention: Any) -> None:
     assert why_not(half, dtype=half, head_dim=80) == "knows heads of 64, 128, 256 dimensions, not 80"
 
 
-SHAPE = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+SHAPE: Heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 
 
 def choose(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, AttentionChoice]:
@@ -170,7 +173,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, AttentionChoice]:
 
 def choose_on(device: torch.device) -> tuple[Any, AttentionChoice]:
     pool = MHATokenToKVPool(2, 4, 1, 2, 64, torch.float16, device)
-    return registry.make_attention("auto", pool, dtype=torch.float16, num_threads=1, **SHAPE)
+    return make_attention("auto", AttentionSpec(pool=pool, dtype=torch.float16, **SHAPE))
 
 
 def failing(text: str) -> Any:
@@ -188,7 +191,7 @@ def test_auto_takes_flashinfer_where_its_trial_step_runs(
     scripts = sysconfig.get_path("scripts")
     elsewhere = os.pathsep.join(place for place in os.environ["PATH"].split(os.pathsep) if place != scripts)
     monkeypatch.setenv("PATH", elsewhere)
-    with caplog.at_level(logging.INFO, logger=registry.__name__):
+    with caplog.at_level(logging.INFO, logger="replicas.attention"):
         backend, choice = choose(monkeypatch)
     assert isinstance(backend, flashinfer_attention.FlashInferAttention)
     assert choice == AttentionChoice(name="flashinfer", why="the fast one of this device")
@@ -248,9 +251,7 @@ def test_a_pool_on_a_cpu_is_refused() -> None:
     pool = MHATokenToKVPool(2, 4, 1, 2, 64, torch.float16, "cpu")
     for name in ("flashinfer", "triton"):
         with pytest.raises(InvalidConfig, match=f"{name} runs on a GPU"):
-            registry.make_attention(
-                name, pool, dtype=torch.float16, num_heads=8, num_kv_heads=2, head_dim=64, num_threads=1
-            )
+            make_attention(name, AttentionSpec(pool=pool, dtype=torch.float16, **SHAPE))
 
 
 @pytest.mark.skipif(not REAL, reason="flashinfer is not installed; its signatures cannot be held against our calls")

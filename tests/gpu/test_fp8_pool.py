@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from kvtransfer.errors import IncompatibleLayout
 from replicas.attention.torch_native import TorchNativeAttention
-from replicas.config import FP8_TENSOR, CacheConfig, Hardware, KvDType, kv_layout, resolve
+from replicas.config import FP8_TENSOR, CacheConfig, Hardware, KvDType, kv_layout
 from replicas.errors import InvalidConfig
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
+from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 from tests.attention_steps import Step
 from tests.gpu import fake_cuda, flashinfer_stand_in

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta
-from replicas.attention.registry import make_attention
+from replicas.attention.base import AttentionSpec, BatchMeta
+from replicas.attention.choice import make_attention
 from replicas.config import DType, Implementation, ModelConfig, Products, ProductSetting, Quantization
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.scaled_pool import kv_pool
@@ -47,9 +47,8 @@ class PagedModel:
             kv_lora_rank=None if config.mla is None else config.mla.kv_lora_rank,
         )  # fmt: skip
         self.pool.buffer.fill_(1e4)
-        backend, _ = make_attention(
-            attention,
-            self.pool,
+        spec = AttentionSpec(
+            pool=self.pool,
             dtype=torch.float32,
             num_heads=config.num_heads // tp.size,
             num_kv_heads=heads,
@@ -57,6 +56,7 @@ class PagedModel:
             kinds=config.attention_kinds,
             num_threads=torch.get_num_threads(),
         )
+        backend, _ = make_attention(attention, spec)
         self.model = model_class(config)(config, tp, backend)
         load_weights(self.model, config, tp, products=products or Products(), progress=lambda done, total: None)
         self.table = torch.zeros(num_rows, page_size * num_pages, dtype=torch.int32)

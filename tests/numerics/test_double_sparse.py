@@ -12,11 +12,12 @@ import torch
 from replicas.attention.double_sparse import DoubleSparseAttention, attend_to, choose
 from replicas.attention.torch_native import PLAIN, TorchNativeAttention, attend
 from replicas.calibrate import ChannelWeights, main, prompt_meta
-from replicas.config import CacheConfig, Hardware, ModelConfig, SchedulerConfig, resolve
+from replicas.config import CacheConfig, Hardware, ModelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import load_engine, port_spec
 from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool, read_channels
+from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 from tests.attention_steps import make_step
 from tests.embedded import MODEL

@@ -15,11 +15,11 @@ from replicas.config import (
     ProductSetting,
     Quantization,
     SchedulerConfig,
-    resolve,
 )
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import load_engine
+from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL

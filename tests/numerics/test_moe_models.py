@@ -13,20 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replicas.config import (
-    CacheConfig,
-    Hardware,
-    MoEConfig,
-    ParallelConfig,
-    Products,
-    Quantization,
-    SchedulerConfig,
-    resolve,
-)
+from replicas.config import CacheConfig, Hardware, MoEConfig, ParallelConfig, Products, Quantization, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import load_engine
 from replicas.memory import sizing
+from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 from replicas.runner.product_choice import choose_products
 from replicas.runner.weights import weight_bytes

@@ -11,10 +11,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.http.service import read_face
 from deployments.settings.schema import ModelSettings
-from replicas.config import Hardware, Implementation, RopeConfig, kv_layout, resolve
+from replicas.config import Hardware, Implementation, RopeConfig, kv_layout
 from replicas.errors import InvalidConfig
 from replicas.hf_config import model_config_from_hf
 from replicas.layers.rope_scaling import frequencies
+from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model

@@ -9,17 +9,10 @@ import pytest
 
 from kvtransfer.stores.items import NO_SECRET, page_chain
 from replicas import launch
-from replicas.config import (
-    CacheConfig,
-    EngineConfig,
-    Hardware,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    resolve,
-)
+from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.ranks import host_tier
 from replicas.errors import InvalidConfig
+from replicas.resolve import resolve
 from tests.harness import model_config
 
 CPU = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from replicas.attention.base import AttentionSpec
+from replicas.attention.choice import make_attention
 from replicas.attention.cpu import CpuAttention
-from replicas.attention.registry import make_attention
 from replicas.attention.torch_native import PLAIN, TorchNativeAttention
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
@@ -269,7 +270,8 @@ def test_auto_takes_the_reference_where_the_kernels_cannot_serve(
     pool = kv_pool(
         kv_dtype, num_pages=2, page_size=4, num_layers=1, num_kv_heads=1, head_dim=head_dim, device="cpu"
     )
-    made, _ = make_attention("auto", pool, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim, num_threads=1)
+    spec = AttentionSpec(pool=pool, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim)
+    made, _ = make_attention("auto", spec)
     assert isinstance(made, CpuAttention if served else TorchNativeAttention)
 
 

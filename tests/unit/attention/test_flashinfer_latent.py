@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.attention.registry import NO_LATENT, make_attention
+from replicas.attention.base import AttentionSpec
+from replicas.attention.choice import make_attention
+from replicas.attention.registry import NO_LATENT
 from replicas.attention.torch_native import TorchNativeAttention
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
@@ -89,7 +91,8 @@ def test_vectors_that_its_kernels_do_not_know_are_refused() -> None:
 
 def test_triton_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pool: Any = step().pool
-    monkeypatch.setattr("replicas.attention.registry.missing", lambda package: None)
+    monkeypatch.setattr("replicas.attention.choice.missing", lambda package: None)
     monkeypatch.setattr(pool, "device", torch.device("meta"))
+    spec = AttentionSpec(pool=pool, dtype=torch.bfloat16, num_heads=4, num_kv_heads=1, head_dim=576)
     with pytest.raises(InvalidConfig, match=NO_LATENT):
-        make_attention("triton", pool, dtype=torch.bfloat16, num_heads=4, num_kv_heads=1, head_dim=576, num_threads=1)
+        make_attention("triton", spec)

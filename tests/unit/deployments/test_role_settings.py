@@ -22,8 +22,9 @@ from deployments.settings.places import ROOT
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import parse
 from kvtransfer.types import TransferSettings, Verify
-from replicas.config import CacheConfig, SchedulerConfig, settings_problems
+from replicas.config import CacheConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
+from replicas.resolve import settings_problems
 from routing.types import Role
 from tests.embedded import MODEL
 

@@ -3,10 +3,11 @@ import logging
 import pytest
 import torch
 
-from replicas.config import CacheConfig, Hardware, ParallelConfig, resolve
+from replicas.config import CacheConfig, Hardware, ParallelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
+from replicas.resolve import resolve
 from replicas.runner.model_runner import ModelRunner
 from replicas.types import PoolStats, PressureLevel
 from tests.harness import model_config

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.config import CacheConfig, EngineConfig, Hardware, KvDType, ModelConfig, Products, resolve
+from replicas.config import CacheConfig, EngineConfig, Hardware, KvDType, ModelConfig, Products
 from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
+from replicas.resolve import resolve
 from replicas.runner import product_choice
 from replicas.runner.model_files import load_model_config
 from replicas.runner.product_choice import BLAS_ROWS, Rates, Shape, choose_products, faster, product_shapes

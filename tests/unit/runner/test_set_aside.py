@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from replicas.attention.workspace import attention_bytes, workspace_bytes
-from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
+from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig
+from replicas.resolve import resolve
 from replicas.runner import set_aside
 
 LLAMA_70B = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128}

@@ -1,0 +1,140 @@
+"""Chooses the attention backend from those that are installed and run here, and says why.
+
+Invariant: on a GPU, the backend that `auto` takes has run a step: none is chosen only because another failed.
+"""
+
+import importlib
+import logging
+
+import numpy as np
+import torch
+
+from replicas.attention.base import AttentionBackend, AttentionSpec, BatchMeta
+from replicas.attention.registry import BACKENDS, NO_LATENT, Backend
+from replicas.config import AttentionChoice, Device
+from replicas.errors import EngineDead, InvalidConfig
+from replicas.scheduler.plan import PrefixGroup
+
+log = logging.getLogger(__name__)
+
+PLACES: dict[Device, str] = {"cpu": "a CPU", "cuda": "a GPU"}
+
+
+def make_attention(name: str, spec: AttentionSpec) -> tuple[AttentionBackend, AttentionChoice]:
+    """Make the backend called ``name``; ``auto`` takes the first of the device's `BACKENDS` that serves ``spec``, on a
+    GPU the first that has run a trial step.
+
+    Raises: InvalidConfig for a backend asked for by name that cannot serve here; EngineDead when the GPU has failed, or
+            no backend serves.
+    """
+    if name == "auto":
+        backend, choice = _first_that_serves(spec)
+    else:
+        entry = BACKENDS.get(name)
+        if entry is None:
+            raise InvalidConfig(f"attention: {name} is unknown; set attention: auto, or one of {', '.join(BACKENDS)}")
+        reason = why_not(name, entry, spec)
+        if reason is not None:
+            raise InvalidConfig(f"attention: {name} {reason}; set attention: auto")
+        backend = entry.make(spec)
+        choice = AttentionChoice(name=name, why="as the settings say")
+    log.info("attention: %s, %s", choice.name, choice.why)
+    return backend, choice
+
+
+def _first_that_serves(spec: AttentionSpec) -> tuple[AttentionBackend, AttentionChoice]:
+    """Make the first backend of the device that serves ``spec``. Raises: EngineDead."""
+    device, failed = _device(spec), list[str]()
+    for name, entry in BACKENDS.items():
+        if device not in entry.devices or not entry.automatic:
+            continue
+        reason = why_not(name, entry, spec)
+        if reason is None and device == "cpu":
+            why = f"slow: {'; '.join(failed)}" if failed else "the fast one of this device"
+            return entry.make(spec), AttentionChoice(name=name, why=why)
+        if reason is None:
+            try:
+                backend = entry.make(spec)
+                try_out(backend, spec)
+            except Exception as error:  # noqa: BLE001 - of a library that may fail in any way; nothing has run before it
+                _require_device(spec.pool.device, name, error)
+                reason = f"failed in a trial step: {type(error).__name__}: {error}"
+                log.warning("attention: %s %s", name, reason)
+            else:
+                why = f"since {'; '.join(failed)}" if failed else "the fast one of this device"
+                return backend, AttentionChoice(name=name, why=why)
+        failed.append(f"{name} {reason}")
+    raise EngineDead(f"no attention backend runs on {spec.pool.device}: {'; '.join(failed)}")
+
+
+def why_not(name: str, backend: Backend, spec: AttentionSpec) -> str | None:
+    """Say what keeps ``backend`` from serving ``spec`` here, in words that follow its name; None: nothing."""
+    device = _device(spec)
+    if device not in backend.devices:
+        places = " or ".join(PLACES[each] for each in backend.devices)
+        return f"runs on {places}, and the KV pool is on {PLACES[device]}"
+    if (lacks := backend.lacks(spec.kinds)) is not None:
+        return lacks
+    for package in backend.packages:
+        if (reason := missing(package)) is not None:
+            return reason if package == name else f"needs {package}, which {reason}"
+    if spec.latent and not backend.latent:
+        return NO_LATENT
+    return backend.why_not(spec)
+
+
+def _device(spec: AttentionSpec) -> Device:
+    return "cpu" if spec.pool.device.type == "cpu" else "cuda"
+
+
+def _require_device(device: torch.device, name: str, error: Exception) -> None:
+    """Check the device. Raises: EngineDead if it has failed: nothing on it recovers in this process."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as sticky:
+        log.error("attention: %s has broken %s: %s", name, device, sticky)
+        raise EngineDead(
+            f"a trial step of attention: {name} has broken {device} for this process: {type(error).__name__}: {error}. "
+            "If it happens again, set attention to another backend"
+        ) from error
+
+
+def try_out(backend: AttentionBackend, spec: AttentionSpec) -> None:
+    """Run one layer of a mixed step with a prefix group on the dummy page, and wait for it.
+
+    Raises: whatever the backend's libraries do.
+    """
+    page_size, device = spec.pool.page_size, spec.pool.device
+    bounds, prefix = np.array([0, 2, 3, 4], np.int32), np.array([0, page_size, page_size], np.int32)
+    seq_lens = prefix + np.diff(bounds)
+    batch = BatchMeta(
+        is_decode=False,
+        qo_indptr=torch.from_numpy(bounds).to(device),
+        rows=torch.zeros(3, dtype=torch.int32, device=device),
+        prefix_lens=torch.from_numpy(prefix).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        positions=torch.tensor([0, 1, page_size, page_size], device=device),
+        out_slots=torch.zeros(4, dtype=torch.int64, device=device),
+        table=torch.zeros(1, page_size + 2, dtype=torch.int32, device=device),
+        max_seq_len=page_size + 1,
+        num_tokens=4,
+        num_decode=2,
+        prefix_groups=(PrefixGroup(members=np.array([1, 2], np.int32), length=page_size),),
+        host_qo_indptr=bounds,
+        host_seq_lens=seq_lens,
+    )
+    sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+    heads = torch.zeros(4, sum(sizes), spec.head_dim, dtype=spec.dtype, device=device)
+    backend.begin(batch)
+    sunk = heads.new_zeros(spec.num_heads) if spec.kinds and spec.kinds[0].sinks else None
+    q, k, v = torch.split(heads, sizes, dim=1)
+    backend.forward(0, q, k, v, sunk).cpu()
+
+
+def missing(package: str) -> str | None:
+    """Say why ``package`` cannot be imported, in words that follow its name."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:  # a missing dependency or library of its own counts too
+        return f"cannot be imported ({error})"
+    return None
