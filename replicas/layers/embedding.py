@@ -23,6 +23,7 @@ from replicas.kernels.panels import PLAIN, Packs, Rows, make
 from replicas.kernels.weight_formats import WeightFormat, table_format
 from replicas.layers.layer import Layer, Piece, Put, computes_in, loaded
 from replicas.layers.linear import Matmul
+from replicas.layers.rope_scaling import frequencies
 from replicas.layers.tp_group import TpGroup
 
 
@@ -185,13 +186,8 @@ class RotaryEmbedding:
         self, head_dim: int, rope: RopeConfig, *, context_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """``context_len``: longest prompt and output that the engine serves; some scalings follow it."""
-        self._factor = 1.0  # of cosines and sines: attention's temperature in a scaled context
-        if rope.kind == "default":
-            inv_freq = plain_frequencies(rope.theta, head_dim)
-        else:
-            from replicas.layers.rope_scaling import frequencies
-
-            inv_freq, self._factor = frequencies(rope, head_dim, context_len)
+        # of cosines and sines: attention's temperature in a scaled context
+        inv_freq, self._factor = frequencies(rope, head_dim, context_len)
         self._inv_freq = inv_freq.to(device)  # [D / 2]
         self._dtype = dtype
 
@@ -205,8 +201,3 @@ class RotaryEmbedding:
             torch.cat((cos, cos), dim=-1).to(self._dtype).unsqueeze(1),
             torch.cat((-sin, sin), dim=-1).to(self._dtype).unsqueeze(1),
         )
-
-
-def plain_frequencies(theta: float, head_dim: int) -> Tensor:
-    """Return the angles [D / 2] fp32 by which a position turns each pair of a head's dimensions."""
-    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)

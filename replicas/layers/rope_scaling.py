@@ -1,6 +1,6 @@
-"""Frequencies of the rotary position embedding in contexts longer than those that a model was first trained on.
+"""Frequencies of the rotary position embedding, in contexts longer than those that a model was first trained on too.
 
-Owns:      the scalings that Hugging Face calls linear, llama3, yarn, dynamic and longrope.
+Owns:      the plain ones, and the scalings that Hugging Face calls linear, llama3, yarn, dynamic and longrope.
 Invariant: an engine has one set of frequencies, made when it starts for the context that it serves. Where others make
            them by the longest text of a batch (dynamic, longrope), K of a prefix would depend on what came after it,
            and a cached page would be wrong for the next request. ``RopeConfig.fitted_len`` tells such sets apart.
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from replicas.config import RopeConfig
-from replicas.layers.embedding import plain_frequencies
 
 
 def frequencies(rope: RopeConfig, head_dim: int, context_len: int) -> tuple[Tensor, float]:
@@ -28,7 +27,9 @@ def frequencies(rope: RopeConfig, head_dim: int, context_len: int) -> tuple[Tens
     Raises: ValueError for an unknown kind, or factors of another number than half the head's dimensions.
     """
     scaling = rope.scaling
-    plain = plain_frequencies(rope.theta, head_dim)
+    plain = _plain(rope.theta, head_dim)
+    if rope.kind == "default":
+        return plain, 1.0
     if rope.kind == "linear":
         return plain / scaling["factor"], 1.0
     if rope.kind == "llama3":
@@ -38,17 +39,22 @@ def frequencies(rope: RopeConfig, head_dim: int, context_len: int) -> tuple[Tens
     if rope.kind == "dynamic":
         factor, longest = scaling["factor"], rope.fitted_len(context_len)
         stretch = factor * longest / scaling["original_max_position_embeddings"] - (factor - 1)
-        return plain_frequencies(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim), 1.0
+        return _plain(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim), 1.0
     if rope.kind == "longrope":
         factors = rope.long_factor if rope.fitted_len(context_len) else rope.short_factor
         if len(factors) != head_dim // 2:
             raise ValueError(f"longrope has {len(factors)} factors for heads of {head_dim}; wanted {head_dim // 2}")
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents), _longrope_attention(rope)
-    raise ValueError(f"rope kind {rope.kind!r} is not known; wanted linear, llama3, yarn, dynamic or longrope")
+    raise ValueError(f"rope kind {rope.kind!r} is not known; wanted default, linear, llama3, yarn, dynamic or longrope")
 
 
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+def _plain(theta: float, head_dim: int) -> Tensor:
+    """Return the angles [D / 2] fp32 by which a position turns each pair of a head's dimensions."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+
+
+def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's temperature for a context ``factor`` times the original."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -83,8 +89,8 @@ def _yarn(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     mixed = (1.0 / (factor * wavelengths)) * (1.0 - keep) + (1.0 / wavelengths) * keep
     attention, mscale, all_dim = (scaling.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if attention is None and mscale and all_dim:
-        attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-    return mixed, yarn_mscale(factor) if attention is None else attention
+        attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
+    return mixed, _yarn_mscale(factor) if attention is None else attention
 
 
 def _longrope_attention(rope: RopeConfig) -> float:

@@ -26,18 +26,19 @@ from replicas.layers.layer import Layer, computes_in
 from replicas.layers.linear import ColumnParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
 from replicas.layers.tp_group import TpGroup
-from replicas.models.llama import Llama
+from replicas.models.llama import BlockAttention, Llama
 from replicas.models.moe import MoEBlock
 
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
 
 
-class LatentAttention(Layer):
-    """The attention of block ``index``. This rank holds H heads; what is made before them lies on every rank."""
+class LatentAttention(BlockAttention):
+    """Latent attention. This rank holds H heads; what is made before them lies on every rank."""
 
     def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
         assert config.mla is not None, f"{config.architecture} has latent attention"
-        self._index, self._backend, self._mla = index, backend, config.mla
+        super().__init__(config, index, tp, backend)
+        self._mla = config.mla
         self._num_heads = config.num_heads // tp.size
         whole, has_low_rank = TpGroup(device=tp.device), config.mla.q_lora_rank is not None
         down = ("q_a_proj", "kv_a_proj_with_mqa") if has_low_rank else ("kv_a_proj_with_mqa",)

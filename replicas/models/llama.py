@@ -23,15 +23,25 @@ from replicas.layers.tp_group import TpGroup
 
 if TYPE_CHECKING:
     from replicas.layers.moe import MoE
-    from replicas.models.deepseek import LatentAttention
 
 
-class LlamaAttention(Layer):
-    """The attention of block ``index``. This rank holds H query heads and K KV heads of D dimensions."""
+class BlockAttention(Layer):
+    """The attention of block ``index``, on this rank; what a family makes of it is in a subclass."""
 
     def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
         self._index = index
         self._backend = backend
+
+    def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Run the attention on [T, hidden]."""
+        raise NotImplementedError
+
+
+class LlamaAttention(BlockAttention):
+    """Attention with grouped queries. This rank holds H query heads and K KV heads of D dimensions."""
+
+    def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
+        super().__init__(config, index, tp, backend)
         self.qkv = QKVParallelLinear(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -75,7 +85,7 @@ def _weights(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[Tensor, Tensor, flo
 class LlamaBlock(Layer):
     """One block: attention, and an MLP or experts. Each stands behind a norm, and is added to the residual stream."""
 
-    attention: "type[LlamaAttention | LatentAttention]" = LlamaAttention
+    attention: type[BlockAttention] = LlamaAttention
 
     def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
         self.input_norm = RMSNorm(config.rms_norm_eps)

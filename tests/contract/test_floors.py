@@ -163,6 +163,23 @@ HOST = (
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip
 
+# the modules that import others of ours in functions, and why
+LATE: dict[str, str] = {
+    "deployments.__main__": "a command loads what it runs: `manta settings` needs no Ray",
+    "deployments.settings.places": "only the path of a GGUF file needs Transformers and gguf",
+    "replicas.attention.registry": "a backend's libraries may be missing, and settings are checked without torch",
+    "replicas.checkpoints.checkpoint": "only a GGUF file needs gguf",
+    "replicas.checkpoints.gguf_file": "the file's header is read without torch",
+    "replicas.kernels.gpu": "Triton may be missing",
+    "replicas.kernels.experts.on_gpu": "Triton may be missing",
+    "replicas.layers.moe": "Triton may be missing",
+    "replicas.models.registry": "a family of our own needs no Transformers",
+    "replicas.runner.model_files": "only a model that Transformers runs needs its outline",
+    "replicas.runner.model_runner": "only attention: double_sparse has a pool with labels",
+    "replicas.memory.scaled_pool": "only latent attention has a latent pool",
+    "replicas.replay.__main__": "`show` needs none of the engine's seconds of imports",
+}
+
 
 def under(name: str, roots: set[str]) -> bool:
     return any(name == root or name.startswith(root + ".") for root in roots)
@@ -245,6 +262,54 @@ def test_floors_have_no_cycle() -> None:
 
     for floor in FLOORS:
         visit(floor, ())
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The modules of each circle of imports, found by Tarjan's strongly connected components."""
+    found: list[list[str]] = []
+    order, low, stack = dict[str, int](), dict[str, int](), list[str]()
+
+    def visit(unit: str) -> None:
+        order[unit] = low[unit] = len(order)
+        stack.append(unit)
+        for below in graph[unit]:
+            if below not in order:
+                visit(below)
+            if below in stack:
+                low[unit] = min(low[unit], low[below])
+        if low[unit] == order[unit]:
+            at = stack.index(unit)
+            circle = stack[at:]
+            del stack[at:]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for unit in graph:
+        if unit not in order:
+            visit(unit)
+    return found
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == [["a", "b", "c"]]
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports in functions and under TYPE_CHECKING count: they hide a circle, and do not cut it."""
+    graph = {unit: set(imports(path.read_text())) & UNITS.keys() - {unit} for unit, path in UNITS.items()}
+    assert circles(graph) == []
+
+
+def late_imports(source: str) -> set[str]:
+    """Modules of ours that ``source`` imports in functions."""
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    found = {name for each in functions for name in imports(ast.unparse(each))}
+    return {name for name in found if name.split(".")[0] in OURS}
+
+
+def test_imports_in_functions_have_a_reason() -> None:
+    late = {unit for unit, path in UNITS.items() if late_imports(path.read_text())}
+    assert late == LATE.keys()
 
 
 def test_host_code_loads_neither_torch_nor_ray() -> None:
