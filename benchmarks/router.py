@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_
 from benchmarks.sim_replica import SimPool, Speed
 from benchmarks.sim_routers import SOONEST, Apart, Limits
 from kvtransfer.pages import PageKey
-from replicas.config import QueuePolicy
+from replicas.scheduler.orders import ORDERS
 from routing.policies import POLICIES
 from routing.router import Router
 from routing.types import Ending, IndexEvent, ReplicaView, RouteOutcome, RouteQuery
@@ -287,7 +287,7 @@ def _options(parse: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=positive)
     add("--copies", 1, "groups of users that do the same, a little later each")
-    add("--queue", "fcfs", "order of a replica's queue, a scheduler.policy", choices=get_args(QueuePolicy))
+    add("--queue", "fcfs", "order of a replica's queue, a scheduler.policy", choices=ORDERS)
     add("--ageing", 5.0, "s after which a waiting request goes first, whatever the order", type=_number(0))
     add("--think", 10.0, "s between an answer and the next turn")
     add("--jitter", 0.0, "requests come later at random, by this many s at most", type=_number(0))

@@ -25,8 +25,7 @@ import numpy as np
 
 from benchmarks.sim_load import Events, SimRequest
 from kvtransfer.pages import PageKey, page_keys
-from replicas.scheduler.orders import QueueEntry, sort_keys
-from replicas.scheduler.queues import LOOK_UP
+from replicas.scheduler.orders import ORDERS, QueueEntry, sort_keys
 from routing.types import IndexEvent, KeysRemoved, KeysStored, ReplicaView
 
 
@@ -345,20 +344,20 @@ class SimReplica:
     def _next(self) -> SimJob:
         """Return the waiting job that is tried next, as replicas/scheduler/queues.py orders them."""
         speed, first = self._speed, self._waiting[0]
-        now_s, looks = self._events.now_s, speed.queue in LOOK_UP
-        if speed.queue == "fcfs" or now_s - first.came_s >= speed.ageing_s:
+        now_s, order = self._events.now_s, ORDERS[speed.queue]
+        looks = order.reads_prefix
+        if order.keys is None or now_s - first.came_s >= speed.ageing_s:
             return first
         if looks and len(self._waiting) > speed.lpm_max_queue:
             return first
         found = [self.pool.match_len(job.reusable(self._page_size)) if looks else 0 for job in self._waiting]
-        if speed.queue == "lpm":
-            return self._waiting[max(range(len(found)), key=lambda at: (found[at], -at))]
         waiting = [
             QueueEntry(
                 waited_s=now_s - job.came_s,
                 output_len=job.request.output_len,
                 routing_key=job.routing_key,
                 uncached_len=job.request.input_len - matched * self._page_size,
+                cached_len=matched * self._page_size,
                 path=job.keys[:matched],
             )
             for job, matched in zip(self._waiting, found, strict=True)

@@ -6,10 +6,11 @@ Never: checks them, or fills gaps (replicas/resolve.py); `replicas/hf_config.py`
 
 import functools
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvtransfer.layout import MHA, MLA, KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
@@ -22,16 +23,46 @@ Quantization = Literal["none", "int8", "int4"]
 Implementation = Literal["auto", "manta", "transformers"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8", "fp8_e5m2"]
 ProductSetting = Literal["auto", "own", "blas"]
-Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native", "double_sparse"]
-QueuePolicy = Literal["lpm", "dfs-weight", "hrrn", "fcfs", "lof", "random", "routing-key"]
-HostEviction = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru", "arc"]
-WritePolicyName = Literal["write_through", "write_through_selective", "write_back", "adaptive"]
-PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout", "expected"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1, "fp8_e5m2": 1}  # of a number, beside its scale
 # what 8-bit floats are on a GPU: in each layer one scale for all K and one for all V, as FlashInfer takes them
 FP8_TENSOR, E5M2_TENSOR = "fp8_tensor", "fp8_e5m2_tensor"
 OF_A_TENSOR: Mapping[str, str] = {"fp8": FP8_TENSOR, "fp8_e5m2": E5M2_TENSOR}
+
+
+@dataclass(frozen=True, slots=True)
+class NamesOf:
+    """The values of a setting: the names of some tables, as "module:table", as they stand when the setting is checked.
+    So what another package has added to a table is a value too. Only a check imports the tables.
+    """
+
+    tables: tuple[str, ...]
+    also: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> list[str]:
+        tables = (place.partition(":") for place in self.tables)
+        return [*self.also, *(name for module, _, table in tables for name in getattr(import_module(module), table))]
+
+    def check(self, value: Any) -> Any:
+        """Return ``value``. Raises: ValueError, with all names, if it is none of them."""
+        names = self.allowed
+        if value not in names:
+            raise ValueError(f"must be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}, not {value!r:.60}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """Check a value where pydantic reads the settings."""
+        function = {"type": "no-info", "function": self.check}
+        return {"type": "function-before", "function": function, "schema": handler(source)}
+
+
+Attention = Annotated[str, NamesOf(("replicas.attention.registry:BACKENDS",), also=("auto",))]
+Eviction = Annotated[str, NamesOf(("replicas.cache.evict:POLICIES",))]
+HostEviction = Annotated[str, NamesOf(("replicas.cache.evict:POLICIES", "replicas.cache.arc:HOST_QUEUES"))]
+WritePolicyName = Annotated[str, NamesOf(("replicas.cache.write_policy:RULES",))]
+PrefetchPolicy = Annotated[str, NamesOf(("replicas.cache.store_tier:PREFETCH",))]
+QueuePolicy = Annotated[str, NamesOf(("replicas.scheduler.orders:ORDERS",))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +286,7 @@ class CacheConfig:
     page_size: int = 16  # tokens in a KV page, the unit of allocation and of reuse
     prefix_cache: Literal["radix", "chunk"] = "radix"  # radix: requests reuse cached prefixes; chunk: they do not
     # which unused pages are evicted first
-    eviction: Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru"] = "lru"
+    eviction: Eviction = "lru"
     mem_fraction_static: float = 0.9  # share of device memory for weights and KV; of engines on one GPU below 1 in all
     # the device memory of one replica; by default all of its GPUs, on a CPU 15 % of free RAM, at most 3 GiB
     device_memory_bytes: int | None = None

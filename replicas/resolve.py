@@ -6,7 +6,7 @@ Never: reads files or devices; replicas/runner/model_files.py reads the model's 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import get_args
+from typing import get_args, get_type_hints
 
 from kvtransfer.layout import scale_bytes
 from replicas.attention.registry import BACKENDS
@@ -20,6 +20,7 @@ from replicas.config import (
     EngineConfig,
     Hardware,
     ModelConfig,
+    NamesOf,
     ParallelConfig,
     Quantization,
     SchedulerConfig,
@@ -96,6 +97,11 @@ def resolve(
 
 def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:
     """List a sentence for each setting that is impossible on any model and machine."""
+    for group, settings in (("cache", cache), ("scheduler", scheduler)):
+        for name, hint in get_type_hints(type(settings), include_extras=True).items():
+            names = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, NamesOf)), None)
+            if names is not None and (value := getattr(settings, name)) not in names.allowed:
+                yield f"{group}.{name} = {value!r} is unknown; allowed: {', '.join(names.allowed)}"
     if not 1 <= cache.page_size <= 1024:
         yield f"cache.page_size = {cache.page_size}; allowed: 1 to 1024 tokens"
     if cache.kv_dtype is not None and cache.kv_dtype not in KV_DTYPE_BYTES:

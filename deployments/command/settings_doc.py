@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from deployments.settings.groups import AutoscalingSettings, NameIn, Settings
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import BYTES
+from replicas.config import NamesOf
 
 WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", SecretStr: "text"}
 _FIELD = re.compile(r"^    (\w+): ")
@@ -75,7 +76,7 @@ def _group(hint: Any) -> type[Any] | None:
 
 def _values(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Annotated:
-        named = next((each for each in hint.__metadata__ if isinstance(each, NameIn)), None)
+        named = next((each for each in hint.__metadata__ if isinstance(each, NameIn | NamesOf)), None)
         return _values(hint.__origin__) if named is None else ", ".join(f"`{each}`" for each in named.allowed)
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in typing.get_args(hint))

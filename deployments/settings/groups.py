@@ -198,7 +198,8 @@ def _check_gpus(gpus: float | None) -> float | None:
 
 
 # any of cache's settings, each checked by itself
-_SomeOfCache = with_config(_GROUP)(TypedDict("_SomeOfCache", get_type_hints(CacheConfig), total=False))  # type: ignore[operator]
+_CACHE_HINTS = get_type_hints(CacheConfig, include_extras=True)
+_SomeOfCache = with_config(_GROUP)(TypedDict("_SomeOfCache", _CACHE_HINTS, total=False))  # type: ignore[operator]
 
 
 class RoleSettings(Settings):

@@ -12,9 +12,10 @@ Source:    Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache"
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from kvtransfer.pages import PageKey
-from replicas.cache.evict import EvictionQueue
+from replicas.cache.evict import EvictionQueue, TierQueue
 from replicas.cache.node import TreeNode
 from replicas.cache.write_policy import LAST, ReuseGaps, WritePolicy
 
@@ -140,9 +141,25 @@ class ArcQueue:
         return self._hot if node.hit_count else self._cold
 
 
-def host_queue(
-    policy: str, num_pages: int, *, write: WritePolicy, clock: Callable[[], float]
-) -> EvictionQueue | ArcQueue:
+class MakeHostQueue(Protocol):
+    """Makes the queue of a host tier; `ArcQueue` is one."""
+
+    def __call__(
+        self,
+        num_pages: int,
+        *,
+        gaps: ReuseGaps,
+        clock: Callable[[], float],
+        can_go: Callable[[TreeNode], bool],
+        spare: Callable[[TreeNode], bool],
+    ) -> TierQueue: ...
+
+
+# the values of ``cache.host_eviction`` beside evict.py's POLICIES
+HOST_QUEUES: dict[str, MakeHostQueue] = {"arc": ArcQueue}
+
+
+def host_queue(policy: str, num_pages: int, *, write: WritePolicy, clock: Callable[[], float]) -> TierQueue:
     """Make the queue of a host tier of ``num_pages`` pages. Copies of what the device has go first, if ``write`` makes
     them again when the device evicts it: then the two tiers hold most between them."""
 
@@ -150,8 +167,8 @@ def host_queue(
         return node.host_evictable
 
     def spare(node: TreeNode) -> bool:
-        return node.on_device and write.at_eviction
+        return node.on_device and write.rule.at_eviction
 
-    if policy == "arc":
-        return ArcQueue(num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare)
+    if policy in HOST_QUEUES:
+        return HOST_QUEUES[policy](num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare)
     return EvictionQueue(policy, can_go=can_go, spare=spare)

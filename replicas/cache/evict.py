@@ -1,5 +1,8 @@
 """Eviction order of one tier: which node that can go goes next, without a look at the tree.
 
+To add a policy, give `POLICIES` a function from a node to its rank: it is then a value of ``cache.eviction`` and
+``cache.host_eviction``. One that keeps books of its own, for the host tier alone, is an entry of arc.py's HOST_QUEUES.
+
 Owns:      a heap of (rank, node), and for each node the rank of its live entry. Entries are not touched when a node is
            used, locked or extended: an entry that is no longer true is found when it is popped, and then dropped or
            filed again.
@@ -11,6 +14,7 @@ Thread:    scheduler thread only.
 
 import heapq
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from replicas.cache.node import TreeNode
 
@@ -42,6 +46,20 @@ POLICIES: dict[str, Callable[[TreeNode], Rank]] = {
     "slru": lambda node: (int(node.hit_count >= PROTECTED_HITS), node.last_access),
     "tlru": _tail_rank,
 }
+
+
+class TierQueue(Protocol):
+    """What a tier asks of its eviction order; `EvictionQueue` says what each method is for."""
+
+    def add(self, node: TreeNode) -> None: ...
+    def refile(self, node: TreeNode) -> None: ...
+    def entered(self, node: TreeNode) -> None: ...
+    def warms(self, node: TreeNode) -> None: ...
+    def left(self, node: TreeNode) -> None: ...
+    def peek(self) -> TreeNode | None: ...
+    def pop(self) -> TreeNode | None: ...
+    def clear(self) -> None: ...
+    def check(self, tier: Iterable[TreeNode]) -> None: ...
 
 
 class EvictionQueue:

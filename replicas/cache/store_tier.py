@@ -17,7 +17,7 @@ import collections
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,6 +37,45 @@ SMOOTHING = 0.1  # weight of the newest prompt in the share of prompts that the 
 MAX_LEFT = 64  # cancelled fetches still queued on the store's thread: a store that is so far behind is not asked
 MAX_UNWRITTEN = 4096  # nodes that are still to be written; beyond it the oldest are not
 MAX_PUT_PAGES = 512  # pages that wait to be written; further nodes are written when they have been
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What is known of a request that waits for the store; tokens, seconds, and s per token. Times are the clock's."""
+
+    asked_s: float  # when the store was asked
+    reading_s: float | None  # when the first page was asked for; None: the store has not said what it has
+    prompt_len: int
+    uncached_len: int  # without what the tiers above have
+    found_len: int  # that the store has
+    left_len: int  # of those, tokens that have not come
+    compute_s: float  # for a token, by the engine's steps; 0 until measured
+    read_s: float  # for a token, from the store; 0 until measured
+    hit_share: float  # of the prompts, as far back as is remembered, that the store had something of
+
+
+def _timeout(wait: Wait) -> float:
+    return wait.asked_s + min(30.0, 2.0 + 0.1 * wait.prompt_len / 1024)
+
+
+def _expected(wait: Wait) -> float:
+    """Wait while that is expected to be quicker than computing."""
+    if not wait.compute_s:
+        return wait.asked_s + UNMEASURED_S
+    if wait.reading_s is None:
+        return wait.asked_s + wait.uncached_len * wait.compute_s * max(LOOK_SHARE, wait.hit_share)
+    if wait.left_len * wait.read_s > wait.left_len * wait.compute_s:
+        return float("-inf")
+    return wait.reading_s + wait.found_len * wait.compute_s
+
+
+# the values of ``cache.prefetch``: when a request gives up waiting for the store, by the tier's clock
+PREFETCH: dict[str, Callable[[Wait], float]] = {
+    "best_effort": lambda wait: float("-inf"),
+    "wait_complete": lambda wait: float("inf"),
+    "timeout": _timeout,
+    "expected": _expected,
+}
 
 
 class StoreTier:
@@ -220,23 +259,20 @@ class StoreTier:
     def _wait_until_s(self, fetch: Fetch) -> float:
         """When a request gives up waiting for ``fetch``."""
         ps = self._tiers.page_size
-        uncached = len(fetch.token_ids) - fetch.first * ps
-        if self._policy == "best_effort":
-            return float("-inf")
-        if self._policy == "wait_complete":
-            return float("inf")
-        if self._policy == "timeout":
-            return fetch.asked_s + min(30.0, 2.0 + 0.1 * len(fetch.token_ids) / 1024)
-        compute_s = self._tiers.compute_s_per_token
-        if not compute_s:
-            return fetch.asked_s + UNMEASURED_S
-        if fetch.stage in (FetchStage.LOOKING, FetchStage.FOUND):
-            return fetch.asked_s + uncached * compute_s * max(LOOK_SHARE, self._hit_share)
-        found = len(fetch.keys) * ps
-        left = found - fetch.num_read * ps
-        if left * self._s_per_token > left * compute_s:
-            return float("-inf")
-        return fetch.reading_s + found * compute_s
+        is_looking = fetch.stage in (FetchStage.LOOKING, FetchStage.FOUND)
+        found = 0 if is_looking else len(fetch.keys)
+        wait = Wait(
+            asked_s=fetch.asked_s,
+            reading_s=None if is_looking else fetch.reading_s,
+            prompt_len=len(fetch.token_ids),
+            uncached_len=len(fetch.token_ids) - fetch.first * ps,
+            found_len=found * ps,
+            left_len=(found - fetch.num_read) * ps,
+            compute_s=self._tiers.compute_s_per_token,
+            read_s=self._s_per_token,
+            hit_share=self._hit_share,
+        )
+        return PREFETCH[self._policy](wait)
 
     def _put(self, node: TreeNode) -> None:
         """Ask the thread to write a node's host pages, unless they are gone or there already."""

@@ -65,7 +65,7 @@ class HiRadixCache(RadixCache):
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         already = super().insert(token_ids, pages, salt, priority=priority)
-        if not self._write.at_eviction:
+        if not self._write.rule.at_eviction:
             for node, _ in self._path(token_ids, salt):
                 if not node.on_host and self._write.at_insert(node.hit_count):
                     self._give_host_pages(node)
@@ -192,7 +192,7 @@ class HiRadixCache(RadixCache):
                  device and the store have too; else as many as the write policy wants.
         Returns: how many were copied; 0 when there is nothing to do.
         """
-        wanted = self._evictable * (1.0 if to_store else self._write.idle_fraction)
+        wanted = self._evictable * (1.0 if to_store else self._write.rule.idle_fraction)
         if self.clean_pages >= wanted:
             return 0
         copied, left = 0, len(self._dirty)

@@ -1,4 +1,4 @@
-"""Which pages are copied from the device to the host, and when.
+"""Which pages are copied from the device to the host, and when. To add a policy, give `RULES` an entry.
 
 Owns:      what the replica knows of pages that it no longer has: a bounded list of their keys (ghosts), and of how long
            pages wait for their second use.
@@ -9,6 +9,7 @@ Thread:    scheduler thread only.
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.pages import PageKey, PageKeys
@@ -73,43 +74,53 @@ class ReuseGaps:
         assert len(self._sorted) <= SAMPLES, f"{len(self._sorted)} waits are kept"
 
 
+Admits = Callable[[ReuseGaps, int, float | None], bool]  # of the arguments of `WritePolicy.admits`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRule:
+    """When pages are copied to the host, by one policy."""
+
+    insert_hits: int | None = None  # when a request inserts a page that was found so often; None: not then
+    # when the device evicts it. Only then may the host drop first what the device has, since it gets it again
+    at_eviction: bool = False
+    idle_fraction: float = 0.0  # the share of the device's evictable pages that should have a copy, made in idle time
+    admits: Admits | None = None  # which pages that the device evicts, or that could be copied in idle time; None: all
+
+
+def _missed_sooner(gaps: ReuseGaps, hits: int, victim_idle_s: float | None) -> bool:
+    """Admit a page that was used twice, or for one that has been idle for longer than a page typically waits for its
+    second use: a small tier then keeps what is used again, and a large one keeps all."""
+    typical_s = gaps.quantile(TYPICAL)
+    return hits >= 1 or victim_idle_s is None or typical_s is None or victim_idle_s > typical_s
+
+
+# the values of ``cache.write_policy``; the names are SGLang's (``--hicache-write-policy``), and one more
+RULES: dict[str, WriteRule] = {
+    "write_through": WriteRule(insert_hits=0),
+    "write_through_selective": WriteRule(insert_hits=1),
+    "write_back": WriteRule(at_eviction=True),
+    "adaptive": WriteRule(at_eviction=True, idle_fraction=0.25, admits=_missed_sooner),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePolicy:
-    """When a page is copied to the host.
+    """A rule, and what it knows of pages that have left."""
 
-    The names are SGLang's (``--hicache-write-policy``), and one more:
-    - write_through: when it is computed. write_through_selective: at its second use.
-    - write_back: when the device evicts it.
-    - adaptive: when the device evicts it, or earlier in idle time. A page that was used once only is let in if what it
-      would displace has been idle for longer than a page typically waits for its second use: a small tier then keeps
-      what is used again, and a large one keeps all.
-    """
-
-    name: str
+    rule: WriteRule
     gaps: ReuseGaps
 
     @staticmethod
     def make(name: str, *, ghost_capacity: int) -> "WritePolicy":
         """Raises: ValueError for an unknown name."""
-        allowed = ("write_through", "write_through_selective", "write_back", "adaptive")
-        if name not in allowed:
-            raise ValueError(f"unknown write policy {name!r}; allowed: {', '.join(allowed)}")
-        return WritePolicy(name=name, gaps=ReuseGaps(ghost_capacity))
-
-    @property
-    def at_eviction(self) -> bool:
-        """Whether pages are copied when the device evicts them. Only then may the host drop first what the device has,
-        since it gets it again."""
-        return self.name in ("write_back", "adaptive")
-
-    @property
-    def idle_fraction(self) -> float:
-        """The share of the device's evictable pages that should have a copy, made in idle time."""
-        return 0.25 if self.name == "adaptive" else 0.0
+        if name not in RULES:
+            raise ValueError(f"unknown write policy {name!r}; allowed: {', '.join(RULES)}")
+        return WritePolicy(rule=RULES[name], gaps=ReuseGaps(ghost_capacity))
 
     def at_insert(self, hits: int) -> bool:
         """Whether a page that was found ``hits`` times is copied when a request inserts it or the sequence it is in."""
-        return self.name == "write_through" or (self.name == "write_through_selective" and hits >= 1)
+        return self.rule.insert_hits is not None and hits >= self.rule.insert_hits
 
     def admits(self, *, hits: int, victim_idle_s: float | None) -> bool:
         """Whether pages that the device evicts, or that could be copied in idle time, are worth their room.
@@ -117,7 +128,6 @@ class WritePolicy:
         Args: hits: second uses so far, one before the page was lost and computed again included.
               victim_idle_s: how long the page that would have to leave has been idle; None: none that would be missed.
         """
-        if self.name != "adaptive":
-            return self.at_eviction
-        typical_s = self.gaps.quantile(TYPICAL)
-        return hits >= 1 or victim_idle_s is None or typical_s is None or victim_idle_s > typical_s
+        if not self.rule.at_eviction or self.rule.admits is None:
+            return self.rule.at_eviction
+        return self.rule.admits(self.gaps, hits, victim_idle_s)

@@ -7,7 +7,8 @@ Invariant: what `stored_as` promises to keep as it is, `Checkpoint.weight` has i
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,26 +41,15 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open the weights of a model's folder: safetensors, else a GGUF file. Raises: InvalidConfig."""
-    file = gguf_of(folder)
-    if file is not None:
-        from replicas.checkpoints.gguf_file import GgufCheckpoint, GgufFile
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFormat:
+    """A kind of files that weights lie in."""
 
-        return GgufCheckpoint(GgufFile(file))
-    from replicas.checkpoints.safetensors_files import SafetensorsCheckpoint
-
-    config = folder / "config.json"
-    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
-    return SafetensorsCheckpoint(folder, quantization)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """List the files that hold the weights. Raises: InvalidConfig when they are missing."""
-    from replicas.checkpoints.safetensors_files import safetensors_files
-
-    file = gguf_of(folder)
-    return safetensors_files(folder) if file is None else [file]
+    has: Callable[[Path], bool]  # whether a folder's weights lie in such files
+    files: Callable[[Path], list[Path]]  # those of a folder. Raises: InvalidConfig when they are missing
+    open: Callable[[Path], Checkpoint]  # Raises: InvalidConfig
+    # describes a quantised checkpoint from its folder and config.json's settings; None for plain floats
+    stored_as: Callable[[Path, Mapping[str, Any]], StoredAs | None]
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -72,14 +62,33 @@ def gguf_of(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def stored_as(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
-    """Describe a quantised checkpoint; None for plain floats. ``config``: config.json's settings.
-
-    Raises: InvalidConfig for a method that is not read.
-    """
+def _gguf_file(folder: Path) -> Path:
     file = gguf_of(folder)
-    if file is not None:
-        return stored_in_gguf(folder, file)
+    assert file is not None, f"{folder} has no GGUF file"
+    return file
+
+
+def _open_gguf(folder: Path) -> Checkpoint:
+    from replicas.checkpoints.gguf_file import GgufCheckpoint, GgufFile
+
+    return GgufCheckpoint(GgufFile(_gguf_file(folder)))
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    from replicas.checkpoints.safetensors_files import safetensors_files
+
+    return safetensors_files(folder)
+
+
+def _open_safetensors(folder: Path) -> Checkpoint:
+    from replicas.checkpoints.safetensors_files import SafetensorsCheckpoint
+
+    config = folder / "config.json"
+    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
+    return SafetensorsCheckpoint(folder, quantization)
+
+
+def _stored_by_method(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
     quantization = config.get("quantization_config")
     if not quantization:
         return None
@@ -87,3 +96,42 @@ def stored_as(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
 
     method = method_of(str(folder), quantization)
     return StoredAs(about=method.about, products=method.fits)
+
+
+# the first that a folder has is read. A way to quantise safetensors is an entry of methods.py's METHODS instead
+FORMATS: dict[str, FileFormat] = {
+    "gguf": FileFormat(
+        has=lambda folder: gguf_of(folder) is not None,
+        files=lambda folder: [_gguf_file(folder)],
+        open=_open_gguf,
+        stored_as=lambda folder, config: stored_in_gguf(folder, _gguf_file(folder)),
+    ),
+    "safetensors": FileFormat(
+        has=lambda folder: True,  # its errors say what is missing
+        files=_safetensors,
+        open=_open_safetensors,
+        stored_as=_stored_by_method,
+    ),
+}
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open the weights of a model's folder. Raises: InvalidConfig."""
+    return _format_of(folder).open(folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files that hold the weights. Raises: InvalidConfig when they are missing."""
+    return _format_of(folder).files(folder)
+
+
+def stored_as(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
+    """Describe a quantised checkpoint; None for plain floats. ``config``: config.json's settings.
+
+    Raises: InvalidConfig for a method that is not read.
+    """
+    return _format_of(folder).stored_as(folder, config)
+
+
+def _format_of(folder: Path) -> FileFormat:
+    return next(each for each in FORMATS.values() if each.has(folder))

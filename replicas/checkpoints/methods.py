@@ -1,4 +1,5 @@
-"""The ways in which libraries store a quantised weight in safetensors, by the names of its parts.
+"""The ways in which libraries store a quantised weight in safetensors, by the names of its parts. To add one, give
+`METHODS` an entry.
 
 Owns:      which ``quant_method`` of config.json is read, and what is said of those that are not; the order in which
            each library packs numbers into words.
@@ -20,7 +21,6 @@ from replicas.checkpoints.stored import Floats8, Integers, WeightSource
 from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import GROUP, WeightFormat
 
-SUPPORTED = "gptq, awq, compressed-tensors (pack-quantized, int-quantized, float-quantized) and fp8; and GGUF files"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, that lies in each four bits of a word from the lowest on
 Parts = Mapping[str, Tensor]  # what lies in the file for one weight, by the last part of its name
@@ -43,14 +43,14 @@ def method_of(where: str, config: Mapping[str, Any]) -> Method:
     Raises: InvalidConfig for every other method, with those that are read.
     """
     name = str(config.get("quant_method") or "?").replace("_", "-").lower()
-    known = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8}
-    if name not in known:
+    if name not in METHODS:
         alone = " bitsandbytes' numbers are for its own kernels." if name in ("bitsandbytes", "bnb") else ""
         raise InvalidConfig(
-            f"model: {where} is quantized by {name!r};{alone} supported: {SUPPORTED}. Serve the model's unquantized "
-            "checkpoint (model.quantization: int8 or int4 rounds it when it is loaded), or one of these"
+            f"model: {where} is quantized by {name!r};{alone} supported: {', '.join(METHODS)}; and GGUF files. "
+            "Serve the model's unquantized checkpoint (model.quantization: int8 or int4 rounds it when it is loaded), "
+            "or one of these"
         )
-    return known[name](where, config)
+    return METHODS[name](where, config)
 
 
 def _refuse(where: str, what: str, wanted: str) -> InvalidConfig:
@@ -305,3 +305,12 @@ def _float8(weight: str, numbers: Tensor, scales: Tensor, block: Any) -> WeightS
     high, wide = (int(each) for each in block or (128, 128))
     _fit(weight, "scale", scales.shape, (-(-n // high), -(-k // wide)))
     return Floats8(numbers, scales, (high, wide))
+
+
+# by config.json's ``quant_method``: what reads such weights, from the folder (for messages) and ``quantization_config``
+METHODS: dict[str, Callable[[str, Mapping[str, Any]], Method]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+}

@@ -1,5 +1,5 @@
-"""Orders of the waiting queue beside `lpm` and `fcfs`, which queues.py has itself (SPEC F03; names and meaning are
-those of SGLang's schedule policies).
+"""Orders of the waiting queue (SPEC F03; names and meaning are those of SGLang's schedule policies). To add one, give
+`ORDERS` an entry: it is then a value of ``scheduler.policy``.
 
 Owns:      what a waiting request shows to an order, and the sort key that each order makes of it.
 Never:     knows requests, trees or clocks: the engine's queue and benchmarks/sim_replica.py call it.
@@ -7,6 +7,8 @@ Invariant: a key depends on the requests that wait and run now alone (``random``
            are comparable; equal ones keep the order of arrival.
 Thread:    any.
 
+    fcfs          order of arrival
+    lpm           longest cached prefix first, because a prefix in use is not evicted meanwhile
     dfs-weight    requests of one part of the prefix tree together, the part that most requests wait for first, and in
                   it those with the longest cached prefix: all use what is cached before it may be evicted
     hrrn          highest response ratio first: (waited + needed) / needed, where the time needed is proportional to the
@@ -17,7 +19,7 @@ Thread:    any.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -31,10 +33,22 @@ class QueueEntry:
     output_len: int  # tokens that it may still make
     routing_key: str = ""
     uncached_len: int = 1  # tokens to compute before its next one, >= 1
+    cached_len: int = 0  # tokens of the prefix that it would reuse
     path: Sequence[int] = ()  # numbers that name the nodes of the prefix tree that it would reuse, from the root on
 
 
 Key = tuple[Any, ...]
+SortKeys = Callable[[Sequence[QueueEntry], Counter[str], Random], list[Key]]  # of those that wait, keys that run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One order of the waiting queue. What it reads of prefixes is looked up for every request in every step, so such
+    an order is left for that of arrival in long queues."""
+
+    keys: SortKeys | None  # None: the order of arrival alone, whatever the priority
+    reads_prefix: bool = False  # `QueueEntry.uncached_len`, ``cached_len``
+    reads_path: bool = False  # `QueueEntry.path`; with ``reads_prefix``
 
 
 def sort_keys(policy: str, waiting: Sequence[QueueEntry], running_keys: Iterable[str], random: Random) -> list[Key]:
@@ -43,7 +57,13 @@ def sort_keys(policy: str, waiting: Sequence[QueueEntry], running_keys: Iterable
     Args:   running_keys: the routing key of each running request, "" for none.
     Raises: KeyError for a policy that is none of these.
     """
-    return ORDERS[policy](waiting, Counter(key for key in running_keys if key), random)
+    keys = ORDERS[policy].keys
+    assert keys is not None, f"{policy} sorts nothing"
+    return keys(waiting, Counter(key for key in running_keys if key), random)
+
+
+def _longest_prefix(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
+    return [(-each.cached_len,) for each in waiting]
 
 
 def _dfs_weight(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
@@ -69,10 +89,12 @@ def _routing_key(waiting: Sequence[QueueEntry], running: Counter[str], random: R
     return [(-running[each.routing_key], each.routing_key if running[each.routing_key] else "") for each in waiting]
 
 
-ORDERS: Mapping[str, Callable[[Sequence[QueueEntry], Counter[str], Random], list[Key]]] = {
-    "dfs-weight": _dfs_weight,
-    "hrrn": _hrrn,
-    "lof": _longest_output,
-    "random": _random,
-    "routing-key": _routing_key,
+ORDERS: dict[str, Order] = {
+    "lpm": Order(keys=_longest_prefix, reads_prefix=True),
+    "dfs-weight": Order(keys=_dfs_weight, reads_prefix=True, reads_path=True),
+    "hrrn": Order(keys=_hrrn, reads_prefix=True),
+    "fcfs": Order(keys=None),
+    "lof": Order(keys=_longest_output),
+    "random": Order(keys=_random),
+    "routing-key": Order(keys=_routing_key),
 }

@@ -13,15 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
 
 from replicas.request import Req, ReqState
+from replicas.scheduler.orders import ORDERS, QueueEntry, sort_keys
 from replicas.types import TokenIds
 
-if TYPE_CHECKING:
-    from replicas.scheduler.orders import QueueEntry
-
-LOOK_UP = ("lpm", "dfs-weight", "hrrn")  # policies that look at the cached prefix of each request
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
 PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of that prefix
 
@@ -49,21 +45,20 @@ class ReqQueue:
 
 
 class WaitingQueue(ReqQueue):
-    """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by policy.
+    """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by the policy's order
+    (orders.py).
 
     A request ranks by ``Req.rank``: its arrival, earlier by ``ageing_s`` for each point of its priority. So
     ageing crosses priorities: a request that arrives more than ``ageing_s`` per point of difference later ranks behind.
-    ``lpm`` tries the longest cached prefix first (SPEC F03, "SGLang longest prefix match"), because a prefix in use is
-    not evicted meanwhile. Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue``
-    are taken by rank where the policy looks at prefixes: peeking at every prompt would cost more than it gains. The
-    other policies are in orders.py.
+    Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue`` are taken by rank where
+    the order reads prefixes: peeking at every prompt would cost more than it gains.
     """
 
     def __init__(
         self, *, policy: str, lpm_max_queue: int, ageing_s: float, peek_len: PeekLen, peek_path: PeekPath
     ) -> None:
         super().__init__()
-        self._policy = policy
+        self._policy, self._order = policy, ORDERS[policy]
         self._lpm_max_queue = lpm_max_queue
         self._ageing_s = ageing_s
         self._peek_len = peek_len
@@ -76,15 +71,13 @@ class WaitingQueue(ReqQueue):
         Args: running: requests that run; ``routing-key`` goes by theirs.
         """
         reqs = sorted(self._reqs, key=lambda req: req.rank.from_s)
-        if self._policy == "fcfs" or (self._policy in LOOK_UP and len(reqs) > self._lpm_max_queue):
+        if self._order.keys is None or (self._order.reads_prefix and len(reqs) > self._lpm_max_queue):
             return reqs
         aged = [req for req in reqs if now_s - req.rank.from_s >= self._ageing_s]
         young = reqs[len(aged) :]
-        if self._policy == "lpm":
-            return aged + sorted(young, key=lambda req: (-req.rank.priority, -self._cached_len(req)))
-        from replicas.scheduler import orders
-
-        keys = orders.sort_keys(
+        if len(young) < 2:
+            return reqs
+        keys = sort_keys(
             self._policy,
             [self._entry(req, now_s) for req in young],
             [req.rank.routing_key for req in running],
@@ -93,16 +86,15 @@ class WaitingQueue(ReqQueue):
         order = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
         return aged + [young[at] for at in order]
 
-    def _entry(self, req: Req, now_s: float) -> "QueueEntry":
-        from replicas.scheduler.orders import QueueEntry
-
-        looks, ids = self._policy in LOOK_UP, req.ids[: req.num_tokens - 1]
+    def _entry(self, req: Req, now_s: float) -> QueueEntry:
+        cached_len = self._cached_len(req) if self._order.reads_prefix else 0
         return QueueEntry(
             waited_s=now_s - req.stamps.arrival_s,
             output_len=req.max_remaining,
             routing_key=req.rank.routing_key,
-            uncached_len=req.num_tokens - self._peek_len(ids, req.salt) if looks else 1,
-            path=self._peek_path(ids, req.salt) if looks else (),
+            uncached_len=req.num_tokens - cached_len,
+            cached_len=cached_len,
+            path=self._peek_path(req.ids[: req.num_tokens - 1], req.salt) if self._order.reads_path else (),
         )
 
     def uncached_tokens(self) -> int:

@@ -1,11 +1,10 @@
 """Random arrivals, aborts and tiny pools: every invariant after every step, every answer equal to the oracle's."""
 
-from typing import get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config import QueuePolicy
+from replicas.scheduler.orders import ORDERS
 from replicas.types import Finish, FinishReason
 from tests.harness import Bench
 
@@ -44,7 +43,7 @@ def step(bench: Bench, *, mixed: bool) -> None:
     spare=st.integers(0, 60),
     ratio=st.sampled_from([0.0, 0.5, 1.0]),
     prefix_cache=st.sampled_from(["radix", "chunk"]),
-    policy=st.sampled_from(get_args(QueuePolicy)),
+    policy=st.sampled_from(sorted(ORDERS)),
     mixed=st.booleans(),
     priorities=st.sampled_from(["off", "on"]),
     window=st.sampled_from([None, None, 3, 9]),

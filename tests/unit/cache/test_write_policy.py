@@ -22,8 +22,8 @@ def keys(*values: int) -> np.ndarray:
 def test_each_policy_has_its_moment(name: str, at_insert: list[bool], at_eviction: bool, idle: float) -> None:
     policy = WritePolicy.make(name, ghost_capacity=10)
     assert [policy.at_insert(hits) for hits in (0, 1)] == at_insert
-    assert policy.at_eviction == policy.admits(hits=0, victim_idle_s=1.0) == at_eviction
-    assert policy.idle_fraction == idle
+    assert policy.rule.at_eviction == policy.admits(hits=0, victim_idle_s=1.0) == at_eviction
+    assert policy.rule.idle_fraction == idle
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
