@@ -24,7 +24,7 @@ from benchmarks.harness import Row, Table
 from replicas.calibrate import heavy_channels
 from replicas.config import CacheConfig, KvDType
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.memory.sparse_pool import write_channels
 from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
@@ -79,7 +79,7 @@ class Agreement:
 def _answers(options: argparse.Namespace, num: int, length: int, **engine_options: Any) -> tuple[float, Any]:
     """Return the perplexity of an engine, and its answers of 64 tokens to ``num`` pieces of the text."""
     num, num_tokens = (2, 500) if options.quick else (num, NUM_TOKENS)
-    engine = load_engine(options.model, num_threads=options.threads, **engine_options)
+    engine = load_engine(EngineSettings(model=options.model, num_threads=options.threads, **engine_options))
     try:
         ids = text_ids(engine, num_tokens)
         step = (len(ids) - length) // num
@@ -122,7 +122,7 @@ def double_sparse_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def _perplexity_of(options: argparse.Namespace, num_tokens: int, **engine_options: Any) -> float:
-    engine = load_engine(options.model, num_threads=options.threads, **engine_options)
+    engine = load_engine(EngineSettings(model=options.model, num_threads=options.threads, **engine_options))
     try:
         return perplexity(engine, text_ids(engine, num_tokens))
     finally:

@@ -35,7 +35,7 @@ from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import STALL_WAIT_S
 from replicas.kernels.token_mask import mask_tokens
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
 from replicas.types import Constraint
 
@@ -45,9 +45,9 @@ FORMATS_TOKENS = 8_192  # for each of several engines
 START = """
 import json, sys, time
 started_s = time.perf_counter()
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 imported_s = time.perf_counter()
-engine = load_engine(sys.argv[1], num_threads=int(sys.argv[2]))
+engine = load_engine(EngineSettings(model=sys.argv[1], num_threads=int(sys.argv[2])))
 print(json.dumps({"imports": imported_s - started_s, **engine.started.times}))
 engine.close()
 """
@@ -118,7 +118,9 @@ def format_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
     found: dict[tuple[str, int], list[float]] = {(name, num): [] for name in FORMATS for num, _ in cells}
     with ExitStack() as stack:
         engines = {
-            name: stack.enter_context(closing(load_engine(model, cache=cache, num_threads=threads, **each.settings)))
+            name: stack.enter_context(
+                closing(load_engine(EngineSettings(model=model, cache=cache, num_threads=threads, **each.settings)))
+            )
             for name, each in FORMATS.items()
         }
         for round_, name in harness.in_turn(engines, scale.rounds):
@@ -157,7 +159,7 @@ def constrained_rows(options: argparse.Namespace) -> list[Row]:
     words = Constraint(kind="regex", text="[A-Za-z ,.]+")
     table = Table(f"decode, batch {batch}, constrained")
     cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
-    with closing(load_engine(options.model, cache=cache, num_threads=options.threads)) as engine:
+    with closing(load_engine(EngineSettings(model=options.model, cache=cache, num_threads=options.threads))) as engine:
         matcher, steps = engine.grammars.compiler.compile(words), scale.decode_len
         ratios, found = [], dict[str, list[float]](plain=[], constrained=[])
         for round_ in range(scale.rounds):
@@ -260,7 +262,7 @@ def _both(
 
 def _load(model: str, threads: int, prefix_cache: Literal["radix", "chunk"] = "radix") -> Engine:
     cache = CacheConfig(prefix_cache=prefix_cache, max_total_tokens=POOL_TOKENS)
-    return load_engine(model, cache=cache, num_threads=threads)
+    return load_engine(EngineSettings(model=model, cache=cache, num_threads=threads))
 
 
 def tier_rows(options: argparse.Namespace) -> list[Row]:
@@ -270,11 +272,13 @@ def tier_rows(options: argparse.Namespace) -> list[Row]:
     found: dict[str, list[float]] = {name: [] for name in ("miss, no tiers", "miss", "device", "host", "file")}
     plain_cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        cache = replace(
-            plain_cache, host_memory_bytes=TIER_BYTES, store=f"file://{folder}", write_policy="write_back"
-        )
+        cache = replace(plain_cache, host_memory_bytes=TIER_BYTES, store=f"file://{folder}", write_policy="write_back")
         plain, tiered = (
-            stack.enter_context(closing(load_engine(options.model, cache=each, num_threads=threads, commit_pool=tiers)))
+            stack.enter_context(
+                closing(
+                    load_engine(EngineSettings(model=options.model, cache=each, num_threads=threads, commit_pool=tiers))
+                )
+            )
             for each, tiers in ((plain_cache, False), (cache, True))
         )
         store, used = tiered.kv.store, {"host": 0, "file": 0}

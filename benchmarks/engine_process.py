@@ -34,7 +34,7 @@ from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import LocalWorkers, local_worker
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.runner.worker import WorkerSpec
 from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 
@@ -223,22 +223,24 @@ def _main(pipe: Connection, settings: ProcessSettings, dumps: str) -> None:
     torch.set_num_threads(1)
     probed = settings.probe() if settings.probe is not None else lambda: None
     engine = load_engine(
-        settings.model,
-        cache=CacheConfig(page_size=settings.page, max_total_tokens=settings.pool_tokens),
-        scheduler=SchedulerConfig(chunked_prefill_size=settings.chunk, max_running_requests=4),
-        parallel=ParallelConfig(tp=settings.tp),
-        num_threads=1,
-        context_len=settings.context_len,
-        workers=LocalWorkers(functools.partial(_follow, dumps)),
-        transfer=TransferSettings(
-            host="127.0.0.1",
-            token=TOKEN,
-            verify=settings.verify,
-            transport="tcp" if settings.transport == "tcp" else "auto",
-            open_timeout_s=TRANSFER_S,
-            room_timeout_s=TRANSFER_S,
-            heartbeat_misses=settings.heartbeat_misses,
-        ),
+        EngineSettings(
+            model=settings.model,
+            cache=CacheConfig(page_size=settings.page, max_total_tokens=settings.pool_tokens),
+            scheduler=SchedulerConfig(chunked_prefill_size=settings.chunk, max_running_requests=4),
+            parallel=ParallelConfig(tp=settings.tp),
+            num_threads=1,
+            context_len=settings.context_len,
+            workers=LocalWorkers(functools.partial(_follow, dumps)),
+            transfer=TransferSettings(
+                host="127.0.0.1",
+                token=TOKEN,
+                verify=settings.verify,
+                transport="tcp" if settings.transport == "tcp" else "auto",
+                open_timeout_s=TRANSFER_S,
+                room_timeout_s=TRANSFER_S,
+                heartbeat_misses=settings.heartbeat_misses,
+            ),
+        )
     )
     loop = EngineLoop(engine)
     loop.start()

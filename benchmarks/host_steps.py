@@ -31,7 +31,7 @@ from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, SchedulerConfig
 from replicas.engine.engine import Engine, Executor
 from replicas.engine.sinks import Sinks
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.resolve import resolve
 from replicas.runner import batch as batches
 from replicas.runner.batch import Staging
@@ -244,7 +244,9 @@ def mixed_rows(options: argparse.Namespace) -> list[Row]:
         for way in options.ways.split(","):
             mixed, chunk = parse_way(way)
             scheduler = SchedulerConfig(chunked_prefill_size=chunk, mixed_steps=mixed, max_running_requests=64)
-            engine = load_engine(options.model, cache=cache, scheduler=scheduler, num_threads=options.threads)
+            engine = load_engine(
+                EngineSettings(model=options.model, cache=cache, scheduler=scheduler, num_threads=options.threads)
+            )
             engines[way] = stack.enter_context(closing(engine))
         found: dict[str, list[Gaps]] = {way: [] for way in engines}
         for round_, way in in_turn(engines, rounds_of(options, 2)):

@@ -21,7 +21,7 @@ from benchmarks.harness import MODEL
 from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, SamplingParams
 
 CHUNK = 128  # tokens of a prefill step; half of the prompts are longer
@@ -48,10 +48,12 @@ def workloads(vocab_size: int, seed: int) -> list[Workload]:
 def make_trace(model: str, *, num_threads: int, seed: int = 0) -> dict[str, list[int]]:
     """Return all answers of the trace."""
     engine = load_engine(
-        model,
-        cache=CacheConfig(max_total_tokens=8192),
-        scheduler=SchedulerConfig(chunked_prefill_size=CHUNK, max_running_requests=8),
-        num_threads=num_threads,
+        EngineSettings(
+            model=model,
+            cache=CacheConfig(max_total_tokens=8192),
+            scheduler=SchedulerConfig(chunked_prefill_size=CHUNK, max_running_requests=8),
+            num_threads=num_threads,
+        )
     )
     try:
         made: dict[str, list[int]] = {}

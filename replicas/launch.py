@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvtransfer.ports.rank_port import RankPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
@@ -52,98 +52,53 @@ log = logging.getLogger(__name__)
 COMMIT_S = 1.0  # that a start waits at most for the memory of a CPU's pool
 
 
-def load_engine(
-    model: str,
-    *,
-    cache: CacheConfig | None = None,
-    scheduler: SchedulerConfig | None = None,
-    parallel: ParallelConfig | None = None,
-    attention: Attention = "auto",
-    products: ProductSetting = "auto",
-    cuda_graphs: bool = True,
-    num_threads: int | None = None,
-    revision: str | None = None,
-    dtype: DType | None = None,
-    quantization: Quantization = "none",
-    implementation: Implementation = "auto",
-    context_len: int | None = None,
-    workers: WorkerLauncher | None = None,
-    record_events: bool = False,
-    transfer: TransferSettings | None = None,
-    make_agent: MakeAgent | None = None,
-    commit_pool: bool = False,
-) -> Engine:
-    """Build an engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is built from. Settings that are None are filled in by the model and the machine."""
 
-    Args: revision: of a hub id: branch, tag or commit.
-          products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or the faster of them here.
-          implementation: whose code runs the model: ours, Transformers' module, or ours where there is one.
-          record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
-          transfer: for an engine that takes part in hand-offs; its peers reach it at ``transfer_address``.
-          make_agent: another transfer library than NIXL; for one rank.
-          commit_pool: for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start,
-                       and what constrained requests need of the tokenizer is made soon.
+    model: str  # a folder, or a hub id
+    revision: str | None = None  # of a hub id: branch, tag or commit
+    dtype: DType | None = None
+    quantization: Quantization = "none"
+    implementation: Implementation = "auto"  # whose code runs the model: ours, Transformers' module, or ours if we can
+    context_len: int | None = None
+    cache: CacheConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    parallel: ParallelConfig | None = None
+    attention: Attention = "auto"
+    products: ProductSetting = "auto"  # for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or the faster
+    cuda_graphs: bool = True
+    num_threads: int | None = None
+    workers: WorkerLauncher | None = None  # starts the ranks above 0; by default processes of this host
+    # for a caller that drains them (loop.py does): what enters and leaves the prefix cache
+    record_events: bool = False
+    transfer: TransferSettings | None = None  # takes part in hand-offs; peers reach it at its ``transfer_address``
+    make_agent: MakeAgent | None = None  # another transfer library than NIXL; for one rank
+    # for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start, and what
+    # constrained requests need of the tokenizer is made soon
+    commit_pool: bool = False
+
+
+def load_engine(settings: EngineSettings) -> Engine:
+    """Build an engine; rank 0 lives in this process.
 
     Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank does not
             come up; TransferError or OSError when the transfer library or its address is not available.
     """
     started_s = time.monotonic()
     load_extensions()
-    model_config = load_model_config(
-        model,
-        revision=revision,
-        dtype=dtype,
-        context_len=context_len,
-        quantization=quantization,
-        implementation=implementation,
-    )
-    config = resolve(
-        model_config,
-        measure_hardware(),
-        cache=cache,
-        scheduler=scheduler,
-        parallel=parallel,
-        attention=attention,
-        cuda_graphs=cuda_graphs,
-        num_threads=num_threads,
-    )
-    chosen, why = choose_products(config, products)
-    config = replace(config, products=chosen, origin={**config.origin, "model.products": why})
-    for setting, source in config.origin.items():
-        log.info("%s: %s", setting, source)
+    config = _resolved(settings)
     tokenizer = Tokenizer(config.model.path)
-    spec = port_spec(config, transfer) if transfer is not None else None
-    ranks = Ranks(config, workers or LocalWorkers(), spec)
+    spec = port_spec(config, settings.transfer) if settings.transfer is not None else None
+    ranks = Ranks(config, settings.workers or LocalWorkers(), spec)
     runner = ranks.runner
-    if commit_pool and config.device == "cpu":
+    if settings.commit_pool and config.device == "cpu":
         runner.pool.commit(COMMIT_S)
-    copier = ranks.copier()
-    host = None
-    if copier is not None:
-        if commit_pool:
-            copier.host.commit(COMMIT_S)
-        host = HostTier(
-            num_pages=copier.host.memory.num_pages,
-            copier=copier,
-            eviction=config.cache.host_eviction,
-            write=config.cache.write_policy,
-        )
-    kv = KvCache(
-        num_pages=runner.pool_size.num_pages,
-        page_size=runner.pool_size.page_size,
-        max_requests=runner.max_running,
-        context_len=config.model.context_len,
-        cache=config.cache,
-        host=host,
-        record_events=record_events,
-    )
-    kv.window = config.model.window
-    if copier is not None and kv.store.tiers is not None and config.cache.store is not None:
-        kv.store_tier = open_store_tier(config, kv.store.tiers, copier)
+    kv = _kv_cache(config, ranks, settings)
     connected = None
     if spec is not None:
         try:
-            connected = open_transfer_service(spec, lambda: ranks.ports(make_agent))
+            connected = open_transfer_service(spec, lambda: ranks.ports(settings.make_agent))
         except BaseException:
             ranks.close()
             raise
@@ -166,10 +121,64 @@ def load_engine(
             times={**runner.start_times, "total": time.monotonic() - started_s},
         ),
     )
-    if commit_pool:
+    if settings.commit_pool:
         engine.grammars.warm_up()
     log.info("KV pool: %s", engine.describe())
     return engine
+
+
+def _resolved(settings: EngineSettings) -> EngineConfig:
+    """Check the settings, and fill in those that were left open. Raises: InvalidConfig."""
+    model = load_model_config(
+        settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        context_len=settings.context_len,
+        quantization=settings.quantization,
+        implementation=settings.implementation,
+    )
+    config = resolve(
+        model,
+        measure_hardware(),
+        cache=settings.cache,
+        scheduler=settings.scheduler,
+        parallel=settings.parallel,
+        attention=settings.attention,
+        cuda_graphs=settings.cuda_graphs,
+        num_threads=settings.num_threads,
+    )
+    products, why = choose_products(config, settings.products)
+    config = replace(config, products=products, origin={**config.origin, "model.products": why})
+    for setting, source in config.origin.items():
+        log.info("%s: %s", setting, source)
+    return config
+
+
+def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> KvCache:
+    """Make the prefix cache over the ranks' pools, with its host tier and store where the settings have them."""
+    copier, host = ranks.copier(), None
+    if copier is not None:
+        if settings.commit_pool:
+            copier.host.commit(COMMIT_S)
+        host = HostTier(
+            num_pages=copier.host.memory.num_pages,
+            copier=copier,
+            eviction=config.cache.host_eviction,
+            write=config.cache.write_policy,
+        )
+    kv = KvCache(
+        num_pages=ranks.runner.pool_size.num_pages,
+        page_size=ranks.runner.pool_size.page_size,
+        max_requests=ranks.runner.max_running,
+        context_len=config.model.context_len,
+        cache=config.cache,
+        host=host,
+        record_events=settings.record_events,
+    )
+    kv.window = config.model.window
+    if copier is not None and kv.store.tiers is not None and config.cache.store is not None:
+        kv.store_tier = open_store_tier(config, kv.store.tiers, copier)
+    return kv
 
 
 def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCopier) -> StoreTier:

@@ -13,7 +13,7 @@ from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from replicas.disagg.rooms import HandOffTerms
 from replicas.engine.engine import Engine, Executor
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.request import Req
 from replicas.resolve import resolve
 from replicas.scheduler import decode
@@ -245,10 +245,12 @@ def finish_all(engine: Engine) -> list[TokenDelta]:
 def embedded_engine(overlap: Literal["on", "off"] = "off", *, tp: int = 1) -> Engine:
     """Load the embedded model into a pool of 256 pages; prompts are computed in chunks of 64 tokens."""
     return load_engine(
-        MODEL,
-        cache=CacheConfig(page_size=16, max_total_tokens=4096),
-        scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
-        parallel=ParallelConfig(tp=tp),
-        num_threads=1,
-        context_len=512,
+        EngineSettings(
+            model=MODEL,
+            cache=CacheConfig(page_size=16, max_total_tokens=4096),
+            scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
+            parallel=ParallelConfig(tp=tp),
+            num_threads=1,
+            context_len=512,
+        )
     )

@@ -66,7 +66,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     from replicas.config import CacheConfig
     from replicas.engine.engine import Engine
     from replicas.engine.loop import EngineLoop
-    from replicas.launch import load_engine
+    from replicas.launch import EngineSettings, load_engine
     from replicas.types import GenerateRequest, SamplingParams
     from routing.types import Role
     from tests.embedded import MODEL
@@ -80,7 +80,9 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
 
     def started(transfer: TransferSettings | None) -> EngineLoop:
         cache = CacheConfig(max_total_tokens=4_000)
-        loop = EngineLoop(load_engine(MODEL, cache=cache, num_threads=1, record_events=True, transfer=transfer))
+        loop = EngineLoop(
+            load_engine(EngineSettings(model=MODEL, cache=cache, num_threads=1, record_events=True, transfer=transfer))
+        )
         loop.start()
         return loop
 
@@ -159,7 +161,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         cache = CacheConfig(
             max_total_tokens=4_000, host_memory_bytes=1 << 28, store=f"file://{folder}", write_policy="write_back"
         )
-        paged = page(load_engine(MODEL, cache=cache, num_threads=1, commit_pool=True))
+        paged = page(load_engine(EngineSettings(model=MODEL, cache=cache, num_threads=1, commit_pool=True)))
     return {
         "chat": chat, "tools": with_tools, **{
             name: [file for file in files if file not in chat] for name, files in (("hand_off", apart), ("page", paged))

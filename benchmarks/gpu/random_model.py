@@ -131,11 +131,13 @@ def start_engine(
         mock.patch.object(launch, "Tokenizer", return_value=NoText(shape.vocab_size)),
     ):
         return launch.load_engine(
-            shape.name,
-            cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None, kv_dtype=kv_dtype),
-            scheduler=SchedulerConfig(max_running_requests=max_running),
-            num_threads=1,
-            parallel=ParallelConfig(tp=tp),
-            workers=LocalWorkers(functools.partial(_follow, shape)),
-            cuda_graphs=cuda_graphs,
+            launch.EngineSettings(
+                model=shape.name,
+                cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None, kv_dtype=kv_dtype),
+                scheduler=SchedulerConfig(max_running_requests=max_running),
+                num_threads=1,
+                parallel=ParallelConfig(tp=tp),
+                workers=LocalWorkers(functools.partial(_follow, shape)),
+                cuda_graphs=cuda_graphs,
+            )
         )

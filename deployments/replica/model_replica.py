@@ -39,7 +39,7 @@ from kvtransfer.types import TransferSettings
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import WorkerLauncher
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.runner.worker import WorkerSpec, run_worker
 from routing.types import Role
 
@@ -84,23 +84,25 @@ class ModelReplica(ServedEngine):
     def load(config: AppConfig, role: Role) -> Engine:
         """Load the engine; a subclass with another engine overrides it."""
         return load_engine(
-            local_path(config.model.path),
-            cache=config.cache,
-            scheduler=config.scheduler,
-            parallel=config.parallel,
-            attention=config.attention,
-            cuda_graphs=config.cuda_graphs,
-            num_threads=num_threads(config),
-            revision=config.model.revision,
-            dtype=config.model.dtype,
-            quantization=config.model.quantization,
-            products=config.model.products,
-            implementation=config.model.implementation,
-            context_len=config.model.context_len,
-            workers=_workers(config),
-            record_events=True,
-            transfer=_transfer(config, role),
-            commit_pool=True,
+            EngineSettings(
+                model=local_path(config.model.path),
+                cache=config.cache,
+                scheduler=config.scheduler,
+                parallel=config.parallel,
+                attention=config.attention,
+                cuda_graphs=config.cuda_graphs,
+                num_threads=num_threads(config),
+                revision=config.model.revision,
+                dtype=config.model.dtype,
+                quantization=config.model.quantization,
+                products=config.model.products,
+                implementation=config.model.implementation,
+                context_len=config.model.context_len,
+                workers=_workers(config),
+                record_events=True,
+                transfer=_transfer(config, role),
+                commit_pool=True,
+            )
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:

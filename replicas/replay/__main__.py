@@ -83,14 +83,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
-    from replicas.launch import load_engine  # seconds of imports, which `show` does without
+    from replicas.launch import EngineSettings, load_engine  # seconds of imports, which `show` does without
 
     return load_engine(
-        args.model,
-        cache=CacheConfig(page_size=args.page_size),
-        parallel=ParallelConfig(tp=args.tp),
-        num_threads=args.threads,
-        context_len=args.context_len,
+        EngineSettings(
+            model=args.model,
+            cache=CacheConfig(page_size=args.page_size),
+            parallel=ParallelConfig(tp=args.tp),
+            num_threads=args.threads,
+            context_len=args.context_len,
+        )
     )
 
 

@@ -28,7 +28,7 @@ from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.watch.observatory.page_files import read_files
 from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from tests.browser.chromium import Page
 from tests.embedded import MODEL
 from tests.fake_fleet import FakeFleet
@@ -106,7 +106,11 @@ class Site:
 def site() -> Iterator[tuple[str, Site]]:
     """Where the page is, on an event loop of its own thread."""
     loop = EngineLoop(
-        load_engine(MODEL, cache=CacheConfig(max_total_tokens=4000), products="own", num_threads=2, record_events=True)
+        load_engine(
+            EngineSettings(
+                model=MODEL, cache=CacheConfig(max_total_tokens=4000), products="own", num_threads=2, record_events=True
+            )
+        )
     )
     loop.start()
     made: list[Site] = []

@@ -47,11 +47,13 @@ def start(folder: str, **settings: Any) -> Engine:
     scheduler = {"chunked_prefill_size": 128, "max_running_requests": 4, "cascade_saves": 256}
     scheduler.update(settings.pop("scheduler", {}))
     return launch.load_engine(
-        folder,
-        cache=CacheConfig(page_size=16, max_total_tokens=2048),
-        scheduler=SchedulerConfig(**scheduler),
-        num_threads=1,
-        **settings,
+        launch.EngineSettings(
+            model=folder,
+            cache=CacheConfig(page_size=16, max_total_tokens=2048),
+            scheduler=SchedulerConfig(**scheduler),
+            num_threads=1,
+            **settings,
+        )
     )
 
 

@@ -13,7 +13,7 @@ from benchmarks.engine_process import TOKEN
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
 from replicas.config import CacheConfig, Implementation, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.local_agents import LocalAgent, LocalFabric
@@ -40,20 +40,22 @@ def make_engine(
     names = itertools.count()
     settings = TransferSettings(host="127.0.0.1", token=TOKEN)
     return load_engine(
-        model,
-        cache=CacheConfig(
-            page_size=page,
-            max_total_tokens=2048,
-            kv_dtype=kv_dtype,
-            host_memory_bytes=8 << 20,
-            write_policy="write_back",
-        ),
-        scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
-        num_threads=1,
-        context_len=256,
-        implementation=implementation,
-        transfer=settings if fabric is not None else None,
-        make_agent=lambda memory: LocalAgent(memory, fabric, f"{id(memory)}-{next(names)}"),  # type: ignore[arg-type]
+        EngineSettings(
+            model=model,
+            cache=CacheConfig(
+                page_size=page,
+                max_total_tokens=2048,
+                kv_dtype=kv_dtype,
+                host_memory_bytes=8 << 20,
+                write_policy="write_back",
+            ),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
+            num_threads=1,
+            context_len=256,
+            implementation=implementation,
+            transfer=settings if fabric is not None else None,
+            make_agent=lambda memory: LocalAgent(memory, fabric, f"{id(memory)}-{next(names)}"),  # type: ignore[arg-type]
+        )
     )
 
 

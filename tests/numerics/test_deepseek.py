@@ -19,7 +19,7 @@ from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig, UnsupportedModel
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.replay.replay import extract, restore
 from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
@@ -92,12 +92,14 @@ def wanted(saved: tuple[str, PreTrainedModel]) -> list[int]:
 
 def engine_of(folder: str, *, page: int, chunk: int, tp: int = 1, **cache: Any) -> Engine:
     return load_engine(
-        folder,
-        cache=CacheConfig(page_size=page, max_total_tokens=1024, **cache),
-        scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
-        parallel=ParallelConfig(tp=tp),
-        num_threads=1,
-        context_len=256,
+        EngineSettings(
+            model=folder,
+            cache=CacheConfig(page_size=page, max_total_tokens=1024, **cache),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
+            parallel=ParallelConfig(tp=tp),
+            num_threads=1,
+            context_len=256,
+        )
     )
 
 

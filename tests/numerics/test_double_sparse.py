@@ -15,7 +15,7 @@ from replicas.calibrate import ChannelWeights, main, prompt_meta
 from replicas.config import CacheConfig, Hardware, ModelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
-from replicas.launch import load_engine, port_spec
+from replicas.launch import EngineSettings, load_engine, port_spec
 from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool, read_channels
 from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
@@ -47,7 +47,9 @@ def engine(folder: Path, num_tokens: int | None, *, chunk: int = 512, page_size:
         cache = replace(cache, label_channels=str(folder / "channels.json"), sparse_tokens=num_tokens)
     attention = "torch_native" if num_tokens is None else "double_sparse"
     scheduler = SchedulerConfig(chunked_prefill_size=chunk)
-    return load_engine(str(folder), cache=cache, scheduler=scheduler, attention=attention, num_threads=1)
+    return load_engine(
+        EngineSettings(model=str(folder), cache=cache, scheduler=scheduler, attention=attention, num_threads=1)
+    )
 
 
 def answers(made: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -187,9 +189,9 @@ def test_the_pool_counts_its_labels(folder: Path) -> None:
     model = load_model_config(str(folder), device="cpu")
     assert model.kv_cell_bytes(tp=1, kv_dtype="float32") == 3 * 2 * 32 * 4
     limited = CacheConfig(device_memory_bytes=32 << 20, mem_fraction_static=1.0)
-    plain = load_engine(str(folder), cache=limited, attention="torch_native", num_threads=1)
+    plain = load_engine(EngineSettings(model=str(folder), cache=limited, attention="torch_native", num_threads=1))
     labelled = replace(limited, label_channels=str(folder / "channels.json"))
-    sparse = load_engine(str(folder), cache=labelled, attention="double_sparse", num_threads=1)
+    sparse = load_engine(EngineSettings(model=str(folder), cache=labelled, attention="double_sparse", num_threads=1))
     assert sparse.kv.capacity_tokens == pytest.approx(plain.kv.capacity_tokens * 32 / 36, abs=16)
 
 

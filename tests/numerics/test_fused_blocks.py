@@ -15,7 +15,7 @@ from benchmarks.driver import request
 from replicas.config import CacheConfig, ProductSetting
 from replicas.kernels.program import Program
 from replicas.kernels.team import Kernel, Team
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.runner.product_choice import BLAS_ROWS
 from tests.numerics import tiny
 from tests.numerics.paged import SMOLLM2, assert_close_in_range, open_model
@@ -139,7 +139,9 @@ def test_a_decode_step_of_an_engine_is_one_program_too(tmp_path: Path, monkeypat
     """Its attention comes after the model, behind a wrapper: only a whole engine shows that the model finds it."""
     tiny.save("llama", tmp_path, **SERVED)
     AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(tmp_path)
-    engine = load_engine(str(tmp_path), cache=CacheConfig(device_memory_bytes=64 << 20), num_threads=1)
+    engine = load_engine(
+        EngineSettings(model=str(tmp_path), cache=CacheConfig(device_memory_bytes=64 << 20), num_threads=1)
+    )
     engine.submit(request(PROMPTS[-1], 5))
     engine.step()
     calls, run = Counter[str](), Team.run

@@ -18,7 +18,7 @@ from replicas.config import (
 )
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
@@ -41,13 +41,15 @@ def make(
     kv_dtype: KvDType | None = None,
 ) -> Engine:
     return load_engine(
-        MODEL,
-        cache=CacheConfig(max_total_tokens=2304, kv_dtype=kv_dtype),
-        products=products,
-        scheduler=SchedulerConfig(chunked_prefill_size=chunk),
-        parallel=ParallelConfig(tp=tp),
-        num_threads=1,
-        quantization=quantization,
+        EngineSettings(
+            model=MODEL,
+            cache=CacheConfig(max_total_tokens=2304, kv_dtype=kv_dtype),
+            products=products,
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk),
+            parallel=ParallelConfig(tp=tp),
+            num_threads=1,
+            quantization=quantization,
+        )
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.accuracy import perplexity, text_ids
 from replicas.config import CacheConfig, KvDType
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model
@@ -16,7 +16,7 @@ NUM_TOKENS = 600  # python -m benchmarks kernels kv_dtypes measures 2,000
 
 def engine(kv_dtype: KvDType, *, attention: str = "auto") -> Engine:
     cache = CacheConfig(kv_dtype=kv_dtype, max_total_tokens=1024)
-    return load_engine(MODEL, cache=cache, attention=attention, num_threads=1, context_len=1024)  # type: ignore[arg-type]
+    return load_engine(EngineSettings(model=MODEL, cache=cache, attention=attention, num_threads=1, context_len=1024))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests.embedded import MODEL
@@ -34,11 +34,13 @@ WRITERS = {
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     engine = load_engine(
-        MODEL,
-        cache=CacheConfig(max_total_tokens=4096),
-        scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8),
-        num_threads=1,
-        context_len=512,
+        EngineSettings(
+            model=MODEL,
+            cache=CacheConfig(max_total_tokens=4096),
+            scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8),
+            num_threads=1,
+            context_len=512,
+        )
     )
     yield engine
     engine.close()

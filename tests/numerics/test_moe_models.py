@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from replicas.config import CacheConfig, Hardware, MoEConfig, ParallelConfig, Products, Quantization, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.memory import sizing
 from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
@@ -79,12 +79,14 @@ def test_rounded_experts_say_the_same_on_a_hit_as_on_a_miss(quantization: Quanti
     answers = []
     for chunk in (8, 64):
         engine = load_engine(
-            str(tmp_path),
-            cache=CacheConfig(page_size=4, max_total_tokens=512),
-            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
-            quantization=quantization,
-            num_threads=1,
-            context_len=256,
+            EngineSettings(
+                model=str(tmp_path),
+                cache=CacheConfig(page_size=4, max_total_tokens=512),
+                scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
+                quantization=quantization,
+                num_threads=1,
+                context_len=256,
+            )
         )
         answers += [ask(engine, prompt, "miss"), ask(engine, prompt, "hit")]
         engine.close()
@@ -149,7 +151,9 @@ def test_a_config_of_the_hub_and_one_of_transformers_mean_the_same(tmp_path: Pat
 def test_products_of_experts_are_never_blas(tmp_path: Path) -> None:
     """Its order of sums depends on the rows of a step, and a last bit may choose another expert."""
     saved("mixtral", tmp_path)
-    engine = load_engine(str(tmp_path), products="blas", num_threads=1, cache=CacheConfig(max_total_tokens=256))
+    engine = load_engine(
+        EngineSettings(model=str(tmp_path), products="blas", num_threads=1, cache=CacheConfig(max_total_tokens=256))
+    )
     assert engine.config.products == Products(one_order=True)
     assert choose_products(engine.config, "auto")[1].endswith("since a last bit may choose another expert")
     engine.close()

@@ -9,7 +9,7 @@ import pytest
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL
 
@@ -20,7 +20,7 @@ PROMPT = np.arange(1000, 1400, dtype=np.int32)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     cache = CacheConfig(max_total_tokens=4096, host_memory_bytes=64 << 20)
-    made = load_engine(MODEL, cache=cache, products="own", num_threads=2)
+    made = load_engine(EngineSettings(model=MODEL, cache=cache, products="own", num_threads=2))
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ from replicas.config import CacheConfig, ParallelConfig
 from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import LocalWorkers
 from replicas.errors import EngineDead
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.runner.worker import WorkerSpec
 from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
@@ -60,12 +60,14 @@ def gone(pid: int) -> bool:
 def test_a_rank_killed_under_load_ends_every_request_with_an_answer(folder: str) -> None:
     workers = WatchedWorkers()
     engine = load_engine(
-        folder,
-        cache=CacheConfig(max_total_tokens=2048),
-        parallel=ParallelConfig(tp=2),
-        attention="torch_native",
-        num_threads=1,
-        workers=workers,
+        EngineSettings(
+            model=folder,
+            cache=CacheConfig(max_total_tokens=2048),
+            parallel=ParallelConfig(tp=2),
+            attention="torch_native",
+            num_threads=1,
+            workers=workers,
+        )
     )
     loop = EngineLoop(engine)
     loop.start()
@@ -96,6 +98,10 @@ def test_a_rank_that_dies_while_starting_fails_the_start_at_once(folder: str) ->
     workers = WatchedWorkers(lambda ranks: os.kill(ranks.pids[0], signal.SIGKILL))
     started_s = time.monotonic()
     with pytest.raises(EngineDead, match="rank1 exited with code -9"):
-        load_engine(folder, parallel=ParallelConfig(tp=2), attention="torch_native", num_threads=1, workers=workers)
+        load_engine(
+            EngineSettings(
+                model=folder, parallel=ParallelConfig(tp=2), attention="torch_native", num_threads=1, workers=workers
+            )
+        )
     assert time.monotonic() - started_s < 30
     assert all(gone(pid) for pid in workers.pids)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenDelta, TokenIds
 from tests.embedded import MODEL
 from tests.harness import finish_all
@@ -24,12 +24,14 @@ LABELS = (504, 28, 7)
 
 def engine_of(path: str, *, chunk: int = 32, tp: int = 1, context_len: int = 512) -> Engine:
     return load_engine(
-        path,
-        cache=CacheConfig(max_total_tokens=2048),
-        scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
-        parallel=ParallelConfig(tp=tp),
-        num_threads=1,
-        context_len=context_len,
+        EngineSettings(
+            model=path,
+            cache=CacheConfig(max_total_tokens=2048),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
+            parallel=ParallelConfig(tp=tp),
+            num_threads=1,
+            context_len=context_len,
+        )
     )
 
 

@@ -18,7 +18,7 @@ from benchmarks.engine_process import prepared
 from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.replay.replay import extract, restore
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
@@ -48,13 +48,15 @@ SAMPLINGS: dict[str, SamplingParams] = {
 
 def make_engine(folder: str, *, page_size: int, tp: int = 1, attention: str = "auto", **cache: Any) -> Engine:
     return load_engine(
-        folder,
-        cache=CacheConfig(page_size=page_size, max_total_tokens=2048, **cache),
-        scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8),
-        parallel=ParallelConfig(tp=tp),
-        attention=attention,  # type: ignore[arg-type]
-        num_threads=1,
-        context_len=256,
+        EngineSettings(
+            model=folder,
+            cache=CacheConfig(page_size=page_size, max_total_tokens=2048, **cache),
+            scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8),
+            parallel=ParallelConfig(tp=tp),
+            attention=attention,  # type: ignore[arg-type]
+            num_threads=1,
+            context_len=256,
+        )
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from replicas.config import CacheConfig, ParallelConfig, ProductSetting, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.scheduler.plan import ExtendPlan, StepPlan
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
@@ -38,15 +38,17 @@ SEEDED = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.95, top
 
 def make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int) -> Engine:
     return load_engine(
-        MODEL,
-        products=products,
-        cache=CacheConfig(
-            page_size=page, max_total_tokens=4096, host_memory_bytes=HOST_BYTES, write_policy="write_back"
-        ),
-        scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
-        parallel=ParallelConfig(tp=tp),
-        num_threads=1,
-        context_len=1024,
+        EngineSettings(
+            model=MODEL,
+            products=products,
+            cache=CacheConfig(
+                page_size=page, max_total_tokens=4096, host_memory_bytes=HOST_BYTES, write_policy="write_back"
+            ),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
+            parallel=ParallelConfig(tp=tp),
+            num_threads=1,
+            context_len=1024,
+        )
     )
 
 
@@ -108,12 +110,14 @@ def transformers_answer(prompt: np.ndarray) -> list[int]:
 @pytest.fixture(scope="module")
 def seeded_oracle(prompt: np.ndarray) -> list[int]:
     engine = load_engine(
-        MODEL,
-        cache=CacheConfig(page_size=16, prefix_cache="chunk", max_total_tokens=1024),
-        attention="torch_native",
-        products="own",
-        num_threads=2,
-        context_len=1024,
+        EngineSettings(
+            model=MODEL,
+            cache=CacheConfig(page_size=16, prefix_cache="chunk", max_total_tokens=1024),
+            attention="torch_native",
+            products="own",
+            num_threads=2,
+            context_len=1024,
+        )
     )
     return run(engine, {"plain": (prompt, SEEDED)})["plain"]
 

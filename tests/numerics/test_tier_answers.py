@@ -13,7 +13,7 @@ import pytest
 
 from replicas.config import CacheConfig, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, SamplingParams, TierStats
 from tests.harness import load_always, to_host
 from tests.numerics import tiny
@@ -35,19 +35,21 @@ def engine_of(
     model: str, *, page: int = 16, host_bytes: int = 8 << 20, store: Path | None = None, kv_dtype: KvDType | None = None
 ) -> Iterator[Engine]:
     engine = load_engine(
-        model,
-        cache=CacheConfig(
-            page_size=page,
-            max_total_tokens=512,
-            kv_dtype=kv_dtype,
-            host_memory_bytes=host_bytes,
-            write_policy="write_back",
-            store=None if store is None else f"file://{store}",
-            prefetch="wait_complete",
-        ),
-        scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=4),
-        num_threads=1,
-        context_len=256,
+        EngineSettings(
+            model=model,
+            cache=CacheConfig(
+                page_size=page,
+                max_total_tokens=512,
+                kv_dtype=kv_dtype,
+                host_memory_bytes=host_bytes,
+                write_policy="write_back",
+                store=None if store is None else f"file://{store}",
+                prefetch="wait_complete",
+            ),
+            scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=4),
+            num_threads=1,
+            context_len=256,
+        )
     )
     try:
         load_always(engine.kv)

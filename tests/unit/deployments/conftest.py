@@ -13,7 +13,7 @@ from deployments.replica.served_engine import ServedEngine
 from deployments.watch.metrics.emitter import Identity, emitter_of
 from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import client_of
@@ -37,7 +37,9 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def engine_loop() -> Iterator[EngineLoop]:
     """One real engine for all tests: SmolLM2, 750 pages."""
     cache = CacheConfig(max_total_tokens=POOL_TOKENS)
-    loop = EngineLoop(load_engine(MODEL, cache=cache, products="own", num_threads=2, record_events=True))
+    loop = EngineLoop(
+        load_engine(EngineSettings(model=MODEL, cache=cache, products="own", num_threads=2, record_events=True))
+    )
     loop.start()
     yield loop
     loop.stop()

@@ -10,7 +10,7 @@ from deployments.replica.cache_moves import ReplicaMoves
 from deployments.replica.served_engine import ServedEngine
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.loop import EngineLoop
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
@@ -24,7 +24,11 @@ CACHE = CacheConfig(max_total_tokens=2_000, host_memory_bytes=64 << 20)
 def loops() -> Iterator[list[EngineLoop]]:
     scheduler = SchedulerConfig(max_running_requests=4)
     found = [
-        EngineLoop(load_engine(MODEL, cache=CACHE, scheduler=scheduler, num_threads=1, record_events=True))
+        EngineLoop(
+            load_engine(
+                EngineSettings(model=MODEL, cache=CACHE, scheduler=scheduler, num_threads=1, record_events=True)
+            )
+        )
         for _ in range(2)
     ]
     for loop in found:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvtransfer.types import TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.loop import EngineLoop
-from replicas.launch import load_engine
+from replicas.launch import EngineSettings, load_engine
 from tests.embedded import MODEL
 from tests.local_agents import LocalAgent, LocalFabric
 
@@ -55,14 +55,16 @@ def two_engines(model: str = MODEL) -> Iterator[Engines]:
 
     def started(name: str) -> EngineLoop:
         engine = load_engine(
-            model,
-            cache=CacheConfig(max_total_tokens=4_000),
-            scheduler=SchedulerConfig(chunked_prefill_size=64),
-            products="own",
-            num_threads=1,
-            record_events=True,
-            transfer=SETTINGS,
-            make_agent=lambda memory: LocalAgent(memory, fabric, name),
+            EngineSettings(
+                model=model,
+                cache=CacheConfig(max_total_tokens=4_000),
+                scheduler=SchedulerConfig(chunked_prefill_size=64),
+                products="own",
+                num_threads=1,
+                record_events=True,
+                transfer=SETTINGS,
+                make_agent=lambda memory: LocalAgent(memory, fabric, name),
+            )
         )
         loop = EngineLoop(engine)
         loop.start()
