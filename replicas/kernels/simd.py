@@ -22,6 +22,8 @@ from numba.core.codegen import get_host_cpu_features
 from numba.core.datamodel import models, register_default
 from numba.extending import intrinsic
 
+from replicas.kernels.instructions import SETS
+
 W = 16  # floats in a vector
 F32 = ir.FloatType()
 I32 = ir.IntType(32)
@@ -46,10 +48,10 @@ def compiled_for() -> str:
 
 def instruction_set() -> str:
     """Name what kernels are compiled for in a word, and what of it products can use besides: "avx512 vnni bf16"."""
-    widest = {"avx512f": "avx512", "avx2": "avx2", "neon": "neon"}
-    name = next((name for feature, name in widest.items() if compiles_for(feature)), platform.machine())
-    more = [feature for feature in ("vnni", "bf16") if name == "avx512" and compiles_for(f"avx512{feature}")]
-    return " ".join([name, *more])
+    for name, each in reversed(SETS.items()):
+        if compiles_for(each.feature):
+            return " ".join([name, *(more for more in each.more if compiles_for(f"{name}{more}"))])
+    return platform.machine()
 
 
 class VectorType(types.Type):

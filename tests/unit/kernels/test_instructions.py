@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite.binding
 import pytest
 import torch
 from numba.core import config
@@ -32,7 +33,7 @@ print(simd.instruction_set(), torch.backends.cpu.get_cpu_capability(), "zmm" in 
 
 
 def run(program: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
-    known = {name for each in instructions.SETS.values() for name in each}
+    known = {name for each in instructions.SETS.values() for name in each.variables}
     kept = {name: value for name, value in os.environ.items() if name not in known}
     environment = kept | {"NUMBA_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)} | variables
     command = [sys.executable, *program.split()] if program.startswith("-m") else [sys.executable, "-c", program]
@@ -58,9 +59,10 @@ def test_these_tests_are_held_to_it() -> None:
 def test_what_a_process_is_held_to_its_children_are_too() -> None:
     """Ray's workers and peers inherit the environment; those of peers know no MANTA_CPU."""
     name = instructions.allowed()[0]
+    held = {} if name == instructions.NATIVE else dict(instructions.SETS[name].variables)
     environment = {"MANTA_CPU": name, "ATEN_CPU_CAPABILITY": "default", "HOME": "/root"}
     instructions.hold(environment)
-    assert environment == {"MANTA_CPU": name, "HOME": "/root"} | instructions.SETS.get(name, {})
+    assert environment == {"MANTA_CPU": name, "HOME": "/root"} | held
     environment["MANTA_CPU"] = "native"
     instructions.hold(environment)
     assert environment == {"MANTA_CPU": "native", "HOME": "/root"}
@@ -121,3 +123,14 @@ def test_kernels_are_compiled_for_what_the_environment_allows(monkeypatch: pytes
     assert compiled_for().endswith(" +fma,-avx512f")
     assert not compiles_for("a-feature-of-no-cpu")
     assert instruction_set() == platform.machine()
+
+
+def test_a_set_that_another_package_adds_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    feature = next(name for name, there in llvmlite.binding.get_host_cpu_features().items() if there)
+    variables = {"NUMBA_CPU_NAME": "toy", "NUMBA_CPU_FEATURES": f"+{feature}"}
+    toy = instructions.InstructionSet(machines=(platform.machine(),), feature=feature, variables=variables)
+    monkeypatch.setitem(instructions.SETS, "toy", toy)
+    environment = {"MANTA_CPU": "toy"}
+    instructions.hold(environment)
+    assert environment == {"MANTA_CPU": "toy", **variables}
+    assert instruction_set().startswith("toy")  # the newest entry is the widest
