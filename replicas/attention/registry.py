@@ -1,8 +1,8 @@
 """The attention backends: one entry for each, in the order in which `auto` prefers those of a device.
 
-To add one, here or from another package: write a class that serves `AttentionBackend` (base.py), and give ``BACKENDS``
-an entry, before an engine is made. Its name is then a value of the setting ``attention``. An entry that is added last
-comes after ``torch_native``, which serves everything: `auto` takes it where a new table puts it further up.
+To add one, write a class that serves `AttentionBackend` (base.py), and give `BACKENDS` an entry before an engine is
+made: its name is then a value of ``attention``. An entry that another package adds comes after ``torch_native``,
+which serves everything, so `auto` does not take it.
 
 Never:     imports torch: settings are checked by this table. What makes a backend imports its module, whose libraries
            may be missing here.
