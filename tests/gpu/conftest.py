@@ -1,11 +1,19 @@
 """What the tests of devices share."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
 from tests.gpu import fake_cuda
 from tests.gpu.device_steps import DEVICE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test here is slow where kernels are interpreted; after a change of them there is `make test-gpu`."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(

@@ -137,6 +137,7 @@ def test_two_tiny_replicas_answer_as_one(
         check_pair(trios(model, page, chunk), tiny_prompt(length, seed), cached, sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("page", [1, 16])
 def test_two_replicas_with_narrow_pages_answer_as_one(trios: Callable[..., Trio], kv_dtype: KvDType, page: int) -> None:

@@ -106,6 +106,7 @@ def check_paths(engine: Engine, sampling: SamplingParams) -> list[int]:
     return missed
 
 
+@pytest.mark.slow
 def test_perplexity_is_within_one_percent_of_fp32(engine: Engine) -> None:
     exact = make("none")
     try:
@@ -122,6 +123,7 @@ def test_chunks_hits_and_company_do_not_change_the_answer(
     assert check_paths(engine, sampling) == check_paths(in_chunks, sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
 def test_nor_do_they_where_k_and_v_alone_are_rounded(kv_dtype: KvDType) -> None:
     """Steps of 150, of 32 and of up to 96 rows: a last bit of one of them would be a step of K or V."""

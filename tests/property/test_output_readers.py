@@ -149,6 +149,7 @@ def test_no_more_than_a_tag_is_read_again_with_the_next_piece(name: str, long: s
     reader.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long", ["text", "spaces", "open call", "parameters"])
 def test_a_megabyte_in_pieces_of_one_character_takes_seconds(long: str) -> None:
     name, text = "qwen3_coder" if long == "parameters" else "hermes", LONG[long](1 << 20)

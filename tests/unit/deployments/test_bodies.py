@@ -198,6 +198,7 @@ def _frozen() -> None:
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 async def test_a_long_body_stops_neither_the_loop_nor_another_clients_stream(app: Any, name: str) -> None:
     """Others who load the machine may stretch one round; a body that stops the loop does so in each."""
