@@ -38,6 +38,7 @@ def both(logits: torch.Tensor, rows: list[SampleRow]) -> tuple[list[int], list[i
     return host.tolist(), sample_on_device(logits, rows).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.3, 2.0, 8.0], ids=["flat", "usual", "peaked"])
 @pytest.mark.parametrize("vocab_size", [2, 65, 1000])
 def test_random_rows_of_every_kind_get_the_same_tokens(spread: float, vocab_size: int) -> None:
