@@ -4,6 +4,7 @@ Owns:  what each setting means, its default, and where its value came from (`Eng
 Never: checks them, or fills gaps (replicas/resolve.py); `replicas/hf_config.py` reads how others spell a model's shape.
 """
 
+import difflib
 import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
@@ -48,7 +49,9 @@ class NamesOf:
         """Return ``value``. Raises: ValueError, with all names, if it is none of them."""
         names = self.allowed
         if value not in names:
-            raise ValueError(f"must be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}, not {value!r:.60}")
+            near = difflib.get_close_matches(str(value), names, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"must be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}, not {value!r:.60}{hint}")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
-from deployments.settings.groups import AutoscalingSettings, NameIn, Settings
+from deployments.settings.groups import AutoscalingSettings, Settings
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import BYTES
 from replicas.config import NamesOf
@@ -76,7 +76,7 @@ def _group(hint: Any) -> type[Any] | None:
 
 def _values(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Annotated:
-        named = next((each for each in hint.__metadata__ if isinstance(each, NameIn | NamesOf)), None)
+        named = next((each for each in hint.__metadata__ if isinstance(each, NamesOf)), None)
         return _values(hint.__origin__) if named is None else ", ".join(f"`{each}`" for each in named.allowed)
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in typing.get_args(hint))

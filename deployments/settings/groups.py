@@ -18,17 +18,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     GetPydanticSchema,
     SecretStr,
     field_validator,
     model_validator,
     with_config,
 )
-from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict  # pydantic's own; typing's has what it needs from Python 3.12 on
 
-from deployments.settings.settings_file import nearest, shown
+from deployments.settings.settings_file import shown
 from kvtransfer.types import TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 
@@ -80,25 +78,6 @@ DTYPE_NAMES = BeforeValidator(_dtype)
 QUANTIZATION_NAMES = BeforeValidator(_quantization)
 CACHE_NAMES = BeforeValidator(_cache)
 SCHEDULER_NAMES = BeforeValidator(_scheduler)
-
-
-class NameIn:
-    """Allows the names of a table, as it is when settings are checked: extensions add to it; and those of ``more``."""
-
-    def __init__(self, table: Mapping[str, Any], *more: str) -> None:
-        self._table, self._more = table, more
-
-    @property
-    def allowed(self) -> list[str]:
-        return [*self._more, *self._table]
-
-    def __get_pydantic_core_schema__(self, source: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, schema_of(source))
-
-    def _checked(self, name: str) -> str:
-        if name not in self.allowed:
-            raise ValueError(f"{name!r} is unknown{nearest(name, self.allowed)}; allowed: {', '.join(self.allowed)}")
-        return name
 
 
 # errors are logged with their cause, and the input may contain a secret

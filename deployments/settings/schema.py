@@ -13,15 +13,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
-from deployments.output.reasoning import REASONING_FORMATS
-from deployments.output.tool_formats import TOOL_FORMATS
 from deployments.settings.groups import (
     CACHE_NAMES,
     DTYPE_NAMES,
     QUANTIZATION_NAMES,
     SCHEDULER_NAMES,
     AutoscalingSettings,
-    NameIn,
     ReplicaSettings,
     RoleSettings,
     Settings,
@@ -36,6 +33,7 @@ from replicas.config import (
     CacheConfig,
     DType,
     Implementation,
+    NamesOf,
     ParallelConfig,
     ProductSetting,
     Quantization,
@@ -43,8 +41,10 @@ from replicas.config import (
     load_extensions,
 )
 from replicas.errors import InvalidConfig
-from routing.policies import POLICIES
 
+ToolFormatName = Annotated[str, NamesOf(("deployments.output.tool_formats:TOOL_FORMATS",), also=("auto", "none"))]
+ReasoningName = Annotated[str, NamesOf(("deployments.output.reasoning:REASONING_FORMATS",), also=("auto", "none"))]
+RoutingPolicy = Annotated[str, NamesOf(("routing.policies:POLICIES",))]
 _GGUF_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")  # no part of a model's name, as in llama.cpp
 
 
@@ -71,9 +71,9 @@ class ModelSettings(Settings):
     context_len: int | None = Field(default=None, ge=1)
     # how the model writes tool calls; auto: as its chat template, and as hermes where that knows no tools; none: calls
     # are not looked for
-    tool_format: Annotated[str, NameIn(TOOL_FORMATS, "auto", "none")] = "auto"
+    tool_format: ToolFormatName = "auto"
     # how the model writes its reasoning; think: between a pair of think tags; auto: so if its chat template names them
-    reasoning_format: Annotated[str, NameIn(REASONING_FORMATS, "auto", "none")] = "auto"
+    reasoning_format: ReasoningName = "auto"
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class ModelSettings(Settings):
 class RouterSettings(Settings):
     """The group ``router``: how requests are routed, bounded and admitted."""
 
-    policy: Annotated[str, NameIn(POLICIES)] = "estimated_ttft"  # how a replica is chosen
+    policy: RoutingPolicy = "estimated_ttft"  # how a replica is chosen
     count: int = Field(default=1, ge=1)  # number of routers; each is an HTTP ingress
     cpus: float = Field(default=0.0, ge=0)  # CPUs that Ray reserves for each router
     max_body_bytes: int = Field(default=4 << 20, ge=1024)  # a longer body is answered with 413

@@ -43,7 +43,8 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "dtype: must be 'float32', 'bfloat16' or 'float16', not 'int3'"),
         ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "cache.pagesize: is unknown (did you mean 'page_size'?)"),
         ({"model": MODEL_ARGS, "scheduler": {"policy": "x"}}, "scheduler.policy: must be 'lpm', 'dfs-weight', 'hrrn',"),
-        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "allowed: estimated_ttft, round_robin, random"),
+        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "must be 'estimated_ttft', 'round_robin', 'random'"),
+        ({"model": MODEL_ARGS, "router": {"policy": "ranodm"}}, "not 'ranodm' (did you mean 'random'?)"),
         ({"model": MODEL_ARGS, "replicas": {"count": 0}}, "count: must be auto, or a whole number of 1 or more"),
         ({"model": MODEL_ARGS, "replicas": {"cpus": 0}}, "replicas.cpus: must be above 0, not 0"),
         (

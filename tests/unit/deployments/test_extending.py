@@ -1,6 +1,7 @@
 """A package of somebody else adds to the tables, and Manta serves with what it added (docs/extending.md)."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -16,16 +17,27 @@ from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import AppConfig, parse
 from kvtransfer.stores.store import ReadStatus, WriteStatus
 from kvtransfer.stores.urls import BACKENDS, open_store
+from replicas.attention import registry
+from replicas.cache import evict
+from replicas.cache.store_tier import PREFETCH
+from replicas.cache.write_policy import RULES
+from replicas.checkpoints.methods import METHODS
 from replicas.config import EXTENSIONS, load_extensions
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
+from replicas.kernels.instructions import SETS
+from replicas.models.registry import MODELS
+from replicas.scheduler.orders import ORDERS
 from routing.policies import POLICIES
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import client_of
 from tests.unit.output.outputs import read
 
-TABLES: tuple[MutableMapping[str, Any], ...] = (POLICIES, TOOL_FORMATS, REASONING_FORMATS, BACKENDS)
+TABLES: tuple[MutableMapping[str, Any], ...] = (
+    POLICIES, TOOL_FORMATS, REASONING_FORMATS, BACKENDS,
+    registry.BACKENDS, evict.POLICIES, RULES, PREFETCH, ORDERS, METHODS, SETS, MODELS,
+)  # fmt: skip
 TOY = '''
 from deployments.output.call_readers import CallReader
 from deployments.output.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -105,7 +117,7 @@ def test_settings_allow_what_a_package_adds_and_nothing_else(packages: Path) -> 
     for group, name in (("router", "policy"), ("model", "tool_format"), ("model", "reasoning_format")):
         given: dict[str, Any] = {"model": {"path": MODEL}, "router": {}}
         given[group][name] = "toy"
-        with pytest.raises(InvalidConfig, match=f"{group}.{name}: 'toy' is unknown.*; allowed: "):
+        with pytest.raises(InvalidConfig, match=f"{group}.{name}: must be .*, not 'toy'"):
             parse(given)
     with pytest.raises(InvalidConfig, match=r"cache\.store: 'toy:///x' is no URL of a store: file:///absolute/path"):
         parse({"model": {"path": MODEL}, "cache": {"store": "toy:///x", "host_memory_bytes": 1 << 20}})
@@ -138,6 +150,16 @@ async def test_a_policy_and_a_tool_format_of_a_package_serve(toys: AppConfig, id
 def test_reasoning_in_the_tags_of_a_package_is_told_apart(toys: AppConfig, idle_engine: EngineLoop) -> None:
     output = OutputFormat.of(idle_engine.engine.tokenizer, reasoning_format=toys.model.reasoning_format)
     assert read(output.reader(schemas=None), "[hm]Is it? [/hm] It is.") == [("think", "Is it?"), "It is."]
+
+
+def test_the_examples_of_the_page_run_and_its_tests_exist(packages: Path) -> None:
+    page = Path("docs/extending.md").read_text()
+    sizes = [len(table) for table in TABLES]
+    for section in page.split("\n## ")[1:]:
+        exec(section.partition("```python\n")[2].partition("```")[0], {})
+    assert [len(table) for table in TABLES] == [size + 1 for size in sizes]
+    named = {path for each in re.findall(r"`(tests/[^`]+)`", page) for path in each.split()}
+    assert [path for path in sorted(named) if not Path(path).exists()] == []
 
 
 def test_a_store_of_a_package_keeps_pages(toys: AppConfig) -> None:
