@@ -31,9 +31,22 @@ async def run(house: House, served: ServedEngine, request: GenerateRequest) -> M
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[ServedEngine]:
+def steps() -> threading.Event:
+    """While it is cleared, a step of `served` does not end: what it runs is not over before a test has seen it run."""
+    event = threading.Event()
+    event.set()
+    return event
+
+
+@pytest.fixture
+async def served(steps: threading.Event) -> AsyncIterator[ServedEngine]:
     """A started engine over a fake device, at most 2 requests waiting."""
-    engine, _ = fake_engine(max_queued_requests=2)
+
+    def execute(plan: StepPlan) -> StepResult:
+        steps.wait(60)
+        return device.execute(plan)
+
+    engine, device = fake_engine(max_queued_requests=2, execute=execute)
     loop = EngineLoop(engine)
     loop.start()
     served = ServedEngine(loop, replica_id="r0", node_id="here")
@@ -73,7 +86,7 @@ async def test_two_overlapping_attaches_leave_one_connection_that_works(house: H
 
 
 async def test_a_kept_connection_keeps_its_requests_and_a_renewed_one_ends_them(
-    house: House, served: ServedEngine
+    house: House, served: ServedEngine, steps: threading.Event
 ) -> None:
     house.add(served)
     assert await house.fleet.wait_ready(30)
@@ -81,9 +94,11 @@ async def test_a_kept_connection_keeps_its_requests_and_a_renewed_one_ends_them(
     first = served._clients["router"]
     await served.attach(house.address)
     assert served._clients["router"] is first
+    steps.clear()
     lease = asyncio.create_task(run(house, served, ask(max_new_tokens=100)))
     await until_async(lambda: served.loop.num_open == 1)
     await served.attach(dataclasses.replace(house.address, renew=True))
+    steps.set()
     assert served._clients["router"] is not first
     await asyncio.wait_for(lease, 60)
     served.check()
@@ -206,14 +221,15 @@ async def test_however_many_wait_for_a_flush_the_engine_is_asked_once_each_50_ms
 
 
 async def test_a_replica_that_drains_gets_nothing_new_ends_what_runs_and_has_serve_replace_it(
-    served: ServedEngine,
+    served: ServedEngine, steps: threading.Event
 ) -> None:
     stays = EngineLoop(fake_engine()[0])
     stays.start()
     other = ServedEngine(stays, replica_id="r1", node_id="here")
     async with House() as house, asyncio.timeout(60):
         await house.ready(served, other)
-        running = asyncio.create_task(run(house, served, ask(rid="a1.0-long", max_new_tokens=200)))
+        steps.clear()
+        running = asyncio.create_task(run(house, served, ask(rid="a1.0-long", max_new_tokens=100)))
         await until_async(lambda: served.loop.num_open == 1)
         await house.leases.call("r0", ReplicaCalls.drain)
         await until_async(lambda: {each.replica_id: each.state for each in house.fleet.seen()}["r0"] == "draining")
@@ -223,6 +239,7 @@ async def test_a_replica_that_drains_gets_nothing_new_ends_what_runs_and_has_ser
             record = house.dispatcher.routes.find("new")
             assert record is not None
             assert record.tries[-1].decision.replica_id == "r1"
+        steps.set()
         assert await running is None  # it ended as if nothing had been
         with pytest.raises(ReplicaGone, match="an operator asked for it"):
             await served.check_health()
