@@ -37,6 +37,14 @@ class Method:
     fits: WeightFormat | None = None  # the panels that hold such weights as they are, unless a scale is too fine
 
 
+@dataclass(frozen=True, slots=True)
+class QuantMethod:
+    """One ``quant_method`` of config.json."""
+
+    choose: Callable[[str, Mapping[str, Any]], Method]  # from the folder, for messages, and ``quantization_config``
+    forms: str = ""  # those of it that are read, for people; "": all
+
+
 def method_of(where: str, config: Mapping[str, Any]) -> Method:
     """Choose how to read weights by ``quantization_config`` of config.json. ``where``: the folder, for messages.
 
@@ -44,13 +52,14 @@ def method_of(where: str, config: Mapping[str, Any]) -> Method:
     """
     name = str(config.get("quant_method") or "?").replace("_", "-").lower()
     if name not in METHODS:
+        supported = ", ".join(f"{each} ({has.forms})" if has.forms else each for each, has in METHODS.items())
         alone = " bitsandbytes' numbers are for its own kernels." if name in ("bitsandbytes", "bnb") else ""
         raise InvalidConfig(
-            f"model: {where} is quantized by {name!r};{alone} supported: {', '.join(METHODS)}; and GGUF files. "
+            f"model: {where} is quantized by {name!r};{alone} supported: {supported}; and GGUF files. "
             "Serve the model's unquantized checkpoint (model.quantization: int8 or int4 rounds it when it is loaded), "
             "or one of these"
         )
-    return METHODS[name](where, config)
+    return METHODS[name].choose(where, config)
 
 
 def _refuse(where: str, what: str, wanted: str) -> InvalidConfig:
@@ -307,10 +316,9 @@ def _float8(weight: str, numbers: Tensor, scales: Tensor, block: Any) -> WeightS
     return Floats8(numbers, scales, (high, wide))
 
 
-# by config.json's ``quant_method``: what reads such weights, from the folder (for messages) and ``quantization_config``
-METHODS: dict[str, Callable[[str, Mapping[str, Any]], Method]] = {
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed,
-    "fp8": _fp8,
+METHODS: dict[str, QuantMethod] = {
+    "gptq": QuantMethod(_gptq),
+    "awq": QuantMethod(_awq),
+    "compressed-tensors": QuantMethod(_compressed, forms="pack-quantized, int-quantized, float-quantized"),
+    "fp8": QuantMethod(_fp8),
 }
