@@ -8,54 +8,52 @@ Owns:   what stands between `<!-- NAME -->` and `<!-- end NAME -->` there. The t
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 
+from deployments.http import bodies
 from deployments.http.access import OPEN, admin_only
-from deployments.http.answer_bodies import ErrorBody, MessagesErrorBody
-from deployments.http.api_document import ROUTES, describe
-from deployments.http.apis.meanings import REFUSED
+from deployments.http.api_document import EVENTS, JSON, LIMIT, describe
 from deployments.http.apis.readouts import ReadoutRequest
-from deployments.http.bodies import ChatRequest, NativeSampling, SamplingFields, WireType
 from deployments.http.http_app import ROUTERS
 from deployments.settings.keys import NO_KEYS
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
-CONTEXT, VOCABULARY = 1_000_003, 1_000_033  # stand for those of the served model
-TOKEN = (VOCABULARY - 1, 2**31 - 1)  # the largest id, of a known and of any vocabulary
-WORDS = {CONTEXT: "the context", 2**63 - 1: "2^63 - 1", -(2**63): "-2^63"}
-TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "object": "object",
-         "null": "null"}  # fmt: skip
-# sets of fields that are no body of their own: heading, and a body that has them
-SHARED: Mapping[type[BaseModel], tuple[str, type[BaseModel] | None]] = {
-    SamplingFields: ("Sampling fields", ChatRequest),
-    ReadoutRequest: ("Fields of embeddings, scores and rerankings", None),
-    NativeSampling: ("Sampling fields of /generate", NativeSampling),
+WORDS = {"string": "text"}  # for types of JSON
+LIMITS = {"context": "0 to the context", "64 bits": "-2^63 to 2^63 - 1"}
+# headings of what is no body of a route
+SHARED: Mapping[type[bodies.WireType], str] = {
+    bodies.Sampling: "Sampling fields",
+    bodies.SamplingFields: "Fields of completions, chats and responses",
+    bodies.GeneratingFields: "Fields of completions and chats",
+    bodies.TemplateFields: "Fields of a chat's prompt",
+    bodies.NativeSampling: "Sampling fields of /generate",
+    ReadoutRequest: "Fields of embeddings, scores and rerankings",
 }
 Schema = Mapping[str, Any]
 
 
 def document() -> dict[str, Any]:
-    """Return the document of a server without keys, whose model is made up."""
+    """Return the document of a server without keys, with the names of the model's limits."""
     app = FastAPI()
     app.state.keys = NO_KEYS
-    face = SimpleNamespace(name="MODEL", context_len=CONTEXT, vocab_size=VOCABULARY)
-    describe(app, ROUTERS, SimpleNamespace(model=face, version=""))  # type: ignore[arg-type]
+    for router in ROUTERS:
+        app.include_router(router)
+    describe(app, None)
     return app.openapi()
 
 
 def tables() -> dict[str, str]:
     """Return each part of the page by its name."""
     made = document()
+    schemas = made["components"]["schemas"]
     return {
-        "routes": _routes(made),
-        "fields": _fields(made["components"]["schemas"]),
-        "answers": _answers(made["components"]["schemas"]),
-        "errors": _errors(made["components"]["responses"]),
+        "routes": _routes(made["paths"]),
+        "fields": _fields(schemas),
+        "answers": _answers(made["paths"], schemas),
+        "errors": _errors(made["paths"]),
     }
 
 
@@ -82,75 +80,66 @@ def _link(heading: str, shown: str = "") -> str:
     return f"[{shown or heading[0].lower() + heading[1:]}](#{place})"
 
 
-def _routes(made: Schema) -> str:
-    """A row for each route; two paths of one route stand together."""
-    names: dict[Any, list[APIRoute]] = {}
+def _endpoints() -> list[list[APIRoute]]:
+    """List the routes of each endpoint, the one with its usual path first."""
+    found: dict[Any, list[APIRoute]] = {}
     for route in [each for router in ROUTERS for each in router.routes if isinstance(each, APIRoute)]:
-        names.setdefault(route.endpoint, []).append(route)
-    usual = set(made["paths"]["/tokenize"]["post"]["responses"])
+        found.setdefault(route.endpoint, []).insert(0, route)
+    return list(found.values())
+
+
+def _body(route: APIRoute) -> Any:
+    """Return the type of the route's body; None if it takes none."""
+    return route.body_field and route.body_field.field_info.annotation
+
+
+def _routes(paths: Schema) -> str:
+    usual = set(paths["/tokenize"]["post"]["responses"])
     rows = []
-    for routes in names.values():
-        operations = made["paths"][routes[-1].path_format]
+    for routes in _endpoints():
+        route, operations = routes[0], paths[routes[0].path_format]
         methods = [method for method in ("get", "post") if method in operations]
-        operation = operations[methods[-1]]
-        paths = ", ".join(f"`{route.path_format}`" for route in reversed(routes))
-        body = ROUTES[routes[-1].path_format].body
-        said = operation["summary"] + (f" ({_link(_heading(body), 'fields')})" if body else "")
+        operation, body = operations[methods[-1]], _body(route)
+        fields = f" ({_link(_heading(body), 'fields')})" if body else ""
         errors = sorted(set(operation["responses"]) - (usual if body else {"200", "401", "403", "500"}))
-        named = ", ".join(method.upper() for method in methods)
-        rows.append((named, paths, said, _key(routes[0]), ", ".join(errors)))
+        guards = [each.call for each in route.dependant.dependencies]
+        key = "none" if route.path in OPEN else "admin" if admin_only in guards else "API"
+        names = ", ".join(f"`{each.path_format}`" for each in routes)
+        rows.append((", ".join(methods).upper(), names, operation["summary"] + fields, key, ", ".join(errors)))
     return _table(("", "route", "what it does", "key", "errors"), rows)
 
 
-def _key(route: APIRoute) -> str:
-    guards = [each.call for each in route.dependant.dependencies]
-    return "none" if route.path in OPEN else "admin" if admin_only in guards else "API"
-
-
-def _heading(body: type[BaseModel]) -> str:
-    if body in SHARED:
-        return SHARED[body][0]
-    return f"Body of {next(path for path, each in ROUTES.items() if each.body is body)}"
+def _heading(body: type[bodies.WireType]) -> str:
+    return SHARED.get(body) or f"Body of {next(each[0].path for each in _endpoints() if _body(each[0]) is body)}"
 
 
 def _fields(schemas: Mapping[str, Schema]) -> str:
     """A section for each body, and one for each set of fields that several share."""
-    bodies = [*dict.fromkeys(each.body for each in ROUTES.values() if each.body is not None), NativeSampling]
-    said = dict.fromkeys(each for body in bodies for each in reversed(_family(body)))
+    whole = [*dict.fromkeys(body for each in _endpoints() if (body := _body(each[0]))), bodies.NativeSampling]
+    wire = bodies.WireType
+    kinds = {k: body for body in whole for k in reversed(body.__mro__) if issubclass(k, wire) and k is not wire}
     texts = []
-    for body in said:
-        base = next(iter(_family(body)[1:]), None)
-        schema = schemas[_holder(body, bodies).__name__]
-        told = {} if base is None else schemas[_holder(base, bodies).__name__]["properties"]
+    for kind, body in kinds.items():
         rows, refused = list[tuple[str, str, str]](), list[str]()
-        for name in body.model_fields:
-            field, needed = schema["properties"][name], name in schema.get("required", ())
-            if field["description"] == REFUSED:
+        schema = schemas[body.__name__]
+        for name in kind.__annotations__:
+            field, needed = schema["properties"][name], " (required)" * (name in schema.get("required", ()))
+            if field["description"] == bodies.REFUSED:
                 refused.append(f"`{name}`")
-            elif base is None or name not in base.model_fields or told[name]["description"] != field["description"]:
-                rows += _parts(name + "`" + (" (required)" if needed else ""), field, schemas)
-        beside = f"Beside the {_link(_heading(base))}:\n\n" if base else ""
+            else:
+                rows += _parts(f"{name}`{needed}", field, schemas)
+        bases = [_link(_heading(base)) for base in kind.__bases__ if base in kinds]
+        beside = f"Beside the {' and the '.join(bases)}:\n\n" if bases else ""
         after = f"\nRefused if they ask for anything: {', '.join(refused)}.\n" if refused else ""
-        texts.append(f"### {_heading(body)}\n\n{beside}{_table(('field', 'values', 'meaning'), rows)}{after}")
+        texts.append(f"### {_heading(kind)}\n\n{beside}{_table(('field', 'values', 'meaning'), rows)}{after}")
     return "\n".join(texts)
-
-
-def _holder(body: type[BaseModel], bodies: Iterable[type[BaseModel]]) -> type[BaseModel]:
-    """Return a body whose schema has the fields of ``body``."""
-    shown = SHARED.get(body, ("", body))[1]
-    return shown or next(each for each in bodies if body in _family(each))
-
-
-def _family(body: type[BaseModel]) -> list[type[BaseModel]]:
-    return [each for each in body.__mro__ if issubclass(each, WireType) and each is not WireType]
 
 
 def _parts(name: str, field: Schema, schemas: Mapping[str, Schema]) -> Iterator[tuple[str, str, str]]:
     """Yield a field's row, and those of the fields of its object."""
     yield f"`{name}", _type(field), field["description"]
-    refs = [each["$ref"].rpartition("/")[2] for each in field.get("anyOf", [field]) if "$ref" in each]
-    for ref in refs:
-        if ref != NativeSampling.__name__:
+    for ref in [each["$ref"].rpartition("/")[2] for each in field.get("anyOf", [field]) if "$ref" in each]:
+        if ref != bodies.NativeSampling.__name__:
             for inner, schema in schemas[ref]["properties"].items():
                 yield f"`{name.partition('`')[0]}.{inner}`", _type(schema), schema["description"]
 
@@ -158,7 +147,7 @@ def _parts(name: str, field: Schema, schemas: Mapping[str, Schema]) -> Iterator[
 def _type(schema: Schema, *, many: bool = False) -> str:
     """Return the values of a field in words; ``many``: of a list's elements."""
     ending = "s" if many else ""
-    if "anyOf" in schema:
+    if "anyOf" in schema and "type" not in schema:
         said = dict.fromkeys(_type(each, many=many) for each in schema["anyOf"] if each.get("type") != "null")
         return " or ".join(each for each in said if each)
     if "enum" in schema or "const" in schema:
@@ -167,43 +156,43 @@ def _type(schema: Schema, *, many: bool = False) -> str:
             return ""  # only what asks for nothing
         shown = [str(each).lower() if isinstance(each, bool) else each for each in values if each not in (None, "")]
         return ", ".join(f"`{each}`" for each in shown)
-    if schema.get("maximum") in TOKEN:
+    if schema.get(LIMIT) == "token" or schema.get("maximum") == 2**31 - 1:
         return f"token id{ending}"
-    if schema.get("type") == "array":
+    kind = schema.get("type", "")
+    if kind == "array":
         most = f" (at most {schema['maxItems']})" if schema.get("maxItems", 1) > 1 else ""
         return f"list{ending} of {_type(schema.get('items', {}), many=True) or 'values'}{most}"
-    if "$ref" in schema or schema.get("type") == "object":
-        return f"object{ending}"
-    kind = TYPES.get(schema.get("type", ""), "")
-    return kind + ending * bool(kind) + _range(schema)
+    if "$ref" in schema or "properties" in schema:
+        kind = "object"
+    return f"{WORDS.get(kind, kind)}{ending * bool(kind)}{_range(schema)}"
 
 
 def _range(schema: Schema) -> str:
     low, over, high = schema.get("minimum"), schema.get("exclusiveMinimum"), schema.get("maximum")
+    if schema.get(LIMIT) in LIMITS:
+        limits = LIMITS[schema[LIMIT]]
+        return f", {limits if low in (None, 0) else f'{low:g}{limits[1:]}'}"
     if low is not None and high is not None:
-        return f", {_word(low)} to {_word(high)}"
-    parts = [f"at least {_word(low)}"] if low is not None else [f"above {_word(over)}"] if over is not None else []
-    parts += [f"at most {_word(high)}"] if high is not None else []
+        return f", {low:g} to {high:g}"
+    parts = [f"at least {low:g}"] if low is not None else [f"above {over:g}"] if over is not None else []
+    parts += [f"at most {high:g}"] if high is not None else []
     return "".join(f", {each}" for each in parts)
 
 
-def _word(value: float) -> str:
-    return WORDS.get(int(value), f"{value:g}") if value == int(value) else f"{value:g}"
-
-
-def _answers(schemas: Mapping[str, Schema]) -> str:
+def _answers(paths: Schema, schemas: Mapping[str, Schema]) -> str:
     """A section for each answer, event and error."""
-    named: dict[type[BaseModel], str] = {}
-    for path, each in ROUTES.items():
-        for model, what in ((each.answer, "Answer"), (each.event, "Event"), (each.error, "Error")):
-            if model is not None:
-                named.setdefault(model, f"{what} of {path}")
-    named[ErrorBody], named[MessagesErrorBody] = "Fields of an error", "Fields of an error in Anthropic's form"
+    named: dict[str, str] = {}
+    for routes in _endpoints():
+        path = routes[0].path_format
+        content = next(reversed(paths[path].values()))["responses"]["200"].get("content", {})
+        for kind, what in ((JSON, "Answer"), (EVENTS, "Event")):
+            for name in re.findall(r"schemas/(\w+)", str(content.get(kind, "")))[:1]:
+                named.setdefault(name, f"{what} of {path}")
+    named |= {"ErrorBody": "Fields of an error", "MessagesErrorBody": "Fields of an error in Anthropic's form"}
     texts = []
-    for model, heading in named.items():
-        rows = list(_leaves(schemas[model.__name__], schemas, ""))
-        about = (model.__doc__ or "").partition("\n")[0]
-        texts.append(f"### {heading}\n\n{about}\n\n{_table(('field', 'values', 'meaning'), rows)}")
+    for name, heading in named.items():
+        rows = _table(("field", "values", "meaning"), _leaves(schemas[name], schemas, ""))
+        texts.append(f"### {heading}\n\n{schemas[name]['description'].splitlines()[0]}\n\n{rows}")
     return "\n".join(texts)
 
 
@@ -222,11 +211,19 @@ def _leaves(schema: Schema, schemas: Mapping[str, Schema], path: str) -> Iterato
             yield from _leaves(schemas[inner["$ref"].rpartition("/")[2]], schemas, f"{where}.")
         else:
             null = " or null" if {"type": "null"} in field.get("anyOf", ()) else ""
-            yield f"`{where}`", (_type(field if not brackets else inner) or "any") + null, field["description"]
+            meaning = field.get("description") or ("Always this." if "const" in field else "")
+            yield f"`{where}`", (_type(field if not brackets else inner) or "any") + null, meaning
 
 
-def _errors(responses: Mapping[str, Schema]) -> str:
-    return _table(("status", "what happened"), ((status, each["description"]) for status, each in responses.items()))
+def _errors(paths: Schema) -> str:
+    found = {
+        status: answer["description"]
+        for operations in paths.values()
+        for operation in operations.values()
+        for status, answer in operation["responses"].items()
+        if status != "200"
+    }
+    return _table(("status", "what happened"), sorted(found.items()))
 
 
 if __name__ == "__main__":

@@ -13,19 +13,23 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from prometheus_client.exposition import choose_encoder
+from pydantic import WithJsonSchema
 
 from dashboards.catalog import POOL_STATES, TAKEN
-from dashboards.dialects import TYPE, translate
+from dashboards.dialects import DIALECTS, TYPE, translate
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
+from deployments.http import answer_bodies as answers
 from deployments.http.access import admin_only, caller_of
-from deployments.http.bodies import MAX_DETOKENIZED, AbortRequest, DetokenizeRequest, TokenizeRequest, read_body
+from deployments.http.api_document import BODY, gives
+from deployments.http.bodies import MAX_DETOKENIZED, AbortRequest, DetokenizeRequest, PathName, Route, TokenizeRequest
 from deployments.http.chat import template_options, tools_of
 from deployments.http.convert import check_count, check_model, to_ids
 from deployments.http.http_errors import error_body
@@ -36,12 +40,17 @@ from replicas.errors import InvalidRequest, UnknownModel
 from replicas.text.detokenizer import token_texts
 from replicas.types import EngineStats
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 ADMIN = [Depends(admin_only)]
 MAX_FLUSH_WAIT_S = 600.0
+_WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "default": 0}
+WAITS = {"parameters": [{"name": "timeout", "in": "query", "schema": _WAIT}]}  # of routes that call `wait_of`
+METRICS = {"response_class": PlainTextResponse, **gives(None, 400)}
+METRICS["responses"][200] = {"content": {"application/openmetrics-text": {"schema": {"type": "string"}}}}
+Dialect = Annotated[str, WithJsonSchema({"type": "string", "enum": ["", *DIALECTS]})]
 
 
-@router.get("/")
+@router.get("/", **gives(answers.IndexBody))
 async def index(request: Request) -> Response:
     """Lead a browser to the live view; tell other clients where it is, and where this document is."""
     view = await request.app.state.live_view()
@@ -52,14 +61,14 @@ async def index(request: Request) -> Response:
     return JSONResponse({"name": "manta", "live_view": view, "document": f"{root}/openapi.json"}, headers=headers)
 
 
-@router.get("/ping")
+@router.get("/ping", response_class=PlainTextResponse, **gives(None))
 async def ping() -> Response:
     """Answer as soon as the router is alive, in any state of the replicas."""
     return PlainTextResponse("pong")
 
 
-@router.get("/health")
-@router.get("/ready")
+@router.get("/health", **gives(answers.HealthBody, 503))
+@router.get("/ready", **gives(answers.HealthBody, 503))
 async def health(request: Request) -> Response:
     """Answer 200 while at least one replica takes requests, else 503."""
     fleet = service_of(request).fleet
@@ -68,25 +77,25 @@ async def health(request: Request) -> Response:
     return JSONResponse(error_body(f"no replica is ready: {fleet.describe()}", status=503), status_code=503)
 
 
-@router.get("/version")
-async def version(request: Request) -> dict[str, Any]:
+@router.get("/version", **gives(answers.VersionBody))
+async def version(request: Request) -> Response:
     """Show the version of this Manta."""
-    return {"version": service_of(request).version}
+    return JSONResponse({"version": service_of(request).version})
 
 
-@router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
+@router.get("/v1/models", **gives(answers.Models))
+async def models(request: Request) -> Response:
     """List the served models: one."""
-    return {"object": "list", "data": [_model_body(service_of(request))]}
+    return JSONResponse({"object": "list", "data": [_model_body(service_of(request))]})
 
 
-@router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> dict[str, Any]:
+@router.get("/v1/models/{name:path}", **gives(answers.Model, 404))
+async def model(request: Request, name: PathName) -> Response:
     """Show one served model."""
     service = service_of(request)
     if name != service.model.name:
         raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
-    return _model_body(service)
+    return JSONResponse(_model_body(service))
 
 
 def _model_body(service: Service) -> dict[str, Any]:
@@ -101,12 +110,12 @@ def _model_body(service: Service) -> dict[str, Any]:
     }
 
 
-@router.get("/get_model_info")
-@router.get("/model_info")
-async def model_info(request: Request) -> dict[str, Any]:
+@router.get("/get_model_info", **gives(answers.ModelInfoBody))
+@router.get("/model_info", **gives(answers.ModelInfoBody))
+async def model_info(request: Request) -> Response:
     """Show the path, type and lengths of the served model."""
     face = service_of(request).model
-    return {
+    body = {
         "model_path": face.path,
         "tokenizer_path": face.tokenizer_path,
         "served_model_name": face.name,
@@ -119,18 +128,17 @@ async def model_info(request: Request) -> dict[str, Any]:
         "max_model_len": face.context_len,
         "vocab_size": face.vocab_size,
     }
+    return JSONResponse(body)
 
 
-@router.get("/get_server_info", dependencies=ADMIN)
-@router.get("/server_info", dependencies=ADMIN)
-async def server_info(request: Request) -> dict[str, Any]:
+@router.get("/get_server_info", dependencies=ADMIN, **gives(answers.ServerInfoBody))
+@router.get("/server_info", dependencies=ADMIN, **gives(answers.ServerInfoBody))
+async def server_info(request: Request) -> Response:
     """Show the settings in force, and the current state of each replica."""
     service = service_of(request)
     reports = await service.fleet.ask_all(lambda replica_id: service.leases.call(replica_id, ReplicaCalls.report))
-    states = [
-        _state_body(info, reports[info.replica_id]) for info in service.fleet.infos if info.replica_id in reports
-    ]
-    return {
+    states = [_state_body(info, reports[info.replica_id]) for info in service.fleet.infos if info.replica_id in reports]
+    body = {
         **in_force(service.settings, service.fleet.infos),
         "version": service.version,
         "startup_time": service.started_s,
@@ -144,6 +152,7 @@ async def server_info(request: Request) -> dict[str, Any]:
         "recent_retries": [dataclasses.asdict(retry) for retry in service.dispatcher.retries],
         "internal_states": states,
     }
+    return JSONResponse(jsonable_encoder(body))
 
 
 def in_force(settings: Mapping[str, Any], infos: Iterable[ReplicaInfo]) -> dict[str, Any]:
@@ -198,7 +207,10 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
     }
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"], dependencies=ADMIN)
+@router.api_route(
+    "/flush_cache", methods=["GET", "POST"], dependencies=ADMIN, response_class=PlainTextResponse, openapi_extra=WAITS,
+    **gives(None, 400),
+)  # fmt: skip
 async def flush_cache(request: Request) -> Response:
     """Drop all cached prefixes on all replicas; 400 if one is busy for longer than ``timeout`` seconds."""
     service = service_of(request)
@@ -234,14 +246,13 @@ def wait_of(request: Request) -> float:
     return timeout_s
 
 
-@router.post("/abort_request")
-async def abort_request(request: Request) -> dict[str, Any]:
+@router.post("/abort_request", **gives(answers.AbortedBody, *BODY))
+async def abort_request(request: Request, body: AbortRequest) -> Response:
     """Abort the requests called ``rid`` that were sent with the same key; the admin key aborts those of all keys.
 
     ``abort_all``, with the admin key, aborts every request. Raises: InvalidRequest, KeyNeeded.
     """
     service = service_of(request)
-    body = await read_body(request, AbortRequest, max_bytes=service.max_body_bytes)
     if not body.rid and not body.abort_all:
         raise InvalidRequest("rid: is missing; name a request, or set abort_all", param="rid")
     if body.abort_all:
@@ -251,13 +262,13 @@ async def abort_request(request: Request) -> dict[str, Any]:
     counts = await service.fleet.ask_all(
         lambda replica_id: service.leases.call(replica_id, ReplicaCalls.abort, name, owner)
     )
-    return {"success": True, "num_aborted": sum(counts.values())}
+    return JSONResponse({"success": True, "num_aborted": sum(counts.values())})
 
 
-@router.get("/metrics", dependencies=ADMIN)
-@router.get("/metrics/{dialect}", dependencies=ADMIN)
-@router.get("/prometheus/metrics", dependencies=ADMIN)
-async def metrics(request: Request, dialect: str = "") -> Response:
+@router.get("/metrics", dependencies=ADMIN, **METRICS)
+@router.get("/metrics/{dialect}", dependencies=ADMIN, **METRICS)
+@router.get("/prometheus/metrics", dependencies=ADMIN, **METRICS)
+async def metrics(request: Request, dialect: Dialect = "") -> Response:
     """Show this router's own metrics; with several routers only the build information.
 
     Each scrape through the load balancer could reach another router. Routers and replicas serve their metrics on
@@ -305,17 +316,15 @@ def _fleet_as_one(service: Service) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
-async def tokenize(request: Request) -> Response:
+@router.post("/tokenize", **gives(answers.TokensBody, *BODY))
+@router.post("/v1/tokenize", **gives(answers.TokensBody, *BODY))
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokenise texts, or a chat as /v1/chat/completions would."""
     service = service_of(request)
-    body = await read_body(request, TokenizeRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)
-    special = True if body.add_special_tokens is None else body.add_special_tokens
+    special, use = True if body.add_special_tokens is None else body.add_special_tokens, tools_of(body)
     if body.messages is not None:
-        rows = [await service.encode_chat(body.messages, use=tools_of(body), **template_options(body))]
+        rows = [await service.encode_chat(body.messages, use=use, **template_options(body))]
     elif body.prompt is not None:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         check_count(len(texts), param="prompt")
@@ -334,12 +343,11 @@ async def tokenize(request: Request) -> Response:
     return await service.encoding.run(answer, size=sum(map(len, rows)))
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
-async def detokenize(request: Request) -> Response:
+@router.post("/detokenize", **gives(answers.TextBody, *BODY))
+@router.post("/v1/detokenize", **gives(answers.TextBody, *BODY))
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Turn token ids into text."""
     service = service_of(request)
-    body = await read_body(request, DetokenizeRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)
     skip = True if body.skip_special_tokens is None else body.skip_special_tokens
     is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
@@ -357,13 +365,13 @@ async def detokenize(request: Request) -> Response:
     return await service.encoding.run(answer, size=num_tokens)
 
 
-@router.get("/tokenizer_info")
-async def tokenizer_info(request: Request) -> dict[str, Any]:
+@router.get("/tokenizer_info", **gives(answers.TokenizerInfoBody))
+async def tokenizer_info(request: Request) -> Response:
     """Describe the tokenizer, as lm-eval's remote tokenizer expects it."""
     service = service_of(request)
     tokenizer = service.tokenizer
     eos = sorted(tokenizer.eos_ids)
-    return {
+    body = {
         "tokenizer_path": service.model.tokenizer_path,
         "vocab_size": tokenizer.vocab_size,
         "eos_token": tokenizer.named_token("eos") or (tokenizer.token_text(eos[0]) if eos else None),
@@ -374,3 +382,4 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
         "chat_template": tokenizer.chat_template,
         "max_model_len": service.model.context_len,
     }
+    return JSONResponse(body)

@@ -1,10 +1,11 @@
 """The answers of the HTTP routes, as /openapi.json describes them.
 
-Owns:   the fields that clients may rely on. An answer may have more fields than these.
-Never:  makes an answer: the routes write theirs, and the tests compare them with these types.
+Owns:   the fields that clients may rely on, and their meanings. An answer may have more fields than these.
+Never:  makes an answer: the routes write theirs, and the tests compare them with these types, and OpenAI's with the
+        types of its library.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,21 +16,34 @@ class AnswerBody(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
+Id = Annotated[str, Field(description="The answer's id; holds the request's name.")]
+Index = Annotated[int, Field(description="Place in the list.")]
+ModelName = Annotated[str, Field(description="The served model.")]
+ContextLen = Annotated[int, Field(description="Most tokens of prompt and output together.")]
+PromptTokens = Annotated[int, Field(description="Tokens of the prompt.")]
+OutputTokens = Annotated[int, Field(description="Tokens of the output.")]
+TotalTokens = Annotated[int, Field(description="Both.")]
+Logprob = Annotated[float | None, Field(description="Natural logarithm of its probability.")]
+UnixTime = Annotated[int, Field(description="Seconds since 1970.")]
+ErrorText = Annotated[str, Field(description="What is wrong, and what would be right.")]
+TokenizerPath = Annotated[str, Field(description="Folder or hub id of the tokenizer.")]
+
+
 class ErrorDetailBody(AnswerBody):
     """The error in OpenAI's form, inside an error's body."""
 
-    message: str
-    type: str
+    message: ErrorText
+    type: str = Field(description="`invalid_request_error`, `rate_limit_error`, ...")
     param: str | None = Field(description="The field of the request that is wrong, if it is a single one.")
-    code: str | int | None
+    code: str | int | None = Field(description="A word such as `context_length_exceeded`, or the status.")
 
 
 class ErrorBody(AnswerBody):
     """The body of every error, also as an event in a stream that has begun."""
 
     object: Literal["error"]
-    message: str
-    error: ErrorDetailBody
+    message: ErrorText
+    error: ErrorDetailBody = Field(description="What went wrong.")
 
 
 class PromptTokensDetailsBody(AnswerBody):
@@ -41,15 +55,15 @@ class PromptTokensDetailsBody(AnswerBody):
 class CompletionTokensDetailsBody(AnswerBody):
     """How many output tokens were reasoning."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int = Field(description="Tokens of the output that were reasoning.")
 
 
 class UsageBody(AnswerBody):
     """The tokens that a request has used."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    prompt_tokens: PromptTokens
+    completion_tokens: OutputTokens
+    total_tokens: TotalTokens
     prompt_tokens_details: PromptTokensDetailsBody
     completion_tokens_details: CompletionTokensDetailsBody
 
@@ -61,7 +75,7 @@ ChoiceReason = Literal["stop", "length", "abort", "tool_calls"]
 class ChoiceBody(AnswerBody):
     """What every choice of an answer has."""
 
-    index: int
+    index: Index
     finish_reason: ChoiceReason | None = Field(description="null until the choice ends.")
     matched_stop: int | str | None = Field(description="The stop string or token that ended it.")
     token_ids: list[int] = Field(default=[], description="With return_token_ids.")
@@ -70,16 +84,20 @@ class ChoiceBody(AnswerBody):
 class CompletionLogprobsBody(AnswerBody):
     """The log probabilities of a text completion, token by token."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None] | None
-    text_offset: list[int]
+    tokens: list[str] = Field(description="Texts of the tokens.")
+    token_logprobs: list[float | None] = Field(description="Natural logarithm of each one's probability.")
+    top_logprobs: list[dict[str, float | None] | None] | None = Field(
+        description="The most likely tokens in its place."
+    )
+    text_offset: list[int] = Field(
+        description="In characters; a token that begins inside a character has the character's place."
+    )
 
 
 class PromptLogprobBody(AnswerBody):
     """The log probability of one prompt token."""
 
-    logprob: float | None
+    logprob: Logprob
     rank: int | None
     decoded_token: str
 
@@ -91,18 +109,18 @@ PromptLogprobs = list[dict[str, PromptLogprobBody] | None]
 class CompletionChoiceBody(ChoiceBody):
     """One choice of a text completion."""
 
-    text: str
-    logprobs: CompletionLogprobsBody | None
-    prompt_logprobs: PromptLogprobs = []
+    text: str = Field(description="The new text, or all of it.")
+    logprobs: CompletionLogprobsBody | None = Field(description="With `logprobs`.")
+    prompt_logprobs: PromptLogprobs = Field(default=[], description="With `prompt_logprobs`: by token id.")
 
 
 class OpenAIAnswerBody(AnswerBody):
     """What every answer in OpenAI's form has."""
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None
+    id: Id
+    created: UnixTime
+    model: ModelName
+    system_fingerprint: str | None = Field(description="Always null.")
 
 
 class CompletionBody(OpenAIAnswerBody):
@@ -116,34 +134,34 @@ class CompletionBody(OpenAIAnswerBody):
 class TokenLogprobBody(AnswerBody):
     """One token and its log probability."""
 
-    token: str
-    logprob: float | None
-    bytes: list[int] | None
+    token: str = Field(description="The token's text.")
+    logprob: Logprob
+    bytes: list[int] | None = Field(description="The token's bytes.")
 
 
 class TopLogprobsBody(TokenLogprobBody):
     """One output token, with the most probable tokens in its place."""
 
-    top_logprobs: list[TokenLogprobBody]
+    top_logprobs: list[TokenLogprobBody] = Field(description="The most likely tokens in its place.")
 
 
 class ChatLogprobsBody(AnswerBody):
     """The log probabilities of a chat's choice."""
 
-    content: list[TopLogprobsBody]
+    content: list[TopLogprobsBody] = Field(description="The new text, or all of it.")
 
 
 class CalledFunctionBody(AnswerBody):
     """The function that a tool call names, and its arguments."""
 
-    name: str
+    name: str = Field(description="The function's name.")
     arguments: str = Field(description="JSON as the model wrote it: unfinished if max_tokens cut it.")
 
 
 class ToolCallBody(AnswerBody):
     """One tool call of a message."""
 
-    id: str
+    id: Id
     type: Literal["function"]
     function: CalledFunctionBody
 
@@ -160,14 +178,14 @@ class ChatMessageBody(AnswerBody):
 class CalledFunctionPartBody(AnswerBody):
     """The name, in the first event of a tool call, or some of its arguments."""
 
-    name: str = ""
-    arguments: str
+    name: str = Field(default="", description="The function's name.")
+    arguments: str = Field(description="The new part of its arguments.")
 
 
 class ToolCallPartBody(AnswerBody):
     """The new part of one tool call."""
 
-    index: int
+    index: Index
     id: str = Field(default="", description="In the first event of the call, as type and name.")
     type: Literal["function"] = "function"
     function: CalledFunctionPartBody
@@ -177,23 +195,23 @@ class ChatDeltaBody(AnswerBody):
     """The new part of a chat's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str | None = ""
-    reasoning_content: str = ""
+    content: str | None = Field(default="", description="The new text, or all of it.")
+    reasoning_content: str = Field(default="", description="The reasoning.")
     tool_calls: list[ToolCallPartBody] = []
 
 
 class ChatChoiceBody(ChoiceBody):
     """One choice of a chat completion."""
 
-    message: ChatMessageBody
-    logprobs: ChatLogprobsBody | None
+    message: ChatMessageBody = Field(description="What is wrong, and what would be right.")
+    logprobs: ChatLogprobsBody | None = Field(description="With `logprobs`.")
 
 
 class ChunkChoiceBody(ChoiceBody):
     """One choice in an event of a streamed chat completion."""
 
     delta: ChatDeltaBody
-    logprobs: ChatLogprobsBody | None
+    logprobs: ChatLogprobsBody | None = Field(description="With `logprobs`.")
 
 
 class ChatCompletionBody(OpenAIAnswerBody):
@@ -202,7 +220,7 @@ class ChatCompletionBody(OpenAIAnswerBody):
     object: Literal["chat.completion"]
     choices: list[ChatChoiceBody]
     usage: UsageBody
-    prompt_logprobs: PromptLogprobs = []
+    prompt_logprobs: PromptLogprobs = Field(default=[], description="With `prompt_logprobs`: by token id.")
 
 
 class ChatCompletionChunkBody(OpenAIAnswerBody):
@@ -216,13 +234,13 @@ class ChatCompletionChunkBody(OpenAIAnswerBody):
 class ContentBlockBody(AnswerBody):
     """One content block of a message."""
 
-    type: Literal["text", "thinking", "tool_use"]
-    text: str = ""
-    thinking: str = ""
-    signature: str = ""
+    type: Literal["text", "thinking", "tool_use"] = Field(description="The kind.")
+    text: str = Field(default="", description="The new text, or all of it.")
+    thinking: str = Field(default="", description="The reasoning.")
+    signature: str = Field(default="", description="Always empty.")
     id: str = Field(default="", description="Of a tool_use, as its name and input.")
-    name: str = ""
-    input: dict[str, Any] = {}
+    name: str = Field(default="", description="The function's name.")
+    input: dict[str, Any] = Field(default={}, description="The call's arguments.")
 
 
 class MessageUsageBody(AnswerBody):
@@ -230,20 +248,23 @@ class MessageUsageBody(AnswerBody):
 
     input_tokens: int = Field(description="Prompt tokens that were computed.")
     cache_read_input_tokens: int = Field(description="Prompt tokens that came from the cache.")
-    cache_creation_input_tokens: int
-    output_tokens: int
+    cache_creation_input_tokens: int = Field(description="Always 0.")
+    output_tokens: OutputTokens
+
+
+MessageReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
 class MessageBody(AnswerBody):
     """An answer in Anthropic's form."""
 
-    id: str
+    id: Id
     type: Literal["message"]
     role: Literal["assistant"]
-    model: str
-    content: list[ContentBlockBody]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
-    stop_sequence: str | None
+    model: ModelName
+    content: list[ContentBlockBody] = Field(description="The new text, or all of it.")
+    stop_reason: MessageReason | None = Field(description="Why it ended; null until then.")
+    stop_sequence: str | None = Field(description="The stop text that ended it.")
     usage: MessageUsageBody
 
 
@@ -253,60 +274,60 @@ class MessageEventBody(AnswerBody):
     type: Literal[
         "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
         "message_stop",
-    ]  # fmt: skip
+    ] = Field(description="The kind.")  # fmt: skip
     index: int = Field(default=0, description="Of the content block.")
 
 
 class CountedTokensBody(AnswerBody):
     """The number of a prompt's tokens."""
 
-    input_tokens: int
+    input_tokens: PromptTokens
 
 
 class MessagesErrorDetailBody(AnswerBody):
     """What is wrong, in Anthropic's form."""
 
-    type: str
-    message: str
+    type: str = Field(description="The kind.")
+    message: ErrorText
 
 
 class MessagesErrorBody(AnswerBody):
     """The body of every error under /v1/messages, also as an event in a stream that has begun."""
 
     type: Literal["error"]
-    error: MessagesErrorDetailBody
-    request_id: str | None
+    error: MessagesErrorDetailBody = Field(description="What went wrong.")
+    request_id: str | None = Field(description="The request's name.")
 
 
 class ResponseUsageBody(AnswerBody):
     """The tokens that a response has used."""
 
-    input_tokens: int
+    input_tokens: PromptTokens
     input_tokens_details: PromptTokensDetailsBody
-    output_tokens: int
+    output_tokens: OutputTokens
     output_tokens_details: CompletionTokensDetailsBody
-    total_tokens: int
+    total_tokens: TotalTokens
 
 
 class OutputItemBody(AnswerBody):
     """One item of a response, with the fields of its type, as OpenAI's."""
 
-    type: Literal["message", "reasoning", "function_call"]
-    id: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    type: Literal["message", "reasoning", "function_call"] = Field(description="The kind.")
+    id: Id
+    status: Literal["in_progress", "completed", "incomplete"] = Field(description="How far it is.")
 
 
 class ResponseBody(AnswerBody):
     """A response; it also repeats the fields of its request."""
 
-    id: str
+    id: Id
     object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: dict[str, Any] | None
+    created_at: UnixTime
+    completed_at: int | None = Field(description="Seconds since 1970.")
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = Field(description="How far it is.")
+    error: dict[str, Any] | None = Field(description="What went wrong.")
     incomplete_details: dict[str, Any] | None = Field(description="`reason` is max_output_tokens, or it was aborted.")
-    model: str
+    model: ModelName
     output: list[OutputItemBody]
     usage: ResponseUsageBody | None
 
@@ -314,22 +335,22 @@ class ResponseBody(AnswerBody):
 class ResponseEventBody(AnswerBody):
     """One event of a streamed response, with the fields of its type, as OpenAI's. No [DONE] follows the last."""
 
-    type: str
-    sequence_number: int
+    type: str = Field(description="The kind.")
+    sequence_number: int = Field(description="Counts from 0.")
 
 
 class ReadoutUsageBody(AnswerBody):
     """The tokens of the prompts that were read out."""
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: PromptTokens
+    total_tokens: TotalTokens
     prompt_tokens_details: PromptTokensDetailsBody
 
 
 class ReadoutAnswerBody(AnswerBody):
     """What the answers of embeddings, scores and rerankings share."""
 
-    model: str
+    model: ModelName
     usage: ReadoutUsageBody
 
 
@@ -337,7 +358,7 @@ class EmbeddingBody(AnswerBody):
     """The embedding of one text, of length 1."""
 
     object: Literal["embedding"]
-    index: int
+    index: Index
     embedding: list[float] | str = Field(description="A string with encoding_format base64: little-endian float32.")
 
 
@@ -352,37 +373,37 @@ class ScoresBody(ReadoutAnswerBody):
     """The scores of each item's labels."""
 
     object: Literal["scoring"]
-    scores: list[list[float]]
+    scores: list[list[float]] = Field(description="For each item, one of each label.")
 
 
 class RankedBody(AnswerBody):
     """One document; the text with return_documents."""
 
-    index: int
-    relevance_score: float
-    document: dict[str, str] = {}
+    index: Index
+    relevance_score: float = Field(description="0 to 1.")
+    document: dict[str, str] = Field(default={}, description="With `return_documents`.")
 
 
 class RankingBody(ReadoutAnswerBody):
     """The documents by relevance, the most relevant first."""
 
-    id: str
+    id: Id
     results: list[RankedBody]
 
 
 class NativeFinishBody(AnswerBody):
     """Why a choice of /generate has ended."""
 
-    type: FinishReason
-    matched: int | str | None = None
-    length: int | None = None
-    message: str | None = None
+    type: FinishReason = Field(description="The kind.")
+    matched: int | str | None = Field(default=None, description="The stop text or token that ended it.")
+    length: int | None = Field(default=None, description="The limit that ended it.")
+    message: str | None = Field(default=None, description="What is wrong, and what would be right.")
 
 
 class CachedTokensBody(AnswerBody):
     """The cached tokens of a prompt by the tier that had them; they sum to ``cached_tokens``."""
 
-    device: int
+    device: int = Field(description="In the replica's KV pool.")
     host: int = Field(description="Loaded from host memory.")
     storage: int = Field(description="Read from the store (setting cache.store).")
 
@@ -390,87 +411,89 @@ class CachedTokensBody(AnswerBody):
 class MetaInfoBody(AnswerBody):
     """What /generate says beside the text of a choice."""
 
-    id: str
+    id: Id
     finish_reason: NativeFinishBody | None
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: PromptTokens
+    completion_tokens: OutputTokens
     cached_tokens: int = Field(description="Prompt tokens that were not computed again.")
     cached_tokens_details: CachedTokensBody
-    num_retractions: int
-    weight_version: str
+    num_retractions: int = Field(description="How often it gave its pages back and was computed anew.")
+    weight_version: str = Field(description="Always `default`.")
     e2e_latency: float = Field(description="Seconds.")
     input_token_logprobs: list[list[Any]] = Field(default=[], description="[logprob, token id, text or null] each.")
-    output_token_logprobs: list[list[Any]] = []
-    input_top_logprobs: list[list[list[Any]] | None] = []
-    output_top_logprobs: list[list[list[Any]] | None] = []
+    output_token_logprobs: list[list[Any]] = Field(default=[], description="The same of the output.")
+    input_top_logprobs: list[list[list[Any]] | None] = Field(
+        default=[], description="Of the most likely tokens in each place."
+    )
+    output_top_logprobs: list[list[list[Any]] | None] = Field(default=[], description="The same of the output.")
 
 
 class GeneratedBody(AnswerBody):
     """A native answer; in a stream, text and ids are cumulative."""
 
-    text: str
-    output_ids: list[int]
+    text: str = Field(description="The new text, or all of it.")
+    output_ids: list[int] = Field(description="Token ids of the output.")
     meta_info: MetaInfoBody
-    generated_text: str | None = None
+    generated_text: str | None = Field(default=None, description="TGI's name for `text`, where `inputs` was sent.")
 
 
 class MemoryBody(AnswerBody):
     """Memory was given back, or is used again."""
 
-    success: bool
-    num_replicas: int
+    success: bool = Field(description="Whether it was done.")
+    num_replicas: int = Field(description="How many replicas did it.")
 
 
 class TokensBody(AnswerBody):
     """The token ids of a text."""
 
-    tokens: list[int] | list[list[int]]
-    count: int | list[int]
+    tokens: list[int] | list[list[int]] = Field(description="Token ids.")
+    count: int | list[int] = Field(description="How many.")
     texts: list[str] | list[list[str]] = Field(
         default=[], description="With return_texts: what each token adds to the text."
     )
-    max_model_len: int
+    max_model_len: ContextLen
 
 
 class IndexBody(AnswerBody):
     """The answer to clients that are not browsers, which are led to the live view (307)."""
 
-    name: str
+    name: str = Field(description="Always `manta`.")
     live_view: str | None = Field(description="Path of the live view; null while none runs.")
-    document: str
+    document: str = Field(description="Path of the OpenAPI document.")
 
 
 class TextBody(AnswerBody):
     """The text of token ids."""
 
-    prompt: str | list[str]
-    text: str | list[str]
+    prompt: str | list[str] = Field(description="The text.")
+    text: str | list[str] = Field(description="The new text, or all of it.")
 
 
 class TokenizerInfoBody(AnswerBody):
     """The tokenizer's vocabulary size, special tokens and chat template."""
 
-    tokenizer_path: str
-    vocab_size: int
-    eos_token: str | None
-    eos_token_id: int | None
-    eos_token_ids: list[int]
-    bos_token: str | None
-    pad_token: str | None
+    tokenizer_path: TokenizerPath
+    vocab_size: int = Field(description="Tokens in the vocabulary.")
+    eos_token: str | None = Field(description="Its text.")
+    eos_token_id: int | None = Field(description="The first of `eos_token_ids`.")
+    eos_token_ids: list[int] = Field(description="Every token that ends an answer.")
+    bos_token: str | None = Field(description="Its text.")
+    pad_token: str | None = Field(description="Its text.")
     chat_template: str | None = Field(description="The Jinja source.")
-    max_model_len: int
+    max_model_len: ContextLen
 
 
 class Model(AnswerBody):  # schemathesis finds its names for /v1/models/{name} by the name of this schema
     """One model that this server has."""
 
-    id: str
+    id: Id
     object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: int
+    created: UnixTime
+    owned_by: str = Field(description="Always `manta`.")
+    root: str = Field(description="The model's path.")
+    parent: str | None = Field(description="Always null.")
+    max_model_len: ContextLen
 
 
 class Models(AnswerBody):
@@ -483,95 +506,99 @@ class Models(AnswerBody):
 class ModelInfoBody(AnswerBody):
     """The path, lengths and type of the served model."""
 
-    model_path: str
-    tokenizer_path: str
-    served_model_name: str
-    is_generation: bool
-    preferred_sampling_params: dict[str, Any] | None
-    weight_version: str
-    disaggregation_mode: str
-    model_type: str
-    architectures: list[str]
-    max_model_len: int
-    vocab_size: int
+    model_path: str = Field(description="Folder or hub id of the model.")
+    tokenizer_path: TokenizerPath
+    served_model_name: str = Field(description="The name that requests use.")
+    is_generation: bool = Field(description="Always true.")
+    preferred_sampling_params: dict[str, Any] | None = Field(description="Always null.")
+    weight_version: str = Field(description="Always `default`.")
+    disaggregation_mode: str = Field(description="`null`: prefill and decode on one replica.")
+    model_type: str = Field(description="As in config.json.")
+    architectures: list[str] = Field(description="As in config.json.")
+    max_model_len: ContextLen
+    vocab_size: int = Field(description="Tokens in the vocabulary.")
 
 
 class ServerInfoBody(AnswerBody):
     """The settings as given, this router, and each replica's state."""
 
-    version: str
-    startup_time: float
-    uptime_s: float
-    model_path: str
-    tokenizer_path: str
-    served_model_name: str
-    context_length: int
-    router: dict[str, Any]
-    num_retries: int
-    recent_retries: list[dict[str, Any]]
-    internal_states: list[dict[str, Any]]
+    version: str = Field(description="Of Manta.")
+    startup_time: float = Field(description="Seconds since 1970.")
+    uptime_s: float = Field(description="Seconds.")
+    model_path: str = Field(description="Folder or hub id of the model.")
+    tokenizer_path: TokenizerPath
+    served_model_name: str = Field(description="The name that requests use.")
+    context_length: ContextLen
+    router: dict[str, Any] = Field(description="The router that answered: its load and its index.")
+    num_retries: int = Field(description="How often requests, or this one, went to another replica.")
+    recent_retries: list[dict[str, Any]] = Field(description="The newest of them.")
+    internal_states: list[dict[str, Any]] = Field(description="For each replica: identity, pool, queues, counters.")
 
 
 class HealthBody(AnswerBody):
     """The answer while replicas are ready."""
 
     status: Literal["ok"]
-    replicas_ready: int
+    replicas_ready: int = Field(description="How many replicas take requests.")
 
 
 class VersionBody(AnswerBody):
     """The version of this Manta."""
 
-    version: str
+    version: str = Field(description="Of Manta.")
 
 
 class AbortedBody(AnswerBody):
     """How many requests an abort has ended."""
 
-    success: bool
-    num_aborted: int
+    success: bool = Field(description="Whether it was done.")
+    num_aborted: int = Field(description="How many requests ended.")
 
 
 class RouteDecisionBody(AnswerBody):
     """One routing decision, with all its candidates."""
 
-    replica: str
-    policy: str
-    reason: str
-    num_tokens: int
-    predicted: dict[str, Any]
-    best_overlap: dict[str, Any]
-    candidates: list[dict[str, Any]]
+    replica: str = Field(description="Id of the chosen replica.")
+    policy: str = Field(description="The routing policy (`router.policy`).")
+    reason: str = Field(description="Why this replica: [routing](routing.md).")
+    num_tokens: PromptTokens
+    predicted: dict[str, Any] = Field(
+        description="What the router expects: cached tokens by tier, seconds to the first token."
+    )
+    best_overlap: dict[str, Any] = Field(
+        description="The replica with the most cached tokens, and how many the choice gives up."
+    )
+    candidates: list[dict[str, Any]] = Field(description="Every replica that was compared, with each term of its cost.")
 
 
 class RouteExplanationBody(RouteDecisionBody):
     """The decision that a request would get now."""
 
     dry_run: Literal[True]
-    router: str
-    explanation: str
+    router: str = Field(description="Id of the router.")
+    explanation: str = Field(description="The same for people.")
 
 
 class RouteTryBody(RouteDecisionBody):
     """One try of a request, with its outcome."""
 
-    sentence: str
-    actual: dict[str, Any]
-    outcome: str
-    failure: str | None
+    sentence: str = Field(description="The same in a sentence.")
+    actual: dict[str, Any] = Field(description="What came true: cached tokens, seconds to the first token.")
+    outcome: str = Field(description="How it ended, or `running`.")
+    failure: str | None = Field(description="Why the try failed; null if it did not.")
 
 
 class RouteBody(AnswerBody):
     """Where a request went, and why."""
 
-    rid: str
-    internal_rid: str
-    router: str
-    time: float
-    replica: str
-    outcome: str
-    total_s: float | None
-    stages: dict[str, float] | None
-    num_retries: int
+    rid: str = Field(description="The request's name.")
+    internal_rid: str = Field(description="The name that replicas know it by.")
+    router: str = Field(description="Id of the router.")
+    time: float = Field(description="When it arrived: seconds since 1970.")
+    replica: str = Field(description="Id of the chosen replica.")
+    outcome: str = Field(description="How it ended, or `running`.")
+    total_s: float | None = Field(description="Seconds from arrival to end.")
+    stages: dict[str, float] | None = Field(description="Seconds of route, queue, prefill, transfer, decode.")
+    num_retries: int = Field(description="How often requests, or this one, went to another replica.")
     tries: list[RouteTryBody]
-    explanation: str
+    explanation: str = Field(description="The same for people.")

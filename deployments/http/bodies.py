@@ -1,24 +1,31 @@
 """Request bodies: their types, and the parsing of one, with bounds on its shape (access.py: on bytes and time).
 
-Owns:      the fields of every body. Each may be null, which means its default; meanings and limits are those of
-           `SamplingParams` (convert.py checks them). The cost of a body before it is validated: a long one is parsed on
-           another thread; since the JSON parser holds the GIL there too, its values are counted first, and a body with
-           too many is refused.
+Owns:      the fields of every body, their meanings and limits, from which /openapi.json and docs/api.md are made. Each
+           may be null, which means its default. Limits that are only `shown` are checked by `SamplingParams`.
+           The cost of a body before it is validated: a long one is parsed on another thread; since the JSON parser
+           holds the GIL there too, its values are counted first, and a body with too many is refused.
 Never:     answers a malformed body with a 422 or a 500: every error in it is an InvalidRequest.
 """
 
 import asyncio
 import logging
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
+from starlette.responses import Response
 
 from deployments.http.access import read_bytes
+from deployments.http.api_document import about, body_like, said, shape, shown
 from deployments.http.service import service_of
+from deployments.output.tools import MAX_TOOLS
 from replicas.errors import InvalidRequest
+from replicas.text.control_tokens import ROLES
+from replicas.types import MAX_DEADLINE_S
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +36,9 @@ MAX_NAMES = 1 << 17
 MAX_CONTAINERS = 1 << 15
 MAX_PROMPTS = 256
 MAX_DETOKENIZED = 1 << 17  # ids of one request
+MAX_BAD_WORDS = 256  # of one request
+MAX_BAD_CHARACTERS = 16_384  # of all of them
+FORM_TYPES = ("grammar", "json", "json_object", "json_schema", "regex", "structural_tag")  # of response_format
 _BOM = b"\xef\xbb\xbf"
 
 T = TypeVar("T")
@@ -52,7 +62,7 @@ _logged: set[tuple[str, str]] = set()
 _LOGGED_MOST = 1000  # names come from clients: memory for them is bounded
 
 
-async def read_body(request: Request, wire: type[WireT], *, max_bytes: int) -> WireT:
+async def read_body(request: Request, wire: type[WireT]) -> WireT:
     """Read and validate a body.
 
     Raises: BodyTooLarge; BodyTooSlow; RequestAborted if the client leaves before the end of the body; Busy if too many
@@ -60,7 +70,7 @@ async def read_body(request: Request, wire: type[WireT], *, max_bytes: int) -> W
     """
     service = service_of(request)
     within = asyncio.timeout(service.body_timeout_s)
-    data = await read_bytes(request, max_bytes=max_bytes, within=within)
+    data = await read_bytes(request, max_bytes=service.max_body_bytes, within=within)
     if len(data) <= LONG_BODY:
         return _parse(data, wire)
     return await service.parsing.run(lambda: _parse(data, wire), size=len(data))
@@ -106,13 +116,25 @@ def check_shape(data: bytes, *, max_values: int = MAX_VALUES) -> None:
             raise InvalidRequest(f"the body has {found:,} {what}; at most {most:,} are accepted")
 
 
+# what pydantic says otherwise, by its word for the error
+_WORDS = {
+    "greater_than_equal": "must be at least {ge}, got {input}",
+    "less_than_equal": "must be at most {le}, got {input}",
+    "too_short": "is empty; give at least one",
+}
+
+
 def _named(error: ValidationError) -> InvalidRequest:
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False)
     param = str(errors[0]["loc"][0]) if errors[0]["loc"] else None
-    ways = [
-        f"{'.'.join(str(part) for part in e['loc'][1:])} {e['msg']}".strip() for e in errors if e["loc"][:1] == (param,)
-    ]
+    named = [each for each in errors if each["loc"][:1] == (param,)]
+    ways = [f"{'.'.join(str(part) for part in each['loc'][1:])} {_words(each)}".strip() for each in named]
     return InvalidRequest(f"{param}: {'; or '.join(ways[:5])}", param=param)
+
+
+def _words(error: ErrorDetails) -> str:
+    words = _WORDS.get(error["type"])
+    return error["msg"] if words is None else words.format(**error.get("ctx", {}), input=str(error["input"])[:64])
 
 
 def _log_unknown(wire: str, extra: dict[str, Any]) -> None:
@@ -124,191 +146,353 @@ def _log_unknown(wire: str, extra: dict[str, Any]) -> None:
             log.info("%s: the field %.64r is not known here and is ignored", wire, name)
 
 
+class Route(APIRoute):
+    """A route that reads its body by `read_body`, and gives it to its endpoint beside the request.
+
+    FastAPI would read a body of any size for any time, and answer what is wrong with it by a 422.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        field = self.body_field
+        if field is None:
+            return super().get_route_handler()
+        wire, required = cast(type[WireType], field.field_info.annotation), field.field_info.is_required()
+
+        async def handler(request: Request) -> Response:
+            for guard in self.dependencies:
+                cast(Callable[[Request], None], guard.dependency)(request)
+            headers = request.headers
+            empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+            body = wire() if empty and not required else await read_body(request, wire)
+            return cast(Response, await self.endpoint(request, body))
+
+        return handler
+
+
+Object = dict[str, Any]
+TEXT, NULL = {"type": "string"}, {"type": "null"}
+ROLE = {"enum": list(ROLES)}
+TOOL_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
+FUNCTION = {"const": "function"}
+_PART = {"anyOf": [TEXT, shape(text=TEXT), shape(type={"const": "refusal"}, refusal=TEXT)]}
+_CONTENT = {"anyOf": [TEXT, NULL, {"type": "array", "items": _PART}]}
+_CALL = shape(function=shape({"arguments": {"type": ["string", "object"]}}, name=TEXT))
+_MESSAGE = shape({"content": _CONTENT, "tool_calls": {"anyOf": [NULL, {"type": "array", "items": _CALL}]}}, role=ROLE)
+_ABOUT_TOOL = {
+    "description": {"type": ["string", "null"]},
+    "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+    "strict": {"type": ["boolean", "null"]},
+}
+Conversation = Annotated[Items[Annotated[Object, WithJsonSchema(_MESSAGE)]], shown(minItems=1)]
+CONVERSATION = (
+    "The conversation. Roles: OpenAI's, and those that the chat template names; `developer` becomes `system` where the "
+    "template does not know it."
+)
+_Tool = Annotated[Object, WithJsonSchema(shape({"type": FUNCTION}, function=shape(_ABOUT_TOOL, name=TOOL_NAME)))]
+NamedTool = Annotated[Object, WithJsonSchema(shape(type=FUNCTION, function=shape(name=TOOL_NAME)))]
+NOTHING: list[Any] = [None, False, 0, "", [], {}]
+REFUSED = "Not supported: refused if it asks for anything."
+Refused = Annotated[Any, about(REFUSED, enum=NOTHING)]
+
+PathName = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]  # documented, and not checked
+Token = Annotated[int, shown(limit="token")]
+UpToContext = Annotated[int, shown(minimum=0, limit="context")]
+Seed = Annotated[int, shown(limit="64 bits")]
+Penalty = Annotated[float, shown(minimum=-2, maximum=2)]
+RequestName = Annotated[str, shown(pattern="^[A-Za-z0-9._:/@+=-]{0,128}$")]
+StopText = Annotated[str, shown(minLength=1, maxLength=1024)]
+UpTo20 = Annotated[int, Field(ge=0, le=20)]
+Text = Annotated[str, shown(minLength=1)]
+Many = Annotated[list[T], Field(fail_fast=True), shown(minItems=1)]  # as Items
+Few = Annotated[list[T], Field(fail_fast=True), shown(minItems=1, maxItems=MAX_PROMPTS)]
+TokenRow = Many[Token]
+Prompts = Text | TokenRow | Many[Text] | Many[TokenRow]
+AnyToken = Annotated[int, shown(minimum=0, maximum=2**31 - 1)]
+_IDS = shown(propertyNames={"pattern": "^[0-9]{1,9}$"})
+_FORMAT = {"type": "object", "properties": {"type": {"enum": [None, "text", *FORM_TYPES]}}}
+StopTexts = Annotated[Items[StopText], shown(maxItems=64)]
+STOPS = "Texts that end the answer; they are not part of it."
+ToolChoice = Annotated[str, shown(enum=["none", "auto", "required"])] | NamedTool
+TOOL_CHOICE = "Whether, and which, tools are called ([below](#tools-and-reasoning))."
+TOOLS = "The functions that the model may call ([below](#tools-and-reasoning))."
+# fields that several bodies have
+Model = Annotated[
+    Annotated[str, shown(limit="model")] | None,
+    about("The served model's name, as `/v1/models` lists it; may be left out."),
+]
+User = Annotated[str | None, about("Accepted, without effect.")]
+CacheSalt = Annotated[str | None, about("Cached prefixes are shared only with requests of the same salt.")]
+ExtraKey = Annotated[str | None, about("SGLang's second salt, beside `cache_salt`.")]
+Priority = Annotated[
+    Annotated[int, shown(minimum=-1000, maximum=1000)] | None,
+    about("A higher number is served first, where `scheduler.priorities` is on."),
+]
+Timeout = Annotated[
+    Annotated[float, shown(exclusiveMinimum=0, maximum=MAX_DEADLINE_S)] | None,
+    about("Seconds until the request is aborted with 504; in a stream, with an error event."),
+]
+Stream = Annotated[bool | None, about("Send tokens as server-sent events.")]
+Temperature = Annotated[
+    Annotated[float, shown(minimum=0, maximum=100)] | None, about("0: the most likely token. Without it: 1.")
+]
+TopP = Annotated[
+    Annotated[float, shown(exclusiveMinimum=0, maximum=1)] | None,
+    about("Choose among the most likely tokens that together have this probability. Without it: 1."),
+]
+TopK = Annotated[
+    Annotated[int, shown(minimum=-1)] | None, about("Choose among this many of the most likely tokens; -1 or 0: all.")
+]
+MinTokens = Annotated[UpToContext | None, about("No token ends the answer before this many.")]
+KeptTokens = Annotated[int, shown(minimum=-1, limit="context", **{"not": {"const": 0}})]
+Keep = Annotated[
+    KeptTokens | None,
+    about("Keep this many of the prompt's last tokens; -1: as many as leave room for the output."),
+]
+TopLogprobs = Annotated[UpTo20 | None, about("Also of this many most likely tokens in its place.")]
+SingleCall = Annotated[bool | None, about("false: at most one call.")]
+TemplateVariables = Annotated[Object | None, about("Variables for the chat template, such as `enable_thinking`.")]
+# forms of the output (constraints.py), or what asks for nothing
+ASKS_NOTHING = {"enum": NOTHING}
+Schema = Annotated[
+    Any, about("A JSON schema that the output must fit.", anyOf=[TEXT, {"type": "object"}, ASKS_NOTHING])
+]
+Regex = Annotated[Any, about("A regular expression that the output must match.", anyOf=[TEXT, ASKS_NOTHING])]
+Grammar = Annotated[Any, about("A grammar that the output must follow.", anyOf=[TEXT, ASKS_NOTHING])]
+
+
 class StreamOptions(WireType):
     """What a stream says beside its tokens."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | None = said("Send the usage in a last event without choices.")
+    continuous_usage_stats: bool | None = said("Send the usage so far in every event.")
 
 
-class SamplingFields(WireType):
-    """The fields that completions and chat share."""
+class Sampling(WireType):
+    """How tokens are chosen, and when to stop, on every generating route."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Named[float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    truncate_prompt_tokens: int | None = None  # keep this many of the prompt's last tokens; -1: as many as fit
-    prompt_logprobs: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    user: str | None = None
-    rid: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    return_token_ids: bool | None = None
-    # what asks for a form of the output (constraints.py), and two that are refused (convert.refuse_unsupported)
-    response_format: dict[str, Any] | None = None
-    regex: Any = None
-    ebnf: Any = None
-    json_schema: Any = None
-    structural_tag: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    logits_processors: Any = None
-    lora_path: Any = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: Annotated[float, shown(minimum=0, maximum=1)] | None = said(
+        "Choose among tokens that have this share of the most likely one's probability."
+    )
+    n: Annotated[int, shown(minimum=1, maximum=128)] | None = said("Answers for each prompt.")
+    seed: Seed | None = said(
+        "The same seed, prompt and settings give the same answer; any number of 64 bits with a sign."
+    )
+    stop: Annotated[str, shown(maxLength=1024)] | StopTexts | None = said(STOPS)
+    stop_token_ids: Annotated[Items[Token], shown(maxItems=256)] | None = said("Tokens that end the answer.")
+    ignore_eos: bool | None = said("The model's own end tokens do not end the answer.")
+    no_stop_trim: bool | None = said("SGLang's name for `include_stop_str_in_output`.")
+    skip_special_tokens: bool | None = said("false: special tokens appear in the text.")
+    repetition_penalty: Annotated[float, shown(minimum=0.01, maximum=10)] | None = said(
+        "Divides the logits of tokens in prompt and output; 1: none."
+    )
+    presence_penalty: Penalty | None = said("Subtracted from the logits of tokens in the output.")
+    frequency_penalty: Penalty | None = said("Subtracted from a token's logit once for each time it is in the output.")
+    logit_bias: Annotated[Named[Annotated[float, shown(minimum=-100, maximum=100)]], _IDS] | None = said(
+        "Added to logits, by token id."
+    )
+    allowed_token_ids: Annotated[Items[Token], shown(minItems=1)] | None = said(
+        "No other token is generated. With `min_tokens`, a token that ends the answer stays allowed if no other is."
+    )
+    bad_words: Annotated[Items[Annotated[str, shown(pattern=r"\S")]], shown(maxItems=MAX_BAD_WORDS)] | None = said(
+        "Texts whose token sequences are not generated: of the text itself, and of the text after a space. Other "
+        f"tokenisations of it are possible. At most {MAX_BAD_WORDS}, with {MAX_BAD_CHARACTERS:,} characters, a request."
+    )
+    json_schema: Schema = None
+    regex: Regex = None
+    ebnf: Grammar = None
+    structural_tag: Any = said(
+        "SGLang's: forms that hold between tags.", anyOf=[TEXT, {"type": "object"}, ASKS_NOTHING]
+    )
 
 
-class CompletionRequest(SamplingFields):
+class SamplingFields(Sampling):
+    """The fields that completions, chats and responses share."""
+
+    model: Model = None
+    min_tokens: MinTokens = None
+    include_stop_str_in_output: bool | None = said("Keep the stop text in the answer.")
+    truncate_prompt_tokens: Keep = None
+    stream: Stream = None
+    stream_options: StreamOptions | None = said("What a stream says beside its tokens.")
+    user: User = None
+    rid: RequestName | None = said("The request's name, instead of the `X-Request-Id` header.")
+    cache_salt: CacheSalt = None
+    priority: Priority = None
+    timeout: Timeout = None
+    guided_json: Schema = None
+    guided_regex: Regex = None
+    guided_choice: Any = said(
+        "The output is one of these texts.", anyOf=[{"type": "array", "items": TEXT}, ASKS_NOTHING]
+    )
+    guided_grammar: Grammar = None
+    structured_outputs: Any = said(
+        "vLLM's: one of `json`, `regex`, `choice`, `grammar`, `structural_tag`, `json_object`.",
+        anyOf=[{"type": "object"}, ASKS_NOTHING],
+    )
+    logits_processors: Refused = None
+    lora_path: Refused = None
+
+
+class GeneratingFields(SamplingFields):
+    """The fields that completions and chats share, and responses have by other names or not at all."""
+
+    max_tokens: UpToContext | None = said(
+        "The most output tokens. Without it: what the context leaves; in completions at most 16."
+    )
+    prompt_logprobs: UpTo20 | None = said(
+        "vLLM's: for each prompt token, by id, logprob, rank and text, and the same of this many most likely tokens; "
+        "null for the first. Not in a stream."
+    )
+    return_token_ids: bool | None = said("Choices carry the ids of their tokens.")
+    response_format: Annotated[Object, WithJsonSchema(_FORMAT)] | None = said(
+        "`type`: `text`, `json_object`, `json_schema`, or SGLang's `regex`, `grammar`, `structural_tag`; beside it the "
+        "schema, pattern or grammar."
+    )
+
+
+class CompletionRequest(GeneratingFields):
     """The body of a request for text completions."""
 
-    prompt: str | Items[int] | Items[str] | Items[Items[int]] | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
-    add_special_tokens: bool | None = None  # to a prompt that is text
+    model_config = body_like(
+        {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}, one_of=("prompt",)
+    )
+
+    prompt: Prompts | None = said("Text or token ids, or a list of these: one answer for each.")
+    best_of: int | None = said("Accepted where it equals `n`.")
+    echo: bool | None = said("Put the prompt before the output.")
+    logprobs: UpTo20 | None = said("Logprobs of each output token, and of this many most likely ones.")
+    suffix: Annotated[str, shown(maxLength=0)] | None = said(
+        "Only the empty string: text after the completion is not supported."
+    )
+    add_special_tokens: bool | None = said("false: the tokenizer adds no special tokens to a prompt that is text.")
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(WireType):
+    """The fields of a chat that go into its prompt beside the messages."""
+
+    tools: Annotated[Items[_Tool], shown(maxItems=MAX_TOOLS)] | None = said(TOOLS)
+    tool_choice: ToolChoice | None = said(TOOL_CHOICE)
+    functions: Any = said(f"The old form of `tools`. {REFUSED}", enum=NOTHING)
+    function_call: Any = said(f"The old form of `tool_choice`. {REFUSED}", enum=[None, "none", "auto"])
+    reasoning_effort: str | None = said("A variable for the chat template.")
+    chat_template_kwargs: TemplateVariables = None
+    add_generation_prompt: bool | None = said(
+        "false: the prompt does not end with the beginning of the assistant's turn."
+    )
+    continue_final_message: bool | None = said("The last message is the beginning of the answer, which continues it.")
+
+
+class ChatRequest(TemplateFields, GeneratingFields):
     """The body of a request for chat completions."""
 
-    messages: Items[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None  # false: at most one call
-    functions: Any = None
-    function_call: Any = None
-    separate_reasoning: bool | None = None  # false: reasoning is text, with its tags
-    include_reasoning: bool | None = None  # false: it is left out of the answer
-    modalities: Items[str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: str | None = None  # a variable for the template
+    model_config = body_like({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8})
+
+    messages: Conversation = about(CONVERSATION)
+    max_completion_tokens: UpToContext | None = said("OpenAI's newer name for `max_tokens`.")
+    logprobs: bool | None = said("Logprobs of each output token.")
+    top_logprobs: TopLogprobs = None
+    parallel_tool_calls: SingleCall = None
+    separate_reasoning: bool | None = said("SGLang's; false: reasoning is part of the text, with its tags.")
+    include_reasoning: bool | None = said("vLLM's; false: reasoning is left out of the answer.")
+    modalities: Annotated[Items[Annotated[str, shown(const="text")]], shown(minItems=1, maxItems=1)] | None = said(
+        'Only `["text"]`.'
+    )
 
 
-class TokenizeRequest(WireType):
+class TokenizeRequest(TemplateFields):
     """The body of /tokenize: a prompt or a chat."""
 
-    model: str | None = None
-    prompt: str | Items[str] | None = None
-    messages: Items[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    return_texts: bool | None = None  # also the text of each token
-    # with messages, as ChatRequest
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    functions: Any = None
-    function_call: Any = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    model_config = body_like({"messages": [{"role": "user", "content": "Hello"}]}, one_of=("prompt", "messages"))
+
+    model: Model = None
+    prompt: str | Few[str] | None = said("Text, or texts.")
+    messages: Conversation | None = said(CONVERSATION)
+    add_special_tokens: bool | None = said("false: the tokenizer adds no special tokens to a prompt that is text.")
+    return_texts: bool | None = said("Also the text that each token adds.")
 
 
 class DetokenizeRequest(WireType):
     """The body of /detokenize: token ids, or lists of them."""
 
+    model_config = body_like({"tokens": [19, 20]})
     max_values = MAX_DETOKENIZED + MAX_CONTAINERS
 
-    model: str | None = None
-    tokens: Items[int] | Items[Items[int]]
-    skip_special_tokens: bool | None = None
+    model: Model = None
+    tokens: Items[AnyToken] | Items[Many[AnyToken]] = about("Token ids, or lists of them.")
+    skip_special_tokens: bool | None = said("false: special tokens appear in the text.")
 
 
-class NativeSampling(WireType):
+class NativeSampling(Sampling):
     """The field ``sampling_params`` of /generate."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    n: int | None = None
-    logit_bias: Named[float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    sampling_seed: int | None = None
-    seed: int | None = None  # TGI's name
-    truncate: int | None = None  # TGI's truncate_prompt_tokens
-    do_sample: bool | None = None  # TGI: false means greedy
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-    stop_regex: Any = None
-    custom_params: Any = None
+    max_new_tokens: UpToContext | None = said(
+        "The most output tokens. Without it: what the context leaves, at most 128."
+    )
+    min_new_tokens: MinTokens = None
+    sampling_seed: Seed | None = said("SGLang's name for `seed`.")
+    truncate: KeptTokens | None = said("TGI's name for `truncate_prompt_tokens`.")
+    do_sample: bool | None = said("TGI's; false: the most likely token.")
+    stop_regex: Refused = None
+    custom_params: Refused = None
 
 
 class NativeRequest(WireType):
     """The body of /generate, in SGLang's form."""
 
-    rid: str | Items[str] | None = None
-    text: str | Items[str] | None = None
-    input_ids: Items[int] | Items[Items[int]] | None = None
-    inputs: str | None = None
-    sampling_params: NativeSampling | Annotated[Items[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = None
-    parameters: NativeSampling | None = None
-    truncate_prompt_tokens: int | None = None  # keep this many of each prompt's last tokens; -1: as many as fit
-    return_logprob: bool | Items[bool] | None = None
-    logprob_start_len: int | Items[int] | None = None
-    top_logprobs_num: int | Items[int] | None = None
-    return_text_in_logprobs: bool | None = None
-    stream: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    timeout: float | None = None
-    input_embeds: Any = None
-    image_data: Any = None
-    audio_data: Any = None
-    token_ids_logprob: Any = None
-    lora_path: Any = None
-    session_params: Any = None
+    model_config = body_like(
+        {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8}},
+        one_of=("text", "input_ids", "inputs"),
+    )
+
+    rid: RequestName | Items[RequestName] | None = said(
+        "The request's name, instead of the `X-Request-Id` header; of a batch, one for each prompt."
+    )
+    text: str | Items[str] | None = said("The prompt, or a list of prompts.")
+    input_ids: TokenRow | Many[TokenRow] | None = said("The prompt as token ids, or a list of prompts.")
+    inputs: str | None = said("TGI's name for `text`.")
+    sampling_params: NativeSampling | Annotated[Items[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = said(
+        "How tokens are chosen and when to stop: one object, or one for each prompt."
+    )
+    parameters: NativeSampling | None = said("TGI's name for `sampling_params`.")
+    truncate_prompt_tokens: Keep = None
+    return_logprob: bool | Items[bool] | None = said(
+        "Logprobs of the output, and of the prompt from `logprob_start_len` on."
+    )
+    logprob_start_len: int | Items[int] | None = said(
+        "Index of the prompt's first token that gets a logprob; -1: none."
+    )
+    top_logprobs_num: Annotated[int, shown(minimum=0, maximum=20)] | Items[int] | None = said(
+        "Also of this many most likely tokens in its place."
+    )
+    return_text_in_logprobs: bool | None = said("Logprobs carry the tokens' texts.")
+    stream: Stream = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    extra_key: ExtraKey = None
+    timeout: Timeout = None
+    input_embeds: Refused = None
+    image_data: Refused = None
+    audio_data: Refused = None
+    token_ids_logprob: Refused = None
+    lora_path: Refused = None
+    session_params: Refused = None
 
 
 class MemoryRequest(WireType):
     """The body of /release_memory_occupation and /resume_memory_occupation."""
 
-    tags: list[Literal["kv_cache", "weights"]] | None = None  # all if none is named
+    model_config = body_like({"tags": ["kv_cache"]})
+
+    tags: list[Literal["kv_cache", "weights"]] | None = said("The parts of the memory; all where none is named.")
 
 
 class AbortRequest(WireType):
     """The body of /abort_request: one request, or all."""
 
-    rid: str | None = None
-    abort_all: bool | None = None
+    model_config = body_like({"rid": "my-request"})
+
+    rid: str | None = said("The request's name.")
+    abort_all: bool | None = said("Abort every request; needs the admin key once any key exists.")

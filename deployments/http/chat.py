@@ -15,8 +15,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import new_rid
+from deployments.http.answer_bodies import ChatCompletionBody, ChatCompletionChunkBody
+from deployments.http.api_document import RUN, gives
 from deployments.http.arrivals import name_of
-from deployments.http.bodies import ChatRequest, TokenizeRequest, read_body
+from deployments.http.bodies import ChatRequest, Route, TemplateFields
 from deployments.http.constraints import form_asked, tools_asked
 from deployments.http.convert import (
     asks_form,
@@ -41,17 +43,15 @@ from deployments.output.validation import SchemaPromise
 from replicas.errors import InvalidRequest
 from replicas.types import FinishReason, GenerateRequest, TokenDelta
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 # arguments of `Service.encode_chat` and `Tokenizer.chat` beside the template's variables
 _TAKEN = frozenset({"self", "messages", "tools", "check", "marks", "use"})
 _PROMPT_END = 16  # tokens that tell whether the prompt leaves reasoning open
 
 
-@router.post("/v1/chat/completions")
-async def chat_completions(request: Request) -> Response:
+@router.post("/v1/chat/completions", **gives(ChatCompletionBody, *RUN, event=ChatCompletionChunkBody))
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Continue a chat, streaming or not."""
-    service = service_of(request)
-    body = await read_body(request, ChatRequest, max_bytes=service.max_body_bytes)
     answer = await _answer(request, body, name_of(request, body.rid))
     return await answer.respond(request, streams=body.stream)
 
@@ -271,7 +271,7 @@ async def _answer(request: Request, body: ChatRequest, name: str) -> Answer:
     return Answer(requests=[prepared.request], form=form, answer_id=answer_id, promise=prepared.promise)
 
 
-def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def template_options(body: TemplateFields) -> dict[str, Any]:
     """Collect the template's variables; a field of the body wins over a variable of the same name.
 
     Raises: InvalidRequest for a reserved name.
@@ -298,7 +298,7 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return {**options, "continue_final_message": continues, "add_generation_prompt": generates}
 
 
-def tools_of(body: ChatRequest | TokenizeRequest) -> ToolUse | None:
+def tools_of(body: TemplateFields) -> ToolUse | None:
     """Read the tools of a body; None where none may be called. Raises: InvalidRequest, also for the old form."""
     if body.functions or body.function_call not in (None, "none", "auto"):
         name = "functions" if body.functions else "function_call"

@@ -13,8 +13,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import new_rid
+from deployments.http.answer_bodies import CompletionBody
+from deployments.http.api_document import RUN, gives
 from deployments.http.arrivals import name_of
-from deployments.http.bodies import CompletionRequest, read_body
+from deployments.http.bodies import CompletionRequest, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
     asks_form,
@@ -37,15 +39,13 @@ from deployments.http.streaming import Answer, Key
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, TokenIds
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions")
-async def completions(request: Request) -> Response:
+@router.post("/v1/completions", **gives(CompletionBody, *RUN, event=CompletionBody))
+async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts, streaming or not."""
-    service = service_of(request)
-    body = await read_body(request, CompletionRequest, max_bytes=service.max_body_bytes)
     answer = await _answer(request, body, name_of(request, body.rid))
     return await answer.respond(request, streams=body.stream)
 
@@ -147,8 +147,6 @@ def _refuse(body: CompletionRequest) -> None:
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, 1, n):
         raise InvalidRequest(f"best_of: {body.best_of} is not supported; leave it out or give {n}", param="best_of")
-    if body.logprobs is not None and not 0 <= body.logprobs <= 20:
-        raise InvalidRequest(f"logprobs: must be between 0 and 20, got {body.logprobs}", param="logprobs")
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[str | None, TokenIds]]:

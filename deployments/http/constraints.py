@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 
 from deployments.http.access import caller_of
-from deployments.http.bodies import WireType
-from deployments.http.convert import FORM_FIELDS, NOTHING
+from deployments.http.bodies import FORM_TYPES, NOTHING, WireType
+from deployments.http.convert import FORM_FIELDS
 from deployments.http.service import LONG_TEXT, service_of
 from deployments.http.streaming import until_gone
 from deployments.output.closing import closed_text
@@ -29,7 +29,6 @@ from replicas.types import Constraint
 _MAX_SHOWN = 5  # keywords in an error
 _ANY_OBJECT = '{"type":"object"}'
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "gbnf", "structural_tag": "tags"}
-FORM_TYPES = ("grammar", "json", "json_object", "json_schema", "regex", "structural_tag")  # of response_format
 # fields that hold the thing itself, and what it is
 _PLAIN = {
     "regex": "regex", "ebnf": "gbnf", "json_schema": "json_schema", "structural_tag": "tags",

@@ -11,15 +11,23 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from deployments.http.bodies import MAX_PROMPTS, NativeSampling, SamplingFields, WireType
+from deployments.http.bodies import (
+    MAX_BAD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_PROMPTS,
+    NOTHING,
+    GeneratingFields,
+    NativeSampling,
+    Sampling,
+    SamplingFields,
+    WireType,
+)  # fmt: skip
 from deployments.http.service import Service
 from deployments.output.validation import FormAsked
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
 from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs, to_token_ids
 
 T = TypeVar("T")
-MAX_BAD_WORDS = 256  # of one request
-MAX_BAD_CHARACTERS = 16_384  # of all of them
 MAX_CHOICES = 512  # of all prompts of one HTTP request: about half of a replica's waiting queue
 _FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
 # Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not supported. Each is
@@ -39,12 +47,11 @@ _NOT_DONE: dict[str, Any] = dict.fromkeys((
     # hand-offs between servers that a router other than ours arranges
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )) | {"typical_p": 1.0}  # fmt: skip
-# fields that ask for a form of the output (constraints.py), and values of them that ask for nothing
+# fields that ask for a form of the output (constraints.py)
 FORM_FIELDS = (
     "response_format", "structured_outputs", "regex", "ebnf", "json_schema", "structural_tag", "grammar",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class Masks(NamedTuple):
@@ -81,26 +88,15 @@ def openai_sampling(
     fields: SamplingFields, *, max_new_tokens: int, masks: Masks, form: FormAsked | None = None
 ) -> SamplingParams:
     """Convert the sampling fields of a completion or chat request; `checked` checks their ranges."""
-    return SamplingParams(
+    return _sampling(
+        fields,
+        masks,
+        form,
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
         temperature=_or(fields.temperature, 1.0),
-        top_k=_top_k(fields.top_k),
-        top_p=_or(fields.top_p, 1.0),
-        min_p=_or(fields.min_p, 0.0),
-        repetition_penalty=_or(fields.repetition_penalty, 1.0),
-        frequency_penalty=_or(fields.frequency_penalty, 0.0),
-        presence_penalty=_or(fields.presence_penalty, 0.0),
-        logit_bias=_logit_bias(fields.logit_bias),
-        **masks._asdict(),
         seed=_seed(fields.seed),
-        n=_or(fields.n, 1),
-        stop=_stop(fields.stop),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
-        skip_special_tokens=_or(fields.skip_special_tokens, True),
-        constraint=None if form is None else form.constraint,
     )
 
 
@@ -110,11 +106,23 @@ def native_sampling(
     """Convert the sampling fields of ``/generate``; `checked` checks their ranges."""
     refuse_unsupported(fields, best_of=1)
     seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
-    return SamplingParams(
+    return _sampling(
+        fields,
+        masks,
+        form,
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_new_tokens, 0),
         temperature=0.0 if fields.do_sample is False else _or(fields.temperature, 1.0),
-        top_k=_top_k(fields.top_k),
+        seed=_seed(getattr(fields, seed_name), param=seed_name),
+        include_stop=bool(fields.no_stop_trim),
+    )
+
+
+def _sampling(fields: Sampling, masks: Masks, form: FormAsked | None, **own: Any) -> SamplingParams:
+    """Convert the fields that all routes share; ``own`` are the route's."""
+    return SamplingParams(
+        **own,
+        top_k=None if fields.top_k in (None, -1, 0) else fields.top_k,
         top_p=_or(fields.top_p, 1.0),
         min_p=_or(fields.min_p, 0.0),
         repetition_penalty=_or(fields.repetition_penalty, 1.0),
@@ -122,12 +130,10 @@ def native_sampling(
         presence_penalty=_or(fields.presence_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias),
         **masks._asdict(),
-        seed=_seed(getattr(fields, seed_name), param=seed_name),
         n=_or(fields.n, 1),
         stop=_stop(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
-        include_stop=bool(fields.no_stop_trim),
         skip_special_tokens=_or(fields.skip_special_tokens, True),
         constraint=None if form is None else form.constraint,
     )
@@ -141,7 +147,7 @@ def output_limit(service: Service, prompt_len: int, given: int | None, default: 
     return left if default is None else min(default, left)
 
 
-def masks_of(service: Service, samplings: Sequence[SamplingFields | NativeSampling]) -> list[Masks]:
+def masks_of(service: Service, samplings: Sequence[Sampling]) -> list[Masks]:
     """Make the masks of each prompt, once for parameters that several prompts share.
 
     Raises: InvalidRequest, also for too many bad words in one request.
@@ -188,14 +194,10 @@ def truncated(
     return ids[-keep:]
 
 
-def logprobs_wanted(fields: SamplingFields) -> int | None:
-    """Read ``prompt_logprobs``. Raises: InvalidRequest if it is out of range, or with a stream."""
+def logprobs_wanted(fields: GeneratingFields) -> int | None:
+    """Read ``prompt_logprobs``. Raises: InvalidRequest if it is given with a stream."""
     if fields.prompt_logprobs is None:
         return None
-    if not 0 <= fields.prompt_logprobs <= 20:
-        raise InvalidRequest(
-            f"prompt_logprobs: must be between 0 and 20, got {fields.prompt_logprobs}", param="prompt_logprobs"
-        )
     if fields.stream:
         raise InvalidRequest("prompt_logprobs: are not given in a stream; leave stream out", param="prompt_logprobs")
     return fields.prompt_logprobs
@@ -268,10 +270,6 @@ def check_count(num_prompts: int, *, param: str) -> None:
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def _top_k(top_k: int | None) -> int | None:
-    return None if top_k in (None, -1, 0) else top_k
 
 
 def _seed(seed: int | None, *, param: str = "seed") -> int:

@@ -43,7 +43,7 @@ def make_app(
           cors_origins: of pages that may read the answers; "*": all.
           live_view: gives the path to which browsers are led from /, None while there is none.
     """
-    app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app = FastAPI(title="Manta", version=service.version, openapi_url=None, lifespan=_lifespan)
     app.state.service = service
     app.state.keys = keys
     app.state.live_view = live_view if live_view is not None else _no_live_view
@@ -52,7 +52,7 @@ def make_app(
             if isinstance(route, APIRoute) and route.methods == {"GET"}:
                 route.methods.add("HEAD")  # the server leaves the body out
         app.include_router(router)
-    api_document.describe(app, ROUTERS, service)
+    api_document.describe(app, service.model)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
     if tracing is not None:

@@ -15,8 +15,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import check_name, new_rid
+from deployments.http.answer_bodies import GeneratedBody
+from deployments.http.api_document import RUN, gives
 from deployments.http.arrivals import name_of
-from deployments.http.bodies import NativeRequest, NativeSampling, read_body
+from deployments.http.bodies import NativeRequest, NativeSampling, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
     FORM_FIELDS,
@@ -41,17 +43,15 @@ from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 T = TypeVar("T")
 DEFAULT_MAX_NEW_TOKENS = 128
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # name on the OpenAI routes -> name here
 
 
-@router.post("/generate")
-async def generate(request: Request) -> Response:
+@router.post("/generate", **gives(GeneratedBody | list[GeneratedBody], *RUN, event=GeneratedBody))
+async def generate(request: Request, body: NativeRequest) -> Response:
     """Continue texts in SGLang's native form, streaming or not."""
-    service = service_of(request)
-    body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
     answer = await _answer(request, body, name_of(request))
     return await answer.respond(request, streams=body.stream)
 

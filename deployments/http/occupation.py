@@ -15,29 +15,31 @@ from fastapi.responses import JSONResponse, Response
 
 from deployments.dispatch.leases import ReplicaCalls
 from deployments.fleet.fleet import ANSWER_S
-from deployments.http.admin import ADMIN, wait_of
-from deployments.http.bodies import MemoryRequest, read_body
+from deployments.http.admin import ADMIN, WAITS, wait_of
+from deployments.http.answer_bodies import MemoryBody
+from deployments.http.api_document import BODY, gives
+from deployments.http.bodies import MemoryRequest, Route
 from deployments.http.http_errors import error_body
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import answer
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
+ALL = MemoryRequest()  # what a request without a body means
 COPY_S = 60.0  # beyond the wait: the cache is copied to the host meanwhile
 
 
-@router.post("/release_memory_occupation", dependencies=ADMIN)
-async def release(request: Request) -> Response:
+@router.post(
+    "/release_memory_occupation", dependencies=ADMIN, openapi_extra=WAITS, **gives(MemoryBody, *BODY, 409, 503)
+)
+async def release(request: Request, body: MemoryRequest = ALL) -> Response:
     """Give back the memory of all replicas; 409, with nothing given back, if one is busy or cannot."""
-    service, wait_s = service_of(request), wait_of(request)
-    tags = await _tags(request, service)
-    return await answer(request, _release(service, tags, wait_s))
+    return await answer(request, _release(service_of(request), tuple(body.tags or ()), wait_of(request)))
 
 
-@router.post("/resume_memory_occupation", dependencies=ADMIN)
-async def resume(request: Request) -> Response:
+@router.post("/resume_memory_occupation", dependencies=ADMIN, **gives(MemoryBody, *BODY, 503))
+async def resume(request: Request, body: MemoryRequest = ALL) -> Response:
     """Use the memory of all replicas again."""
-    service = service_of(request)
-    return await answer(request, _resume(service, await _tags(request, service)))
+    return await answer(request, _resume(service_of(request), tuple(body.tags or ())))
 
 
 async def _release(service: Service, tags: tuple[str, ...], wait_s: float) -> Response:
@@ -73,12 +75,3 @@ async def _resume(service: Service, tags: tuple[str, ...]) -> Response:
 def _done(num_replicas: int) -> Response:
     body: dict[str, Any] = {"success": True, "num_replicas": num_replicas}
     return JSONResponse(body)
-
-
-async def _tags(request: Request, service: Service) -> tuple[str, ...]:
-    """Return the parts that the body names; a request without a body names none."""
-    headers = request.headers
-    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
-        return ()
-    body = await read_body(request, MemoryRequest, max_bytes=service.max_body_bytes)
-    return tuple(body.tags or ())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deployments.http.bodies import SamplingFields
+from deployments.http.bodies import GeneratingFields
 from deployments.http.http_errors import body_of
 from deployments.http.service import Service
 from deployments.http.streaming import Deltas, Key
@@ -31,7 +31,7 @@ class OpenAIForm(ABC):
     names_events = False
 
     service: Service
-    body: SamplingFields
+    body: GeneratingFields
     answer_id: str
     created: int
     has_logprobs: bool  # choices carry the logprobs of their tokens

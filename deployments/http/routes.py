@@ -10,14 +10,18 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
 from deployments.dispatch.dispatcher import Dispatcher, query_of
 from deployments.dispatch.rids import new_rid
 from deployments.dispatch.route_log import RouteRecord, Try
 from deployments.fleet.peers import newer
+from deployments.http import bodies
 from deployments.http.access import admin_only, caller_of, scoped
+from deployments.http.answer_bodies import RouteBody, RouteExplanationBody
+from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
-from deployments.http.bodies import Items, WireType, read_body
+from deployments.http.bodies import Route, WireType
 from deployments.http.convert import check_model, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.openai_format import number
@@ -27,28 +31,32 @@ from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import candidate_terms, explain, sentence
 from routing.types import Candidate, Decision
 
-router = APIRouter(dependencies=[Depends(admin_only)])  # both show requests and prefixes of all callers
+# both show requests and prefixes of all callers
+router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
 
 
 class ExplainRequest(WireType):
     """One prompt in any of the forms that the generating routes take."""
 
-    model: str | None = None
-    prompt: str | Items[int] | None = None  # as /v1/completions
-    messages: Items[dict[str, Any]] | None = None  # as /v1/chat/completions
-    text: str | None = None  # as /generate
-    input_ids: Items[int] | None = None
-    max_tokens: int = 128
-    priority: int | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
+    model_config = body_like(
+        {"prompt": "The capital of France is", "max_tokens": 8}, one_of=("prompt", "messages", "text", "input_ids")
+    )
+
+    model: bodies.Model = None
+    prompt: str | bodies.TokenRow | None = said("Text or token ids, as in /v1/completions.")
+    messages: bodies.Conversation | None = said(bodies.CONVERSATION)
+    text: str | None = said("The prompt, as in /generate.")
+    input_ids: bodies.TokenRow | None = said("The prompt as token ids.")
+    max_tokens: bodies.UpToContext = Field(default=128, description="The most output tokens.")
+    priority: bodies.Priority = None
+    cache_salt: bodies.CacheSalt = None
+    extra_key: bodies.ExtraKey = None
 
 
-@router.post("/route/explain")
-async def explain_route(request: Request) -> dict[str, Any]:
+@router.post("/route/explain", **gives(RouteExplanationBody, *RUN))
+async def explain_route(request: Request, body: ExplainRequest) -> Response:
     """Route a request without sending it. Raises: InvalidRequest; NoReplica if no replica may take the request."""
     service = service_of(request)
-    body = await read_body(request, ExplainRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)
     would_be = GenerateRequest(
         rid=new_rid("explain"),
@@ -60,16 +68,12 @@ async def explain_route(request: Request) -> dict[str, Any]:
     would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
     would_be.validate(vocab_size=service.model.vocab_size)
     decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
-    return {
-        "dry_run": True,
-        "router": service.dispatcher.router_id,
-        **decision_body(decision),
-        "explanation": explain(decision),
-    }
+    router_id, shown = service.dispatcher.router_id, decision_body(decision)
+    return JSONResponse({"dry_run": True, "router": router_id, **shown, "explanation": explain(decision)})
 
 
-@router.get("/route/{rid:path}")
-async def route(request: Request, rid: str) -> Response:
+@router.get("/route/{rid:path}", **gives(RouteBody, 404, 503))
+async def route(request: Request, rid: bodies.PathName) -> Response:
     """Show the latest decision for the request called ``rid``, of any router that still keeps it."""
     service = service_of(request)
     own = own_route(service.dispatcher, rid)

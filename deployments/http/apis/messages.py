@@ -12,15 +12,19 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import WithJsonSchema
 
+from deployments.http import bodies
+from deployments.http.answer_bodies import CountedTokensBody, MessageBody, MessageEventBody
+from deployments.http.api_document import BODY, RUN, about, body_like, gives, said, shape, shown
 from deployments.http.apis.message_form import MessageForm
 from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
-from deployments.http.bodies import ChatRequest, Items, WireType, read_body
+from deployments.http.bodies import ChatRequest, Items, Route, WireType
 from deployments.http.chat import prepare, template_options, tools_of
 from deployments.http.convert import check_model, refuse_unsupported
 from deployments.http.service import service_of
@@ -28,46 +32,63 @@ from deployments.http.streaming import Answer, JsonAnswer
 from deployments.output.reading import call_id
 from replicas.errors import InvalidRequest
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 _ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Block = Mapping[str, Any]
 
 
+_TURN = shape(
+    role={"enum": ["user", "assistant", "system"]},
+    content={"anyOf": [bodies.TEXT, {"type": "array", "items": shape(type=bodies.TEXT)}]},
+)
+_TURNS = Annotated[Items[Annotated[bodies.Object, WithJsonSchema(_TURN)]], shown(minItems=1)]
+_Tool = Annotated[bodies.Object, WithJsonSchema(shape(name=bodies.TOOL_NAME, input_schema={"type": "object"}))]
+_CHOICE = shape({"type": {"enum": ["auto", "any", "tool", "none"]}})
+
+
 class CountTokensRequest(WireType):
     """The body of /v1/messages/count_tokens: what a prompt is made from."""
 
-    model: str | None = None
-    messages: Items[dict[str, Any]]
-    system: str | Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None  # here or in a block: no effect, the cache keeps prefixes by itself
+    model_config = body_like({"messages": [{"role": "user", "content": "Hello"}]})
+
+    model: bodies.Model = None
+    messages: _TURNS = about(bodies.CONVERSATION)
+    system: str | Items[bodies.Object] | None = said("The system message.")
+    tools: Items[_Tool] | None = said("Functions, each with an `input_schema`.")
+    tool_choice: Annotated[bodies.Object, WithJsonSchema(_CHOICE)] | None = said(
+        "`auto`, `any`, `tool` or `none`, and `disable_parallel_tool_use`."
+    )
+    thinking: bodies.Object | None = said(
+        "`enabled` and `disabled` set the template's `enable_thinking`; a budget has no effect."
+    )
+    output_config: bodies.Object | None = said(
+        "`effort` is the template's `reasoning_effort`, `format` a schema that is enforced."
+    )
+    cache_control: bodies.Object | None = said("Accepted, without effect: every prefix is kept while there is room.")
 
 
 class MessagesRequest(CountTokensRequest):
     """The body of /v1/messages: a prompt, and how it is to be answered."""
 
-    max_tokens: int
-    stop_sequences: Items[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    # Manta's own, as in a chat
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
+    model_config = body_like({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8})
+
+    max_tokens: Annotated[int, shown(minimum=0)] = about("The most output tokens; the context may leave fewer.")
+    stop_sequences: bodies.StopTexts | None = said(bodies.STOPS)
+    temperature: bodies.Temperature = None
+    top_p: bodies.TopP = None
+    top_k: bodies.TopK = None
+    stream: bodies.Stream = None
+    metadata: bodies.Object | None = said("Accepted, without effect.")
+    cache_salt: bodies.CacheSalt = None
+    priority: bodies.Priority = None
+    timeout: bodies.Timeout = None
 
 
-@router.post("/v1/messages")
-async def messages(request: Request) -> Response:
+@router.post("/v1/messages", **gives(MessageBody, *RUN, event=MessageEventBody, named=True))
+async def messages(request: Request, body: MessagesRequest) -> Response:
     """Continue a conversation."""
     service = service_of(request)
-    body = await read_body(request, MessagesRequest, max_bytes=service.max_body_bytes)
     refuse_unsupported(body, mcp_servers=None, container=None)
     system, dropped = _system(body.system)
     name = name_of(request)
@@ -92,12 +113,11 @@ async def messages(request: Request) -> Response:
     return _told(await answer.respond(request, streams=body.stream), dropped)
 
 
-@router.post("/v1/messages/count_tokens")
-async def count_tokens(request: Request) -> Response:
+@router.post("/v1/messages/count_tokens", **gives(CountedTokensBody, *BODY))
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     """Count the tokens of the prompt that /v1/messages makes from the same fields; also of one that is longer than the
     context: clients ask in order to know when to shorten it."""
     service = service_of(request)
-    body = await read_body(request, CountTokensRequest, max_bytes=service.max_body_bytes)
     system, dropped = _system(body.system)
     check_model(service, body.model)
     chat = chat_of(body, system, {})

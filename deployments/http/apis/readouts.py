@@ -10,15 +10,19 @@ import asyncio
 import base64
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import Field, WithJsonSchema
 
 from deployments.dispatch.rids import new_rid
+from deployments.http import bodies
+from deployments.http.answer_bodies import EmbeddingsBody, RankingBody, ScoresBody
+from deployments.http.api_document import RUN, about, body_like, gives, said, shape, shown
 from deployments.http.arrivals import generations_of, name_of
-from deployments.http.bodies import Items, WireType, read_body
+from deployments.http.bodies import Few, Items, Route, WireType
 from deployments.http.convert import check_count, check_model, checked, prompts_of_ids, salt_of
 from deployments.http.openai_format import usage_body
 from deployments.http.service import LONG_TEXT, Service, service_of
@@ -26,7 +30,8 @@ from deployments.http.streaming import Deltas, JsonAnswer, answer, collected, me
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
+_Document = Annotated[bodies.Object, WithJsonSchema(shape(text=bodies.TEXT))]
 LONG_ANSWER = 10_000  # numbers of embeddings; longer answers are made on another thread
 JUDGE = 'Judge whether the document answers the query. Answer only "yes" or "no".'
 Body = dict[str, Any]
@@ -35,49 +40,56 @@ Body = dict[str, Any]
 class ReadoutRequest(WireType):
     """The fields that embeddings, scores and rerankings share."""
 
-    model: str | None = None
-    user: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
+    model: bodies.Model = None
+    user: bodies.User = None
+    cache_salt: bodies.CacheSalt = None
+    priority: bodies.Priority = None
+    timeout: bodies.Timeout = None
 
 
 class EmbeddingRequest(ReadoutRequest):
     """The body of /v1/embeddings, as OpenAI's."""
 
-    input: str | Items[int] | Items[str] | Items[Items[int]]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None  # the first of them, normalised again
-    pooling: Literal["last", "mean"] | None = None  # null: last, of which the states have seen the whole text
+    model_config = body_like({"input": ["Hello"]})
+
+    input: bodies.Prompts = about("Texts, or token ids.")
+    encoding_format: Literal["float", "base64"] | None = said("`base64`: little-endian float32.")
+    dimensions: Annotated[int, Field(ge=1)] | None = said("Keep the first of them, scaled to length 1 again.")
+    pooling: Literal["last", "mean"] | None = said(
+        "`last` (the default): the last token's state, which has seen the whole text; `mean`: of all tokens."
+    )
 
 
 class ScoreRequest(ReadoutRequest):
     """The body of /v1/score, as SGLang's."""
 
-    query: str | Items[int]
-    items: str | Items[str] | Items[Items[int]]
-    label_token_ids: Items[int]
-    apply_softmax: bool | None = None  # over the labels; else each has its probability among all tokens
-    item_first: bool | None = None
+    model_config = body_like({"query": "Is this a city? ", "items": ["Paris", "Rhine"], "label_token_ids": [19, 20]})
+
+    query: str | Items[bodies.Token] = about("The text that items or documents are judged by.")
+    items: str | Few[str] | Few[Items[bodies.Token]] = about("Each makes a prompt with the query.")
+    label_token_ids: Annotated[Items[bodies.Token], Field(min_length=1), shown(maxItems=1024)] = about(
+        "The tokens whose probabilities are the scores."
+    )
+    apply_softmax: bool | None = said("Scores are shares among the labels; else probabilities among all tokens.")
+    item_first: bool | None = said("The item stands before the query.")
 
 
 class RerankRequest(ReadoutRequest):
     """The body of /v1/rerank, as Cohere's and Jina's."""
 
-    query: str
-    documents: Items[str] | Items[dict[str, Any]]
-    top_n: int | None = None
-    return_documents: bool | None = None
+    model_config = body_like({"query": "capital of France", "documents": ["Paris", "Rhine"]})
+
+    query: str = about("The text that items or documents are judged by.")
+    documents: Few[str] | Few[_Document] = about("Texts, or objects with a `text`.")
+    top_n: Annotated[int, Field(ge=1)] | None = said("Return this many documents, the most relevant first.")
+    return_documents: bool | None = said("Results carry their documents.")
 
 
-@router.post("/v1/embeddings")
-async def embeddings(request: Request) -> Response:
+@router.post("/v1/embeddings", **gives(EmbeddingsBody, *RUN))
+async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """Embed texts: pooled hidden states behind the last norm, of length 1."""
     service = service_of(request)
-    body = await read_body(request, EmbeddingRequest, max_bytes=service.max_body_bytes)
     size = body.dimensions
-    if size is not None and size < 1:
-        raise InvalidRequest(f"dimensions: must be at least 1, got {size}", param="dimensions")
     prompts = await _prompts(service, body.input, param="input")
 
     def embedded(logprob: TokenLogprob) -> list[float] | str:
@@ -98,14 +110,11 @@ async def embeddings(request: Request) -> Response:
     return await _read_out(request, body, prompts, Readout(pooling=body.pooling or "last"), made, param="input")
 
 
-@router.post("/v1/score")
-async def score(request: Request) -> Response:
+@router.post("/v1/score", **gives(ScoresBody, *RUN))
+async def score(request: Request, body: ScoreRequest) -> Response:
     """Score items behind a query: the probabilities of label tokens as the next one."""
     service = service_of(request)
-    body = await read_body(request, ScoreRequest, max_bytes=service.max_body_bytes)
     items = body.items if isinstance(body.items, list) else [body.items]
-    if not body.label_token_ids:
-        raise InvalidRequest("label_token_ids: is empty; give at least one token", param="label_token_ids")
     if any(isinstance(item, str) != isinstance(body.query, str) for item in items):
         raise InvalidRequest("items: must be texts where the query is a text, else token ids", param="items")
     query: Any = body.query  # of the type that the items have
@@ -119,18 +128,15 @@ async def score(request: Request) -> Response:
     return await _read_out(request, body, prompts, Readout(labels=tuple(body.label_token_ids)), made, param="items")
 
 
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")  # as vLLM, which has all three
-@router.post("/rerank")
-async def rerank(request: Request) -> Response:
+@router.post("/v1/rerank", **gives(RankingBody, *RUN))
+@router.post("/v2/rerank", **gives(RankingBody, *RUN))  # as vLLM, which has all three
+@router.post("/rerank", **gives(RankingBody, *RUN))
+async def rerank(request: Request, body: RerankRequest) -> Response:
     """Rank documents by how much likelier "yes" is than "no", where the model is asked whether they answer a query."""
     service = service_of(request)
-    body = await read_body(request, RerankRequest, max_bytes=service.max_body_bytes)
     texts = [document if isinstance(document, str) else document.get("text") for document in body.documents]
     if not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("documents: each must be a string, or an object with a text", param="documents")
-    if body.top_n is not None and body.top_n < 1:
-        raise InvalidRequest(f"top_n: must be at least 1, got {body.top_n}", param="top_n")
     check_count(len(texts), param="documents")
     prompts = await _judged(service, body.query, [str(text) for text in texts])
     labels = tuple(int(service.tokenizer.encode(word, add_special_tokens=False)[0]) for word in ("yes", "no"))

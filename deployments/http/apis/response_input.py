@@ -11,8 +11,12 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import WithJsonSchema
+
+from deployments.http import bodies
+from deployments.http.api_document import about, body_like, said, shape, shown
 from deployments.http.bodies import ChatRequest, Items, Named, SamplingFields, WireType
 from deployments.http.convert import refuse_unsupported
 from replicas.errors import InvalidRequest
@@ -33,40 +37,68 @@ _NOT_SHARED = ("max_tokens", "response_format", "prompt_logprobs", "return_token
 PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
+_TEXTS = [shape(type={"enum": [each for each in PARTS if each != "refusal"]}, text=bodies.TEXT)]
+_PARTS = {"type": "array", "items": {"anyOf": [*_TEXTS, shape(type={"const": "refusal"}, refusal=bodies.TEXT)]}}
+_CONTENT = {"anyOf": [bodies.TEXT, bodies.NULL, _PARTS]}
+_ITEMS = [
+    shape({"type": {"const": "message"}, "content": _CONTENT}, role=bodies.ROLE),
+    shape(type={"const": "reasoning"}),
+    shape(type={"const": "function_call"}, call_id=bodies.TEXT, name=bodies.TEXT, arguments=bodies.TEXT),
+    shape(type={"const": "function_call_output"}, call_id=bodies.TEXT, output=_CONTENT),
+]
+_Item = Annotated[bodies.Object, WithJsonSchema({"anyOf": _ITEMS})]
+_Tool = Annotated[bodies.Object, WithJsonSchema(shape(type=bodies.FUNCTION, name=bodies.TOOL_NAME))]
+
+
 class TextOptions(WireType):
     """The form that the text of an answer is to have."""
 
-    format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    format: bodies.Object | None = said("The form of the output: `text`, `json_object` or `json_schema`.")
+    verbosity: str | None = said("Accepted, without effect.")
 
 
 class ReasoningOptions(WireType):
     """What a request says about reasoning: the effort for the template. No summary is made of it."""
 
-    effort: str | None = None
-    summary: str | None = None
+    effort: str | None = said("A variable for the chat template.")
+    summary: str | None = said("Accepted, without effect: no summary is made.")
 
 
 class ResponsesRequest(SamplingFields):
     """The body of a request for a response. OpenAI's has few of the fields that it shares with chats."""
 
-    input: str | Items[dict[str, Any]]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    include: Items[str] | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Named[str] | None = None  # of the client; the answer repeats it
-    store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
+    model_config = body_like({"input": "Hello", "max_output_tokens": 8})
+
+    input: str | Annotated[Items[_Item], shown(minItems=1)] = about(
+        "A text, or the items of the conversation ([below](#openais-responses-api))."
+    )
+    n: Annotated[int, shown(const=1)] | None = said("Only 1.")
+    instructions: str | None = said("The system message.")
+    max_output_tokens: bodies.UpToContext | None = said(
+        "The most output tokens, reasoning included. Without it: what the context leaves."
+    )
+    tools: Items[_Tool] | None = said(bodies.TOOLS)
+    tool_choice: bodies.ToolChoice | None = said(bodies.TOOL_CHOICE)
+    parallel_tool_calls: bodies.SingleCall = None
+    text: TextOptions | None = said("`format`: the form of the output; `verbosity` has no effect.")
+    reasoning: ReasoningOptions | None = said("`effort` is a variable for the chat template; no summary is made.")
+    include: Items[Annotated[str, shown(enum=[*INCLUDES])]] | None = said(
+        "Parts that the answer lacks otherwise ([below](#openais-responses-api))."
+    )
+    top_logprobs: bodies.TopLogprobs = None
+    chat_template_kwargs: bodies.TemplateVariables = None
+    metadata: Named[str] | None = said("The answer repeats it.")
+    store: Annotated[bool, shown(const=False)] | None = said("Only false: nothing is stored.")
+    background: Annotated[bool, shown(const=False)] | None = said("Only false.")
+    previous_response_id: Annotated[str, shown(maxLength=0)] | None = said(
+        "Nothing is stored: send the whole conversation."
+    )
+    conversation: bodies.Refused = None
+    prompt: bodies.Refused = None
+    response_format: Any = said("Refused: use `text.format`.", enum=bodies.NOTHING)
+    max_tokens: Any = said("Refused: use `max_output_tokens`.", enum=bodies.NOTHING)
+    prompt_logprobs: bodies.Refused = None
+    return_token_ids: bodies.Refused = None
 
     def includes(self, name: str) -> bool:
         """Whether the answer is to have a part that it lacks otherwise."""
@@ -109,7 +141,7 @@ def chat_of(body: ResponsesRequest, tools: ToolSet) -> ChatRequest:
     _refuse(body)
     functions, choice = _chosen(body, tools)
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
-    shared = {name: getattr(body, name) for name in SamplingFields.model_fields if name not in _NOT_SHARED}
+    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
     of_chat = {
         "messages": with_one_head(_messages(body)),
         "max_completion_tokens": body.max_output_tokens,

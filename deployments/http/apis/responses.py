@@ -7,24 +7,24 @@ Never:     stores a response; what asks for a stored one is answered with 404, o
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from deployments.http.answer_bodies import ResponseBody, ResponseEventBody
+from deployments.http.api_document import RUN, gives
 from deployments.http.apis.response_form import ResponseForm, new_writer
 from deployments.http.apis.response_input import ResponsesRequest, ToolSet, chat_of, renamed, tools_of
 from deployments.http.arrivals import DROPPED, name_of
-from deployments.http.bodies import read_body
+from deployments.http.bodies import PathName, Route
 from deployments.http.chat import prepare
 from deployments.http.http_errors import error_body
 from deployments.http.service import service_of
 from deployments.http.streaming import Answer
 from replicas.errors import InvalidRequest
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/responses")
-async def create_response(request: Request) -> Response:
+@router.post("/v1/responses", **gives(ResponseBody, *RUN, event=ResponseEventBody))
+async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation of items, streaming or not."""
-    service = service_of(request)
-    body = await read_body(request, ResponsesRequest, max_bytes=service.max_body_bytes)
     tools = tools_of(body)
     answer = await _answer(request, body, tools, name_of(request, body.rid))
     response = await answer.respond(request, streams=body.stream)
@@ -33,8 +33,8 @@ async def create_response(request: Request) -> Response:
     return response
 
 
-@router.get("/v1/responses/{response_id}")
-async def stored_response(response_id: str) -> Response:
+@router.get("/v1/responses/{response_id}", **gives(ResponseBody, 404))
+async def stored_response(response_id: PathName) -> Response:
     """Answer with 404, always: no response is stored."""
     message = f"no response {response_id[:200]!r}: this server keeps none; send the whole conversation as input"
     return JSONResponse(error_body(message, status=404, param="response_id"), status_code=404)
