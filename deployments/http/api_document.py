@@ -9,6 +9,7 @@ Never:     checks a request. A field that is only `shown` is checked by the code
 """
 
 import asyncio
+import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -114,16 +115,18 @@ def describe(app: FastAPI, model: ModelFace | None) -> None:
 
     Args: model: whose limits it shows; None leaves their names.
     """
-    written = app.openapi
+    written, lock, kept = app.openapi, threading.Lock(), dict[str, Any]()
 
     def document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            with warnings.catch_warnings(action="ignore"):  # GET and HEAD of a route have one id: `_complete` mends it
-                made = written()
-            _complete(made, asks_for_key=bool(app.state.keys.api))
-            if model is not None:
-                _put_limits(made["components"], _limits(model))
-        return app.openapi_schema or {}
+        with lock:
+            if not kept:
+                with warnings.catch_warnings(action="ignore"):  # GET and HEAD of a route have one id until `_complete`
+                    made = written()
+                _complete(made, asks_for_key=bool(app.state.keys.api))
+                if model is not None:
+                    _put_limits(made["components"], _limits(model))
+                kept.update(made)
+        return kept
 
     async def answer(request: Request) -> Response:
         root = request.scope.get("root_path", "").rstrip("/")
@@ -146,8 +149,8 @@ def _complete(document: dict[str, Any], *, asks_for_key: bool) -> None:
         error = _ref(answers.MessagesErrorBody if path in MESSAGES else answers.ErrorBody)
         for method, operation in operations.items():
             operation["operationId"] = f"{method}{path.translate(str.maketrans('/{', '__', '}'))}"
-            about = " ".join(operation.pop("description").partition("\n\n")[0].split())
-            operation["summary"] = about.partition(" Raises:")[0].replace("``", "`").rstrip(".")
+            first = " ".join(operation.pop("description").partition("\n\n")[0].split())
+            operation["summary"] = first.partition(" Raises:")[0].replace("``", "`").rstrip(".")
             operation |= {"security": []} if path in OPEN else {}
             operation["responses"].pop("422", None)  # FastAPI's own for what is wrong with a body: ours is a 400
             for status, response in operation["responses"].items():
