@@ -39,7 +39,6 @@ DOCSTRING = 5  # words
 KERNEL = "a kernel: its arguments are registers, and numba, LLVM and Triton take no record"
 LONG: dict[str, str] = {
     "deployments.router.__init__": "the order in which a router starts, read from top to bottom",
-    "deployments.http.api_document.limits_of": "one row for each limit of the API",
 }
 MANY: dict[str, str] = {
     "replicas.cache.tree_view.cache_tree": "the limits are the query parameters of GET /cache_tree, one by one",
