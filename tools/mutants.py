@@ -33,7 +33,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import IO, Any
@@ -60,7 +60,7 @@ class Cost:
     """What a test took in the first run, and the lines that it executed."""
 
     cpu_s: float
-    clock_s: float  # in the end that of the slowest in its file: fixtures may have to be set up again
+    clock_s: float
     lines: set[tuple[str, int]]
 
 
@@ -136,6 +136,7 @@ class Runner:
         self.sources = {str(source) for paths in files.values() for source in paths}
         self.functions: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)  # by where they stand
         self.costs: dict[pytest.Item, Cost] = {}
+        self.limits: dict[Path, tuple[float, float]] = {}  # CPU and clock seconds of a test of a file
         self.is_failed = False  # from here on: of the test that runs, in a fork
         self.lines: set[tuple[str, int]] = set()
         self.shared: set[tuple[str, int]] = set()  # of the fixtures that other tests of its file have as well
@@ -174,8 +175,9 @@ class Runner:
         for path, items in files.items():
             ends = self.run(items, len(items) + 1, [])
             passed = {item: cost for item, end, cost in ends if cost and end == "passed"}
-            slowest_s = max((cost.clock_s for cost in passed.values()), default=0.0)
-            self.costs |= {item: replace(cost, clock_s=slowest_s) for item, cost in passed.items()}
+            self.costs |= passed
+            most_s = [max((getattr(cost, of) for cost in passed.values()), default=0.0) for of in ("cpu_s", "clock_s")]
+            self.limits[path] = 1 + 5 * most_s[0], 10 + 5 * most_s[1]
             if len(passed) < len(items):
                 self.say(f"left out: {len(items) - len(passed)} of {len(items)} tests of {path.relative_to(ROOT)}")
         for folder in self.files:
@@ -218,8 +220,8 @@ class Runner:
                 threading.settrace(self._trace)
                 sys.settrace(self._trace)
             else:
-                signal.setitimer(signal.ITIMER_PROF, 1 + 5 * self.costs[item].clock_s)
-                faulthandler.dump_traceback_later(10 + 5 * self.costs[item].clock_s, exit=True)
+                signal.setitimer(signal.ITIMER_PROF, self.limits[item.path][0])
+                faulthandler.dump_traceback_later(self.limits[item.path][1], exit=True)
             cpu_s, clock_s = time.process_time(), time.monotonic()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             sys.settrace(None)
