@@ -279,6 +279,22 @@ def test_a_store_that_has_not_answered_for_30_s_is_left_alone_until_it_does(
     bench.close()
 
 
+def test_pages_whose_write_a_hanging_store_never_began_are_given_back(tmp_path: Path) -> None:
+    bench = TieredBench(tmp_path)
+    bench.submit(PROMPT, max_new_tokens=1)
+    bench.run()
+    bench.hangs = True
+    to_host(bench.kv)
+    bench.store_tier.poll()
+    assert bench.store_tier._num_putting == 10
+    bench.worker.drop_queued()
+    bench.store_tier.poll()
+    assert bench.store_tier._num_putting == 0
+    bench.hangs = False
+    bench.finish()  # no host page is held
+    bench.close()
+
+
 @pytest.mark.timeout(60)
 def test_a_folder_full_of_fifos_is_a_miss_and_holds_nobody_up(tmp_path: Path) -> None:
     """Whoever could write to the folder could once stop the store's thread for good with one FIFO."""

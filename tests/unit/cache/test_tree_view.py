@@ -64,6 +64,7 @@ def test_what_is_too_small_too_deep_or_too_many_is_left_out_and_counted() -> Non
     assert [node.subtree_tokens for node in everything(small.root)] == [64, 60, 20]
     assert small.root.left_out == LeftOut(nodes=1, tokens=4)
     assert small.root.children[0].left_out == LeftOut(nodes=1, tokens=8)
+    assert [node.subtree_tokens for node in everything(cache.tree(min_tokens=20).root)] == [64, 60, 20]
     shallow = cache.tree(max_depth=1)
     assert shallow.shown == 2
     assert shallow.root.left_out is None

@@ -19,6 +19,12 @@ def test_the_first_pages_after_the_dummy_go_out_first() -> None:
     pages.check()
 
 
+@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 4), (4, 0), (2**27, 16)])
+def test_no_page_no_token_and_slots_beyond_int32_are_refused(num_pages: int, page_size: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_pages} pages of {page_size} tokens: both must be >= 1"):
+        PagedTokenToKVPoolAllocator(num_pages, page_size)
+
+
 @pytest.mark.parametrize(
     ("take", "says"),
     [

@@ -87,6 +87,8 @@ def test_pressure_is_by_the_share_that_no_new_request_can_have(used: int, level:
 def test_no_room_for_kv_names_the_setting_and_the_value_that_would_do() -> None:
     with pytest.raises(InvalidConfig, match=r"weights took 8,192 MiB.*increase mem_fraction_static above 0.80"):
         sizing.kv_bytes(10 * GIB, 8 * GIB, 0.75)
+    with pytest.raises(InvalidConfig, match=r"reserves 2,560 MiB: give the replica more memory"):  # no share would do
+        sizing.kv_bytes(10 * GIB, 10 * GIB, 0.75)
 
 
 def test_tokens_are_bytes_over_cell_floored_to_pages() -> None:
