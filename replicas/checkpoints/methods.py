@@ -39,7 +39,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class QuantMethod:
-    """One ``quant_method`` of config.json."""
+    """What one ``quant_method`` of config.json means: which method reads its weights, and in which forms."""
 
     choose: Callable[[str, Mapping[str, Any]], Method]  # from the folder, for messages, and ``quantization_config``
     forms: str = ""  # those of it that are read, for people; "": all
