@@ -184,7 +184,8 @@ def _answers(paths: Schema, schemas: Mapping[str, Schema]) -> str:
     named: dict[str, str] = {}
     for routes in _endpoints():
         path = routes[0].path_format
-        content = next(reversed(paths[path].values()))["responses"]["200"].get("content", {})
+        operation = paths[path].get("post") or paths[path]["get"]
+        content = operation["responses"]["200"].get("content", {})
         for kind, what in ((JSON, "Answer"), (EVENTS, "Event")):
             for name in re.findall(r"schemas/(\w+)", str(content.get(kind, "")))[:1]:
                 named.setdefault(name, f"{what} of {path}")

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from prometheus_client.exposition import choose_encoder
 from pydantic import WithJsonSchema
+from pydantic_core import to_json
 
 from dashboards.catalog import POOL_STATES, TAKEN
 from dashboards.dialects import DIALECTS, TYPE, translate
@@ -152,7 +152,7 @@ async def server_info(request: Request) -> Response:
         "recent_retries": [dataclasses.asdict(retry) for retry in service.dispatcher.retries],
         "internal_states": states,
     }
-    return JSONResponse(jsonable_encoder(body))
+    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
 
 
 def in_force(settings: Mapping[str, Any], infos: Iterable[ReplicaInfo]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ async def abort_request(request: Request, body: AbortRequest) -> Response:
 
 
 @router.get("/metrics", dependencies=ADMIN, **METRICS)
-@router.get("/metrics/{dialect}", dependencies=ADMIN, **METRICS)
+@router.get("/metrics/{dialect}", dependencies=ADMIN, response_class=PlainTextResponse, **gives(None, 400))
 @router.get("/prometheus/metrics", dependencies=ADMIN, **METRICS)
 async def metrics(request: Request, dialect: Dialect = "") -> Response:
     """Show this router's own metrics; with several routers only the build information.
@@ -322,9 +322,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokenise texts, or a chat as /v1/chat/completions would."""
     service = service_of(request)
     check_model(service, body.model)
-    special, use = True if body.add_special_tokens is None else body.add_special_tokens, tools_of(body)
+    special = True if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
-        rows = [await service.encode_chat(body.messages, use=use, **template_options(body))]
+        rows = [await service.encode_chat(body.messages, use=tools_of(body), **template_options(body))]
     elif body.prompt is not None:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         check_count(len(texts), param="prompt")

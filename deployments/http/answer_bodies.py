@@ -148,7 +148,7 @@ class TopLogprobsBody(TokenLogprobBody):
 class ChatLogprobsBody(AnswerBody):
     """The log probabilities of a chat's choice."""
 
-    content: list[TopLogprobsBody] = Field(description="The new text, or all of it.")
+    content: list[TopLogprobsBody] = Field(description="One for each token of the output.")
 
 
 class CalledFunctionBody(AnswerBody):
@@ -161,7 +161,7 @@ class CalledFunctionBody(AnswerBody):
 class ToolCallBody(AnswerBody):
     """One tool call of a message."""
 
-    id: Id
+    id: str = Field(description="The call's id.")
     type: Literal["function"]
     function: CalledFunctionBody
 
@@ -203,7 +203,7 @@ class ChatDeltaBody(AnswerBody):
 class ChatChoiceBody(ChoiceBody):
     """One choice of a chat completion."""
 
-    message: ChatMessageBody = Field(description="What is wrong, and what would be right.")
+    message: ChatMessageBody = Field(description="The answer's message.")
     logprobs: ChatLogprobsBody | None = Field(description="With `logprobs`.")
 
 
@@ -262,7 +262,7 @@ class MessageBody(AnswerBody):
     type: Literal["message"]
     role: Literal["assistant"]
     model: ModelName
-    content: list[ContentBlockBody] = Field(description="The new text, or all of it.")
+    content: list[ContentBlockBody] = Field(description="The blocks of the answer.")
     stop_reason: MessageReason | None = Field(description="Why it ended; null until then.")
     stop_sequence: str | None = Field(description="The stop text that ended it.")
     usage: MessageUsageBody
@@ -313,7 +313,7 @@ class OutputItemBody(AnswerBody):
     """One item of a response, with the fields of its type, as OpenAI's."""
 
     type: Literal["message", "reasoning", "function_call"] = Field(description="The kind.")
-    id: Id
+    id: str = Field(description="The item's id.")
     status: Literal["in_progress", "completed", "incomplete"] = Field(description="How far it is.")
 
 
@@ -343,7 +343,7 @@ class ReadoutUsageBody(AnswerBody):
     """The tokens of the prompts that were read out."""
 
     prompt_tokens: PromptTokens
-    total_tokens: TotalTokens
+    total_tokens: int = Field(description="As `prompt_tokens`: a readout has no output.")
     prompt_tokens_details: PromptTokensDetailsBody
 
 
@@ -467,7 +467,7 @@ class TextBody(AnswerBody):
     """The text of token ids."""
 
     prompt: str | list[str] = Field(description="The text.")
-    text: str | list[str] = Field(description="The new text, or all of it.")
+    text: str | list[str] = Field(description="The same as `prompt`.")
 
 
 class TokenizerInfoBody(AnswerBody):
@@ -487,7 +487,7 @@ class TokenizerInfoBody(AnswerBody):
 class Model(AnswerBody):  # schemathesis finds its names for /v1/models/{name} by the name of this schema
     """One model that this server has."""
 
-    id: Id
+    id: str = Field(description="The model's name.")
     object: Literal["model"]
     created: UnixTime
     owned_by: str = Field(description="Always `manta`.")
@@ -530,7 +530,7 @@ class ServerInfoBody(AnswerBody):
     served_model_name: str = Field(description="The name that requests use.")
     context_length: ContextLen
     router: dict[str, Any] = Field(description="The router that answered: its load and its index.")
-    num_retries: int = Field(description="How often requests, or this one, went to another replica.")
+    num_retries: int = Field(description="How often requests went to another replica.")
     recent_retries: list[dict[str, Any]] = Field(description="The newest of them.")
     internal_states: list[dict[str, Any]] = Field(description="For each replica: identity, pool, queues, counters.")
 
@@ -599,6 +599,6 @@ class RouteBody(AnswerBody):
     outcome: str = Field(description="How it ended, or `running`.")
     total_s: float | None = Field(description="Seconds from arrival to end.")
     stages: dict[str, float] | None = Field(description="Seconds of route, queue, prefill, transfer, decode.")
-    num_retries: int = Field(description="How often requests, or this one, went to another replica.")
+    num_retries: int = Field(description="How often it went to another replica.")
     tries: list[RouteTryBody]
     explanation: str = Field(description="The same for people.")

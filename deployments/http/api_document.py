@@ -116,12 +116,13 @@ def describe(app: FastAPI, model: ModelFace | None) -> None:
     Args: model: whose limits it shows; None leaves their names.
     """
     written, lock, kept = app.openapi, threading.Lock(), dict[str, Any]()
+    # GET and HEAD of a route have one id until `_complete`
+    warnings.filterwarnings("ignore", message="Duplicate Operation ID")
 
     def document() -> dict[str, Any]:
         with lock:
             if not kept:
-                with warnings.catch_warnings(action="ignore"):  # GET and HEAD of a route have one id until `_complete`
-                    made = written()
+                made = written()
                 _complete(made, asks_for_key=bool(app.state.keys.api))
                 if model is not None:
                     _put_limits(made["components"], _limits(model))
@@ -131,7 +132,7 @@ def describe(app: FastAPI, model: ModelFace | None) -> None:
     async def answer(request: Request) -> Response:
         root = request.scope.get("root_path", "").rstrip("/")
         servers = {"servers": [{"url": root}]} if root else {}
-        return JSONResponse(await asyncio.to_thread(document) | servers)
+        return await asyncio.to_thread(lambda: JSONResponse(document() | servers))
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's way to have a document of one's own
     app.add_route("/openapi.json", answer, include_in_schema=False)

@@ -1,7 +1,7 @@
 """Request bodies: their types, and the parsing of one, with bounds on its shape (access.py: on bytes and time).
 
 Owns:      the fields of every body, their meanings and limits, from which /openapi.json and docs/api.md are made. Each
-           may be null, which means its default. Limits that are only `shown` are checked by `SamplingParams`.
+           may be null, which means its default. Limits that are only `shown` are checked by the code that reads them.
            The cost of a body before it is validated: a long one is parsed on another thread; since the JSON parser
            holds the GIL there too, its values are counted first, and a body with too many is refused.
 Never:     answers a malformed body with a 422 or a 500: every error in it is an InvalidRequest.
@@ -10,6 +10,7 @@ Never:     answers a malformed body with a 422 or a 500: every error in it is an
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from inspect import iscoroutinefunction
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -149,13 +150,15 @@ def _log_unknown(wire: str, extra: dict[str, Any]) -> None:
 class Route(APIRoute):
     """A route that reads its body by `read_body`, and gives it to its endpoint beside the request.
 
-    FastAPI would read a body of any size for any time, and answer what is wrong with it by a 422.
+    FastAPI would read a body of any size for any time, and answer what is wrong with it by a 422. Its guards are
+    functions of the request, given to the route or to its own router; they run before the body is read.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         field = self.body_field
         if field is None:
             return super().get_route_handler()
+        assert not any(iscoroutinefunction(guard.dependency) for guard in self.dependencies), "a guard would not run"
         wire, required = cast(type[WireType], field.field_info.annotation), field.field_info.is_required()
 
         async def handler(request: Request) -> Response:
@@ -208,11 +211,12 @@ Few = Annotated[list[T], Field(fail_fast=True), shown(minItems=1, maxItems=MAX_P
 TokenRow = Many[Token]
 Prompts = Text | TokenRow | Many[Text] | Many[TokenRow]
 AnyToken = Annotated[int, shown(minimum=0, maximum=2**31 - 1)]
-_IDS = shown(propertyNames={"pattern": "^[0-9]{1,9}$"})
+_IDS = shown(propertyNames={"pattern": "^[0-9]{1,9}$"}, maxProperties=1024)
 _FORMAT = {"type": "object", "properties": {"type": {"enum": [None, "text", *FORM_TYPES]}}}
 StopTexts = Annotated[Items[StopText], shown(maxItems=64)]
 STOPS = "Texts that end the answer; they are not part of it."
-ToolChoice = Annotated[str, shown(enum=["none", "auto", "required"])] | NamedTool
+ToolUse = Annotated[str, shown(enum=["none", "auto", "required"])]
+ToolChoice = ToolUse | NamedTool
 TOOL_CHOICE = "Whether, and which, tools are called ([below](#tools-and-reasoning))."
 TOOLS = "The functions that the model may call ([below](#tools-and-reasoning))."
 # fields that several bodies have

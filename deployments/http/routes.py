@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
 
 from deployments.dispatch.dispatcher import Dispatcher, query_of
 from deployments.dispatch.rids import new_rid
@@ -43,11 +42,11 @@ class ExplainRequest(WireType):
     )
 
     model: bodies.Model = None
-    prompt: str | bodies.TokenRow | None = said("Text or token ids, as in /v1/completions.")
+    prompt: bodies.Text | bodies.TokenRow | None = said("Text or token ids, as in /v1/completions.")
     messages: bodies.Conversation | None = said(bodies.CONVERSATION)
     text: str | None = said("The prompt, as in /generate.")
     input_ids: bodies.TokenRow | None = said("The prompt as token ids.")
-    max_tokens: bodies.UpToContext = Field(default=128, description="The most output tokens.")
+    max_tokens: bodies.UpToContext | None = said("The most output tokens; without it 128.")
     priority: bodies.Priority = None
     cache_salt: bodies.CacheSalt = None
     extra_key: bodies.ExtraKey = None
@@ -61,7 +60,7 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
     would_be = GenerateRequest(
         rid=new_rid("explain"),
         token_ids=await _ids(service, body),
-        sampling=SamplingParams(max_new_tokens=body.max_tokens),
+        sampling=SamplingParams(max_new_tokens=128 if body.max_tokens is None else body.max_tokens),
         cache_salt=salt_of(body.cache_salt, body.extra_key),
         priority=body.priority or 0,
     )

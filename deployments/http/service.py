@@ -161,9 +161,7 @@ class Service:
     @functools.cached_property
     def prompting(self) -> ChatPrompting:
         """What the chat template takes of tools, and what the model's output means."""
-        output = OutputFormat.of(
-            self.tokenizer, tool_format=self.tool_format, reasoning_format=self.reasoning_format
-        )
+        output = OutputFormat.of(self.tokenizer, tool_format=self.tool_format, reasoning_format=self.reasoning_format)
         return ChatPrompting.of(output, self.tokenizer.chat_template, self.tokenizer.chat_text)
 
     async def encode_chat(
@@ -181,9 +179,7 @@ class Service:
             if use is None and not any(has_tools(message) for message in messages):
                 return self.tokenizer.chat(messages, check=check, **options)
             prompt = self.prompting.prompt(messages, use)
-            return self.tokenizer.chat(
-                prompt.messages, tools=prompt.tools, marks=prompt.marks, check=check, **options
-            )
+            return self.tokenizer.chat(prompt.messages, tools=prompt.tools, marks=prompt.marks, check=check, **options)
 
         tools = [] if use is None else [tool.body for tool in use.tools]
         size = size_of([messages, tools, options], most=LONG_TEXT)

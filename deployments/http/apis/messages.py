@@ -53,7 +53,7 @@ class CountTokensRequest(WireType):
     model_config = body_like({"messages": [{"role": "user", "content": "Hello"}]})
 
     model: bodies.Model = None
-    messages: _TURNS = about(bodies.CONVERSATION)
+    messages: _TURNS = about("The conversation: turns of user, assistant and system.")
     system: str | Items[bodies.Object] | None = said("The system message.")
     tools: Items[_Tool] | None = said("Functions, each with an `input_schema`.")
     tool_choice: Annotated[bodies.Object, WithJsonSchema(_CHOICE)] | None = said(
@@ -209,7 +209,7 @@ def _turns(where: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _assistant(content, blocks)
         return
     if role not in ("user", "system"):
-        raise _wrong(f"{where}.role", f"must be user or assistant, got {str(role)[:64]!r}")
+        raise _wrong(f"{where}.role", f"must be user, assistant or system, got {str(role)[:64]!r}")
     texts: list[str] = []
     for number, block in enumerate(blocks):
         if role == "system" or block.get("type") != "tool_result":

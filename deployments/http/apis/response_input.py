@@ -48,6 +48,13 @@ _ITEMS = [
 ]
 _Item = Annotated[bodies.Object, WithJsonSchema({"anyOf": _ITEMS})]
 _Tool = Annotated[bodies.Object, WithJsonSchema(shape(type=bodies.FUNCTION, name=bodies.TOOL_NAME))]
+_ALLOWED = shape(
+    type={"const": "allowed_tools"},
+    mode={"enum": ["auto", "required"]},
+    tools={"type": "array", "items": {"type": "object"}},
+)
+_CHOICE = {"anyOf": [shape(type=bodies.FUNCTION, name=bodies.TOOL_NAME), _ALLOWED]}
+_ToolChoice = bodies.ToolUse | Annotated[bodies.Object, WithJsonSchema(_CHOICE)]
 
 
 class TextOptions(WireType):
@@ -78,7 +85,7 @@ class ResponsesRequest(SamplingFields):
         "The most output tokens, reasoning included. Without it: what the context leaves."
     )
     tools: Items[_Tool] | None = said(bodies.TOOLS)
-    tool_choice: bodies.ToolChoice | None = said(bodies.TOOL_CHOICE)
+    tool_choice: _ToolChoice | None = said(bodies.TOOL_CHOICE)
     parallel_tool_calls: bodies.SingleCall = None
     text: TextOptions | None = said("`format`: the form of the output; `verbosity` has no effect.")
     reasoning: ReasoningOptions | None = said("`effort` is a variable for the chat template; no summary is made.")
