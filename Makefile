@@ -125,7 +125,7 @@ dashboards: install-test ## Write the boards and docs/metrics.md anew, from dash
 	@$(BIN)/python -m dashboards build
 	@$(BIN)/python -m dashboards docs
 
-docs: install-test ## Write the tables of docs/api.md and docs/metrics.md anew, from the code
+docs: install-test ## Write the tables of docs/api.md, docs/routing.md and docs/metrics.md anew, from the code
 	@$(BIN)/python -m tools.api_doc
 	@$(BIN)/python -m dashboards docs
 

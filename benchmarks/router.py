@@ -33,6 +33,7 @@ from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_
 from benchmarks.sim_replica import SimPool, Speed
 from benchmarks.sim_routers import SOONEST, Apart, Limits
 from kvtransfer.pages import PageKey
+from replicas.config import load_extensions
 from replicas.scheduler.orders import ORDERS
 from routing.policies import POLICIES
 from routing.router import Router
@@ -314,4 +315,5 @@ PARTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    load_extensions()
     harness.run("router", __doc__, PARTS, argv, options=_options)

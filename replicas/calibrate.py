@@ -17,7 +17,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.torch_native import attend
-from replicas.config import Products
+from replicas.config import Products, load_extensions
 from replicas.errors import InvalidConfig, MantaError
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.sparse_pool import write_channels
@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parse.add_argument("--out", type=Path, default=Path("label_channels.json"), help="(label_channels.json)")
     options = parse.parse_args(argv)
     try:
+        load_extensions()
         text = options.text.read_text(encoding="utf-8")
         channels = heavy_channels(options.model, text, num_channels=options.channels)
         write_channels(options.out, channels, load_model_config(options.model, device="cpu"))

@@ -432,7 +432,9 @@ def load_extensions() -> None:
             each.load()
         except (ImportError, AttributeError) as error:
             package = "a package" if each.dist is None else each.dist.name
-            raise InvalidConfig(f"the extension {each.value} of {package} cannot be imported: {error}") from error
+            raise InvalidConfig(
+                f"the extension {each.value} of {package} cannot be imported: {error}; mend or remove {package}"
+            ) from error
 
 
 def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvLayout:

@@ -195,7 +195,8 @@ def _label_problems(model: ModelConfig, cache: CacheConfig, attention: Attention
     """Of attention by labels of keys, which are made where keys are stored and go nowhere with pages."""
     if attention not in BACKENDS or not BACKENDS[attention].labels:
         if cache.label_channels is not None:
-            yield "cache.label_channels without attention: double_sparse, which alone reads it; leave it out"
+            readers = " or ".join(name for name, each in BACKENDS.items() if each.labels)
+            yield f"cache.label_channels without attention: {readers}, which reads it; leave it out"
         return
     if cache.label_channels is None:
         yield (

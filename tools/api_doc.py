@@ -1,4 +1,5 @@
-"""Writes the tables of docs/api.md: routes, fields, answers and errors, all from the document at /openapi.json.
+"""Writes the tables of docs/api.md: routes, fields, answers and errors, all from the document at /openapi.json; and
+those of docs/routing.md, from the terms of a decision.
 
     python -m tools.api_doc
 
@@ -19,8 +20,10 @@ from deployments.http.api_document import EVENTS, JSON, LIMIT, describe
 from deployments.http.apis.readouts import ReadoutRequest
 from deployments.http.http_app import ROUTERS
 from deployments.settings.keys import NO_KEYS
+from routing.terms import CANDIDATE, DECODE_REPLICA, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+ROUTING = PAGE.with_name("routing.md")
 WORDS = {"string": "text"}  # for types of JSON
 LIMITS = {"context": "0 to the context", "64 bits": "-2^63 to 2^63 - 1"}
 # headings of what is no body of a route
@@ -229,3 +232,5 @@ def _errors(paths: Schema) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text(), tables()))
+    of_terms = {"terms": markdown(CANDIDATE), "terms of pairs": markdown(DECODE_REPLICA)}
+    ROUTING.write_text(written(ROUTING.read_text(), of_terms))

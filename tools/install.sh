@@ -6,11 +6,14 @@ shift 3
 echo "$what (once; log: $log)"
 : > "$log"
 if [ -t 1 ]; then every=1 before='\r\033[K' after=''; else every=20 before='' after='\n'; fi
-while sleep "$every" > /dev/null 2>&1; do printf "$before%.79s$after" "$(tail -n 1 "$log")"; done &
+while kill -0 $$ 2> /dev/null && sleep "$every" > /dev/null 2>&1; do printf "$before%.79s$after" "$(tail -n 1 "$log")"; done &
 shown=$!
+"$python" -m pip --disable-pip-version-check install --progress-bar off "$@" > "$log" 2>&1 < /dev/null &
+pip=$!
 trap 'kill "$shown" 2> /dev/null' EXIT
-trap 'exit 130' INT TERM
-"$python" -m pip --disable-pip-version-check install --progress-bar off "$@" > "$log" 2>&1 < /dev/null
+trap 'kill "$pip" 2> /dev/null; exit 130' INT
+trap 'kill "$pip" 2> /dev/null; exit 143' TERM
+wait "$pip"
 status=$?
 printf "$before"
 [ "$status" -ne 0 ] || { echo "$what: done"; exit; }

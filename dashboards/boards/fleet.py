@@ -259,7 +259,7 @@ PROCESSES = Row("Processes and GPUs", (
     Panel("Process age",
         f"({gauge('process_start_time_seconds', 'role', 'replica', over='max')} - time()) * -1", Unit.SECONDS,
         "Time since each process started; a fall to 0 is a restart.",
-        "Restarts without a request for one: the process's log, and the node's memory."),
+        "Unexpected restarts: the process's log, and the node's memory."),
     Panel("GPU memory", gauge("replica_device_memory_bytes", "replica", "kind", over="max"), Unit.BYTES,
         "Memory of each replica's GPU: total, used by all processes, reserved by this replica.",
         "used well above own: another process is on the GPU.", needs=Needs.GPU),

@@ -56,8 +56,8 @@ class Progress:
         return sum(len(ids) for ids in self._ids)
 
     def so_far(self) -> GenerateRequest:
-        """Return the request with what was delivered as part of its prompt: a replica that
-        caches this prefix continues from it. Of several choices, the longest that has not ended stands for all."""
+        """Return the request with what was delivered as part of its prompt: a replica that caches this prefix continues
+        from it. Of several choices, the longest that has not ended stands for all."""
         unfinished = [ids for ids, ended in zip(self._ids, self._ended, strict=True) if not ended]
         longest = max(unfinished, key=len, default=[])
         if not longest:

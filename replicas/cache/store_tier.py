@@ -44,7 +44,7 @@ class Wait:
     """What is known of a request that waits for the store; tokens, seconds, and s per token. Times are the clock's."""
 
     asked_s: float  # when the store was asked
-    reading_s: float | None  # when the first page was asked for; None: the store has not said what it has
+    reading_s: float | None  # when the first page was asked for; None: nothing is read yet
     prompt_len: int
     uncached_len: int  # without what the tiers above have
     found_len: int  # that the store has

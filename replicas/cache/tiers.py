@@ -65,7 +65,7 @@ class HiRadixCache(RadixCache):
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         already = super().insert(token_ids, pages, salt, priority=priority)
-        if not self._write.rule.at_eviction:
+        if self._write.rule.insert_hits is not None:
             for node, _ in self._path(token_ids, salt):
                 if not node.on_host and self._write.at_insert(node.hit_count):
                     self._give_host_pages(node)

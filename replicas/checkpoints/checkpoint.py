@@ -98,19 +98,20 @@ def _stored_by_method(folder: Path, config: Mapping[str, Any]) -> StoredAs | Non
     return StoredAs(about=method.about, products=method.fits)
 
 
-# the first that a folder has is read. A way to quantise safetensors is an entry of methods.py's METHODS instead
+# the newest entry that a folder has is read; `safetensors`, the first, takes every folder. A way to quantise is an
+# entry of methods.py's METHODS instead
 FORMATS: dict[str, FileFormat] = {
-    "gguf": FileFormat(
-        has=lambda folder: gguf_of(folder) is not None,
-        files=lambda folder: [_gguf_file(folder)],
-        open=_open_gguf,
-        stored_as=lambda folder, config: stored_in_gguf(folder, _gguf_file(folder)),
-    ),
     "safetensors": FileFormat(
         has=lambda folder: True,  # its errors say what is missing
         files=_safetensors,
         open=_open_safetensors,
         stored_as=_stored_by_method,
+    ),
+    "gguf": FileFormat(
+        has=lambda folder: gguf_of(folder) is not None,
+        files=lambda folder: [_gguf_file(folder)],
+        open=_open_gguf,
+        stored_as=lambda folder, config: stored_in_gguf(folder, _gguf_file(folder)),
     ),
 }
 
@@ -134,4 +135,4 @@ def stored_as(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
 
 
 def _format_of(folder: Path) -> FileFormat:
-    return next(each for each in FORMATS.values() if each.has(folder))
+    return next(each for each in reversed(FORMATS.values()) if each.has(folder))

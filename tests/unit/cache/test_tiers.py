@@ -7,6 +7,7 @@ from kvtransfer.pages import Tier, page_keys
 from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
 from replicas.cache.host_pages import HostTier, TierCounters
 from replicas.cache.tiers import MEASURE_EVERY, HiRadixCache
+from replicas.cache.write_policy import RULES, WriteRule
 from tests.harness import Clock
 
 PS = 2
@@ -156,6 +157,15 @@ def test_write_through_copies_at_once_and_selective_at_the_second_use() -> None:
     assert (selective.cache.clean_pages, selective.memory.backups) == (2, [[10, 11]])
     assert through.evict(2) == [10, 11]
     assert through.memory.backups == [[10, 11]]  # no second time
+
+
+def test_a_rule_may_copy_at_insertion_and_at_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "eager", WriteRule(insert_hits=0, at_eviction=True))
+    rig = Rig(write="eager")
+    rig.put(ids(A, B), 10)
+    assert rig.memory.backups == [[10, 11]]
+    assert rig.evict(2) == [10, 11]
+    assert rig.memory.backups == [[10, 11]]  # they have their copy
 
 
 def test_the_host_gives_up_its_least_recent_leaf_and_what_the_device_has_too() -> None:

@@ -83,7 +83,7 @@ def test_a_sum_of_the_table_is_the_sum_of_its_parts() -> None:
 
 def test_every_term_is_in_the_text_has_a_colour_in_bars_and_stands_in_the_document() -> None:
     """A new term is missing where this fails: _CANDIDATE_ROW of explain.py, why.css, or between the marks of routing.md
-    (`markdown` makes what stands there).
+    (`make docs`).
     """
     columns = explain(decide()).splitlines()[1]
     in_words = ["pool_utilization", "report_age_s"]  # behind the columns
@@ -93,4 +93,4 @@ def test_every_term_is_in_the_text_has_a_colour_in_bars_and_stands_in_the_docume
     assert [term.field for term in in_bars if f".cost.{term.field}" not in style] == []
     document = Path("docs/routing.md").read_text()
     for mark, terms in (("terms", CANDIDATE), ("terms of pairs", DECODE_REPLICA)):
-        assert document.partition(f"<!-- {mark} -->\n")[2].partition("<!-- end -->")[0] == markdown(terms)
+        assert document.partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- end {mark} -->")[0] == markdown(terms)
