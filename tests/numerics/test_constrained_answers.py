@@ -137,6 +137,7 @@ def test_logprobs_are_those_of_the_tokens_that_are_allowed(engine: Engine) -> No
         assert np.exp([value for _, value in each.top]).sum() == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overlap: Literal["on", "off"]) -> None:
     engine = embedded_engine(overlap)

@@ -23,6 +23,7 @@ from tests.numerics import tiny
 from tests.numerics.handing_over import alone, legs, make_engine, run
 from tests.numerics.paged import PagedModel, assert_close_in_range, open_model
 from tests.numerics.ranks import run_ranks
+from tests.pairwise import ALL
 from tests.unit.tokenizer_folders import byte_level_folder
 from tools.models_table import tiny_config, written
 
@@ -66,10 +67,11 @@ def make(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     return model
 
 
+RUN = [row.model_type for row in written() if row.how != "refused" and row.model_type not in LARGE]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type", [row.model_type for row in written() if row.how != "refused" and row.model_type not in LARGE]
-)
+@pytest.mark.parametrize("model_type", RUN if ALL else RUN[::6])  # all take 7 minutes
 def test_every_architecture_that_is_said_to_run_says_what_transformers_says(model_type: str, tmp_path: Path) -> None:
     """As docs/models.md has it: natively where it is native, packed and 5 tokens at a time."""
     made = type(make(tiny_config(model_type), tmp_path))

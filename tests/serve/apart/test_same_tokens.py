@@ -17,7 +17,7 @@ import pytest
 
 from tests.serve.running import Running
 
-pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = "SmolLM2-135M-Instruct"
 
 

@@ -22,6 +22,7 @@ NAME = "SmolLM2-135M-Instruct"
 pytestmark = [
     pytest.mark.serve,
     pytest.mark.model,
+    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         not PYTHON.exists() and REQUIRED not in os.environ,
