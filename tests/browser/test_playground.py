@@ -142,11 +142,11 @@ def site() -> Iterator[tuple[str, Site]]:
 
 
 def ask(page: Page, text: str, *, tokens: int = 4) -> None:
-    """Type a prompt and send it by Enter."""
+    """Type a prompt and send it by Enter, at temperature 0: a drawn answer may end before its replica is killed."""
     page.one(".play-settings summary").click()
-    field = page.one(".play-settings input")
-    field.send_keys(Keys.CONTROL, "a")
-    field.send_keys(str(tokens))
+    for field, value in zip(page.all(".play-settings input"), (tokens, 0), strict=True):
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(str(value))
     page.one(".play-settings summary").click()
     page.one("#play-text").send_keys(text + Keys.ENTER)
 
