@@ -8,7 +8,7 @@ from tests.browser.chromium import Page, rids
 from tests.fake_fleet import SHED, FakeFleet
 from tests.fake_observatory import FakeObservatory
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SHARES = """
     const card = document.querySelector(`[data-replica="${arguments[0]}"]`), bar = card.querySelector(".bar");

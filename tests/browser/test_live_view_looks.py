@@ -5,7 +5,7 @@ import pytest
 from tests.browser.chromium import Page
 from tests.fake_observatory import FakeObservatory
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 # WCAG 2's contrast of every text with what lies behind it: [ratio, text, class], the worst first
 CONTRASTS = """

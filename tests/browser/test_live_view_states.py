@@ -7,7 +7,7 @@ from selenium.webdriver.common.by import By
 from tests.browser.chromium import Page, rids
 from tests.fake_observatory import KEY, FakeObservatory
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def test_without_a_router_or_replicas_it_says_what_is_waited_for(page: Page, served: FakeObservatory) -> None:

@@ -8,7 +8,7 @@ from tests.browser.chromium import Page
 from tests.fake_fleet import FakeFleet
 from tests.fake_observatory import FakeObservatory
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 COLOURED = """
     const probe = document.body.appendChild(document.createElement("span"));

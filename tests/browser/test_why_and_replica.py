@@ -9,7 +9,7 @@ from tests.browser.chromium import Page
 from tests.fake_fleet import FakeFleet
 from tests.fake_observatory import FakeObservatory
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SHARES = """
     const track = document.querySelector(".bar-row.chosen .bar-track"), whole = track.getBoundingClientRect().width;

@@ -108,6 +108,7 @@ def test_every_choice_is_a_document_of_the_schema(engine: Engine, sampling: Samp
         assert each.ids[-1] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, replace(SEEDED, presence_penalty=0.5, repetition_penalty=1.1)])
 def test_a_forced_run_changes_no_id_and_no_logprob(
     engine: Engine, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +138,7 @@ def test_logprobs_are_those_of_the_tokens_that_are_allowed(engine: Engine) -> No
         assert np.exp([value for _, value in each.top]).sum() == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overlap: Literal["on", "off"]) -> None:
@@ -175,6 +177,8 @@ def test_steps_made_ahead_hold_constrained_rows_to_their_grammar(engine: Engine)
         assert made == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_long_prompt_in_chunks_beside_running_requests_changes_nothing(engine: Engine) -> None:
     asked = request(engine, SEEDED, "long", token_ids=np.concatenate((LONG, prompt(engine))))
     alone = one(engine, asked)

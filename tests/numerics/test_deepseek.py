@@ -49,6 +49,7 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(tmp_path: Path, k
         assert second.greedy(tiny.PROMPTS, 64, chunk=chunk) == [ids for _, ids in wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_rounded_weights_give_one_answer_whole_and_in_chunks(tmp_path: Path, quantization: Any) -> None:
     """Groups of 32 inputs share a scale, so the sizes are multiples of it."""
@@ -146,6 +147,7 @@ def test_every_path_of_an_engine_gives_the_tokens_of_transformers(
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_snapshot_goes_on_with_other_pages_and_ranks(
     saved: tuple[str, PreTrainedModel], wanted: list[int], tmp_path: Path
@@ -170,11 +172,13 @@ def test_a_snapshot_goes_on_with_other_pages_and_ranks(
         there.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
     """Heads and experts' inner sizes split in two; the latent vector and what makes it on both."""
     check_two_ranks(("v2", "v3-halves"), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_two_replicas_answer_as_one(saved: tuple[str, PreTrainedModel]) -> None:
     """By memcpy in one process: missed, part of it on the decode side or on the prefill side, on device and host."""

@@ -39,11 +39,13 @@ def check_two_ranks(kinds: Iterable[str], folder: Path) -> None:
         assert_same(ours, wanted)
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one_for_every_family(tmp_path: Path) -> None:
     """KV heads split in two, or one head on both ranks; vocabulary of 101 padded to 2 x 51."""
     check_two_ranks(sorted(tiny.CONFIGS), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_three_ranks_agree_with_one_for_smollm2(tmp_path: Path) -> None:
     """9 query heads and 3 KV heads: a KV head each; weights 1.04 thirds each, since norms lie on every rank."""
