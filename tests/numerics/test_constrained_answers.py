@@ -139,7 +139,6 @@ def test_logprobs_are_those_of_the_tokens_that_are_allowed(engine: Engine) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overlap: Literal["on", "off"]) -> None:
     engine = embedded_engine(overlap)
@@ -154,6 +153,7 @@ def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overla
     assert is_person(together[("json", 1)].text)
 
 
+@pytest.mark.slow
 def test_steps_made_ahead_hold_constrained_rows_to_their_grammar(engine: Engine) -> None:
     """Every step but the first few is launched before the tokens of the one before it are known."""
     overlapping, num_ahead = embedded_engine("on"), 0
@@ -178,7 +178,6 @@ def test_steps_made_ahead_hold_constrained_rows_to_their_grammar(engine: Engine)
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_long_prompt_in_chunks_beside_running_requests_changes_nothing(engine: Engine) -> None:
     asked = request(engine, SEEDED, "long", token_ids=np.concatenate((LONG, prompt(engine))))
     alone = one(engine, asked)
@@ -188,6 +187,7 @@ def test_a_long_prompt_in_chunks_beside_running_requests_changes_nothing(engine:
     assert answers(engine, *others, asked)[("long", 0)].ids == alone.ids
 
 
+@pytest.mark.slow
 def test_an_answer_resumed_at_any_token_goes_on_as_it_would_have(engine: Engine) -> None:
     whole = one(engine, request(engine, SEEDED))
     for cut in range(1, len(whole.ids), 4):
