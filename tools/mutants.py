@@ -194,9 +194,11 @@ class Runner:
                 with contextlib.suppress(BaseException):
                     self._child(items, most, results)
                 os._exit(0)
-            _, status = os.waitpid(pid, 0)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # processes that its tests left
+            try:
+                _, status = os.waitpid(pid, 0)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # processes that its tests left, or all of it after a Ctrl-C
             ends: list[tuple[pytest.Item, str, Cost | None]] = []
             results.seek(0)
             with contextlib.suppress(EOFError, pickle.UnpicklingError):
@@ -355,6 +357,9 @@ def main() -> int:
         folder: {path for path in tests_of(folder.replace("/", ".")) if within & {path, *path.parents}}
         for folder in files
     }
+    for folder in files:
+        if not files[folder] or not tests[folder]:
+            parser.error(f"{folder}: a folder is wanted of which tests import modules, as replicas/cache")
     runner = Runner(options, files, tests)
     with tempfile.TemporaryDirectory() as kept, open(f"{kept}/log", "w+") as log:
         os.environ["TMPDIR"] = kept
