@@ -207,14 +207,20 @@ def test_a_viewer_gets_all_and_then_what_changed_and_is_counted_while_it_polls(a
     app.until(lambda: num_viewers() == 0, 60)
 
 
+def discovered(app: Running) -> set[str]:
+    """The addresses that the observatory lists for Prometheus."""
+    return {entry["targets"][0] for entry in get(app, "/sd").json()}
+
+
 def test_a_replica_that_dies_leaves_state_and_discovery_and_another_one_comes(app: Running) -> None:
     gone = next(each for each in app.states() if each["replica"]["replica_id"] == accepting(app)[0])["replica"]
-    targets = {entry["targets"][0] for entry in get(app, "/sd").json()}
+    targets = discovered(app)
     os.kill(gone["pid"], signal.SIGKILL)
     left_s = app.until(lambda: gone["replica_id"] not in accepting(app), 10)
-    [left] = targets - {entry["targets"][0] for entry in get(app, "/sd").json()}
+    app.until(lambda: len(targets - discovered(app)) == 1, 30)  # it may be silent before its connection ends
+    [left] = targets - discovered(app)
     app.until(lambda: len(accepting(app)) == 2, 60)
-    joined = {entry["targets"][0] for entry in get(app, "/sd").json()} - targets
+    joined = discovered(app) - targets
     assert (len(joined), left in joined) == (1, False)
     print(f"gone from state and discovery after {left_s:.1f} s")
 
