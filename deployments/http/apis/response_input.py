@@ -19,6 +19,7 @@ from deployments.http import bodies
 from deployments.http.api_document import about, body_like, said, shape, shown
 from deployments.http.bodies import ChatRequest, Items, Named, SamplingFields, WireType
 from deployments.http.convert import refuse_unsupported
+from deployments.output.tools import tool_use
 from replicas.errors import InvalidRequest
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
@@ -297,6 +298,7 @@ def _chosen(body: ResponsesRequest, tools: ToolSet) -> tuple[list[dict[str, Any]
     if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
         if not all(isinstance(each, dict) for each in choice["tools"]):
             raise InvalidRequest("tool_choice.tools: each must be an object", param="tool_choice")
+        tool_use(tools.functions, None, None)  # those that are not allowed must be well formed too
         allowed = [_full_name(each.get("namespace"), str(each.get("name"))) for each in choice["tools"]]
         return [each for each in tools.functions if each["function"]["name"] in allowed], str(choice.get("mode"))
     raise InvalidRequest(
