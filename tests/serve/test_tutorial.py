@@ -33,6 +33,8 @@ EXACT = re.compile(
     r"|\b\d{3,}(?= prompt tokens)|(?<=^prompt )\d+|(?<=_tokens\":)\d+|(?<==> )\d+|^\d+$)"
 )
 NUMBER = re.compile(r"\d[\d,.]*(?: ?(?:ms|s|min|kB|MB|GB|k|M)\b)?")
+# between two idle replicas: milliseconds that were measured decide, or a draw where they are equal
+EITHER = re.compile(r"those compared were equally loaded and the draw fell on it|its first token is expected soonest")
 # ids of replicas and routers, by what stands around them: some look like words
 NAMED = re.compile(
     r"(?:\brouter |\bwent to |\bprefill=|\b(?:on|by) |^>? +)([a-z0-9]{8})"
@@ -96,7 +98,7 @@ def formed(text: str, ids: dict[str, int]) -> list[str]:
         line = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", line)
         for name, number in ids.items():
             line = line.replace(name, f"ID{chr(97 + number)}")
-        line = re.sub(r"\[[ =]*\]", "BAR", line)
+        line = EITHER.sub("EITHER", re.sub(r"\[[ =]*\]", "BAR", line))
         kept: list[str] = EXACT.findall(line)
         line = NUMBER.sub("#", EXACT.sub("@", line))
         for each in kept:
