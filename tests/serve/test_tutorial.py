@@ -33,8 +33,11 @@ EXACT = re.compile(
     r"|\b\d{3,}(?= prompt tokens)|(?<=^prompt )\d+|(?<=_tokens\":)\d+|(?<==> )\d+|^\d+$)"
 )
 NUMBER = re.compile(r"\d[\d,.]*(?: ?(?:ms|s|min|kB|MB|GB|k|M)\b)?")
-# between two idle replicas: milliseconds that were measured decide, or a draw where they are equal
-EITHER = re.compile(r"those compared were equally loaded and the draw fell on it|its first token is expected soonest")
+# between two idle replicas without the prefix: milliseconds that were measured decide, or a draw where they are equal
+EITHER = re.compile(
+    r"(?:those compared were equally loaded and the draw fell on it|its first token is expected soonest)"
+    r"(?=\. 0 tokens are predicted)"
+)
 # ids of replicas and routers, by what stands around them: some look like words
 NAMED = re.compile(
     r"(?:\brouter |\bwent to |\bprefill=|\b(?:on|by) |^>? +)([a-z0-9]{8})"
