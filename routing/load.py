@@ -224,7 +224,7 @@ class Load:
         self._data: Floats = np.zeros((NUM_FIELDS, 8))  # [field, column]
         self._replicas: dict[str, _Replica] = {}  # in order of ids
         self._free = list(range(8))
-        self._priors: Floats = np.zeros(NUM_FIELDS)  # [field] what was last measured by a replica that left
+        self._priors: Floats = np.zeros(NUM_FIELDS)  # [field] rates, as the last replica that left had them
         self._priors[RATE] = PRIOR_PREFILL_TOKENS_PER_S
         self._where: dict[int, str] = {}  # decision number -> replica
         self._able: list[_Replica] | None = None  # may take a request; until that changes for one of them
@@ -262,8 +262,8 @@ class Load:
         """Remove a replica that has left; its open requests end here."""
         replica = self._replicas.pop(replica_id)
         self._free.append(replica.column)
-        column = self._data[:, replica.column]
-        self._priors = np.where(column > 0, column, self._priors)  # those that stay may not have measured anything
+        for rate in (RATE, STEP_S, RATE_TOKENS):  # those that stay may not have measured any
+            self._priors[rate] = self._data[rate, replica.column] or self._priors[rate]
         for number in replica.open:
             del self._where[number]
         self._able = None
