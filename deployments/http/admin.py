@@ -323,8 +323,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = service_of(request)
     check_model(service, body.model)
     special = True if body.add_special_tokens is None else body.add_special_tokens
+    use = tools_of(body)  # those beside a plain prompt are not used, but must be well formed
     if body.messages is not None:
-        rows = [await service.encode_chat(body.messages, use=tools_of(body), **template_options(body))]
+        rows = [await service.encode_chat(body.messages, use=use, **template_options(body))]
     elif body.prompt is not None:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         check_count(len(texts), param="prompt")

@@ -41,9 +41,12 @@ def installing(tmp_path: Path, pip: str) -> subprocess.CompletedProcess[str]:
     python = tmp_path / "venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exit 99\n{pip}\n')
     python.chmod(0o755)
+    of_another_make = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # under which make says which folder it enters
+    env = {name: value for name, value in os.environ.items() if name not in of_another_make}
     return subprocess.run(
-        ["make", "install", f"VENV={tmp_path / 'venv'}"], capture_output=True, text=True, timeout=60, check=False
-    )
+        ["make", "install", f"VENV={tmp_path / 'venv'}"],
+        capture_output=True, text=True, timeout=60, check=False, env=env,
+    )  # fmt: skip
 
 
 def test_make_install_says_what_it_installs_and_no_word_of_pip(tmp_path: Path) -> None:
