@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from deployments.command import arguments
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, new_key
 from deployments.settings.places import ROOT, VERSION
-from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile, check_port, setting_of
+from deployments.settings.settings_file import ALL_ADDRESSES, Given, SettingsFile, check_port, setting_of
 from replicas.errors import InvalidConfig
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn")  # of `manta bench`: the first two unless some are named
@@ -82,10 +82,10 @@ def _run(args: argparse.Namespace) -> int:
             return dashboards.main(args.rest)
         case "bench":
             return _bench(args.rest)
-    return _serve_or_check(str(args.command), args.config)
+    return _serve_or_check(args.command, args.config)
 
 
-def _serve_or_check(command: str, config: str) -> int:
+def _serve_or_check(command: str, config: Given) -> int:
     try:
         importlib.import_module("replicas.kernels")  # holds what is imported from here on to MANTA_CPU
     except ValueError as error:
@@ -149,7 +149,7 @@ def _host(file: SettingsFile, *, to_listen: bool) -> str:
             check_port(host, port)
         except InvalidConfig as error:
             line = file.line(*setting_of(str(error)).split("."))
-            raise InvalidConfig(f"{file.path}:{line}: {error}") from error
+            raise InvalidConfig(f"{file.place(line)}: {error}") from error
     return host
 
 

@@ -28,10 +28,10 @@ from deployments.settings.keys import KEY_VARIABLE
 from deployments.settings.places import VERSION
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
+from deployments.settings.settings_file import OBSERVATORY
 from deployments.watch.terminal.keyboard import on_terminal
 from routing.types import Role
 
-OBSERVATORY = "deployments.watch.observatory.app:build"
 ANSWER_S = 2.0
 OPENS_S = 15.0
 LOOK_S = 0.25

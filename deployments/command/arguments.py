@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from deployments.settings.keys import KEY_VARIABLE
+from deployments.settings.settings_file import LOOPBACK, PORT, OneModel
 
 CONFIG = "serve_config.yaml"
-PORT = 8000
 URL = f"http://127.0.0.1:{PORT}"
 API_KEY_VARIABLE = "MANTA_API_KEY"
 PASSED_ON = ("bench", "dashboards")  # commands with command lines of their own
 EXAMPLES = {
-    "serve": "manta serve other.yaml",
+    "serve": "manta serve --model models/SmolLM2-135M-Instruct",
     "check": "manta check other.yaml",
     "top": "manta top --once",
     "explain": "manta explain chatcmpl-4f2a",
@@ -47,7 +47,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     given = list(sys.argv[1:] if words is None else words)
     if given and given[0] in PASSED_ON and (given[0] == "dashboards" or not {"-h", "--help"} & {*given}):
         return argparse.Namespace(version=False, command=given[0], rest=given[1:])
-    return _parser().parse_args(given or ["--help"])
+    parser = _parser()
+    args = parser.parse_args(given or ["--help"])
+    if "model_path" in args:
+        args.config = _settings_of(args, parser)
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,11 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
         return commands.add_parser(name, help=told, description=description, epilog=example, formatter_class=form)
 
-    for name, told in (
-        ("serve", "start Ray and serve the models of a settings file until Ctrl-C"),
-        ("check", "check a settings file, list all errors, and start nothing"),
-    ):
-        add(name, told).add_argument("config", nargs="?", default=CONFIG, help=f"settings file (default {CONFIG})")
+    serve = add("serve", "start Ray and serve the models of a settings file until Ctrl-C")
+    check = add("check", "check a settings file, list all errors, and start nothing")
     top = add("top", "watch replicas, KV pools and requests; press ? there for its keys")
     top.add_argument("--once", action="store_true", help="print one snapshot as plain text and exit")
     top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
@@ -86,7 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--port", type=int, default=PORT, help=f"its HTTP port (default {PORT})")
     logs.add_argument("--folder", type=Path, metavar="DIR", help="the logs' folder (default: the last of that port)")
     doctor = add("doctor", "look at this machine and a settings file for what would keep Manta from starting")
-    doctor.add_argument("config", nargs="?", default=CONFIG, help=f"settings file (default {CONFIG})")
     doctor.add_argument("--gpu", action="store_true", help="look at what a GPU needs; with one, compile for minutes")
     key = add("key", "make a random key, for clients or for the operator")
     key.add_argument("action", choices=["new"], help="print a new key, and on standard error where it belongs")
@@ -95,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
                        "`python -m benchmarks serving --help` has all options, which are passed on")  # fmt: skip
     add("dashboards", "write Prometheus settings, rules and Grafana boards, or check them")
     add("settings", "print the table of all settings in Markdown (docs/settings.md)")
+    for command in (serve, check, doctor):
+        command.add_argument("config", nargs="?", help=f"settings file (default {CONFIG})")
+        command.add_argument("--model", dest="model_path", metavar="DIR", help="serve this folder, GGUF file or hub id "
+                             "with the defaults of all settings, and without a file")  # fmt: skip
+        command.add_argument("--host", help=f"with --model: listen here (default {LOOPBACK}; 0.0.0.0: everywhere)")
+        command.add_argument("--port", type=int, help=f"with --model: listen at this port (default {PORT})")
     for command in (top, explain, chat, bench):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
     for command in (top, explain, doctor):
@@ -103,6 +109,18 @@ def _parser() -> argparse.ArgumentParser:
         told = f"file that holds the key (default: {variable} in the environment)"
         command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=told)
     return parser
+
+
+def _settings_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> str | OneModel:
+    """Read which settings a command is about; ends the process where two things are said at once."""
+    address = {name: getattr(args, name) for name in ("host", "port") if getattr(args, name) is not None}
+    if args.model_path is None:
+        if address:
+            parser.error("--host and --port go with --model; a settings file has them as http_options")
+        return args.config or CONFIG
+    if args.config is not None:
+        parser.error(f"--model stands for a settings file, and {args.config} is one: name the model in it")
+    return OneModel(args.model_path, **address)
 
 
 def _text_of(path: str) -> str:

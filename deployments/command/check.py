@@ -16,24 +16,32 @@ from pydantic import BaseModel, ValidationError
 from ray._private.utils import get_num_cpus
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-from deployments.command.announce import OBSERVATORY
 from deployments.replica.feasible import ANY_MEMORY, examined, small_pools
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
 from deployments.settings.places import local_model
 from deployments.settings.schema import AppConfig
-from deployments.settings.settings_file import SettingsFile, nearest, sentences, setting_of, shown, unknown
+from deployments.settings.settings_file import (
+    MANTA,
+    OBSERVATORY,
+    Given,
+    SettingsFile,
+    nearest,
+    sentences,
+    setting_of,
+    shown,
+    unknown,
+)
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig
 from replicas.runner.device import available_ram, num_gpus
 
-MANTA = "deployments.app:build"
 OURS = (MANTA, OBSERVATORY)
 
 Say = Callable[[str], None]
 
 
-def read(path: str, say: Say | None = None) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
+def read(path: Given, say: Say | None = None) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
     """Read and check a settings file, also against this machine unless RAY_ADDRESS names a cluster.
 
     Args:    say: called with a line about each step that takes long.
@@ -48,7 +56,7 @@ def read(path: str, say: Say | None = None) -> tuple[ServeDeploySchema, dict[str
     check.applications()
     if check.problems or schema is None:
         ordered = sorted(dict.fromkeys(check.problems))  # by line
-        raise InvalidConfig(*(f"{path}:{line}: {sentence}" for line, sentence in ordered))
+        raise InvalidConfig(*(f"{file.place(line)}: {sentence}" for line, sentence in ordered))
     return schema, check.configs
 
 

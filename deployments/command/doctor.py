@@ -32,8 +32,8 @@ from rich.text import Text
 
 from deployments.command import haproxy
 from deployments.settings import settings_file
-from deployments.settings.places import ROOT, check_model_path, local_model, weights_bytes
-from deployments.settings.settings_file import ALL_ADDRESSES, PORT, check_port
+from deployments.settings.places import IS_CHECKOUT, MODEL_ADVICE, ROOT, check_model_path, local_model, weights_bytes
+from deployments.settings.settings_file import ALL_ADDRESSES, PORT, Given, check_port
 from deployments.watch.terminal import ask
 from replicas.errors import InvalidConfig
 
@@ -77,8 +77,7 @@ def model(path: str, problem: str, weights: int | None) -> Finding:
     if not problem and weights == 0:
         problem = f"{path} has no weights"
     if problem:
-        advice = "`make model` makes the embedded one; a hub id has the form owner/name"
-        return Finding("model", problem, Level.FAULT, advice)
+        return Finding("model", problem, Level.FAULT, MODEL_ADVICE)
     where = "of the Hugging Face hub" if weights is None else f"weights of {weights / GIB:.2f} GiB"
     return Finding("model", f"{path}, {where}")
 
@@ -155,11 +154,11 @@ def version(requirement: Requirement, installed: str | None) -> Finding:
     if installed is not None and requirement.specifier.contains(installed, prereleases=True):
         return Finding(requirement.name, installed)
     wanted = f"{requirement.name}{requirement.specifier}"
-    advice = f"{sys.executable} -m pip install '{wanted}', or `make clean install`"
+    advice = f"{sys.executable} -m pip install '{wanted}'" + (", or `make clean install`" if IS_CHECKOUT else "")
     return Finding(requirement.name, f"{installed or 'not installed'}, {wanted} is needed", Level.FAULT, advice)
 
 
-def examine(config: str) -> Iterator[Finding]:
+def examine(config: Given) -> Iterator[Finding]:
     """Look at this machine, in the order in which a start needs things. ``config``: the settings file."""
     content, (host, number) = None, (ALL_ADDRESSES, PORT)
     try:
@@ -265,9 +264,8 @@ def _clock_is_synchronised() -> bool:
 
 def _installed() -> Iterator[tuple[Requirement, str | None]]:
     """List what Manta needs, by its checkout or as it was installed, and what there is."""
-    project = ROOT / "pyproject.toml"
-    if project.is_file():
-        needs = tomllib.loads(project.read_text())["project"]["dependencies"]
+    if IS_CHECKOUT:
+        needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     else:
         needs = importlib.metadata.requires("manta-serve")
     for wanted in map(Requirement, needs or ()):

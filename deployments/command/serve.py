@@ -31,19 +31,19 @@ from ray.serve.schema import (
 from deployments import logs
 from deployments.app import capacity_of_cluster
 from deployments.command import cluster, log_files, startup
-from deployments.command.announce import OBSERVATORY, EventLines, Observatories, announce
-from deployments.command.check import MANTA, read
+from deployments.command.announce import EventLines, Observatories, announce
+from deployments.command.check import read
 from deployments.settings.capacity import shortages
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.settings.schema import AppConfig
-from deployments.settings.settings_file import check_port
+from deployments.settings.settings_file import MANTA, OBSERVATORY, Given, check_port
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig
 
 LOOK_S = 0.5
 
 
-def run(config_path: str) -> int:
+def run(config_path: Given) -> int:
     """Serve ``config_path`` until a signal comes or Serve dies. Returns: the exit status."""
     progress = startup.StartProgress()
     try:
@@ -52,7 +52,7 @@ def run(config_path: str) -> int:
         progress.close()
 
 
-def _run(config_path: str, progress: startup.StartProgress) -> int:
+def _run(config_path: Given, progress: startup.StartProgress) -> int:
     say = progress.say
     try:
         schema, configs = read(config_path, say)
@@ -84,7 +84,7 @@ def _run(config_path: str, progress: startup.StartProgress) -> int:
     return 0
 
 
-def check(config_path: str) -> int:
+def check(config_path: Given) -> int:
     """Print whether ``config_path`` can be served. Returns: the exit status."""
     try:
         schema, _ = read(config_path, print)
@@ -101,7 +101,7 @@ def check(config_path: str) -> int:
     return 0
 
 
-def refuse(config_path: str, error: InvalidConfig) -> int:
+def refuse(config_path: Given, error: InvalidConfig) -> int:
     """Print all errors of a file. Returns: the exit status."""
     print(f"{config_path} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
     return 2

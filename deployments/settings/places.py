@@ -1,4 +1,4 @@
-"""The project's version and root, and a model's path as settings, processes and clients name it.
+"""The project's version and place, and a model's path as settings, processes and clients name it.
 
 Never: downloads anything.
 """
@@ -10,7 +10,9 @@ from pathlib import Path
 from replicas.errors import InvalidConfig
 
 VERSION = "0.1.0"  # pyproject.toml takes it from here
-ROOT = Path(__file__).resolve().parents[2]  # of the checkout, where models/ lies
+ROOT = Path(__file__).resolve().parents[2]  # the checkout, where models/ lies, or the folder of the installed packages
+IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+MODEL_ADVICE = f"{'`make model` makes the embedded model, and ' * IS_CHECKOUT}a hub id has the form owner/name"
 
 
 def local_path(path: str) -> str:
@@ -50,8 +52,7 @@ def check_model_path(path: str) -> None:
     if looks_like_folder:
         places = "" if Path(path).expanduser().is_absolute() else f" in {' or '.join(map(str, _roots()))}"
         raise InvalidConfig(
-            f"model.path = {path!r}: there is no such folder{places}{nearest_folder(path)}; `make model` makes the "
-            "embedded model, and a hub id has the form owner/name"
+            f"model.path = {path!r}: there is no such folder{places}{nearest_folder(path)}; {MODEL_ADVICE}"
         )
 
 
@@ -69,7 +70,7 @@ def nearest_folder(path: str) -> str:
 
 def _roots() -> list[Path]:
     """List the folders in which a relative path is searched, without repeats."""
-    return list(dict.fromkeys([Path.cwd(), ROOT]))
+    return list(dict.fromkeys([Path.cwd(), *([ROOT] if IS_CHECKOUT else [])]))
 
 
 def weights_bytes(path: str) -> int:

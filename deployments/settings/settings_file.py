@@ -1,4 +1,5 @@
-"""The settings file: its content with line numbers, whether its port is free, and the sentences about wrong settings.
+"""The settings file, or `--model` instead: its content with line numbers, whether its port is free, and the sentences
+about wrong settings.
 
 Owns:      the wording. Each sentence begins with the dotted name of its setting, by which its line in the file is
            found.
@@ -20,13 +21,46 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import yaml
 
+from deployments.settings.places import local_model
 from replicas.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 ALL_ADDRESSES = "0.0.0.0"  # Serve's default
+LOOPBACK = "127.0.0.1"
 PORT = 8000  # Serve's default
+MANTA = "deployments.app:build"  # import paths of our applications
+OBSERVATORY = "deployments.watch.observatory.app:build"
+
+
+@dataclass(frozen=True, slots=True)
+class OneModel:
+    """What `--model` serves without a settings file: one model and the live view, with every default."""
+
+    model: str  # folder, GGUF file or hub id
+    host: str = LOOPBACK
+    port: int = PORT
+
+    def __str__(self) -> str:
+        return f"--model {self.model}"
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Write the settings as a file has them. Ray's processes have other working folders: a path is made whole."""
+        args = {"model": {"path": str(local_model(self.model) or self.model)}, "replicas": {"count": "auto"}}
+        return {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": self.host, "port": self.port},
+            "applications": [
+                {"name": "manta", "route_prefix": "/", "import_path": MANTA, "args": args},
+                {"name": "observatory", "route_prefix": "/manta", "import_path": OBSERVATORY,
+                 "args": {"application": "manta"}},
+            ],
+        }  # fmt: skip
+
+
+Given = str | OneModel  # path of a settings file, or what stands for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +69,8 @@ class SettingsFile:
 
     path: str  # as given
     content: Any  # parsed YAML
-    root: yaml.Node | None  # the same with lines; None for an empty file
+    root: yaml.Node | None = None  # the same with lines; None for an empty file, and where there is no file
+    is_file: bool = True
 
     def line(self, *where: str | int) -> int:
         """Find the line of ``where`` (names and indices from the top), or of its deepest part that the file has."""
@@ -46,6 +81,10 @@ class SettingsFile:
                 break
             line, node = found[0].start_mark.line + 1, found[1]
         return line
+
+    def place(self, line: int) -> str:
+        """Write where a setting stands: the file and ``line``."""
+        return f"{self.path}:{line}" if self.is_file else self.path
 
     @property
     def address(self) -> tuple[str, int]:
@@ -80,8 +119,10 @@ def _no_host(host: str) -> str:
     return f"not {host!r}" if set(host) & set(":/[] ") or not host else ""
 
 
-def read(path: str) -> SettingsFile:
+def read(path: Given) -> SettingsFile:
     """Read a settings file. Raises: InvalidConfig that says what is wrong with the file, and on which line."""
+    if isinstance(path, OneModel):
+        return SettingsFile(str(path), path.content, is_file=False)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -136,7 +177,7 @@ def _nearest(path: str) -> str:
         return f": there is no folder {folder}"
     names = [each.name for pattern in ("*.yaml", "*.yml") for each in folder.glob(pattern)]
     near = difflib.get_close_matches(Path(path).name, names, n=1) or names[:1]
-    return f" in {folder.resolve()}" + (f" (did you mean {near[0]}?)" if near else "")
+    return f" in {folder.resolve()}" + (f" (did you mean {near[0]}?)" if near else "; `--model DIR` needs none")
 
 
 _KINDS = {  # the start of a pydantic error's name -> what the setting must be

@@ -1,16 +1,25 @@
-"""An installation shows pip's newest line, keeps all of its output in a log, and shows the log's end when it fails."""
+"""An installation shows pip's newest line, keeps all of its output in a log, and shows the log's end when it fails. The
+wheel holds all that a Manta outside a checkout needs."""
 
 import contextlib
+import json
 import os
 import pty
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from collections import defaultdict
+from fnmatch import fnmatch
+from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from deployments.settings.places import VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,18 +83,84 @@ def test_an_installation_that_fails_shows_the_end_of_its_log_and_stops(tmp_path:
 
 def test_on_a_terminal_pips_newest_line_is_drawn_in_place(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho Collecting torch; sleep 1.5\n")
+    seen = tmp_path / "seen"
+    python.write_text(f"#!/bin/sh\necho Collecting torch; until [ -e {seen} ]; do sleep 0.1; done\n")
     python.chmod(0o755)
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
         command = ["sh", "tools/install.sh", str(python), "Installing Manta", str(tmp_path / "pip.log"), "torch"]
-        assert subprocess.run(command, stdout=terminal, timeout=60, check=False, cwd=ROOT).returncode == 0
-    pieces = []
+        running = subprocess.Popen(command, stdout=terminal, cwd=ROOT)
+    written = ""
     with contextlib.suppress(OSError):  # EIO is the end
         while piece := os.read(master, 65536):
-            pieces.append(piece)
+            written += piece.decode()
+            if "Collecting torch" in written:
+                seen.touch()
     os.close(master)
-    written = b"".join(pieces).decode()
+    assert running.wait(timeout=60) == 0
     assert "\r\x1b[KCollecting torch" in written
     assert written.endswith("\r\x1b[KInstalling Manta: done\r\n")
     assert written.count("\n") == 2  # the first line and the last stay
+
+
+PACKAGES = ("deployments", "replicas", "routing", "kvtransfer", "dashboards")
+MADE = ("__pycache__", "*.nbi", "*.nbc")  # beside the code, while it runs
+SERVE_A_PAGE = (
+    "from deployments.watch.observatory.page_files import FOLDER, INDEX, RUNBOOK, read_files; files = read_files(); "
+    "assert {INDEX, RUNBOOK, 'main.js', 'vendor/geist/geist-latin-wght-normal.woff2'} <= files.keys(); print(FOLDER)"
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed, without what it depends on. The wheel is made from a copy: setuptools writes
+    beside the code."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns(*MADE))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--no-input", "--quiet"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "wheel", *offline, "-w", str(source / "dist"), str(source)], check=True, timeout=300)
+    [wheel] = (source / "dist").glob("manta_serve-*.whl")
+    assert wheel.name == f"manta_serve-{VERSION}-py3-none-any.whl"
+    subprocess.run([*pip, "install", *offline, "--target", str(target), str(wheel)], check=True, timeout=300)
+    return target
+
+
+def out_of(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What the command ``words`` says when it runs in ``cwd`` with the installed Manta and our dependencies."""
+    env = {**os.environ, "PATH": f"{installed / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(installed)}
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_of_the_packages(installed: Path, tmp_path: Path) -> None:
+    ours = [path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()]
+    wanted = [each for each in ours if not any(fnmatch(part, no) for part in each.parts for no in (*MADE, "README.md"))]
+    assert [each for each in wanted if not (installed / each).is_file()] == []
+    assert os.access(installed / "deployments" / "command" / "haproxy_no_splice.sh", os.X_OK)
+    page = out_of(installed, tmp_path, sys.executable, "-c", SERVE_A_PAGE)
+    assert page.stdout.strip() == str(installed / "dashboards" / "ui"), page.stderr
+    boards = out_of(installed, tmp_path, "manta", "dashboards", "export", "watch")
+    assert boards.returncode == 0, boards.stderr
+    assert len(list((tmp_path / "watch" / "grafana" / "boards").iterdir())) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_an_installed_manta_checks_a_model_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    from tests.embedded import MODEL
+
+    said = out_of(installed, tmp_path, "manta", "--version").stdout
+    assert said.startswith(f"manta {VERSION} (")
+    assert said.endswith(f" in {installed}\n")
+    right = out_of(installed, tmp_path, "manta", "check", "--model", str(ROOT / MODEL))
+    assert (right.returncode, right.stdout.splitlines()[0]) == (0, f"--model {ROOT / MODEL} is in order"), right.stderr
+    looked = json.loads(out_of(installed, tmp_path, "manta", "doctor", "--json", "--model", "./nothing").stdout)
+    found = {each["check"]: each for each in looked}
+    assert found["ray"]["text"] == metadata.version("ray")  # the wheel knows what it needs
+    assert found["model"]["text"].endswith(f"no such folder in {tmp_path}; a hub id has the form owner/name")
+    none = out_of(installed, tmp_path, "manta", "serve").stderr
+    assert f"there is no file serve_config.yaml in {tmp_path}; `--model DIR` needs none" in none

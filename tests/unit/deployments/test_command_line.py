@@ -7,11 +7,15 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deployments import __main__ as command_line
 from deployments.command import announce, arguments
+from deployments.command.arguments import CONFIG
 from deployments.settings.keys import read_keys
 from deployments.settings.places import ROOT, VERSION
+from deployments.settings.schema import parse
+from deployments.settings.settings_file import OneModel
 
 COMMANDS = ["serve", "check", "top", "explain", "chat", "logs", "doctor", "key", "bench", "dashboards"]
 
@@ -83,6 +87,22 @@ def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str
     status, out, _ = told(capsys, "--version")
     assert status == 0
     assert out.startswith(f"manta {VERSION} (ray {metadata.version('ray')}, ")
+
+
+def test_a_model_alone_stands_for_a_settings_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments.parse(["check", "--model", "m", "--port", "9"]).config == OneModel("m", port=9)
+    assert (arguments.parse(["doctor"]).config, arguments.parse(["serve", "a.yaml"]).config) == (CONFIG, "a.yaml")
+    for words, says in ((("a.yaml", "--model", "m"), "--model stands for"), (("--host", "::1"), "go with --model")):
+        status, _, err = told(capsys, "serve", *words)
+        assert (status, says in err) == (2, True)
+
+
+def test_a_model_alone_is_served_as_by_the_file_of_the_project() -> None:
+    file = yaml.safe_load((ROOT / CONFIG).read_text())
+    alone = OneModel(file["applications"][0]["args"]["model"]["path"]).content
+    of_file, of_model = (parse(each["applications"][0].pop("args")) for each in (file, alone))
+    assert alone == file
+    assert of_model.model_dump(exclude={"model"}) == of_file.model_dump(exclude={"model"})
 
 
 def test_bench_passes_its_words_to_the_benchmarks_of_the_checkout(
