@@ -4,12 +4,14 @@ import dataclasses
 import pathlib
 import re
 import subprocess
+import tomllib
 
 import yaml
 
 from deployments.command.haproxy import BINARY, FLAGS, WRAPPER
 from deployments.command.settings_doc import table
 from deployments.settings.groups import AutoscalingSettings
+from deployments.settings.places import VERSION
 from deployments.settings.schema import AppConfig, parse
 from deployments.settings.settings_file import OURS
 
@@ -123,3 +125,14 @@ def test_the_settings_that_the_first_hour_with_a_gpu_makes_are_settings(tmp_path
         args = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["applications"][0]["args"]
         assert parse(args).scheduler.max_running_requests is None
         assert {key: getattr(parse(args).replicas, key) for key in wanted} == wanted
+
+
+def test_the_versions_that_go_together_are_those_of_the_project() -> None:
+    section = OPERATE.partition("## Versions that go together")[2].partition("\n## ")[0]
+    told = set(re.findall(r"^\| .* \| `(\S*[<>=]\S*)` \|", section, flags=re.MULTILINE))
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    asked = {*project["dependencies"], *project["optional-dependencies"]["gpu"], project["requires-python"]}
+    assert told <= asked
+    assert {each for each in asked if "==" in each} <= told
+    assert f"| with Manta {VERSION} |" in section
+    assert re.findall(r"^## (\S+)", pathlib.Path("CHANGELOG.md").read_text(), flags=re.MULTILINE)[0] == VERSION
