@@ -11,18 +11,16 @@ from replicas.models.qwen import Qwen2, Qwen3
 if TYPE_CHECKING:
     from replicas.models.transformers import TransformersModel
 
-MODELS: dict[str, type[Llama]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
-    "Qwen2ForCausalLM": Qwen2,
-    "Qwen3ForCausalLM": Qwen3,
-}
-# imported where a model needs them
-LATER = {
+# the class, or its module and name where that is imported for a model that needs it only
+MODELS: dict[str, type[Llama] | tuple[str, str]] = {
     "DeepseekV2ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
     "DeepseekV3ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Llama,
     "MixtralForCausalLM": ("replicas.models.moe", "Mixtral"),
+    "Qwen2ForCausalLM": Qwen2,
     "Qwen2MoeForCausalLM": ("replicas.models.moe", "Qwen2Moe"),
+    "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": ("replicas.models.moe", "Qwen3Moe"),
 }
 
@@ -38,13 +36,13 @@ def model_class(config: ModelConfig) -> "type[Llama] | type[TransformersModel]":
 
 def native_class(architecture: str) -> type[Llama]:
     """Return our class for ``architecture``. Raises UnsupportedModel, listing those that there are."""
-    if architecture in LATER:
-        module, name = LATER[architecture]
-        return cast("type[Llama]", getattr(importlib.import_module(module), name))
-    if architecture not in MODELS:
-        known = ", ".join(sorted({*MODELS, *LATER}))
+    found = MODELS.get(architecture)
+    if found is None:
         raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported; supported: {known}. Serve a model of one of these, "
-            f"or add a file to replicas/models and its name to replicas/models/registry.py"
+            f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(MODELS))}. Serve a model of "
+            f"one of these, or add a file to replicas/models and its name to replicas/models/registry.py"
         )
-    return MODELS[architecture]
+    if isinstance(found, tuple):
+        module, name = found
+        return cast("type[Llama]", getattr(importlib.import_module(module), name))
+    return found
