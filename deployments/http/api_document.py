@@ -110,12 +110,12 @@ def _ref(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI, model: ModelFace | None) -> None:
-    """Have ``app`` give FastAPI's document at /openapi.json, completed. It is made when it is first asked for, on
-    another thread: that takes half a second.
+    """Have ``app`` give FastAPI's document at /openapi.json, completed. It is made and written when it is first asked
+    for, on another thread: that takes half a second.
 
     Args: model: whose limits it shows; None leaves their names.
     """
-    written, lock, kept = app.openapi, threading.Lock(), dict[str, Any]()
+    written, lock, kept, bodies = app.openapi, threading.Lock(), dict[str, Any](), dict[str, bytes]()
     # GET and HEAD of a route have one id until `_complete`
     warnings.filterwarnings("ignore", message="Duplicate Operation ID")
 
@@ -130,9 +130,11 @@ def describe(app: FastAPI, model: ModelFace | None) -> None:
         return kept
 
     async def answer(request: Request) -> Response:
-        root = request.scope.get("root_path", "").rstrip("/")
-        servers = {"servers": [{"url": root}]} if root else {}
-        return await asyncio.to_thread(lambda: JSONResponse(document() | servers))
+        root = request.scope.get("root_path", "").rstrip("/")  # one server's is always the same
+        if root not in bodies:
+            servers = {"servers": [{"url": root}]} if root else {}
+            bodies[root] = await asyncio.to_thread(lambda: bytes(JSONResponse(document() | servers).body))
+        return Response(bodies[root], media_type=JSON)
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's way to have a document of one's own
     app.add_route("/openapi.json", answer, include_in_schema=False)

@@ -13,11 +13,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
@@ -27,7 +29,7 @@ from deployments.channel.channel_client import ChannelClient
 from deployments.http.api_document import describe
 from deployments.http.http_app import ROUTERS, make_app
 from deployments.http.service import ModelFace, Service
-from deployments.settings.keys import ApiKey, KeyDigests
+from deployments.settings.keys import NO_KEYS, ApiKey, KeyDigests
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, TokenLogprob
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -118,16 +120,38 @@ def test_every_route_is_described(url: str) -> None:
             assert ("requestBody" in operation) == (method == "post" and path != "/flush_cache"), path
 
 
-def test_with_keys_the_document_says_which_routes_ask_for_one() -> None:
-    app = FastAPI()
-    app.state.keys = KeyDigests(api=(ApiKey(digest=b"", name="somebody"),))
+def described(keys: KeyDigests) -> FastAPI:
+    """An app with all routes and no service behind them."""
+    app = FastAPI(openapi_url=None)
+    app.state.keys = keys
     for router in ROUTERS:
         app.include_router(router)
     describe(app, None)
+    return app
+
+
+def test_with_keys_the_document_says_which_routes_ask_for_one() -> None:
+    app = described(KeyDigests(api=(ApiKey(digest=b"", name="somebody"),)))
     document = app.openapi()
     assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
     open_ones = {path for path, each in document["paths"].items() if each.get("get", {}).get("security") == []}
     assert open_ones == {"/", "/health", "/ready", "/ping"}
+
+
+async def test_the_document_is_written_once_for_each_place_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, render = described(NO_KEYS), Mock(side_effect=JSONResponse({}).render)
+    monkeypatch.setattr(JSONResponse, "render", render)
+
+    async def document(root: str) -> dict[str, Any]:
+        transport = httpx.ASGITransport(app=app, root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://manta") as client:
+            found: dict[str, Any] = (await client.get(f"{root}/openapi.json")).raise_for_status().json()
+        return found
+
+    found = [await document(root) for root in ("", "/here", "", "/here")]
+    assert [each.get("servers") for each in found] == [None, [{"url": "/here"}]] * 2
+    assert found[0]["paths"] == found[1]["paths"]
+    assert render.call_count == 2
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 1}
