@@ -21,12 +21,13 @@ from deployments.http.service import config_folder
 from deployments.replica.feasible import checked, device_of
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
-from deployments.settings.capacity import Capacity, auto_count, shortages
+from deployments.settings.capacity import Capacity, auto_count, shortages, too_wide
 from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.settings.places import local_model, weights_bytes
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
+from replicas.errors import InvalidConfig
 from replicas.runner.device import available_ram
 
 log = logging.getLogger("ray.serve")
@@ -43,8 +44,12 @@ def build(args: dict[str, Any]) -> Application:
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     """Build the application with another class of model replicas, as benchmarks do."""
     config, settings = checked(args)
-    for shortage in shortages([config], capacity_of_cluster()) if ray.is_initialized() else ():
-        log.warning("%s; they wait until the cluster grows", shortage)
+    if ray.is_initialized():
+        capacity = capacity_of_cluster()
+        if wide := too_wide([config], capacity):
+            raise InvalidConfig(*wide)
+        for shortage in shortages([config], capacity):
+            log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
     for where in keys.short:
         told = "%s has a key of fewer than %d characters, which can be guessed: `manta key new` makes a long one"
@@ -100,7 +105,7 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
     if tp > 1:
         bundle = {"CPU": replicas.cpus} | ({"GPU": replicas.gpus} if replicas.gpus else {})
         options["placement_group_bundles"] = [bundle] * tp
-        options["placement_group_strategy"] = "PACK"
+        options["placement_group_strategy"] = "STRICT_PACK"  # too_wide has seen whether a node is large enough
     if replicas.autoscaling is not None:
         options["autoscaling_config"] = autoscaling_config(replicas.autoscaling)
     else:
@@ -140,4 +145,7 @@ def num_replicas(config: AppConfig) -> int:
 def capacity_of_cluster() -> Capacity:
     """Return the capacity of the Ray cluster that this process is connected to."""
     has = ray.cluster_resources()
-    return Capacity(num_cpus=has.get("CPU", 1.0), num_gpus=has.get("GPU", 0.0), where="the cluster")
+    nodes = tuple(
+        (node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]
+    )
+    return Capacity(num_cpus=has.get("CPU", 1.0), num_gpus=has.get("GPU", 0.0), where="the cluster", nodes=nodes)

@@ -168,6 +168,9 @@ class FakeTransferService:
     def peer_is_dead(self, incarnation: str) -> None:
         """Rooms here end when the wire says so."""
 
+    def out_of_reach(self) -> tuple[PeerAddress, ...]:
+        return ()
+
     def drain_events(self) -> list[TransferEvent]:
         events, self._events = self._events, []
         return events

@@ -9,7 +9,7 @@ Thread:    an agent belongs to one thread; agents of several threads may share a
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +39,7 @@ class LocalFabric:
         self._lock = threading.RLock()
         self._agents: dict[str, LocalAgent] = {}
         self._hung: set[str] = set()
+        self._fences: Counter[tuple[str, str]] = Counter()  # by source and destination
         self._waiting: list[_LocalWrite] = []  # posted to an agent that hangs
 
     def attach(self, agent: "LocalAgent") -> None:
@@ -66,7 +67,16 @@ class LocalFabric:
             landing = [write for write in self._waiting if write.agent == name]
             self._waiting = [write for write in self._waiting if write.agent != name]
             for write in landing:
-                self._land(write)
+                if not write.is_fenced:
+                    self._land(write)
+
+    def fence(self, source: str, agent: str) -> None:
+        """Nothing that ``source`` writes to ``agent`` lands any more, until it has added it anew."""
+        with self._lock:
+            self._fences[source, agent] += 1
+
+    def num_fences(self, source: str, agent: str) -> int:
+        return self._fences[source, agent]
 
     def require(self, name: str) -> "LocalAgent":
         """Raises: PeerLost."""
@@ -83,6 +93,8 @@ class LocalFabric:
                 return True
             self.require(write.agent)
             self.require(write.source.name)
+            if write.is_fenced:
+                raise PeerLost(f"{write.agent} has cut its connections to {write.source.name}")
             if write.agent in self._hung:
                 if write not in self._waiting:
                     self._waiting.append(write)
@@ -124,14 +136,19 @@ class LocalAgent:
         self.inbox: deque[tuple[str, bytes]] = deque()
         self._fabric = fabric
         self._peers: dict[str, RemotePool] = {}
+        self._fences: dict[str, int] = {}  # around this agent, when the peer was added
         fabric.attach(self)
 
     def add_peer(self, pool: RemotePool) -> None:
         self._fabric.require(pool.agent)
         self._peers[pool.agent] = pool
+        self._fences[pool.agent] = self._fabric.num_fences(self.name, pool.agent)
 
     def remove_peer(self, agent: str) -> None:
         self._peers.pop(agent, None)
+
+    def fence(self, agent: str, host: str) -> None:
+        self._fabric.fence(agent, self.name)
 
     def write(self, agent: str, src_pages: PageIds, dst_pages: PageIds, note: bytes) -> Transfer:
         transfer = Transfer(agent, _LocalWrite(self, self._fabric, agent, src_pages, dst_pages, note))
@@ -151,6 +168,9 @@ class LocalAgent:
     def close(self) -> None:
         self._peers.clear()
         self._fabric.kill(self.name)
+
+    def is_cut_off(self, agent: str) -> bool:
+        return self._fabric.num_fences(self.name, agent) > self._fences[agent]
 
     def require_peer(self, agent: str) -> RemotePool:
         """Raises: PeerLost."""
@@ -188,6 +208,10 @@ class _LocalWrite:
         if not self.landed:
             self.source.require_peer(self.agent)
         return self._fabric.advance(self)
+
+    @property
+    def is_fenced(self) -> bool:
+        return self.source.is_cut_off(self.agent)
 
     def times(self) -> WriteTimes:
         """As measured here, real time; asked for at once when it has landed."""

@@ -44,7 +44,7 @@ MOST_CONNECTIONS = 16_384
 OTHER_FILES = 512  # that HAProxy opens beside those of connections: two for each, and half of one for its pipes
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
 MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager; after three failures it restarts both
-FLAGS = {  # of any cluster: docs/operate.md has them too
+FLAGS = {  # of any cluster: deploy/manta.env has them too
     ENABLE: "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code on the replica's own event loop, calls by gRPC
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # its logs are read while they are written (startup.py)

@@ -33,8 +33,9 @@ from deployments.app import capacity_of_cluster
 from deployments.command import cluster, log_files, startup
 from deployments.command.announce import EventLines, Observatories, announce
 from deployments.command.check import read
-from deployments.settings.capacity import shortages
+from deployments.settings.capacity import shortages, too_wide
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
+from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import MANTA, OBSERVATORY, Given, check_port
 from deployments.watch.observatory import settings as observatory
@@ -87,11 +88,13 @@ def _run(config_path: Given, progress: startup.StartProgress) -> int:
 def check(config_path: Given) -> int:
     """Print whether ``config_path`` can be served. Returns: the exit status."""
     try:
-        schema, _ = read(config_path, print)
+        schema, configs = read(config_path, print)
+        if (address := os.environ.get("RAY_ADDRESS")) is not None:
+            _check_nodes(address, configs.values())
     except InvalidConfig as error:
         return refuse(config_path, error)
     print(f"{config_path} is in order")
-    if "RAY_ADDRESS" in os.environ:
+    if address is not None:
         print("not looked at: whether the cluster's port is free")
         return 0
     try:  # another machine, or another hour, may have the address
@@ -99,6 +102,23 @@ def check(config_path: Given) -> int:
     except InvalidConfig as error:
         print(f"but here it would not start now: {error}")
     return 0
+
+
+def _check_nodes(address: str, configs: Iterable[AppConfig]) -> None:
+    """Ask the Ray at ``address`` whether a node can hold the ranks of a replica. Raises: InvalidConfig if none can."""
+    wide = [each for each in configs if any(config_of(each, role).parallel.tp > 1 for role in roles_of(each))]
+    if not wide:
+        return
+    try:
+        cluster.connect(address)
+    except cluster.NoCluster as error:
+        print(f"not looked at: whether a node can hold all ranks of a replica. {error}")
+        return
+    try:
+        if problems := too_wide(wide, capacity_of_cluster()):
+            raise InvalidConfig(*problems)
+    finally:
+        ray.shutdown()
 
 
 def refuse(config_path: Given, error: InvalidConfig) -> int:

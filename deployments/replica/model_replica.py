@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deployments import logs
 from deployments.autoscaling import replica_stats
 from deployments.dispatch.leases import ReplicaInfo
+from deployments.fleet.node_tasks import DeathWatch
 from deployments.replica.cache_moves import ReplicaMoves
 from deployments.replica.feasible import num_threads
 from deployments.replica.served_engine import ServedEngine
@@ -77,6 +78,9 @@ class ModelReplica(ServedEngine):
                 metrics_address=None if self._metrics is None else self._metrics.target.address,
                 moves=moves,
             )
+            self._death_watch = None if engine.transfer is None else DeathWatch(engine.transfer)
+            if self._death_watch is not None:
+                self._death_watch.start()
             undo.pop_all()  # nothing failed: `__del__` ends it
         log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
 
@@ -116,6 +120,8 @@ class ModelReplica(ServedEngine):
         metrics = getattr(self, "_metrics", None)
         if metrics is not None:
             metrics.close()
+        if (watch := getattr(self, "_death_watch", None)) is not None:
+            watch.stop()
         if hasattr(self, "loop"):  # the constructor may have failed
             await self.stop()
 

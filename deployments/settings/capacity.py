@@ -24,6 +24,7 @@ class Capacity:
     num_cpus: float
     num_gpus: float
     where: str  # in words: "this machine"
+    nodes: tuple[tuple[float, float], ...] = ()  # the CPUs and GPUs of each node; (): there is only one
 
 
 def auto_count(config: AppConfig, capacity: Capacity, *, available_bytes: int, weights_bytes: int) -> tuple[int, str]:
@@ -105,6 +106,32 @@ def shortages(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
         unit = kind[:-1].upper()
         needed = f"1 {unit} is needed" if need == 1 else f"{need:g} {unit}s are needed"
         found.append(f"{blamed}: {needed} ({' and '.join(parts)}), and {capacity.where} has {have:g}")
+    return found
+
+
+def too_wide(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
+    """List a sentence for each role of which no node can hold a replica: its ranks share a node.
+
+    A cluster without any node that has GPUs, or CPUs where they compute, is given the chance to grow some.
+    """
+    found = []
+    for config in configs:
+        for role in roles_of(config):
+            own = config_of(config, role)
+            tp, cpus, gpus = own.parallel.tp, own.replicas.cpus, own.replicas.gpus
+            able = [(has_cpus, has_gpus) for has_cpus, has_gpus in capacity.nodes if (has_gpus if gpus else has_cpus)]
+            if tp == 1 or not able or any(
+                cpus * tp <= has_cpus + SLACK and gpus * tp <= has_gpus + SLACK for has_cpus, has_gpus in able
+            ):
+                continue
+            given = role is not Role.UNIFIED and getattr(config, role.value).tp is not None
+            need = f"{cpus * tp:g} CPUs" + (f" and {gpus * tp:g} GPUs" if gpus else "")
+            most_cpus, most_gpus = max(able, key=lambda node: (node[1], node[0]) if gpus else node)
+            most = f"{most_cpus:g} CPUs" + (f" and {most_gpus:g} GPUs" if gpus else "")
+            found.append(
+                f"{role.value if given else 'parallel'}.tp = {tp}: the ranks of a replica share one node, which needs "
+                f"{need}, and the largest node of {capacity.where} has {most}"
+            )
     return found
 
 

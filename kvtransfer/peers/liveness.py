@@ -103,7 +103,7 @@ class DeathProof:
         self._processes[0].gone(now)
 
     def declared(self, now: float) -> None:
-        """Its supervisor reports that all its processes have ended."""
+        """The supervisor of its machine reports that it is dead."""
         self._declared_s = min(self._declared_s, now)
 
     def due(self, now: float) -> list[PeerAddress]:

@@ -107,6 +107,19 @@ class PeerTable:
             self._dial(address.incarnation, peer)
         return "" if peer.outgoing is not None else peer.suspect
 
+    def address(self, incarnation: str) -> PeerAddress | None:
+        """Return where a peer listens; None for one that is not known."""
+        peer = self._peers.get(incarnation)
+        return None if peer is None else peer.address
+
+    def out_of_reach(self) -> tuple[PeerAddress, ...]:
+        """Return the peers without a link for whose answer, or death, something waits."""
+        return tuple(
+            peer.address
+            for incarnation, peer in self._peers.items()
+            if not peer.linked and self._watcher.has_business(incarnation)
+        )
+
     def send(self, incarnation: str, message: Message, *, outgoing: bool) -> None:
         """Send over the link that we dialled (``outgoing``) or that the peer did; drop the message if there is none."""
         peer = self._peers.get(incarnation)
@@ -276,9 +289,8 @@ class PeerTable:
         self._watcher.peer_down(incarnation, reason, outgoing=outgoing)
 
     def declare_dead(self, incarnation: str, now: float) -> None:
-        """Its supervisor reports that all its processes have ended; a hello of its own within the grace refutes it."""
-        if incarnation in self._peers:
-            self._doubt(incarnation, "the process is gone, says its supervisor", now).declared(now)
+        """The supervisor of its machine reports that it is dead; a hello of its own within the grace refutes it."""
+        self._doubt(incarnation, "its machine is dead, says the supervisor", now).declared(now)
 
     def _doubt(self, incarnation: str, reason: str, now: float) -> DeathProof:
         """It seems to be dead: fail its rooms, and dial each of its processes until the proof is complete."""

@@ -105,6 +105,12 @@ class NixlAgent:
             self._nixl.remove_remote_agent(agent)
             self._nixl.release_dlist_handle(peer.remote)
 
+    def fence(self, agent: str, host: str) -> None:
+        """Over tcp the peer's bytes are put into the pool by this process, as it reads its connections: cut them. RDMA
+        needs no fence: a queue pair that was not answered for seconds has failed, and is not connected again."""
+        num_cut = cut_connections(host)
+        log.warning("%s: its machine %s is dead; %d connections to it are cut", agent, host, num_cut)
+
     def write(self, agent: str, src_pages: PageIds, dst_pages: PageIds, note: bytes) -> Transfer:
         self._assert_thread()
         transfer = Transfer(agent, _NixlWrite(self._nixl, self._peers, agent, src_pages, dst_pages, note))
@@ -163,6 +169,24 @@ class NixlAgent:
             self._owner = here
         if self._owner != here:
             raise AssertionError(f"the agent {self.name} belongs to one thread; another one has called it")
+
+
+def cut_connections(host: str) -> int:
+    """Shut down every TCP connection of this process to ``host``, UCX's among them, of which it shows no list.
+
+    The kernel answers later bytes of the other end with a reset; what it has received already can still be read.
+    Returns: how many there were.
+    """
+    address, num_cut = socket.gethostbyname(host), 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(entry))) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.getpeername()[0] == address:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+        except (OSError, IndexError):  # no socket, not connected, closed meanwhile; a Unix socket without a name
+            continue
+    return num_cut
 
 
 class _PreparedPeer:

@@ -149,6 +149,12 @@ class AgentPort:
         self._broken.pop(incarnation, None)
         self._inbox.drop(incarnation)
 
+    def fence(self, incarnation: str, host: str) -> None:
+        """See `RankPort.fence`."""
+        peer = self._peers.get(incarnation)
+        for info in () if peer is None else peer.ranks.ranks:
+            self._agent.fence(info.agent, host if info.alive_at is None else info.alive_at.host)
+
     def write(self, order: WriteOrder) -> None:
         """-> Written or WriteFailed, at a later `poll`. Raises: ValueError for pages that this pool does not have."""
         assert order.order_id not in self._open, f"order {order.order_id} is open already"

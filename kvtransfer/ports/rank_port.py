@@ -145,6 +145,11 @@ class RankPort(Protocol):
         """Forget a peer that is dead or said goodbye; its orders in flight end as failed. Idempotent."""
         ...
 
+    def fence(self, incarnation: str, host: str) -> None:
+        """Have nothing land here that a peer on the dead machine ``host`` has sent, except what has reached this
+        machine. `disconnect` follows."""
+        ...
+
     def write(self, order: WriteOrder) -> None:
         """-> Written or WriteFailed, at a later `poll`."""
         ...

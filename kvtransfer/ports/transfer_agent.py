@@ -138,6 +138,11 @@ class TransferAgent(Protocol):
         next poll. Idempotent."""
         ...
 
+    def fence(self, agent: str, host: str) -> None:
+        """Have nothing land here that ``agent``, whose machine ``host`` is dead, has sent and that has not reached
+        this machine: it may only be cut off, and resend when it is back. Idempotent."""
+        ...
+
     def write(self, agent: str, src_pages: PageIds, dst_pages: PageIds, note: bytes) -> Transfer:
         """Copy pages [n], n >= 1, to those of the peer; it gets ``note`` when they are there. The transfer is posted:
         it may be DONE or FAILED already."""

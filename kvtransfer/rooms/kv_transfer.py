@@ -87,6 +87,7 @@ class KvTransfer:
         self._receiving: dict[int, bool] = {}  # rooms whose last event the engine has not taken -> whether they failed
         self._sending: dict[int, bool] = {}
         self._stats = TransferStats()
+        self._out_of_reach: tuple[PeerAddress, ...] = ()
         self._write_times: collections.deque[WriteTimes] = collections.deque(maxlen=MAX_WRITE_TIMES)
         self._started = threading.Event()
         self._stopping = False
@@ -136,6 +137,9 @@ class KvTransfer:
 
     def peer_is_dead(self, incarnation: str) -> None:
         self._order(lambda core: core.peer_is_dead(incarnation))
+
+    def out_of_reach(self) -> tuple[PeerAddress, ...]:
+        return self._out_of_reach
 
     def drain_events(self) -> list[TransferEvent]:
         events = []
@@ -268,6 +272,7 @@ class KvTransfer:
 
     def _publish(self, core: TransferCore) -> None:
         self._stats = core.stats()
+        self._out_of_reach = core.peers.out_of_reach()
         self._write_times.extend(core.sending.take_write_times())
         if core.events:
             self._events.extend(core.events)

@@ -79,7 +79,10 @@ class TransferCore:
         self.sending.abort(room, reason, self.now)
 
     def peer_is_dead(self, incarnation: str) -> None:
-        self.peers.declare_dead(incarnation, self.now)
+        if (address := self.peers.address(incarnation)) is not None:
+            for port in self._ports:
+                port.fence(incarnation, address.host)
+            self.peers.declare_dead(incarnation, self.now)
 
     # reports of links and ports
 

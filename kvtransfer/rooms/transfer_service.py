@@ -84,8 +84,13 @@ class TransferService(Protocol):
         ...
 
     def peer_is_dead(self, incarnation: str) -> None:
-        """The supervisor of a peer reports that all its processes have ended (or its machine: no dial is refused).
-        After the grace its rooms drain, unless a hello of its own comes before. Any thread; idempotent."""
+        """The supervisor of a peer's machine reports that it is dead, whose address refuses no dial. What the peer has
+        sent and is still on its way is kept from landing; after the grace its rooms drain, unless a hello of its own
+        comes before. Any thread; idempotent."""
+        ...
+
+    def out_of_reach(self) -> tuple[PeerAddress, ...]:
+        """Return the peers that cannot be reached while rooms wait for their answer or their death. Any thread."""
         ...
 
     def drain_events(self) -> list[TransferEvent]:

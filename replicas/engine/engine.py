@@ -180,6 +180,11 @@ class Engine:
         return None if self._service is None else self._service.address
 
     @property
+    def transfer(self) -> TransferService | None:
+        """The transfer service, for its methods that any thread may call; None without one."""
+        return self._service
+
+    @property
     def thread_error(self) -> EngineDead | None:
         """Why every hand-off, or every look into the store, will fail here, or None; any thread may ask."""
         error = None if self._service is None else self._service.error

@@ -151,6 +151,9 @@ class RemotePort:
     def disconnect(self, incarnation: str) -> None:
         self._send("disconnect", incarnation)
 
+    def fence(self, incarnation: str, host: str) -> None:
+        self._send("fence", incarnation, host)
+
     def write(self, order: WriteOrder) -> None:
         self._open_orders.add(order.order_id)
         self._send("write", order)

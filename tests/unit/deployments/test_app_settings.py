@@ -19,7 +19,7 @@ from deployments.command.check import read
 from deployments.command.haproxy import prepare_ray
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
-from deployments.settings.capacity import Capacity, auto_count, shortages
+from deployments.settings.capacity import Capacity, auto_count, shortages, too_wide
 from deployments.settings.places import ROOT, local_path, shown_path
 from deployments.settings.schema import RouterSettings, parse
 from deployments.settings.settings_file import check_port
@@ -291,6 +291,7 @@ def test_auto_counts_gpus_where_replicas_have_some_and_not_the_memory_of_the_hos
 
 def test_on_a_cluster_auto_counts_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": 16.0, "GPU": 1.0})
+    monkeypatch.setattr(app.ray, "nodes", lambda: [])
     assert replica_options(parse({"model": MODEL_ARGS, "replicas": {"gpus": 1}}))["num_replicas"] == 1
 
 
@@ -320,9 +321,34 @@ def test_replicas_that_find_a_place_are_not() -> None:
         assert shortages([parse({"model": MODEL_ARGS, **settings})], capacity(2, num_gpus=1)) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "nodes", "says"),
+    [
+        ({"parallel": {"tp": 3}}, [(3, 0), (1, 0)], ""),
+        ({"parallel": {"tp": 3}}, [], ""),  # one machine: shortages has a sentence
+        ({"parallel": {"tp": 3}}, [(0, 0)], ""),  # a head alone, which may get nodes when they are asked for
+        ({"parallel": {"tp": 3}}, [(2, 0), (2, 0)], "parallel.tp = 3: the ranks of a replica share one node, which "
+         "needs 3 CPUs, and the largest node of this machine has 2 CPUs"),
+        ({"parallel": {"tp": 4}, "replicas": {"gpus": 1}}, [(64, 0)], ""),
+        ({"parallel": {"tp": 4}, "replicas": {"gpus": 1}}, [(64, 0), (8, 2), (4, 4)], ""),
+        ({"parallel": {"tp": 8}, "replicas": {"gpus": 1}}, [(64, 0), (8, 4), (4, 2)], "parallel.tp = 8: the ranks of a "
+         "replica share one node, which needs 8 CPUs and 8 GPUs, and the largest node of this machine has 8 CPUs and 4 "
+         "GPUs"),
+        ({"mode": "disaggregated", "decode": {"tp": 3}}, [(2, 0)], "decode.tp = 3: the ranks of a replica"),
+    ],
+)  # fmt: skip
+def test_ranks_that_find_no_place_on_one_node_are_refused(
+    settings: dict[str, Any], nodes: list[tuple[float, float]], says: str
+) -> None:
+    config = parse({"model": MODEL_ARGS, **settings})
+    found = too_wide([config], dataclasses.replace(capacity(99, 99), nodes=tuple(nodes)))
+    assert [each.startswith(says) for each in found] == [True] * bool(says)
+
+
 def test_each_rank_has_a_bundle_of_its_own() -> None:
     options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"count": 1, "cpus": 2}, "parallel": {"tp": 3}}))
     assert options["placement_group_bundles"] == [{"CPU": 2.0}] * 3
+    assert options["placement_group_strategy"] == "STRICT_PACK"
     assert options["ray_actor_options"]["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
     assert options["max_ongoing_requests"] > 1024
 
@@ -337,6 +363,7 @@ def test_settings_are_judged_by_the_replicas_device_and_no_gpu_is_asked(monkeypa
     for name in ("is_available", "mem_get_info", "init", "_lazy_init", "current_device", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, asked)
     monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": 16.0, "GPU": 1.0})
+    monkeypatch.setattr(app.ray, "nodes", lambda: [])
     int8 = {"model": {**MODEL_ARGS, "quantization": "int8"}, "cache": {"kv_dtype": "int8"}, "attention": "cpu"}
     on_gpu = {"model": MODEL_ARGS, "attention": "triton", "replicas": {"gpus": 1}}
     for args in (int8, on_gpu):

@@ -258,10 +258,42 @@ def test_building_on_a_cluster_that_lacks_the_gpus_warns_and_does_not_refuse(
     """It may grow. On a Ray of our own the file is refused before that starts."""
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(app.ray, "nodes", lambda: [])
     monkeypatch.setattr(app.log, "propagate", True)
     app.build({"model": {"path": MODEL}, "replicas": {"gpus": 1, "count": 1}})
     [said] = {each.getMessage() for each in caplog.records if "they wait" in each.getMessage()}
     assert said.startswith("replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and the cluster has 0; they wait")
+
+
+def test_building_on_a_cluster_none_of_whose_nodes_can_hold_a_replica_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its start would never end: two ranks are not put on two nodes."""
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0}}] * 2 + [{"Alive": False, "Resources": {"CPU": 16.0}}]
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
+    with pytest.raises(InvalidConfig) as refused:
+        app.build({"model": {"path": MODEL}, "parallel": {"tp": 3}, "replicas": {"count": 1}})
+    assert refused.value.problems == (
+        "parallel.tp = 3: the ranks of a replica share one node, which needs 3 CPUs, and the largest node of the "
+        "cluster has 2 CPUs",
+    )
+
+
+def test_checking_a_file_for_a_cluster_asks_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, asked = tmp_path / "wide.yaml", []
+    file.write_text(FILE + "      parallel: {tp: 3}\n")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(serve.cluster, "connect", asked.append)
+    nodes = ((0.0, 0.0), (2.0, 0.0))
+    cluster = Capacity(num_cpus=8, num_gpus=0, where="the cluster", nodes=nodes)
+    monkeypatch.setattr(serve, "capacity_of_cluster", lambda: cluster)
+    assert serve.check(str(file)) == 2
+    assert "parallel.tp = 3: the ranks of a replica share one node, which needs 3 CPUs" in capsys.readouterr().err
+    assert asked == ["10.0.0.1:6379"]
 
 
 @pytest.mark.model
@@ -336,7 +368,7 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
     assert len(asked) >= 3
     assert set(asked) == {("nobody/nothing", "abc123")}
     monkeypatch.setattr(app, "shortages", lambda *_: [])
-    monkeypatch.setattr(app, "capacity_of_cluster", lambda: None)
+    monkeypatch.setattr(app, "capacity_of_cluster", lambda: Capacity(num_cpus=2, num_gpus=0, where="the cluster"))
     for model in ({"path": "nobody/nothing", "revision": "abc123"}, {"path": MODEL}):
         app.build({"model": model, "replicas": {"count": 1}})
     assert "model.revision" not in caplog.text

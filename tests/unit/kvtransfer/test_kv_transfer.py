@@ -310,7 +310,7 @@ def test_a_death_declared_by_another_thread_frees_the_rooms_pages(make: Make) ->
         d.wait(ReceiveDrained, 1)
         failed = d.wait(ReceiveFailed, 1)
     assert isinstance(failed, ReceiveFailed)
-    assert failed.reason == "the process is gone, says its supervisor"
+    assert failed.reason == "its machine is dead, says the supervisor"
 
 
 def test_agents_that_do_not_come_or_do_not_end_hold_up_neither_start_nor_close(

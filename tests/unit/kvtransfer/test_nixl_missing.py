@@ -1,6 +1,8 @@
-"""What `NixlAgent` says before NIXL itself is reached; at work it is in tests/contract/test_transfer_agents.py."""
+"""What `NixlAgent` does without NIXL; at work it is in tests/contract/test_transfer_agents.py."""
 
+import contextlib
 import os
+import socket
 import sys
 from typing import Literal
 
@@ -9,7 +11,7 @@ import pytest
 
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import head_slices
-from kvtransfer.ports.agent import NixlAgent, descriptors
+from kvtransfer.ports.agent import NixlAgent, cut_connections, descriptors
 from kvtransfer.ports.memory import KvMemory
 from tests.kv_pools import layout, random_pools
 
@@ -77,3 +79,25 @@ def test_where_ucx_does_not_see_the_gpu_the_error_says_which_setting_lets_it() -
     """By NIXL itself: without CUDA's transports it takes the pool for memory of the host, and refuses it."""
     with pytest.raises(TransferError, match=r"UCX_TLS=tcp,cma\).* UCX sees CUDA: .* UCX_TLS must allow cuda_copy"):
         NixlAgent(on_a_gpu())
+
+
+def test_a_fence_cuts_every_connection_to_a_machine_and_no_other_one() -> None:
+    """127.0.0.2 is the machine; what it had sent before can still be read, later bytes are answered with a reset."""
+    with contextlib.ExitStack() as held:
+        pairs = []
+        for host in ("127.0.0.1", "127.0.0.2", "127.0.0.2"):
+            server = held.enter_context(socket.create_server((host, 0)))
+            ours = held.enter_context(socket.create_connection(server.getsockname()))
+            theirs, _ = server.accept()
+            pairs.append((ours, held.enter_context(theirs)))
+        (other, far), (cut, dead), (_, _) = pairs
+        dead.sendall(b"before")
+        assert cut_connections("127.0.0.2") == 2
+        assert (cut.recv(9), cut.recv(9)) == (b"before", b"")
+        dead.sendall(b"after")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            dead.sendall(b"after the reset")
+        with pytest.raises(ConnectionResetError):
+            cut.recv(9)
+        far.sendall(b"as ever")
+        assert other.recv(9) == b"as ever"

@@ -150,6 +150,27 @@ def test_the_pages_of_a_peer_declared_dead_are_freed_after_the_grace() -> None:
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
 
 
+def test_what_a_peer_declared_dead_has_posted_never_lands_after_its_pages_are_free() -> None:
+    """A machine may only have been cut off: its write is sent again when the link is back."""
+    net, p, d = pair()
+    net.fabric.faults.hold_checks = 10
+    room = begun(net, p, d)
+    p.send(room, 3, last=True)
+    net.turn()  # the write is posted, and on its way
+    net.unreachable.add(p.address.port)
+    p.hung = True
+    net.run(5.0)
+    assert d.core.peers.out_of_reach() == (p.address,)
+    d.core.peer_is_dead(p.address.incarnation)
+    net.run(1.1)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    assert d.core.peers.out_of_reach() == ()
+    net.unreachable.clear()
+    p.hung = False
+    net.run(10.0)  # the network checks that no page of another has changed
+    assert d.core.stats().received_pages == 0
+
+
 def test_a_peer_that_was_declared_dead_by_mistake_is_asked_and_answers() -> None:
     net, p, d, room = started()
     d.core.peer_is_dead(p.address.incarnation)
@@ -157,6 +178,10 @@ def test_a_peer_that_was_declared_dead_by_mistake_is_asked_and_answers() -> None
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]  # it was asked, and has answered
     assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
     assert d.core.stats().peers == 1
+    again = begun(net, p, d)
+    p.send(again, 3, last=True)
+    net.run(2.0)
+    assert again.receives == ["Received"]
 
 
 def test_another_life_on_the_old_address_is_the_death_of_the_first() -> None:
