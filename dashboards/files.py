@@ -158,9 +158,12 @@ def export(folder: Path, settings: Export) -> list[Path]:
     url = settings.url.rstrip("/")
     runbook = f"{settings.docs_url}docs/runbook.md" if settings.docs_url else f"{url}/runbook"
     boards = {path: path.read_text().replace(LIVE_VIEW, url) for path in BOARD_FILES.values()}
+    rules = rules_text(runbook, settings.grafana.rstrip("/"))
     texts = {
         "prometheus.yml": _yaml(prometheus_settings(settings)),
-        "rules.yml": rules_text(runbook, settings.grafana.rstrip("/")),
+        "rules.yml": rules,
+        "kubernetes_rules.yml": _yaml(_rules_object(rules)),
+        "kustomization.yaml": _yaml(_kustomization()),
         "grafana/provisioning/datasources/manta.yml": _yaml(_datasource(settings)),
         "grafana/provisioning/dashboards/manta.yml": _yaml(_provider(folder / "grafana" / "boards")),
         "README.md": _readme(settings),
@@ -221,6 +224,19 @@ def _provider(boards: Path) -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [provider]}
 
 
+def _rules_object(rules: str) -> dict[str, Any]:
+    """Make what the Prometheus operator reads rules from."""
+    kind = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": JOB}}
+    return kind | {"spec": yaml.safe_load(rules)}
+
+
+def _kustomization() -> dict[str, Any]:
+    """Make what `kubectl apply -k` reads: the rules, and a ConfigMap of each board for Grafana's sidecar."""
+    options = {"disableNameSuffixHash": True, "labels": {"grafana_dashboard": "1"}}
+    maps = [{"name": uid, "files": [f"grafana/boards/{path.name}"]} for uid, path in BOARD_FILES.items()]
+    return {"resources": ["kubernetes_rules.yml"], "configMapGenerator": maps, "generatorOptions": options}
+
+
 def _yaml(content: dict[str, Any]) -> str:
     return yaml.safe_dump(content, sort_keys=False, width=1000)
 
@@ -247,6 +263,9 @@ GF_PATHS_PROVISIONING=$PWD/grafana/provisioning grafana server
 
 It finds Prometheus at {settings.prometheus} and shows the boards in the folder Manta. In an existing Grafana, import
 the files in `grafana/boards` by hand and choose the data source at the top of the board.
+
+On Kubernetes `kubectl apply --server-side -k .` gives the rules to the Prometheus operator, and each board to Grafana's
+sidecar as a ConfigMap with the label grafana_dashboard.
 
 `python -m dashboards check --prometheus {settings.prometheus}` asks every query of boards and rules once.
 """
