@@ -40,9 +40,11 @@ def kernels() -> Any:
     return triton_rows
 
 
-def serves(x: Tensor) -> bool:
-    """Tell whether the functions here take rows like those of ``x``: whole ones, on a GPU."""
-    return x.is_cuda and x.is_contiguous() and x.shape[-1] <= LARGEST_ROW and kernels() is not None
+def serves(x: Tensor, *, in_registers: bool = False) -> bool:
+    """Tell whether the functions here take rows like those of ``x``: whole ones, on a GPU. ``in_registers``: also
+    `add_rms_norm`, whose programs hold a row each."""
+    fits = not in_registers or x.shape[-1] <= LARGEST_ROW
+    return x.is_cuda and x.is_contiguous() and fits and kernels() is not None
 
 
 def add_rms_norm(x: Tensor, term: Tensor | None, weight: Tensor, eps: float) -> Tensor:

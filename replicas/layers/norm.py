@@ -37,7 +37,7 @@ class RMSNorm(Layer):
 
     def after_adding(self, term: Tensor | None, x: Tensor) -> Tensor:
         """Add ``term`` [T, size], if there is one, to ``x`` [T, size] in place, and normalise that into a fresh one."""
-        if self.weight is not None and gpu.serves(x) and self.weight.dtype == x.dtype:
+        if self.weight is not None and gpu.serves(x, in_registers=True) and self.weight.dtype == x.dtype:
             return gpu.add_rms_norm(x, term, self.weight, self.eps)
         return self(x if term is None else x.add_(term))
 

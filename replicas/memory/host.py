@@ -17,6 +17,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,7 @@ class HostKVCache:
 
     def __init__(self, memory: HostMemory, rank: int) -> None:
         """Attach to ``memory``; use `create` on rank 0. Raises: InvalidConfig when that is of another machine."""
-        self._fd = -1
+        self._fd, self._is_pinned = -1, False
         try:
             fd = os.open(memory.path, os.O_RDWR)
         except OSError as error:
@@ -106,9 +107,11 @@ class HostKVCache:
 
     def pin(self) -> None:
         """Let a GPU reach the memory without a copy in between."""
-        status = torch.cuda.cudart().cudaHostRegister(self.view.ctypes.data, self.view.nbytes, 0)  # type: ignore[no-untyped-call]
+        status = _cudart().cudaHostRegister(self.view.ctypes.data, self.view.nbytes, 0)
         if int(status) != 0:
-            raise InvalidConfig(f"cache.host_memory_bytes: the GPU's driver cannot pin the memory (status {status})")
+            why = _cudart().cudaGetErrorString(status)
+            raise InvalidConfig(f"cache.host_memory_bytes: the GPU's driver cannot pin the memory: {why}")
+        self._is_pinned = True
 
     def backup(self, pool: MHATokenToKVPool, device_pages: PageIds, host_pages: PageIds) -> None:
         """Copy this rank's part of ``device_pages`` [n] to ``host_pages`` [n], and take the digests; a rank whose part
@@ -168,9 +171,14 @@ class HostKVCache:
         return bool(np.array_equal(self._digests_of(page), self.digests[page]))
 
     def close(self) -> None:
+        """Close the memory to those who have not attached yet, and unpin it: the driver remembers a pinned range beyond
+        its mapping, and would refuse the next one at these addresses."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._is_pinned:
+            _cudart().cudaHostUnregister(self.view.ctypes.data)
+            self._is_pinned = False
 
     def _digests_of(self, page: int) -> npt.NDArray[np.uint64]:
         """[tp] the digests of the bytes that are there."""
@@ -201,3 +209,7 @@ class HostKVCache:
         """This rank's part of ``num`` pages, shaped as the pool's pages; of one, where pages have other parts too."""
         rows = torch.from_numpy(self._own[host_page : host_page + num]).view(pool.buffer.dtype)
         return rows.view(num, *pool.buffer.shape[1:])
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

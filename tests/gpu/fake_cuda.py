@@ -247,8 +247,16 @@ class FakeCuda:
         return x
 
     def register(self, address: int, num_bytes: int, flags: int) -> int:
-        """cudaHostRegister."""
+        """cudaHostRegister: a range stays registered when its mapping goes."""
+        if any(address < each.stop and each.start < address + num_bytes for each in self._registered):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
         self._registered.append(range(address, address + num_bytes))
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """cudaHostUnregister."""
+        [known] = [each for each in self._registered if each.start == address]
+        self._registered.remove(known)
         return 0
 
     def is_pinned(self, x: Tensor) -> bool:
@@ -468,7 +476,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "stream": _stream,
         "CUDAGraph": Graph,
         "graph": _capture,
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=FAKE.register),
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=FAKE.register, cudaHostUnregister=FAKE.unregister, cudaGetErrorString=str
+        ),
         "graph_pool_handle": lambda: (0, 1),
     }
     for name, answer in answers.items():

@@ -27,6 +27,10 @@ DEVICES = [
         ],
     ),
 ]
+DRAWING = [  # where tokens may be drawn by a GPU's program: interpreted, or on the GPU
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, the better test")),
+    DEVICES[1],
+]
 NUM_NEW = 48
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from replicas.attention.base import HeadTurn
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
+from replicas.layers import linear
 from replicas.layers.embedding import Rotation
 from replicas.runner.warm_up import idle_decode
 from tests.gpu import fake_cuda
@@ -93,6 +94,16 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_the_mlp_of_an_8b_model_is_one_launch_between_its_products(gpu: fake_cuda.FakeCuda | None) -> None:
+    """28,672 columns, more than a program of `add_rms_norm` may hold."""
+    if gpu is None:
+        pytest.skip("a real device's launches are counted by nsys (docs/gpu.md)")
+    gate_up, before = torch.zeros(1, 2 * 14_336, device="cuda"), gpu.kernels
+    with Launches() as seen:
+        linear.silu_mul(gate_up)
+    assert len(seen.names) + gpu.kernels - before == 1
+
+
 @pytest.mark.parametrize(("kind", "unfused"), [("llama", 19), ("qwen3-tied", 21)])
 def test_a_layer_of_a_decode_step_is_ten_launches(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, kind: str, unfused: int
@@ -112,6 +123,6 @@ def test_a_layer_of_a_decode_step_is_ten_launches(
         return len(seen.names) + gpu.kernels - before
 
     assert launches(3) - launches(1) == 2 * 10
-    monkeypatch.setattr(fused, "serves", lambda x: False)
+    monkeypatch.setattr(fused, "serves", lambda x, **_: False)
     monkeypatch.setattr("replicas.runner.model_runner._LateAttention.rotates", False)
     assert launches(3) - launches(1) == 2 * unfused

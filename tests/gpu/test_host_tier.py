@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from replicas.errors import InvalidConfig
 from replicas.memory import host as host_tier
 from replicas.memory.host import HostKVCache
 from replicas.memory.pool import MHATokenToKVPool
@@ -85,3 +86,14 @@ def test_a_rank_copies_its_part_of_each_page(gpu: fake_cuda.FakeCuda | None) -> 
     pool.buffer.zero_()
     assert host.load(pool, PLACES, PAGES).all()
     np.testing.assert_array_equal(bytes_of(pool, PAGES), before)
+    host.close()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_closed_tiers_addresses_can_be_pinned_again_and_pinned_ones_are_refused() -> None:
+    host = tier()
+    with pytest.raises(InvalidConfig, match=r"cache\.host_memory_bytes: the GPU's driver cannot pin the memory: "):
+        host.pin()
+    host.close()
+    host.pin()
+    host.close()

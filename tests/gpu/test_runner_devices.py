@@ -15,7 +15,7 @@ from replicas.models.llama import Llama
 from replicas.request import Req
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams
-from tests.gpu.rigs import DEVICES, NUM_NEW, engine_config, make_rig
+from tests.gpu.rigs import DEVICES, DRAWING, NUM_NEW, engine_config, make_rig
 from tests.numerics import tiny
 
 
@@ -53,7 +53,7 @@ def test_bfloat16_runs_and_stays_near_float32(tmp_path: Path, device: str) -> No
         assert token in logits.topk(2).indices.tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DRAWING)
 def test_tokens_that_stay_on_the_device_are_those_of_the_host(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +68,7 @@ def test_tokens_that_stay_on_the_device_are_those_of_the_host(
         assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DRAWING)
 def test_a_step_that_follows_takes_what_the_one_before_it_sampled(tmp_path: Path, device: str) -> None:
     """The second step is launched before the first one's result is asked for; tokens 2 and 3 of each answer follow."""
     model = tiny.save("llama", tmp_path)

@@ -86,7 +86,7 @@ def test_logits_of_every_captured_size_are_those_without_graphs(tmp_path: Path, 
 @pytest.mark.parametrize("device", [DEVICES[1]])
 def test_a_graph_captured_at_one_token_reads_8000_of_an_8b_models_heads(tmp_path: Path, device: str) -> None:
     """32 query heads and 8 of K and V, of 128 dimensions: keys are split among programs only at replay."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    heads = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     tiny.save("llama", tmp_path, num_hidden_layers=1, max_position_embeddings=16_384, **heads)
     config = engine_config(tmp_path, device, page_size=16, dtype="bfloat16")
     config = replace(config, cache=replace(config.cache, max_total_tokens=16_384))

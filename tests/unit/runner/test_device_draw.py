@@ -1,4 +1,4 @@
-"""The draw of a GPU's program, interpreted here, gives the host's tokens, on thousands of random rows."""
+"""A GPU's program, interpreted where there is none, draws the host's tokens, on thousands of random rows."""
 
 import functools
 
@@ -11,6 +11,7 @@ from replicas.runner.device_draw import sample_on_device
 from replicas.runner.sampler import Sampler
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import SamplingParams
+from tests.gpu.device_steps import DEVICE
 from tests.gpu.triton_or_skip import triton_paged
 
 assert triton_paged
@@ -35,7 +36,7 @@ def row(position: int, **params: object) -> SampleRow:
 def both(logits: torch.Tensor, rows: list[SampleRow]) -> tuple[list[int], list[int]]:
     """Tokens by the host and by the device's operations."""
     host, _ = Sampler(logits.shape[1], "cpu").sample(logits, rows)
-    return host.tolist(), sample_on_device(logits, rows).tolist()
+    return host.tolist(), sample_on_device(logits.to(DEVICE), rows).tolist()
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_equal_logits_are_cut_and_drawn_alike() -> None:
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE)
     assert sample_on_device(logits, [row(0, temperature=0.0), row(0, temperature=0.0)]).tolist() == [1, 0]
 
 
@@ -88,7 +89,7 @@ def test_a_row_that_is_not_finite_is_broken_and_others_are_not() -> None:
 
 
 def test_a_row_gets_the_same_token_alone() -> None:
-    logits = torch.randn(50, 500, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(50, 500, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     rows = [row(i, seed=9, temperature=1.0, top_p=(1.0, 0.9)[i % 2]) for i in range(50)]
     together = sample_on_device(logits, rows).tolist()
     assert [int(sample_on_device(logits[i : i + 1], rows[i : i + 1])) for i in range(50)] == together
@@ -106,7 +107,7 @@ def test_masks_of_constraints_hold_on_the_device_too() -> None:
         words = np.packbits(bits, bitorder="little").view(np.int32)
         rows.append(made._replace(mask=functools.partial(np.array, words)) if index % 2 else made)
     host, _ = Sampler(1000, "cpu").sample(logits.clone(), rows)
-    device, _ = Sampler(1000, "cpu").sample_on_device(logits, rows)
+    device, _ = Sampler(1000, DEVICE).sample_on_device(logits.to(DEVICE), rows)
     assert device.tolist() == host.tolist()
     for made, token in zip(rows, host.tolist(), strict=True):
         if made.mask is not None:

@@ -10,6 +10,7 @@ from replicas.runner.sampler import DeviceLogprobs, Sampler, edit_logits, token_
 from replicas.runner.token_counts import TokenCounts
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import SamplingParams
+from tests.gpu.device_steps import DEVICE
 from tests.gpu.triton_or_skip import triton_paged
 
 assert triton_paged
@@ -49,10 +50,10 @@ def logits(seed: int, rows: int = 2) -> torch.Tensor:
 
 def steps(sampler: Sampler, requests: list[Request], tokens: list[list[int]]) -> Iterator[None]:
     """Each step ahead of what the host knows; after it the token of the one before comes. ``tokens`` are the host's."""
-    last = torch.zeros(len(requests), dtype=torch.int64)
+    last = torch.zeros(len(requests), dtype=torch.int64, device=DEVICE)
     for step, wanted in enumerate(tokens):
         made, _ = sampler.sample_on_device(
-            logits(step), [req.row(ahead=1 if step else 0) for req in requests], last if step else None
+            logits(step).to(DEVICE), [req.row(ahead=1 if step else 0) for req in requests], last if step else None
         )
         assert made.tolist() == wanted, f"step {step}"
         if step:
@@ -80,25 +81,25 @@ def test_penalties_count_tokens_that_the_host_has_not_seen() -> None:
     """Twelve steps, each launched before the token of the one before is known."""
     wanted = host_tokens(PROMPTS, 12)
     assert len({token for step in wanted for token in step}) > 3
-    for _ in steps(Sampler(VOCAB, "cpu"), [Request(prompt) for prompt in PROMPTS], wanted):
+    for _ in steps(Sampler(VOCAB, DEVICE), [Request(prompt) for prompt in PROMPTS], wanted):
         pass
 
 
 def test_a_request_whose_count_does_not_continue_is_counted_anew() -> None:
     """Its state is lost after the fourth step: as if that had been sampled on the host."""
-    sampler = Sampler(VOCAB, "cpu")
+    sampler = Sampler(VOCAB, DEVICE)
     for step, _ in enumerate(steps(sampler, [Request(prompt) for prompt in PROMPTS], host_tokens(PROMPTS, 9))):
         if step == 3:
             sampler._counts._held.clear()
 
 
 def test_another_request_in_the_place_of_one_that_ended_starts_from_nothing() -> None:
-    counts = TokenCounts(VOCAB, torch.device("cpu"))
+    counts = TokenCounts(VOCAB, torch.device(DEVICE))
     for prompt in ([1, 2, 3], [50, 51]):
         req = Request(prompt)
         req.push(60)
-        edited = edit_logits(logits(0, 1), [req.row()], counts)
-        assert torch.equal(edited, edit_logits(logits(0, 1), [req.row()]))
+        edited = edit_logits(logits(0, 1).to(DEVICE), [req.row()], counts)
+        assert torch.equal(edited.cpu(), edit_logits(logits(0, 1), [req.row()]))
     assert len(counts._held) == 1
 
 
@@ -110,8 +111,8 @@ def test_penalised_logits_are_those_of_the_host_bit_for_bit() -> None:
         for token in range(i):
             req.push(token % 4)
     rows = [req.row() for req in requests]
-    mine = edit_logits(logits(4, 12), rows, TokenCounts(VOCAB, torch.device("cpu")))
-    assert torch.equal(mine, edit_logits(logits(4, 12), rows))
+    mine = edit_logits(logits(4, 12).to(DEVICE), rows, TokenCounts(VOCAB, torch.device(DEVICE)))
+    assert torch.equal(mine.cpu(), edit_logits(logits(4, 12), rows))
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
