@@ -111,7 +111,8 @@ def test_the_settings_of_a_variant_can_be_served_by_its_pods(
     resources, group = worker["containers"][0]["resources"], spec["rayClusterConfig"]["workerGroupSpecs"][0]
     groups = [config.replicas] if config.mode == "unified" else [config.prefill, config.decode]
     assert sum(int(each.count or 0) for each in groups) == group["replicas"] == group["maxReplicas"]  # one on each node
-    assert config.replicas.cpus <= int(resources["requests"]["cpu"])
+    assert config.router.cpus > 0  # one that reserves none may be put on the head
+    assert config.replicas.cpus + config.router.cpus <= int(resources["requests"]["cpu"])
     assert config.replicas.gpus == int(resources["limits"].get("nvidia.com/gpu", 0))
     assert (schema.http_options.host, schema.http_options.port, schema.proxy_location) == ("0.0.0.0", PORT, "EveryNode")
     [routes] = [each["value"] for each in worker["containers"][0]["env"] if each["name"] == ROUTES]
