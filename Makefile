@@ -90,7 +90,7 @@ install-gpu: $(VENV)/.installed ## Add FlashInfer to .venv, whose kernels nvcc c
 
 test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can); installs nothing, needs no Ray
 	@$(GPU_PYTHON) -c '$(LACKS)' pytest $(GPU_NEEDS)
-	@$(GPU_PYTHON) -m pytest tests/gpu
+	@$(GPU_PYTHON) -m pytest tests/gpu tests/unit/runner/test_device_draw.py tests/unit/runner/test_token_counts.py
 
 bench-gpu: ## Measure the engine on a GPU against its limits; installs nothing, needs no Ray. JSON under bench_results/
 	@$(GPU_PYTHON) -c '$(LACKS)' $(GPU_NEEDS)
