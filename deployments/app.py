@@ -21,7 +21,7 @@ from deployments.http.service import config_folder
 from deployments.replica.feasible import checked, device_of
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
-from deployments.settings.capacity import Capacity, auto_count, shortages, too_wide
+from deployments.settings.capacity import Capacity, auto_count, num_routers, shortages, too_wide
 from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.settings.places import local_model, weights_bytes
@@ -44,8 +44,10 @@ def build(args: dict[str, Any]) -> Application:
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     """Build the application with another class of model replicas, as benchmarks do."""
     config, settings = checked(args)
+    count = config.router.count or 1
     if ray.is_initialized():
         capacity = capacity_of_cluster()
+        count = num_routers(config, capacity)
         if wide := too_wide([config], capacity):
             raise InvalidConfig(*wide)
         for shortage in shortages([config], capacity):
@@ -67,7 +69,8 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     ]
     router = serve.deployment(RouterIngress).options(
         name="Router",
-        num_replicas=config.router.count,
+        num_replicas=count,
+        max_replicas_per_node=1 if config.router.count is None and count > 1 else None,
         max_ongoing_requests=ROUTER_MOST_ONGOING,
         ray_actor_options={"num_cpus": config.router.cpus},
         graceful_shutdown_timeout_s=config.replicas.drain_timeout_s,
@@ -76,6 +79,8 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         health_check_timeout_s=config.replicas.health_timeout_s,
         **logs.options(config.observability.log_format),
     )
+    if count > 1:  # replicas are not told: they stay when it changes
+        settings = {**settings, "router": {**settings.get("router", {}), "count": count}}
     application: Application = router.bind(settings, *replicas, keys=keys)
     return application
 

@@ -208,7 +208,7 @@ def _lost_error(replica_id: str) -> ReplicaGone:
 
 def _peers(config: AppConfig) -> RouterPeers:
     context = serve.get_replica_context()
-    if config.router.count == 1:
+    if (config.router.count or 1) == 1:
         return NoPeers()
     return RayPeers(app_name=context.app_name, deployment_name=context.deployment)
 

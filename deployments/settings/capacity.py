@@ -34,7 +34,7 @@ def auto_count(config: AppConfig, capacity: Capacity, *, available_bytes: int, w
     Returns: (replicas, the reason in words).
     """
     replicas, tp = config.replicas, config.parallel.tp
-    num_cpus = capacity.num_cpus - config.router.count * config.router.cpus
+    num_cpus = capacity.num_cpus - num_routers(config, capacity) * config.router.cpus
     by_cpus = int((num_cpus + SLACK) // (replicas.cpus * tp))
     whys = [f"{num_cpus:g} CPUs at {replicas.cpus * tp:g} a replica carry {by_cpus}"]
     if replicas.gpus:
@@ -46,6 +46,14 @@ def auto_count(config: AppConfig, capacity: Capacity, *, available_bytes: int, w
         whys.append(f"{available_bytes / 2**30:.1f} GiB of memory at {need / 2**30:.1f} carry {bound}")
     whys.append(f"auto takes at most {AUTO_MOST}")
     return max(1, min(AUTO_MOST, by_cpus, bound)), ", ".join(whys)
+
+
+def num_routers(config: AppConfig, capacity: Capacity) -> int:
+    """Return ``router.count``; unless it is given, 2 where two nodes can run one each, else 1."""
+    if config.router.count is not None:
+        return config.router.count
+    able = [cpus for cpus, _ in capacity.nodes if cpus + SLACK >= config.router.cpus]
+    return 2 if len(able) > 1 else 1
 
 
 def replica_bytes(cache: CacheConfig, *, available_bytes: int, weights_bytes: int) -> int:
@@ -96,7 +104,7 @@ def shortages(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
     found = []
     for kind, have in (("cpus", capacity.num_cpus), ("gpus", capacity.num_gpus)):
         wanted = [each for config in configs for each in _wanted(config, kind) if each.each]
-        routers = sum(config.router.count * config.router.cpus for config in configs) if kind == "cpus" else 0.0
+        routers = sum(num_routers(each, capacity) * each.router.cpus for each in configs) if kind == "cpus" else 0.0
         need = sum(each.total for each in wanted) + routers
         if not wanted or need <= have + SLACK:
             continue

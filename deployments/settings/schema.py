@@ -84,7 +84,8 @@ class RouterSettings(Settings):
     """The group ``router``: how requests are routed, bounded and admitted."""
 
     policy: RoutingPolicy = "estimated_ttft"  # how a replica is chosen
-    count: int = Field(default=1, ge=1)  # number of routers; each is an HTTP ingress
+    # number of routers; each is an HTTP ingress. By default 2 on a cluster with nodes for two, each on its own; else 1
+    count: int | None = Field(default=None, ge=1)
     cpus: float = Field(default=0.0, ge=0)  # CPUs that Ray reserves for each router
     max_body_bytes: int = Field(default=4 << 20, ge=1024)  # a longer body is answered with 413
     # a longer JSON schema, or grammar that is made of several, is answered with 400

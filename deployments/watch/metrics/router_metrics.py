@@ -122,7 +122,7 @@ class RouterMetrics:
         any_router = Emitter(Process.ROUTER, identity)
         tell_build(any_router)
         self.shown: CollectorRegistry = any_router.registry
-        if self._emitter is not None and config.router.count == 1:
+        if self._emitter is not None and (config.router.count or 1) == 1:
             self.shown = self._emitter.registry
 
     def served(self, *, host: str, node_id: str, guard: bytes | None = None) -> ServedMetrics | None:

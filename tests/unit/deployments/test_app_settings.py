@@ -345,6 +345,28 @@ def test_ranks_that_find_no_place_on_one_node_are_refused(
     assert [each.startswith(says) for each in found] == [True] * bool(says)
 
 
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("nodes", "router", "wanted", "each_on_its_own"),
+    [
+        ([2.0], {}, 1, False),
+        ([0.0, 2.0], {}, 2, True),
+        ([0.0, 2.0], {"cpus": 1}, 1, False),  # one node alone has a CPU for it
+        ([2.0, 2.0, 2.0], {"count": 3}, 3, False),  # as asked for
+    ],
+)
+def test_a_cluster_of_two_nodes_and_more_has_two_routers_each_on_a_node_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[float], router: dict[str, Any], wanted: int, each_on_its_own: bool
+) -> None:
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": sum(nodes)})
+    monkeypatch.setattr(app.ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in nodes])
+    made = app.build({"model": {"path": MODEL}, "replicas": {"count": 1}, "router": router})._bound_deployment
+    assert made.num_replicas == wanted
+    assert (made._replica_config.max_replicas_per_node == 1) is each_on_its_own
+    assert (parse(made.init_args[0]).router.count or 1) == wanted  # it asks the other one for routes
+
+
 def test_each_rank_has_a_bundle_of_its_own() -> None:
     options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"count": 1, "cpus": 2}, "parallel": {"tp": 3}}))
     assert options["placement_group_bundles"] == [{"CPU": 2.0}] * 3
