@@ -158,18 +158,18 @@ class Running:
         return True
 
     @staticmethod
-    def until(condition: Callable[[], bool], within_s: float) -> float:
+    def until(condition: Callable[[], bool], within_s: float, look_s: float = 0.02) -> float:
         """Wait for another process. Returns: for how many seconds it was certainly not so: when the last look that
         failed began; how long a look takes says more of the machine."""
         started_s = time.monotonic()
         failed_s = 0.0
         while True:
-            look_s = time.monotonic() - started_s
+            began_s = time.monotonic() - started_s
             if condition():
                 return failed_s
-            failed_s = look_s
+            failed_s = began_s
             assert time.monotonic() - started_s < within_s, f"not within {within_s:.1f} s"
-            threading.Event().wait(0.02)
+            threading.Event().wait(look_s)
 
 
 @contextmanager
