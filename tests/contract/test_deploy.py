@@ -158,6 +158,7 @@ def test_every_node_gets_the_variables_that_manta_serve_sets() -> None:
     assert f"Environment={script}\n" in units
     assert script in DOCKERFILE
     assert f'Environment="{ROUTES}=/ /manta"\n' in units
+    assert "Restart=always\n" in units  # a node that was declared dead ends its Ray when it is back
     files = [path for path in DEPLOY.rglob("*") if path.is_file()]
     code = "".join(path.read_text() for path in (ROOT / "deployments").rglob("*") if path.suffix in (".py", ".sh"))
     named = {name for path in files for name in re.findall(r"\bMANTA_\w+", path.read_text())}

@@ -116,16 +116,6 @@ def test_what_a_cluster_sets_for_haproxy_is_what_make_serve_sets() -> None:
     assert f"export {BINARY}=$PWD/{script}\n" in OPERATE
 
 
-def test_units_of_systemd_set_what_the_page_does_and_start_ray_anew_whenever_it_ends() -> None:
-    for unit in pathlib.Path("deploy").glob("*.service"):
-        lines = unit.read_text().splitlines()
-        assert "Restart=always" in lines
-        assert "EnvironmentFile=/opt/manta/deploy/manta.env" in lines
-        assert f"Environment={BINARY}=/opt/manta/{WRAPPER.relative_to(pathlib.Path.cwd())}" in lines
-        [command] = [line.partition("/bin/")[2] for line in lines if line.startswith("ExecStart=")]
-        assert command.replace("${HEAD}", "HEAD") in OPERATE
-
-
 def test_ray_declares_a_node_dead_that_is_silent_for_twelve_seconds() -> None:
     """As docs/operate.md says; a raylet of a busy machine may be silent for three."""
     prefix = "RAY_health_check_"
