@@ -105,13 +105,12 @@ def _serve_or_check(command: str, config: Given) -> int:
     haproxy.prepare_ray(host=host)
     if command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn, routes=file.routes):
-            from deployments.command import cluster, serve
+            from deployments.command import serve
 
             status = serve.run(config)
-        if status == cluster.AT_ONCE:
-            sys.stderr.flush()
-            os._exit(status)  # Ray's own end would ask processes that were killed
-        return status
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # at Python's own end Ray would ask processes that have ended, which takes long
     from deployments.command import serve
 
     return serve.check(config)

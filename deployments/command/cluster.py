@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
+from ray._private import node
 from ray.exceptions import AuthenticationError, RayError
 from ray.serve.context import _get_global_client
 from ray.serve.schema import (
@@ -54,6 +55,15 @@ class StoppedAtOnce(KeyboardInterrupt):
     """A second signal came while the first one was being handled."""
 
 
+class ServingNode(node.Node):  # type: ignore[misc]  # Ray has no types
+    """The processes of a Ray of our own, without three of Ray's that nothing here asks: the API server, for which
+    `ray.init` would wait some seconds, the autoscaler's monitor and that of the logs."""
+
+    def start_api_server(self, **_: Any) -> None: ...
+    def start_monitor(self) -> None: ...
+    def start_log_monitor(self) -> None: ...
+
+
 class Cluster:
     """A running Ray. ``serving`` is set once every application runs, ``lost`` when Ray itself has died."""
 
@@ -72,6 +82,7 @@ class Cluster:
             connect(self._name)
             return
         self._say("starting Ray on this machine")
+        node.Node = ServingNode
         ray.init(
             address="local",
             namespace="serve",
