@@ -20,6 +20,7 @@ from replicas.errors import InvalidRequest
 MAX_PROMPT_LOGPROBS = 300_000  # of one HTTP request, alternatives and choices counted: about 10 MB of its answer
 MAX_STOP_CHARACTERS = 16 << 10  # of a request, in all: the automaton that finds them takes 350 bytes for each
 MAX_DEADLINE_S = 7 * 24 * 3600.0  # of a request
+LOWEST = -9999.0  # in the place of an infinite number
 TokenIds = npt.NDArray[np.int32]  # [n] token ids
 
 
@@ -308,6 +309,13 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
     rank: int | None = None  # of a prompt token: 1 + the number of tokens that are more likely
     hidden: tuple[float, ...] = ()  # pooled hidden states, where `Readout` asks for them
+
+
+def finite(number: float | None) -> float | None:
+    """Replace an infinite number, such as the logprob of a token that is masked out: JSON cannot express it."""
+    if number is None:
+        return None
+    return number if math.isfinite(number) else LOWEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,13 +35,12 @@ from deployments.http.convert import (
     truncated,
 )
 from deployments.http.http_errors import body_of
-from deployments.http.openai_format import number as json_number
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Deltas, Key
 from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob
+from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob, finite
 
 router = APIRouter(route_class=Route)
 T = TypeVar("T")
@@ -128,7 +127,7 @@ class NativeForm:
         return [[self._row(*pair) for pair in each.top] if each.logprob is not None else None for each in logprobs]
 
     def _row(self, token_id: int, logprob: float | None) -> list[Any]:
-        return [json_number(logprob), token_id, self.tokenizer.token_text(token_id) if self.with_text else None]
+        return [finite(logprob), token_id, self.tokenizer.token_text(token_id) if self.with_text else None]
 
 
 def _finish_body(delta: TokenDelta) -> dict[str, Any]:

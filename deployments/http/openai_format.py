@@ -4,7 +4,6 @@ Never: emits a number that JSON has no form for (a token that is masked out has 
 """
 
 import codecs
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from deployments.http.http_errors import body_of
 from deployments.http.service import Service
 from deployments.http.streaming import Deltas, Key
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import TokenDelta, TokenLogprob
+from replicas.types import TokenDelta, TokenLogprob, finite
 
-LOWEST_LOGPROB = -9999.0
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -127,13 +125,6 @@ def usage_body(deltas: Deltas, *, num_reasoning: int = 0) -> dict[str, Any]:
     }
 
 
-def number(logprob: float | None) -> float | None:
-    """Replace an infinite logprob, which JSON cannot express."""
-    if logprob is None:
-        return None
-    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
-
-
 class TextOffsets:
     """Where the tokens of one completion begin in its text, in characters; told its tokens in order.
 
@@ -179,7 +170,7 @@ def completion_logprobs(
     """Write logprobs in the form of completions. ``offsets``: [len(logprobs)] of `TextOffsets`."""
     return {
         "tokens": [tokenizer.token_text(each.token_id) for each in logprobs],
-        "token_logprobs": [number(each.logprob) for each in logprobs],
+        "token_logprobs": [finite(each.logprob) for each in logprobs],
         "top_logprobs": [_top_by_text(tokenizer, each, num_top) for each in logprobs] if num_top else None,
         "text_offset": offsets,
     }
@@ -204,7 +195,7 @@ def prompt_logprobs_body(
     """vLLM's form: for each prompt token it and the ``num_top`` most likely ones by id; None where nothing precedes."""
 
     def entry(token: int, value: float | None, rank: int | None) -> dict[str, Any]:
-        return {"logprob": number(value), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+        return {"logprob": finite(value), "rank": rank, "decoded_token": tokenizer.token_text(token)}
 
     def entries(each: TokenLogprob) -> dict[str, dict[str, Any]] | None:
         if each.logprob is None:
@@ -226,13 +217,13 @@ def _top_by_text(tokenizer: Tokenizer, each: TokenLogprob, num_top: int) -> dict
         return None
     top: dict[str, float | None] = {}
     for token, value in (*each.top[:num_top], (each.token_id, each.logprob)):
-        top.setdefault(tokenizer.token_text(token), number(value))
+        top.setdefault(tokenizer.token_text(token), finite(value))
     return top
 
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
     return {
         "token": tokenizer.token_text(token_id),
-        "logprob": number(logprob),
+        "logprob": finite(logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }

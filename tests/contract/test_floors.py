@@ -326,6 +326,17 @@ def test_host_code_loads_neither_torch_nor_ray() -> None:
     assert run.returncode == 0, run.stderr
 
 
+def test_the_observatory_loads_neither_torch_nor_a_tokenizer() -> None:
+    """It shows what routers tell; the process that builds it starts beside those of the replicas."""
+    program = (
+        "import sys, deployments.watch.observatory.app\n"
+        "loaded = {'torch', 'transformers', 'tokenizers'} & sys.modules.keys()\n"
+        "if loaded: sys.exit(f'it loads {sorted(loaded)}')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize("path", sorted(path for path in UNITS.values() if path.name == "__init__.py"), ids=unit_of)
 def test_an_init_holds_a_docstring_only(path: pathlib.Path) -> None:
     """All but one: libraries read the environment when they are imported, and MANTA_CPU has to be looked at before."""

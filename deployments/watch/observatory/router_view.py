@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.dispatch.dispatcher import Dispatcher
+from deployments.dispatch.route_forms import progress_of, record_body, request_row
 from deployments.dispatch.route_log import MOST_TOLD, OBJECTIVES, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body
 from deployments.fleet.seen import GoneReplica, SeenReplica, Target
-from deployments.http.routes import progress_of, record_body, request_row
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from kvtransfer.pages import PageKeys
@@ -36,7 +36,7 @@ class RouterView:
     requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first, the
     # newest route_log.MOST_TOLD, each with its ``key`` and ``hand_offs`` (requests.py)
     progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # ``key`` of each request that runs and has
-    # a token -> what of its row has grown (routes.progress_of)
+    # a token -> what of its row has grown (route_forms.progress_of)
     time_s: float | None  # by the router's clock, seconds since 1970; None: its clock is ours
     seq: int  # to be given as ``since`` next; 0 asks for all that are kept
     asks_for_key: bool = False  # it has an admin key or API keys: the observatory must not be open then either

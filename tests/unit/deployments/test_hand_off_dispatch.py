@@ -15,10 +15,10 @@ from deployments.channel.channel_client import ChannelClient
 from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import HoldOut
+from deployments.dispatch.route_forms import hand_off_body, pair_body, record_body
 from deployments.dispatch.route_log import Try
 from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
-from deployments.http.routes import hand_off_body, pair_body, record_body
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, TokenDelta
 from routing.types import NoReplica, Pair, PairReason, Role

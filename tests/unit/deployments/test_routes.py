@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from deployments.dispatch.route_forms import request_row
 from deployments.dispatch.route_log import RouteLog
 from deployments.dispatch.timeline import Arrival
-from deployments.http.routes import own_route, request_row
+from deployments.http.routes import own_route
 from replicas.errors import InvalidRequest
 from routing.types import NoReplica
 from tests.fake_fleet import FakeFleet

@@ -1,0 +1,162 @@
+"""The JSON forms of routing decisions: the answers of /route, and a request's row in the live view.
+
+The row is described in deployments/watch/observatory/README.md.
+
+Never:     holds a prompt's text or ids; imports what a router needs beside its records: the observatory has these forms
+           too.
+"""
+
+import dataclasses
+from typing import Any
+
+from deployments.dispatch.route_log import RouteRecord, Try
+from replicas.types import finite
+from routing.explain import candidate_terms, explain, sentence
+from routing.types import Candidate, Decision
+
+
+def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
+    last = record.tries[-1]
+    return {
+        "rid": record.name,
+        "internal_rid": record.rid,
+        "router": router_id,
+        "time": record.time_s,
+        "replica": last.decision.replica_id,
+        "outcome": record.outcome,
+        **times_body(record),
+        "num_retries": len(record.tries) - 1,
+        "tries": [_try_body(each, record.name) for each in record.tries],
+        "explanation": "\n".join(explain(each.decision, each.outcome) for each in record.tries),
+    }
+
+
+def _try_body(each: Try, name: str) -> dict[str, Any]:
+    return {
+        "sentence": sentence(each.decision, name),
+        **decision_body(each.decision),
+        "actual": {
+            "cached_tokens": each.cached_tokens,
+            "host_tokens": each.host_tokens,
+            "store_tokens": each.store_tokens,
+            "ttft_s": each.ttft_s,
+        },
+        "outcome": "running" if each.outcome is None else each.outcome.ending.value,
+        "failure": each.failure,
+        **hand_off_body(each),
+    }
+
+
+def decision_body(decision: Decision) -> dict[str, Any]:
+    best, best_tokens = decision.best_overlap
+    return {
+        "replica": decision.replica_id,
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "num_tokens": decision.num_tokens,
+        "predicted": {
+            "cached_tokens": decision.overlap_tokens,
+            "host_tokens": decision.host_tokens,
+            "store_tokens": decision.store_tokens,
+            "load_s": finite(decision.load_s),
+            "ttft_s": finite(decision.predicted_ttft_s),
+        },
+        "best_overlap": {"replica": best, "cached_tokens": best_tokens, "given_up": decision.given_up},
+        "candidates": [_candidate_body(each, decision) for each in decision.candidates],
+        **pair_body(decision),
+    }
+
+
+def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
+    return {
+        "replica": candidate.replica_id,
+        "role": candidate.view.role.value,
+        "chosen": candidate.replica_id in (decision.replica_id, decision.prefill_id),
+        **{name: finite(value) for name, value in candidate_terms(candidate, decision).items()},
+    }
+
+
+def pair_body(decision: Decision) -> dict[str, Any]:
+    """Show the replica that computes the prompt, the reason, and the costs of each decode replica."""
+    pair = decision.pair
+    if pair is None:
+        return {}
+    return {
+        "pair": {
+            "prefill": pair.prefill_id,
+            "decode": decision.replica_id,
+            "reason": pair.reason.value,
+            "why": pair.why or None,
+            "best_prefill": pair.best_prefill_id,
+            "prefill_s": finite(pair.prefill_s),
+            "hand_off_cost_s": finite(pair.hand_off_cost_s),
+            "local_cost_s": finite(pair.chosen.local_cost_s),
+            "link_bytes_per_s": finite(pair.link_bytes_per_s),
+            "link_measured": pair.link_measured,
+            "decode_replicas": [
+                {"replica_id": replica_id, **{name: finite(value) for name, value in dataclasses.asdict(terms).items()}}
+                for replica_id, terms in pair.rows()
+            ],
+        }
+    }
+
+
+def hand_off_body(each: Try) -> dict[str, Any]:
+    """Show the outcome of a try's hand-off, and the prefill replicas that were held out after earlier tries."""
+    if each.decision.pair is None:
+        return {}
+    report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
+    return {"hand_off": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
+
+
+def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
+    """Make the row of a request, from its last try. What grows with each token is as of now (`progress_of`)."""
+    timeline, last = record.timeline, record.tries[-1]
+    decision = last.decision
+    return {
+        "rid": record.name,
+        "router": router_id,
+        "time": record.time_s,
+        "endpoint": timeline.arrival.endpoint,
+        "outcome": record.outcome,
+        "replica": decision.replica_id,
+        "prefill": decision.prefill_id,
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "tries": len(record.tries),
+        "prompt_tokens": decision.num_tokens,
+        **progress_of(record),
+        "cached_tokens": last.cached_tokens,
+        "predicted_tokens": decision.overlap_tokens,
+        "best_tokens": decision.best_overlap[1],
+        "ttft_s": timeline.ttft_s,
+        "total_s": timeline.total_s,
+        "stages": dataclasses.asdict(timeline.stages_so_far),
+        "tries_at": [_try_at(each, timeline.arrival.arrived_s) for each in record.tries],
+    }
+
+
+def progress_of(record: RouteRecord) -> dict[str, Any]:
+    """Return what of a request's row grows with each token; ``last_s``: from its arrival to its newest token."""
+    timeline = record.timeline
+    return {"output_tokens": timeline.num_output, "itl_s": timeline.mean_itl_s, "last_s": timeline.last_s}
+
+
+def _try_at(each: Try, arrived_s: float) -> dict[str, Any]:
+    """Show where and when a try ran; times in seconds from the arrival of the request."""
+    return {
+        "replica": each.decision.replica_id,
+        "prefill": each.decision.prefill_id,
+        "start_s": max(0.0, each.decision.time_s - arrived_s),
+        "end_s": None if each.ended_s is None else each.ended_s - arrived_s,
+        "failure": each.failure,
+    }
+
+
+def times_body(record: RouteRecord) -> dict[str, Any]:
+    """Show ``total_s`` once the request has ended, and ``stages``, which sum to it, if every choice has ended."""
+    stages = record.timeline.stages
+    return {
+        "total_s": record.timeline.total_s,
+        "stages": None if stages is None else dataclasses.asdict(stages),
+    }
