@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 PYTEST = [sys.executable, "-m", "pytest"]
 LAST = ["nice", "-n", "19"]
@@ -20,6 +21,7 @@ SHARED = [
     "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread",
     "--max-worker-restart", "0",
 ]  # fmt: skip
+TESTS = Path(__file__).parent
 MARKED = {"quick": "not slow", "slow": "slow"}
 
 
@@ -33,7 +35,7 @@ def run(which: str) -> int:
     """Run the tests of MARKED[which]; return 1 if any of them failed, else 0."""
     with tempfile.TemporaryFile() as said:
         with_ray = subprocess.Popen(
-            [*PYTEST, "-m", f"serve and {MARKED[which]}"], stdout=said, stderr=subprocess.STDOUT
+            [*PYTEST, *with_ray_in(TESTS), "-m", f"serve and {MARKED[which]}"], stdout=said, stderr=subprocess.STDOUT
         )
         try:
             others = [*LAST, *PYTEST, *SHARED, "-m", f"not serve and {MARKED[which]}"]
@@ -47,6 +49,12 @@ def run(which: str) -> int:
             said.seek(0)
             print(said.read().decode(errors="replace"), flush=True)
     return int(any([*statuses, ray_status]))
+
+
+def with_ray_in(folder: Path) -> list[str]:
+    """Find the files with tests that start Ray (tests/conftest.py sees to it that they say so): to collect all others
+    too takes a minute of a processor."""
+    return [str(file) for file in sorted(folder.rglob("test_*.py")) if "pytest.mark.serve" in file.read_text()]
 
 
 if __name__ == "__main__":

@@ -20,8 +20,11 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where processes share the files, the longest come first, which are those of numerics: the processes end together
-    then."""
+    """Refuse tests with Ray whose file does not say so: tests/__main__.py looks there. Where processes share the files,
+    the longest come first, which are those of numerics: the processes end together then."""
+    with_ray = {item.path for item in items if item.get_closest_marker("serve")}
+    if silent := [str(path) for path in with_ray if "pytest.mark.serve" not in path.read_text()]:
+        raise pytest.UsageError(f"tests that start Ray in files without `pytest.mark.serve` would not be run: {silent}")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: "numerics" not in item.path.parts)
 

@@ -22,13 +22,12 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import httpx
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 
 from deployments.settings.places import ROOT
 from tests.browser.chromium import Page, open_chromium
-from tests.serve.running import Running, serving
+from tests.serve.running import HTTP, Running, serving
 from tests.waiting import until
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -80,7 +79,7 @@ class Load:
     def _ask(self, messages: list[dict[str, str]], most: int) -> str:
         body = {"messages": messages, "max_tokens": most, "temperature": 0.7, "ignore_eos": True}
         headers = {"X-Request-Id": f"chat-{next(self._names)}"}
-        answer = httpx.post(f"{self._url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+        answer = HTTP.post(f"{self._url}/v1/chat/completions", json=body, headers=headers, timeout=120)
         return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
 

@@ -12,11 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from deployments.settings.places import ROOT
 from tests.programs import program
-from tests.serve.running import free_port
+from tests.serve.running import HTTP, free_port
 
 
 class Prometheus:
@@ -26,7 +24,7 @@ class Prometheus:
         self.url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=10)
+        answer = HTTP.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=10)
         assert answer.status_code != 400, answer.text  # the query is wrong; 503: it is starting
         answer.raise_for_status()
         return answer.json()["data"]

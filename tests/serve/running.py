@@ -28,6 +28,17 @@ START_S = 240.0
 STOP_S = 60.0
 
 
+def http_client(*, retries: int = 0) -> httpx.Client:
+    """Make a client that opens a connection for each request: one that is kept may end with who serves it.
+    ``retries``: of a connection that is refused."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=retries, limits=limits))
+
+
+# All tests with Ray ask through these: to make a client takes the processor for longer than to answer a request does.
+HTTP, PATIENT_HTTP = http_client(), http_client(retries=5)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -133,7 +144,7 @@ class Running:
 
     def haproxy_answers(self) -> dict[str, int]:
         """Answers of status 2xx since HAProxy started, by the name that Serve has for who gave them."""
-        text = httpx.get(f"http://127.0.0.1:{self._stats_port}/stats;csv", timeout=30).text.removeprefix("# ")
+        text = HTTP.get(f"http://127.0.0.1:{self._stats_port}/stats;csv", timeout=30).text.removeprefix("# ")
         rows = csv.DictReader(io.StringIO(text))
         servers = [row for row in rows if row["svname"].startswith("SERVE_")]
         return {row["svname"]: int(row["hrsp_2xx"]) for row in servers}
@@ -144,8 +155,14 @@ class Running:
 
     def info(self) -> dict[str, Any]:
         """What the server says of itself; asked for again while Serve's proxy, slow on a busy machine, is replaced."""
-        with httpx.Client(transport=httpx.HTTPTransport(retries=5), timeout=30) as client:
-            return dict(client.get(f"{self.url}/get_server_info", headers=self._shown).json())
+        return dict(PATIENT_HTTP.get(f"{self.url}/get_server_info", headers=self._shown, timeout=30).json())
+
+    def serves_with(self, replicas: int) -> bool:
+        """Whether it is healthy, and so many replicas tell of themselves; not while its proxy or router is replaced."""
+        try:
+            return HTTP.get(f"{self.url}/health", timeout=5).status_code == 200 and len(self.states()) == replicas
+        except (httpx.HTTPError, ValueError, KeyError):
+            return False
 
     def idle(self) -> bool:
         """Nothing runs, and every page is free or evictable."""
@@ -168,8 +185,10 @@ class Running:
             if condition():
                 return failed_s
             failed_s = began_s
-            assert time.monotonic() - started_s < within_s, f"not within {within_s:.1f} s"
-            threading.Event().wait(look_s)
+            ended_s = time.monotonic() - started_s
+            assert ended_s < within_s, f"not within {within_s:.1f} s"
+            pause_s = min(ended_s - began_s, 0.5)  # as long as the look: what it waits for needs the processor
+            threading.Event().wait(max(look_s, pause_s))
 
 
 @contextmanager

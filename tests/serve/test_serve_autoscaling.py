@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 MOST = 3
@@ -45,19 +44,18 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_request(app: Running) -> None:
-    """The load must not pause while the machine starts replicas, or it is rightly found idle: one HTTP client for all,
-    since to make one takes longer than to ask."""
+    """The load must not pause while the machine starts replicas, or it is rightly found idle."""
     stop, statuses = threading.Event(), list[int]()
 
     def client(number: int) -> None:
         round_ = 0
         while not stop.is_set():
             body = {"prompt": f"{number}-{round_}: a tale never told before. " * 40, "max_tokens": 8}
-            statuses.append(http.post(f"{app.url}/v1/completions", json=body).status_code)
+            statuses.append(HTTP.post(f"{app.url}/v1/completions", json=body, timeout=120).status_code)
             round_ += 1
 
     started_s = time.monotonic()
-    with httpx.Client(timeout=120) as http, ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(16) as pool:
         clients = [pool.submit(client, number) for number in range(16)]
         try:
             app.until(lambda: len(app.states()) == MOST, UP_S)
@@ -71,7 +69,7 @@ def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_re
     print(f"1 -> {MOST} replicas after {up_s:.0f} s of load, back to 1 {time.monotonic() - idle_s:.0f} s after it")
     assert set(statuses) == {200}
     assert len(statuses) >= 16
-    assert httpx.post(f"{app.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60).status_code == 200
+    assert HTTP.post(f"{app.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60).status_code == 200
 
 
 def test_when_rays_gcs_has_died_it_says_so_and_ends_with_status_1(app: Running) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 from tests.serve.scaled import FILE
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -69,7 +68,7 @@ class Talk:
         body = {"prompt": self.text, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         headers = {} if only_on is None else {"x-manta-replicas": only_on}
         began_s = time.monotonic()
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=120)
+        answer = HTTP.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=120)
         took_s = time.monotonic() - began_s
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
@@ -83,7 +82,7 @@ class Talk:
 
     def expected(self) -> int:
         """The cached tokens that the router expects of the next turn now."""
-        dry = httpx.post(f"{self.url}/route/explain", json={"prompt": self.text}, timeout=30)
+        dry = HTTP.post(f"{self.url}/route/explain", json={"prompt": self.text}, timeout=30)
         return int(dry.json()["predicted"]["cached_tokens"])
 
 

@@ -7,10 +7,9 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.serve.running import Running, serving
+from tests.serve.running import HTTP, Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 STORY = {"prompt": "A long story about harbours, told slowly. " * 70, "max_tokens": 24, "temperature": 0}
@@ -27,7 +26,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         prefill={"tp": 3, "cpus": 0.3},
         transfer={"hand_off": "always"},
     ) as running:
-        running.until(lambda: len(running.states()) == 2, 60)
+        running.until(lambda: running.serves_with(2), 60)
         yield running
 
 
@@ -43,23 +42,23 @@ def replica_id(app: Running, role: str) -> str:
 
 def ask(app: Running, **headers: str) -> tuple[str, str]:
     """The route, and the text."""
-    answer = httpx.post(f"{app.url}/v1/completions", json=STORY, headers=headers, timeout=120)
+    answer = HTTP.post(f"{app.url}/v1/completions", json=STORY, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-manta-route"], str(answer.json()["choices"][0]["text"])
 
 
 def flush(app: Running) -> None:
     app.until(app.idle, 30)
-    httpx.get(f"{app.url}/flush_cache?timeout=10", timeout=30).raise_for_status()
+    HTTP.get(f"{app.url}/flush_cache?timeout=10", timeout=30).raise_for_status()
 
 
 def test_serves_own_proxy_serves_where_haproxy_is_turned_off(app: Running) -> None:
     """A stream comes to its end, and one that its client leaves frees its pages."""
     assert not app.has_haproxy
     body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=60) as answer:
+    with HTTP.stream("POST", f"{app.url}/v1/completions", json=body, timeout=60) as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
-    with httpx.stream("POST", f"{app.url}/v1/completions", json=body | {"max_tokens": 2000}, timeout=60) as answer:
+    with HTTP.stream("POST", f"{app.url}/v1/completions", json=body | {"max_tokens": 2000}, timeout=60) as answer:
         next(answer.iter_bytes())
     app.until(app.idle, 30)
 

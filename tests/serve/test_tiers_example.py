@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.serve.running import Running, serving
+from tests.serve.running import HTTP, Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -17,7 +16,7 @@ POOL_TOKENS = 1024
 def ask(app: Running, topic: str) -> dict[str, Any]:
     """About 400 tokens."""
     body = {"prompt": f"A long story about {topic}, told slowly. " * 40, "max_tokens": 4, "temperature": 0}
-    answer = httpx.post(f"{app.url}/v1/completions", json=body, timeout=120)
+    answer = HTTP.post(f"{app.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -26,7 +25,7 @@ def test_a_second_visit_of_evicted_prompts_hits_the_host(tmp_path: Path) -> None
     """Four prompts of about 400 tokens do not fit a pool of 1,024. The fifth request is the first one again."""
     cache = {"max_total_tokens": POOL_TOKENS, "host_memory_bytes": 256 << 20, "store": f"file://{tmp_path}/store"}
     with serving(tmp_path, base="docs/examples/tiers.yaml", model={"context_len": POOL_TOKENS}, cache=cache) as app:
-        app.until(lambda: len(app.states()) == 1, 60)
+        app.until(lambda: app.serves_with(1), 60)
         answers = [ask(app, topic) for topic in ("lamps", "ships", "salt", "bridges", "lamps")]
         first, again = answers[0], answers[-1]
         prompt_tokens = first["usage"]["prompt_tokens"]

@@ -86,7 +86,7 @@ def followed(folder: Path) -> list[tuple[str, str]]:
         own.mkdir()
         settings = SMALL if "disaggregated" in config else {**SMALL, "replicas": {"cpus": 1, "count": 2}}
         with serving(own, base=config, observatory=True, **settings) as app:
-            app.until(lambda: len(app.states()) == 2, 60)
+            app.until(lambda: app.serves_with(2), 60)
             said = run([commands for commands, _ in blocks], app, own)
         found += [(wanted, actual) for (_, wanted), actual in zip(blocks, said, strict=True)]
     return found

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from tests.serve.running import HTTP
+
 NAME = "watched-request"
 SHARED = "A long story about pages and trees, told slowly. " * 16
 TOO_LONG = 9_000  # tokens asked for; no model of the tests has so many
@@ -76,7 +78,7 @@ class Traffic:
 
     def _post(self, path: str, name: str, **body: Any) -> httpx.Response:
         body = {"temperature": 0, "ignore_eos": True, **body}
-        answer = httpx.post(f"{self._url}/v1/{path}", json=body, headers={"X-Request-Id": name}, timeout=120)
+        answer = HTTP.post(f"{self._url}/v1/{path}", json=body, headers={"X-Request-Id": name}, timeout=120)
         assert answer.status_code == 200, answer.text
         return answer
 
@@ -92,7 +94,7 @@ class Traffic:
         """Closes its stream at the first chunk; the router's record says what it got until then."""
         with self._streaming(name, f"{SHARED}What of {name}?", max_tokens=400) as answer:
             next(chunks(answer))
-        route = httpx.get(f"{self._url}/route/{name}", timeout=30).json()["tries"][0]
+        route = HTTP.get(f"{self._url}/route/{name}", timeout=30).json()["tries"][0]
         with self._lock:
             self.ended["completions", "cancelled"] += 1
             cached, prompt = route["actual"]["cached_tokens"], route["num_tokens"]
@@ -104,11 +106,11 @@ class Traffic:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
                 "stream_options": {"include_usage": True}}  # fmt: skip
         headers = {"X-Request-Id": name}
-        return httpx.stream("POST", f"{self._url}/v1/completions", json=body, headers=headers, timeout=120)
+        return HTTP.stream("POST", f"{self._url}/v1/completions", json=body, headers=headers, timeout=120)
 
     def _ask_too_much(self, name: str) -> None:
         body = {"prompt": SHARED, "max_tokens": TOO_LONG}
-        answer = httpx.post(f"{self._url}/v1/completions", json=body, headers={"X-Request-Id": name}, timeout=30)
+        answer = HTTP.post(f"{self._url}/v1/completions", json=body, headers={"X-Request-Id": name}, timeout=30)
         assert answer.status_code == 400, answer.text
         with self._lock:
             self.ended["completions", "invalid"] += 1

@@ -14,7 +14,7 @@ from dashboards.check import check_live
 from dashboards.files import rules_text
 from tests.scraped import Scraped
 from tests.serve.prometheus import Prometheus, complaints, prometheus
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 from tests.serve.traffic import NAME, Traffic
 
 UP_S = 15.0  # all targets, from the start of Prometheus
@@ -36,7 +36,7 @@ class Watched:
 
     def get(self, path: str, **parameters: str) -> Any:
         """An answer of the observatory."""
-        return httpx.get(f"{self.app.url}/manta{path}", params=parameters, timeout=30).raise_for_status()
+        return HTTP.get(f"{self.app.url}/manta{path}", params=parameters, timeout=30).raise_for_status()
 
     def state(self) -> dict[str, Any]:
         return dict(self.get("/api/state").json())
@@ -47,7 +47,7 @@ class Watched:
     def told(self) -> dict[str, str]:
         """What each process says to a scrape, by its address."""
         addresses = [address for group in self.get("/sd").json() for address in group["targets"]]
-        return {address: httpx.get(f"http://{address}/metrics", timeout=10).text for address in addresses}
+        return {address: HTTP.get(f"http://{address}/metrics", timeout=10).text for address in addresses}
 
     def settled(self, query: str, wanted: float) -> None:
         """Waits until the next scrapes agree with ``wanted``."""
@@ -60,7 +60,7 @@ class Watched:
 @contextmanager
 def watched(app: Running, folder: Path, *, num_processes: int) -> Iterator[Watched]:
     """All targets up, and ``app`` under load until boards have something to show; it has served nothing yet."""
-    app.until(lambda: len(httpx.get(f"{app.url}/manta/sd", timeout=30).json()) == num_processes, 30)
+    app.until(lambda: len(HTTP.get(f"{app.url}/manta/sd", timeout=30).json()) == num_processes, 30)
     with prometheus(folder, f"{app.url}/manta") as server:
         up_s = app.until(lambda: is_up(server, num_processes), 4 * UP_S)
         found = Watched(app=app, prometheus=server, traffic=Traffic(app.url), up_s=up_s)
@@ -127,7 +127,7 @@ def series_of(text: str) -> set[tuple[str, frozenset[tuple[str, str]]]]:
 
 def no_request_is_named(texts: Iterable[str], watched: Watched) -> None:
     last = watched.traffic.last("completions").name
-    internal = httpx.get(f"{watched.app.url}/route/{last}", timeout=30).json()["internal_rid"]
+    internal = HTTP.get(f"{watched.app.url}/route/{last}", timeout=30).json()["internal_rid"]
     for text in texts:
         for rid in (NAME, internal.partition(".")[0]):
             assert rid not in text, [line for line in text.splitlines() if rid in line]

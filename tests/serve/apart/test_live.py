@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from tests.browser.chromium import open_chromium
 from tests.serve import watched as held
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 from tests.serve.watched import UP_S, Watched, watched
 
 pytestmark = [
@@ -68,7 +67,7 @@ def test_the_page_draws_the_transfer_between_the_two_and_explains_a_hand_off(
 def handed_over(fleet: Watched) -> str:
     """Name of the newest request whose K/V came from the prefill replica."""
     for each in reversed(fleet.traffic.answered):
-        route = httpx.get(f"{fleet.app.url}/route/{each.name}", timeout=30).json()
+        route = HTTP.get(f"{fleet.app.url}/route/{each.name}", timeout=30).json()
         hand_off = route["tries"][-1]["hand_off"]
         if each.whole and hand_off is not None and hand_off["transferred"]:
             return each.name

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from tests.serve.hanging import FOLDER
@@ -36,12 +35,5 @@ def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def app(two_replicas: Running) -> Running:
     """Both replicas are there, and nothing runs."""
-    two_replicas.until(lambda: answers(two_replicas, replicas=2) and two_replicas.idle(), BACK_S)
+    two_replicas.until(lambda: two_replicas.serves_with(2) and two_replicas.idle(), BACK_S)
     return two_replicas
-
-
-def answers(app: Running, *, replicas: int) -> bool:
-    try:
-        return httpx.get(f"{app.url}/health", timeout=5).status_code == 200 and len(app.states()) == replicas
-    except (httpx.HTTPError, ValueError, KeyError):
-        return False

@@ -12,15 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from deployments.settings.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.serve import watched as held
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 from tests.serve.watched import UP_S, Watched, address_of, watched
 
 pytestmark = [
@@ -73,7 +73,7 @@ def test_the_page_shows_the_replicas_and_the_shared_prefix_of_a_request_and_why_
     name = fleet.traffic.last("completions").name
     told = fleet.get(f"/api/requests/{name}").json()
     browser.one(f'.request-name[data-rid$="{name}"]').click()
-    [only] = httpx.get(f"{fleet.app.url}/route/{name}", timeout=30).json()["tries"]
+    [only] = HTTP.get(f"{fleet.app.url}/route/{name}", timeout=30).json()["tries"]
     browser.says("#why .sentence", f"Sent to {only['replica']}: ")
     cached = only["predicted"]["cached_tokens"]
     browser.says("#why .sentence", f"{cached} of {only['num_tokens']} prompt tokens are cached")
@@ -110,7 +110,7 @@ def test_top_in_the_terminal_says_what_the_state_says(fleet: Watched) -> None:
 def test_explain_in_the_terminal_says_what_the_router_says(fleet: Watched) -> None:
     name = fleet.traffic.last("chat").name
     said = terminal("explain", name, "--url", fleet.app.url)
-    route = httpx.get(f"{fleet.app.url}/route/{name}", timeout=30).json()
+    route = HTTP.get(f"{fleet.app.url}/route/{name}", timeout=30).json()
     assert said.startswith(f"{name}: ok, 1 try, ")
     assert sentence(route) in said
     actual = route["tries"][0]["actual"]["cached_tokens"]
@@ -192,9 +192,12 @@ def test_the_page_goes_on_when_the_observatory_was_killed_and_is_back(fleet: Wat
     browser.open(f"{fleet.app.url}/manta/")
     browser.says(".link", "live")
     [pid] = observatories()
-    os.kill(pid, signal.SIGKILL)
-    killed_s = time.monotonic()
-    fleet.traffic.round()  # requests go on
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(fleet.traffic.round)
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        under_way.result()
+    fleet.traffic.round()  # others come
     fleet.app.until(lambda: bool(observatories() - {pid}), 60)
     fleet.app.until(lambda: not browser.all(".banner"), 60)
     print(f"live again {time.monotonic() - killed_s:.1f} s after the kill")

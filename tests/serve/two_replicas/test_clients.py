@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 NAME = "SmolLM2-135M-Instruct"
@@ -67,7 +67,7 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
 
 
 def test_a_repeated_prefix_shows_in_cached_tokens(app: Running, client: openai.OpenAI) -> None:
-    httpx.post(f"{app.url}/flush_cache", timeout=30).raise_for_status()
+    HTTP.post(f"{app.url}/flush_cache", timeout=30).raise_for_status()
     prompt = "A story about pages, trees and replicas. " * 12
     cached = []
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_32_clients_at_once_get_what_each_would_alone(app: Running, client: open
 
 
 def test_a_request_id_is_echoed_once(app: Running) -> None:
-    answer = httpx.get(f"{app.url}/ping", headers={"X-Request-Id": "abc-1"})
+    answer = HTTP.get(f"{app.url}/ping", headers={"X-Request-Id": "abc-1"})
     assert answer.headers.get_list("x-request-id") == ["abc-1"]
 
 
@@ -114,5 +114,5 @@ async def _first_bytes(http: httpx.AsyncClient, url: str, body: dict[str, Any]) 
 def test_idle_pools_are_all_free_or_evictable(app: Running) -> None:
     app.until(app.idle, 30)
     assert len(app.states()) == 2
-    assert httpx.post(f"{app.url}/flush_cache", timeout=30).status_code == 200
+    assert HTTP.post(f"{app.url}/flush_cache", timeout=30).status_code == 200
     assert [state["stats"]["pool"]["free_pages"] for state in app.states()] == [1000, 1000]

@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from tests.joined_stream import equal, joined
-from tests.serve.running import Running
-from tests.serve.two_replicas.conftest import answers
+from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(500)]
 TOKENS = 160  # so many that no stream is through when the last one has begun
@@ -81,7 +80,7 @@ def follow(app: Running, body: dict[str, Any], stream: Stream) -> None:
     whole = {**body, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
     last_s: float | None = None
     try:
-        with httpx.stream("POST", f"{app.url}/v1/completions", json=whole, timeout=60) as answer:
+        with HTTP.stream("POST", f"{app.url}/v1/completions", json=whole, timeout=60) as answer:
             for line in answer.iter_lines():
                 now_s = time.monotonic()
                 if line == "data: [DONE]":
@@ -178,7 +177,7 @@ def test_what_goes_through_a_killed_process_is_cut_at_once_and_a_retry_has_the_s
     dead_s = time.monotonic() - killed_s
     print(f"{what} killed: it answers again after {dead_s:.2f} s")
     assert dead_s < SERVES_AGAIN_S + SLACK_S
-    app.until(lambda: answers(app, replicas=2), 60)
+    app.until(lambda: app.serves_with(2), 60)
     assert [stream.ids for stream in load(app)] == undisturbed
 
 
@@ -203,7 +202,7 @@ def agents(app: Running, *, at: int | None = None) -> list[dict[Any, Any]]:
             "messages": [{"role": "user", "content": "Draw 16 numbers between 100 and 999."}], "max_tokens": 300,
             "stream": True, "stream_options": {"include_usage": True}, **body,
         }  # fmt: skip
-        with httpx.stream("POST", f"{app.url}/v1/chat/completions", json=whole, timeout=60) as answer:
+        with HTTP.stream("POST", f"{app.url}/v1/chat/completions", json=whole, timeout=60) as answer:
             for line in answer.iter_lines():
                 lines += [line] if line else []  # one by one, as they come
 
@@ -228,6 +227,6 @@ def agents(app: Running, *, at: int | None = None) -> list[dict[Any, Any]]:
 
 def listens(app: Running) -> bool:
     try:
-        return httpx.get(f"{app.url}/health", timeout=5).status_code == 200
+        return HTTP.get(f"{app.url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
@@ -30,7 +30,7 @@ def prompt(topic: str, question: str = "") -> str:
 def ask(app: Running, text: str, *, name: str | None = None, **options: Any) -> httpx.Response:
     body = {"prompt": text, "max_tokens": 4, "temperature": 0, **options}
     headers = {} if name is None else {"X-Request-Id": name}
-    return httpx.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120)
+    return HTTP.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120)
 
 
 def fields(answer: httpx.Response) -> dict[str, str]:
@@ -52,7 +52,7 @@ def test_a_prefix_is_routed_to_the_replica_that_holds_it_and_the_header_says_so(
 
 def test_a_stream_tells_its_route_before_its_tokens(app: Running) -> None:
     body = {"prompt": prompt("pages", "And then?"), "max_tokens": 4, "stream": True}
-    with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=60) as answer:
+    with HTTP.stream("POST", f"{app.url}/v1/completions", json=body, timeout=60) as answer:
         assert int(fields(answer)["overlap_predicted"]) >= 128
         answer.read()
 
@@ -60,17 +60,17 @@ def test_a_stream_tells_its_route_before_its_tokens(app: Running) -> None:
 def test_a_recent_request_can_be_explained_and_a_dry_run_changes_nothing(app: Running) -> None:
     text = prompt("explanations")
     ask(app, text, name="explain-me")
-    route = httpx.get(f"{app.url}/route/explain-me", timeout=30).json()
+    route = HTTP.get(f"{app.url}/route/explain-me", timeout=30).json()
     assert (route["rid"], route["outcome"], len(route["tries"])) == ("explain-me", "ok", 1)
     assert len(route["tries"][0]["candidates"]) == 2
     assert "explain-me" in route["explanation"]
-    dry = [httpx.post(f"{app.url}/route/explain", json={"prompt": text + "?"}, timeout=30).json() for _ in range(3)]
+    dry = [HTTP.post(f"{app.url}/route/explain", json={"prompt": text + "?"}, timeout=30).json() for _ in range(3)]
     assert {each["replica"] for each in dry} == {route["replica"]}
     assert {each["predicted"]["cached_tokens"] for each in dry} == {dry[0]["predicted"]["cached_tokens"]}
     assert dry[0]["predicted"]["cached_tokens"] >= 128
-    new = httpx.post(f"{app.url}/route/explain", json={"prompt": prompt("nothing known")}, timeout=30).json()
+    new = HTTP.post(f"{app.url}/route/explain", json={"prompt": prompt("nothing known")}, timeout=30).json()
     assert new["predicted"]["cached_tokens"] < 32
-    assert httpx.get(f"{app.url}/route/never-heard-of", timeout=30).status_code == 404
+    assert HTTP.get(f"{app.url}/route/never-heard-of", timeout=30).status_code == 404
 
 
 def test_a_killed_router_is_back_with_its_hit_ratio_within_seconds(app: Running) -> None:
@@ -108,13 +108,13 @@ def snapshots_of_another(app: Running, router_id: str) -> int:
 
 def predicted(app: Running, text: str) -> tuple[str, int]:
     """(router, tokens of ``text`` that it believes some replica to hold), asked without a request."""
-    dry = httpx.post(f"{app.url}/route/explain", json={"prompt": text}, timeout=30).json()
+    dry = HTTP.post(f"{app.url}/route/explain", json={"prompt": text}, timeout=30).json()
     return dry["router"], max(each["cached_tokens"] for each in dry["candidates"])
 
 
 def candidates(app: Running) -> set[str]:
     """The replicas that a request may go to now; none of them is asked."""
-    dry = httpx.post(f"{app.url}/route/explain", json={"prompt": "Who is there?"}, timeout=30).json()
+    dry = HTTP.post(f"{app.url}/route/explain", json={"prompt": "Who is there?"}, timeout=30).json()
     return {each["replica"] for each in dry["candidates"]}
 
 
@@ -138,7 +138,7 @@ def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: R
     options = {"max_tokens": 128, "ignore_eos": True, "temperature": 0.8, "seed": 5}  # time enough to be killed in
     names = [f"kill-{i}" for i in range(12)]
     expected = [ask(app, prompt(f"death {i}"), **options).json()["choices"] for i in range(0, len(names), 4)]
-    httpx.post(f"{app.url}/flush_cache", timeout=30).raise_for_status()
+    HTTP.post(f"{app.url}/flush_cache", timeout=30).raise_for_status()
     before = {state["replica"]["replica_id"]: state for state in app.states()}
 
     def in_the_middle(state: dict[str, Any]) -> bool:
@@ -155,8 +155,8 @@ def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: R
         answers = [each.result() for each in pending]
     assert [answer.status_code for answer in answers] == [200] * len(names)
     assert [answer.json()["choices"] for answer in answers[::4]] == expected
-    assert httpx.get(f"{app.url}/health").status_code == 200  # the other one
-    routes = [httpx.get(f"{app.url}/route/{name}", timeout=30).json() for name in names]
+    assert HTTP.get(f"{app.url}/health").status_code == 200  # the other one
+    routes = [HTTP.get(f"{app.url}/route/{name}", timeout=30).json() for name in names]
     moved = [route for route in routes if route["num_retries"]]
     assert len(moved) >= 3
     for route in moved:
@@ -232,7 +232,7 @@ def stream(app: Running, text: str, on_chunk: Callable[[str, int], None]) -> Str
     body = {"prompt": text, "max_tokens": STREAM_LEN, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True}}  # fmt: skip
     sent_s, first_s, num_chunks, num_tokens, finish = time.monotonic(), 0.0, 0, 0, None
-    with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=120) as answer:
+    with HTTP.stream("POST", f"{app.url}/v1/completions", json=body, timeout=120) as answer:
         replica = fields(answer)["replica"]
         for line in answer.iter_lines():
             data = line.removeprefix("data: ")

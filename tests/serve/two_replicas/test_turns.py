@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 SYSTEM = "You are the keeper of a small lighthouse, and answer in one short sentence. " * 20
@@ -36,14 +35,14 @@ def message(url: str, turns: list[dict[str, Any]]) -> tuple[str, int, int]:
 
 
 def post(url: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(url, json={**COMMON, **body}, timeout=60)
+    answer = HTTP.post(url, json={**COMMON, **body}, timeout=60)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
 
 def conversation(url: str, ask: Any) -> list[tuple[str, int, int]]:
     """Text, tokens of the prompt, and those of them that were cached, of each turn; nothing is cached before."""
-    assert httpx.post(f"{url}/flush_cache", timeout=30).status_code == 200
+    assert HTTP.post(f"{url}/flush_cache", timeout=30).status_code == 200
     turns: list[dict[str, Any]] = []
     told = []
     for question in QUESTIONS:

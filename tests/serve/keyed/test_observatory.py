@@ -1,12 +1,11 @@
-"""The observatory on a real local Ray: it shows what runs, and whatever becomes of it, requests go on."""
+"""The observatory on a real local Ray shows what runs, to those who have the key.
+
+Its death, and that of a replica, are watched in tests/serve/two_replicas/test_as_watched.py.
+"""
 
 import json
-import os
-import signal
+import re
 import tempfile
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,11 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.running import Running, serving
+from tests.serve.keyed.conftest import API_KEY, KEY, SHOWN
+from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
-KEY = "what the test shows and no log does"
-SHOWN = {"Authorization": f"Bearer {KEY}"}
-API_KEY = "what-clients-show-and-no-log-does"
 SHARED = "A long story about pages and trees, told slowly. " * 12
-
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("observatory")
-    (folder / "keys").write_text(f"{API_KEY}\n")
-    with serving(
-        folder,
-        admin_key=KEY,
-        observatory={"admin_key": KEY},
-        replicas={"count": 2, "cpus": 0.5, "health_period_s": 1},
-        cache={"max_total_tokens": 8_000},
-        router={"policy": "estimated_ttft", "api_key_file": str(folder / "keys")},
-    ) as running:
-        yield running
 
 
 def test_it_says_what_is_served_where_with_a_line_to_try(app: Running) -> None:
@@ -48,8 +30,14 @@ def test_it_says_what_is_served_where_with_a_line_to_try(app: Running) -> None:
     assert f"{app.url}/v1/chat/completions" in line
 
 
+def test_what_nothing_asks_is_not_started(app: Running) -> None:
+    """Ray's API server, for which its start would wait, and its monitors."""
+    unasked = re.compile(r"/ray/(dashboard/dashboard|autoscaler/\S*monitor|_private/log_monitor)\.py ")
+    assert [command for command in app.processes().values() if unasked.search(command)] == []
+
+
 def get(app: Running, path: str, **options: Any) -> httpx.Response:
-    return httpx.get(f"{app.url}/manta{path}", timeout=30, headers=SHOWN, **options)
+    return HTTP.get(f"{app.url}/manta{path}", timeout=30, headers=SHOWN, **options)
 
 
 def state(app: Running) -> dict[str, Any]:
@@ -59,7 +47,7 @@ def state(app: Running) -> dict[str, Any]:
 def ask(app: Running, text: str, name: str = "", max_tokens: int = 4) -> int:
     body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     headers = {"X-Request-Id": name, "x-api-key": API_KEY} if name else {"x-api-key": API_KEY}
-    return httpx.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120).status_code
+    return HTTP.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120).status_code
 
 
 def row_of(app: Running, rid: str) -> dict[str, Any] | None:
@@ -71,9 +59,9 @@ def accepting(app: Running) -> list[str]:
 
 
 def test_the_root_of_the_api_leads_a_browser_to_the_live_view(app: Running) -> None:
-    led = httpx.get(app.url, headers={"Accept": "text/html,*/*;q=0.8"}, follow_redirects=False)
+    led = HTTP.get(app.url, headers={"Accept": "text/html,*/*;q=0.8"}, follow_redirects=False)
     assert (led.status_code, led.headers["location"]) == (307, "/manta/")
-    assert httpx.get(app.url).json() == {"name": "manta", "live_view": "/manta/", "document": "/openapi.json"}
+    assert HTTP.get(app.url).json() == {"name": "manta", "live_view": "/manta/", "document": "/openapi.json"}
 
 
 def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -> None:
@@ -83,7 +71,7 @@ def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -
     said = app.log.read_text()
     assert f"watch it: {app.url}/manta/ (asks for the admin key)" in said
     assert said.index("watch it:") < said.index("ready: ")
-    assert [router["answering"] for router in seen["routers"]] == [True]
+    assert [router["answering"] for router in seen["routers"]] == [True] * 2
     assert (seen["model"], seen["mode"]) == ("SmolLM2-135M-Instruct", "unified")
     for replica in seen["replicas"]:
         [pool] = replica["pools"]
@@ -114,12 +102,12 @@ def test_a_request_is_shown_with_its_stages_its_explanation_and_its_path_in_the_
 
 
 def test_every_process_is_found_and_its_metrics_come_one_by_one_and_all_together(app: Running) -> None:
-    app.until(lambda: len(get(app, "/sd").json()) == 4, 15)  # two replicas, the router, the observatory
+    app.until(lambda: len(get(app, "/sd").json()) == 5, 15)  # two replicas, two routers, the observatory
     entries = get(app, "/sd").json()
     assert all(entry["labels"].keys() == {"node"} for entry in entries)
     addresses = [entry["targets"][0] for entry in entries]
-    assert [httpx.get(f"http://{address}/metrics", timeout=30).status_code for address in addresses] == [401] * 4
-    alone = [httpx.get(f"http://{address}/metrics", headers=SHOWN, timeout=30).text for address in addresses]
+    assert [HTTP.get(f"http://{address}/metrics", timeout=30).status_code for address in addresses] == [401] * 5
+    alone = [HTTP.get(f"http://{address}/metrics", headers=SHOWN, timeout=30).text for address in addresses]
     together = get(app, "/metrics").text
     names = [{line.partition(" ")[0] for line in text.splitlines() if line.startswith("manta_")} for text in alone]
     assert set().union(*names) == {line.partition(" ")[0] for line in together.splitlines() if line[0] != "#"}
@@ -131,8 +119,8 @@ def test_every_process_is_found_and_its_metrics_come_one_by_one_and_all_together
     spoken = get(app, "/metrics", params={"dialect": "vllm"}).text.splitlines()
     starts = [line.partition("{")[0] for line in spoken]
     assert [starts.count(f"vllm:{name}") for name in ("num_requests_waiting", "kv_cache_usage_perc")] == [2, 2]
-    assert starts.count("vllm:time_to_first_token_seconds_count") == 1  # the router's
-    assert starts.count("process_resident_memory_bytes") == 4
+    assert starts.count("vllm:time_to_first_token_seconds_count") == 2  # the routers'
+    assert starts.count("process_resident_memory_bytes") == 5
 
 
 def test_what_is_not_there_is_said_in_the_houses_words(app: Running) -> None:
@@ -145,7 +133,7 @@ def test_what_is_not_there_is_said_in_the_houses_words(app: Running) -> None:
 
 def test_the_key_is_asked_for_and_stands_in_no_log(app: Running) -> None:
     for headers, status in (({}, 401), ({"Accept": "text/html"}, 303), (SHOWN, 200)):
-        assert httpx.get(f"{app.url}/manta/api/state", headers=headers, timeout=30).status_code == status
+        assert HTTP.get(f"{app.url}/manta/api/state", headers=headers, timeout=30).status_code == status
     assert KEY not in json.dumps(app.info())
     logs = [file for file in Path(tempfile.gettempdir(), "ray", "session_latest", "logs").rglob("*") if file.is_file()]
     assert any("asks for the admin key" in file.read_text(errors="replace") for file in logs)
@@ -165,9 +153,9 @@ def test_the_openai_client_needs_one_of_the_files_keys_and_the_operator_the_admi
         openai.OpenAI(base_url=f"{app.url}/v1", api_key="unused", max_retries=0).models.list()
     for path in ("/get_server_info", "/metrics", "/flush_cache"):
         shown = [{}, {"x-api-key": API_KEY}, SHOWN]
-        statuses = [httpx.get(f"{app.url}{path}", headers=each, timeout=30).status_code for each in shown]
+        statuses = [HTTP.get(f"{app.url}{path}", headers=each, timeout=30).status_code for each in shown]
         assert statuses == [401, 401, 200], path
-    assert httpx.get(f"{app.url}/health", timeout=30).status_code == 200
+    assert HTTP.get(f"{app.url}/health", timeout=30).status_code == 200
 
 
 def test_a_viewer_gets_all_and_then_what_changed_and_is_counted_while_it_polls(app: Running) -> None:
@@ -205,37 +193,3 @@ def test_a_viewer_gets_all_and_then_what_changed_and_is_counted_while_it_polls(a
     assert (figures["errors"]["value"], figures["errors"]["level"]) == (0.0, "ok")
     assert num_viewers() >= 1
     app.until(lambda: num_viewers() == 0, 60)
-
-
-def discovered(app: Running) -> set[str]:
-    """The addresses that the observatory lists for Prometheus."""
-    return {entry["targets"][0] for entry in get(app, "/sd").json()}
-
-
-def test_a_replica_that_dies_leaves_state_and_discovery_and_another_one_comes(app: Running) -> None:
-    gone = next(each for each in app.states() if each["replica"]["replica_id"] == accepting(app)[0])["replica"]
-    targets = discovered(app)
-    os.kill(gone["pid"], signal.SIGKILL)
-    left_s = app.until(lambda: gone["replica_id"] not in accepting(app), 10)
-    app.until(lambda: len(targets - discovered(app)) == 1, 30)  # it may be silent before its connection ends
-    [left] = targets - discovered(app)
-    app.until(lambda: len(accepting(app)) == 2, 60)
-    joined = discovered(app) - targets
-    assert (len(joined), left in joined) == (1, False)
-    print(f"gone from state and discovery after {left_s:.1f} s")
-
-
-def test_the_observatorys_death_disturbs_no_request_and_it_comes_back(app: Running) -> None:
-    [pid] = [pid for pid, command in app.processes().items() if "Observatory" in command]
-    with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(ask, app, f"{SHARED} {number}", max_tokens=24) for number in range(8)]
-        os.kill(pid, signal.SIGKILL)
-        assert [answer.result() for answer in answers] == [200] * 8
-    killed_s = time.monotonic()
-
-    def back() -> bool:
-        answer = get(app, "/api/state")
-        return answer.status_code == 200 and len(answer.json()["replicas"]) == 2 and len(answer.json()["requests"]) >= 8
-
-    app.until(back, 30)
-    print(f"back {time.monotonic() - killed_s:.1f} s after the last answer")

@@ -2,57 +2,27 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.running import Running, serving
+from tests.serve.keyed.conftest import QUEUED, RUNNING, SHOWN, routers
+from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
-RUNNING, QUEUED = 2, 4  # requests of one replica
 BURST = 48
-
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(
-        tmp_path_factory.mktemp("two_routers"),
-        replicas={"count": 2, "cpus": 1, "health_period_s": 1},
-        cache={"max_total_tokens": 16_000},
-        scheduler={"max_running_requests": RUNNING, "max_queued_requests": QUEUED},
-        router={"policy": "estimated_ttft", "count": 2},
-    ) as running:
-        yield running
 
 
 def prompt(topic: str, question: str = "") -> str:
     return f"A long story about {topic}, told slowly. " * 20 + question
 
 
-def ask(
-    app: Running, text: str, *, name: str = "", max_tokens: int = 8, client: httpx.Client | None = None
-) -> httpx.Response:
+def ask(app: Running, text: str, *, name: str = "", max_tokens: int = 8) -> httpx.Response:
     body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    headers = {"X-Request-Id": name} if name else {}
-    post = httpx.post if client is None else client.post
-    return post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120)
-
-
-def routers(app: Running) -> dict[str, Any]:
-    """What each of the two routers says of itself, by id; which one a call meets is the proxy's choice."""
-    found: dict[str, Any] = {}
-
-    def both() -> bool:
-        router = app.info()["router"]
-        found[router["router_id"]] = router
-        return len(found) == 2
-
-    app.until(both, 20)
-    return found
+    headers = SHOWN | ({"X-Request-Id": name} if name else {})
+    return HTTP.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120)
 
 
 def explained(app: Running, text: str) -> dict[str, dict[str, int]]:
@@ -60,7 +30,7 @@ def explained(app: Running, text: str) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
 
     def both() -> bool:
-        dry = httpx.post(f"{app.url}/route/explain", json={"prompt": text}, timeout=30).json()
+        dry = HTTP.post(f"{app.url}/route/explain", json={"prompt": text}, headers=SHOWN, timeout=30).json()
         found[dry["router"]] = {each["replica"]: each["cached_tokens"] for each in dry["candidates"]}
         return len(found) == 2
 
@@ -73,7 +43,7 @@ def test_haproxy_is_what_clients_speak_to_and_it_speaks_to_the_routers_alone(app
     assert app.has_haproxy
 
     def five_answered() -> bool:  # it counts anew when Serve has it read new settings
-        assert httpx.get(f"{app.url}/v1/models", timeout=30).status_code == 200
+        assert HTTP.get(f"{app.url}/v1/models", headers=SHOWN, timeout=30).status_code == 200
         answers = app.haproxy_answers()
         [fallback] = [name for name in answers if name.startswith("SERVE_PROXY_ACTOR-")]
         assert answers[fallback] == 0
@@ -84,26 +54,26 @@ def test_haproxy_is_what_clients_speak_to_and_it_speaks_to_the_routers_alone(app
 
 def test_a_decision_is_told_whichever_router_made_it_and_whichever_is_asked(app: Running) -> None:
     names = [f"mine-{number}" for number in range(16)]
-    assert [ask(app, prompt(name), name=name, max_tokens=1).status_code for name in names] == [200] * 16
+    assert [ask(app, "Whose is it?", name=name, max_tokens=1).status_code for name in names] == [200] * 16
     deciders = set()
     for name in names:
-        told = [httpx.get(f"{app.url}/route/{name}", timeout=30) for _ in range(4)]
+        told = [HTTP.get(f"{app.url}/route/{name}", headers=SHOWN, timeout=30) for _ in range(4)]
         assert [each.status_code for each in told] == [200] * 4
         [decider] = {each.json()["router"] for each in told}
         assert told[0].json()["rid"] == name
         deciders.add(decider)
     assert deciders == routers(app).keys()
-    assert httpx.get(f"{app.url}/route/nobody", timeout=30).status_code == 404
+    assert HTTP.get(f"{app.url}/route/nobody", headers=SHOWN, timeout=30).status_code == 404
 
 
 def test_both_routers_know_the_same_pages_soon_after_a_load(app: Running) -> None:
     """Each hears every replica's events; what each expects of its own requests alone is settled within some reports."""
-    texts = [prompt(topic, f"Question {number}?") for number in range(6) for topic in TOPICS]
+    texts = [prompt(topic, f"Question {number}?") for number in range(3) for topic in TOPICS]
     apart = []
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(ask, app, text) for text in texts]
         while not all(answer.done() for answer in answers):
-            one, other = (router["cache_pages"] for router in routers(app).values())
+            one, other = (info["router"]["cache_pages"] for info in routers(app).values())
             apart.append(sum(abs(sum(one[replica]) - sum(other[replica])) for replica in one))
         assert {answer.result().status_code for answer in answers} == {200}
     ended_s = time.monotonic()
@@ -112,7 +82,7 @@ def test_both_routers_know_the_same_pages_soon_after_a_load(app: Running) -> Non
     def agree() -> bool:
         pools = {state["replica"]["replica_id"]: state["stats"]["pool"] for state in app.states()}
         held = {replica_id: [pool["evictable_pages"], 0] for replica_id, pool in pools.items()}
-        return all(router["cache_pages"] == held for router in routers(app).values())
+        return all(info["router"]["cache_pages"] == held for info in routers(app).values())
 
     app.until(agree, 60)
     settled_s = time.monotonic() - ended_s
@@ -129,9 +99,9 @@ def test_a_burst_beyond_the_queues_is_answered_whole_or_refused_with_a_time_to_c
     A request is refused once each replica has found as many open as may run and wait there (docs/routing.md); neither
     router needs to know of the other's for that. What was open then is served: so many at least, however they came.
     """
-    texts = [f"{number}: a tale never told before. " * 12 for number in range(BURST)]
-    with ThreadPoolExecutor(BURST) as pool, httpx.Client() as client:  # one: to make a client takes longer than to ask
-        answers = list(pool.map(lambda text: ask(app, text, client=client), texts))
+    texts = [f"{number}: a tale never told before. " * 6 for number in range(BURST)]
+    with ThreadPoolExecutor(BURST) as pool:
+        answers = list(pool.map(lambda text: ask(app, text), texts))
         served = [answer for answer in answers if answer.status_code == 200]
         refused = [answer for answer in answers if answer.status_code != 200]
         assert {answer.status_code for answer in refused} <= {429, 503}
@@ -147,7 +117,7 @@ def test_a_burst_beyond_the_queues_is_answered_whole_or_refused_with_a_time_to_c
         tries = list(pool.map(lambda text: until_served(app, text), again))
     print(f"of {BURST} at once {len(served)} were served, {len(refused)} refused; those came again {max(tries)} times")
     app.until(app.idle, 30)
-    assert sum(router["num_open"] for router in routers(app).values()) == 0
+    assert sum(info["router"]["num_open"] for info in routers(app).values()) == 0
 
 
 def until_served(app: Running, text: str) -> int:

@@ -1,0 +1,46 @@
+"""Two routers that ask for keys, over two replicas with short queues, and an observatory, for all tests of this folder.
+
+Some only ask, others kill.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Running, serving
+
+KEY = "what an operator shows and no log does"
+SHOWN = {"Authorization": f"Bearer {KEY}"}
+API_KEY = "what-clients-show-and-no-log-does"
+RUNNING, QUEUED = 2, 4  # requests of one replica
+
+
+@pytest.fixture(scope="package")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("keyed")
+    (folder / "keys").write_text(f"{API_KEY}\n")
+    with serving(
+        folder,
+        admin_key=KEY,
+        observatory={"admin_key": KEY},  # the routers ask for the same one
+        replicas={"count": 2, "cpus": 0.5, "health_period_s": 0.5},
+        cache={"max_total_tokens": 8_000},
+        scheduler={"max_running_requests": RUNNING, "max_queued_requests": QUEUED},
+        router={"policy": "estimated_ttft", "count": 2, "api_key_file": str(folder / "keys")},
+    ) as running:
+        yield running
+
+
+def routers(app: Running) -> dict[str, dict[str, Any]]:
+    """What the server says of itself through each of the two routers, by id; which one is asked is the proxy's
+    choice."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def both() -> bool:
+        info = app.info()
+        found[info["router"]["router_id"]] = info
+        return len(found) == 2
+
+    app.until(both, 20)
+    return found
