@@ -75,6 +75,10 @@ class Host:
         for port in self._ports[here]:
             port.disconnect(there)
 
+    def fence(self, here: str, there: str, host: str) -> None:
+        for port in self._ports[here]:
+            port.fence(there, host)
+
     def expect(self, here: str, order: ExpectOrder) -> None:
         for port in self._ports[here]:
             port.expect(order)

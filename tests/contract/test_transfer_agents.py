@@ -284,6 +284,34 @@ def test_a_stopped_peer_that_wakes_up_gets_what_was_posted(sides: Sides) -> None
     close(p, d)
 
 
+def test_over_tcp_nothing_lands_that_is_written_behind_a_fence_until_both_connect_anew() -> None:
+    """Over CMA the writer itself copies, on the same machine, which is not dead then."""
+    workers = [Worker("tcp"), Worker("tcp")]
+    try:
+        p, d = start(workers[0], seed=1), start(workers[1], seed=2)
+        connect(p, d)
+        src, dst, later = spread(4, 1), *np.split(spread(8, 2), 2)
+        d.expect(p, dst)
+        p.send(d, src, dst)
+        assert has_come(4)(events_until([p.side, d.side], has_come(4), LIMIT_S))
+        before = d.call("pages")
+        d.call("fence", p.ranks.incarnation, "127.0.0.1")
+        d.expect(p, later, room=2)
+        p.send(d, src, later, order_id=2, room=2)
+        events = events_until([p.side, d.side], lambda found: bool(failed(found, drained=True)), LIMIT_S)
+        assert failed(events, drained=True)
+        assert np.array_equal(d.call("pages"), before)
+        for here, there in ((p, d), (d, p)):
+            here.call("disconnect", there.ranks.incarnation)
+        connect(p, d)
+        d.expect(p, later, room=3)
+        p.send(d, src, later, order_id=3, room=3)
+        assert has_come(4)(events_until([p.side, d.side], has_come(4), LIMIT_S))
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
 def test_a_released_transfer_cannot_be_used(sides: Sides) -> None:
     """NIXL itself ends the process with SIGSEGV then."""
     side = sides.take()
