@@ -87,7 +87,7 @@ def test_a_fence_cuts_every_connection_to_a_machine_and_no_other_one() -> None:
         pairs = []
         for host in ("127.0.0.1", "127.0.0.2", "127.0.0.2"):
             server = held.enter_context(socket.create_server((host, 0)))
-            ours = held.enter_context(socket.create_connection(server.getsockname()))
+            ours = held.enter_context(socket.create_connection(server.getsockname(), timeout=10))
             theirs, _ = server.accept()
             pairs.append((ours, held.enter_context(theirs)))
         (other, far), (cut, dead), (_, _) = pairs
