@@ -242,11 +242,11 @@ def finish_all(engine: Engine) -> list[TokenDelta]:
     raise AssertionError(f"still busy: {engine.open_rids}")
 
 
-def embedded_engine(overlap: Literal["on", "off"] = "off", *, tp: int = 1) -> Engine:
-    """Load the embedded model into a pool of 256 pages; prompts are computed in chunks of 64 tokens."""
+def embedded_engine(overlap: Literal["on", "off"] = "off", *, tp: int = 1, model: str = MODEL) -> Engine:
+    """Load the embedded model, or ``model``, into a pool of 256 pages; prompts are computed in chunks of 64 tokens."""
     return load_engine(
         EngineSettings(
-            model=MODEL,
+            model=model,
             cache=CacheConfig(page_size=16, max_total_tokens=4096),
             scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
             parallel=ParallelConfig(tp=tp),

@@ -2,7 +2,7 @@
 section 3). Here by memcpy within one process; test_hand_off_nixl.py compares processes.
 
 {miss, D holds part, D holds all, P holds part, on the device or the host} x {one chunk, many} x {page 1, 16} x {greedy,
-models: every two of these values meet (tests/pairwise.py), with prompts of four lengths; and SmolLM2.
+models: every two of these values meet (tests/pairwise.py), with prompts of four lengths; and SmolLM2's first blocks.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import pytest
 from replicas.config import KvDType
 from replicas.engine.engine import Engine
 from replicas.types import Constraint, FinishReason, GenerateRequest, SamplingParams
-from tests.embedded import MODEL
+from tests.embedded import short_model
 from tests.harness import to_host
 from tests.local_agents import LocalFabric
 from tests.numerics.handing_over import (
@@ -170,7 +170,7 @@ def test_a_constrained_answer_of_two_replicas_is_that_of_one(
     trios: Callable[..., Trio], sampling: SamplingParams, cached: str
 ) -> None:
     """Each side compiles the grammar: the prefill side's first token is held to it, and the decode side goes on."""
-    of = trios(MODEL, 16, 32)
+    of = trios(short_model(), 16, 32)
     prompt = of.unified.tokenizer.encode("The keeper of the lighthouse wrote down one word of three letters each day, ")
     for text in ("[a-z]{3} [a-z]{3}", "Monday: (rain|sun)"):  # the second begins with a forced run
         constraint = Constraint(kind="regex", text=text)
@@ -180,10 +180,11 @@ def test_a_constrained_answer_of_two_replicas_is_that_of_one(
         assert re.fullmatch(text, "".join(delta.text for delta in made))
 
 
+@pytest.mark.slow
 @cases(page_and_chunk={"page1-whole": (1, 512), "page16-chunked": (16, 32)}, sampling=SAMPLINGS, cached=CACHED)
-def test_two_smollm2_replicas_answer_as_one(
+def test_two_replicas_of_a_real_vocabulary_answer_as_one(
     trios: Callable[..., Trio], page_and_chunk: tuple[int, int], sampling: SamplingParams, cached: str
 ) -> None:
-    of = trios(MODEL, *page_and_chunk)
+    of = trios(short_model(), *page_and_chunk)
     text = "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
     check_pair(of, of.unified.tokenizer.encode(text * 2)[:48], cached, sampling)

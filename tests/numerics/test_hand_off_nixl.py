@@ -16,7 +16,7 @@ from benchmarks import engine_process
 from benchmarks.engine_process import EngineProcess, ProcessSettings
 from replicas.engine.engine import Engine
 from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from tests.embedded import MODEL
+from tests.embedded import short_model
 from tests.numerics.handing_over import (
     CACHED,
     GREEDY,
@@ -70,13 +70,13 @@ def cell(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[P
 
 @pytest.fixture(scope="module")
 def smol_processes() -> Iterator[Processes]:
-    yield from start_processes(MODEL, "cma", prefill_tp=1, decode_tp=1)
+    yield from start_processes(short_model(), "cma", prefill_tp=1, decode_tp=1)
 
 
 @pytest.fixture(scope="module")
 def smol_ranks() -> Iterator[Processes]:
     """Three ranks hand over to one."""
-    yield from start_processes(MODEL, "cma", prefill_tp=3, decode_tp=1)
+    yield from start_processes(short_model(), "cma", prefill_tp=3, decode_tp=1)
 
 
 def start_processes(

@@ -11,7 +11,7 @@ from replicas.launch import EngineSettings, load_engine
 from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model
-NUM_TOKENS = 600  # python -m benchmarks kernels kv_dtypes measures 2,000
+NUM_TOKENS = 400  # python -m benchmarks kernels kv_dtypes measures 2,000
 
 
 def engine(kv_dtype: KvDType, *, attention: str = "auto") -> Engine:
@@ -27,7 +27,15 @@ def exact() -> Iterator[float]:
     made.close()
 
 
-@pytest.mark.parametrize(("kv_dtype", "percent"), [("bfloat16", 0.2), ("int8", 1.0), ("fp8", 3.0), ("fp8_e5m2", 6.0)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "percent"),
+    [
+        ("int8", 1.0),
+        pytest.param("bfloat16", 0.2, marks=pytest.mark.slow),
+        pytest.param("fp8", 3.0, marks=pytest.mark.slow),
+        pytest.param("fp8_e5m2", 6.0, marks=pytest.mark.slow),
+    ],
+)
 def test_perplexity_stays_within(exact: float, kv_dtype: KvDType, percent: float) -> None:
     made = engine(kv_dtype)
     assert perplexity(made, text_ids(made, NUM_TOKENS)) == pytest.approx(exact, rel=percent / 100)

@@ -11,7 +11,7 @@ from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
-from tests.embedded import MODEL
+from tests.embedded import MODEL, short_model
 
 pytestmark = pytest.mark.model
 
@@ -35,7 +35,7 @@ WRITERS = {
 def engine() -> Iterator[Engine]:
     engine = load_engine(
         EngineSettings(
-            model=MODEL,
+            model=short_model(),
             cache=CacheConfig(max_total_tokens=4096),
             scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8),
             num_threads=1,

@@ -13,6 +13,7 @@ import pytest
 from replicas.engine.engine import Engine
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests import harness
+from tests.embedded import short_model
 from tests.harness import embedded_engine
 
 pytestmark = pytest.mark.model
@@ -69,12 +70,12 @@ def _whole(deltas: list[TokenDelta]) -> Answer:
 
 @pytest.fixture(scope="module")
 def plain() -> Engine:
-    return embedded_engine("off")
+    return embedded_engine("off", model=short_model())
 
 
 @pytest.fixture(scope="module")
 def overlapping() -> Engine:
-    return embedded_engine("on")
+    return embedded_engine("on", model=short_model())
 
 
 def test_answers_are_equal_with_overlap_on_and_off(plain: Engine, overlapping: Engine) -> None:
@@ -113,7 +114,7 @@ def test_a_retracted_request_goes_on_with_the_same_tokens(plain: Engine, overlap
 
 @pytest.mark.slow
 def test_three_ranks_make_the_same_ids_ahead(plain: Engine) -> None:
-    ranks = embedded_engine("on", tp=3)
+    ranks = embedded_engine("on", tp=3, model=short_model())
     try:
         made, wanted = answer(ranks, requests()), answer(plain, requests())
         assert {key: found[:2] for key, found in made.items()} == {key: found[:2] for key, found in wanted.items()}

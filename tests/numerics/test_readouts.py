@@ -14,7 +14,7 @@ from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenDelta, TokenIds
-from tests.embedded import MODEL
+from tests.embedded import MODEL, short_model
 from tests.harness import finish_all
 from tests.numerics import tiny
 
@@ -37,14 +37,14 @@ def engine_of(path: str, *, chunk: int = 32, tp: int = 1, context_len: int = 512
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = engine_of(MODEL)
+    engine = engine_of(short_model())
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def oracle() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(short_model(), dtype=torch.float32).eval()
 
 
 def request_of(rid: str, ids: TokenIds, **readout: object) -> GenerateRequest:

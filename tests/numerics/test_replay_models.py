@@ -19,10 +19,11 @@ from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
+from replicas.replay.__main__ import main as command_line
 from replicas.replay.replay import extract, restore
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
-from tests.embedded import MODEL
+from tests.embedded import MODEL, short_model
 from tests.numerics import tiny
 
 pytestmark = pytest.mark.model
@@ -38,7 +39,7 @@ SAMPLINGS: dict[str, SamplingParams] = {
         temperature=1.1, seed=2**62 + 1, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=-0.4
     ),
     "bias": SamplingParams(temperature=0.7, min_p=0.02, seed=3, logit_bias=((28, 4.0), (30, -2.5)), min_new_tokens=20),
-    "stop": SamplingParams(temperature=0.0, stop=("never to be said", "\n\n\n\n")),
+    "stop": SamplingParams(temperature=1.0, seed=5, stop=("never to be said", "\n\n\n\n")),
     "masks": SamplingParams(
         temperature=0.8, seed=2**64 - 1, ignore_eos=True, allowed_token_ids=tuple(range(17, 90)),
         bad_words=((28,), (30, 31)),
@@ -144,13 +145,13 @@ def assert_same(found: Answers, taken: Taken) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Taken:
-    """Pages of 16. The stop string is one that the greedy answer completes in the middle of the rest."""
-    engine = make_engine(MODEL, page_size=16)
+    """Pages of 16. The stop string is one that its answer completes in the middle of the rest."""
+    engine = make_engine(short_model(), page_size=16)
     prompt = Tokenizer(MODEL).encode(TEXT)
     probe = take(engine, tmp_path_factory.mktemp("probe"), prompt, after=1)
     text = probe.before["stop"][1] + probe.rest["stop"][1]
     at = len(text) * 2 // 3
-    SAMPLINGS["stop"] = SamplingParams(temperature=0.0, stop=("never to be said", text[at : at + 6]))
+    SAMPLINGS["stop"] = replace(SAMPLINGS["stop"], stop=("never to be said", text[at : at + 6]))
     assert engine.flush_cache()
     taken = take(engine, tmp_path_factory.mktemp("taken"), prompt, after=7)
     assert taken.rest["stop"][2] == "stop"
@@ -159,7 +160,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Taken:
 
 
 def test_a_fresh_process_goes_on_with_pages_of_another_size(smollm2: Taken) -> None:
-    found, num_prefilled = in_fresh_process(MODEL, smollm2.folder, page_size=5)
+    found, num_prefilled = in_fresh_process(short_model(), smollm2.folder, page_size=5)
     assert_same(found, smollm2)
     assert num_prefilled == 0
 
@@ -222,9 +223,16 @@ def test_every_family_and_kv_dtype_goes_on_bit_for_bit(
     assert answers(restore(again, middle) + finish(again)) == answers(finish(here))
 
 
-def test_the_command_line_takes_a_snapshot_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_the_command_line_takes_a_snapshot_and_goes_on_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replay(*arguments: str) -> dict[str, Any]:
+        assert command_line(arguments) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
     path = str(tmp_path / "snapshot")
-    engine = ["--model", MODEL, "--threads", "1", "--context-len", "256"]
+    engine = ["--model", short_model(), "--threads", "1", "--context-len", "256"]
     taken = replay("take", path, *engine, "--text", TEXT, "--after", "6", "--max-new-tokens", "12")
     shown = replay("show", path)
     assert shown["output_ids"] == taken["token_ids"][:6]
@@ -233,14 +241,6 @@ def test_the_command_line_takes_a_snapshot_and_goes_on_with_it(tmp_path: Path) -
     assert (run["continued_after"], run["token_ids"]) == (6, taken["token_ids"][6:])
     assert taken["text"].endswith(run["text"])
     assert run["finish_reason"] == taken["finish_reason"]
-
-
-def replay(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "replicas.replay", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
 
 
 def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:

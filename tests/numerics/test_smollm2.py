@@ -73,7 +73,9 @@ def test_transformers_says_the_golden_text(
     assert tokenizer.decode(wanted[0][1][:24]) == GOLDEN
 
 
-@pytest.mark.parametrize(("attention", "chunk"), [("torch_native", 7), ("cpu", 100), ("cpu", 7)])
+@pytest.mark.parametrize(
+    ("attention", "chunk"), [("torch_native", 7), ("cpu", 7), pytest.param("cpu", 100, marks=pytest.mark.slow)]
+)
 def test_logits_and_64_greedy_tokens_are_those_of_transformers(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -89,7 +91,7 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(
     assert second.greedy(prompts, 64, chunk=chunk) == [ids for _, ids in wanted]
 
 
-@pytest.mark.parametrize("attention", ["torch_native", "cpu"])
+@pytest.mark.parametrize("attention", [pytest.param("torch_native", marks=pytest.mark.slow), "cpu"])
 def test_int4_says_the_same_to_the_last_bit(
     folder: Path, tokenizer: PreTrainedTokenizerBase, wanted: list[tuple[Tensor, list[int]]], attention: str
 ) -> None:

@@ -4,26 +4,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 
+Saved = tuple[Path, list[tuple[torch.Tensor, list[int]]]]
+
 
 @pytest.fixture(scope="module", params=sorted(tiny.CONFIGS))
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A model's folder, and what Transformers makes of each prompt."""
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, tiny.save(request.param, folder)
+    model = tiny.save(request.param, folder)
+    return folder, [tiny.reference(model, prompt, 64) for prompt in tiny.PROMPTS]
 
 
 @pytest.mark.parametrize("attention", ["torch_native", "cpu"])
-def test_logits_and_64_greedy_tokens_are_those_of_transformers(
-    saved: tuple[Path, PreTrainedModel], attention: str
-) -> None:
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(saved: Saved, attention: str) -> None:
     """Three prompts packed into each step, prefilled whole or 5 tokens at a time, decoded together (SPEC F15)."""
-    folder, model = saved
-    wanted = [tiny.reference(model, prompt, 64) for prompt in tiny.PROMPTS]
+    folder, wanted = saved
     for chunk in (100, 5):
         first, second = (open_model(folder, attention=attention) for _ in range(2))
         for ours, (logits, _) in zip(first.prefill(tiny.PROMPTS, chunk=chunk), wanted, strict=True):

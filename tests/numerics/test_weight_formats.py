@@ -16,11 +16,14 @@ from replicas.kernels.weight_formats import WeightFormat, table_format
 from replicas.layers.linear import Matmul
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
+from tests.pairwise import cases
 from tests.rounding import num_groups, round_activations
 
 ODD: dict[str, Any] = {}  # 72 inputs are no multiple of 16: the weight is widened on every CPU
 SERVED = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}  # all by kernels, as programs; 128 inputs of o
-each_shape = pytest.mark.parametrize("shape", [ODD, SERVED], ids=["odd", "served"])
+SHAPES = {"odd": ODD, "served": SERVED}
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+NUM_NEW = 12
 
 
 def save_rounded(model: PreTrainedModel, folder: Path, format_: WeightFormat) -> PreTrainedModel:
@@ -72,23 +75,26 @@ def test_int8_is_the_fp32_model_of_the_rounded_numbers(
     assert max(errors) < 0.03  # one of them led to an activation that was rounded the other way: most of a step
 
 
-@pytest.mark.parametrize(
-    ("changes", "format_"),
-    [({"quantization": "int4"}, "q4_1"), ({"dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16")],
-    ids=["int4", "bfloat16", "float16"],
+@cases(
+    kind=sorted(tiny.CONFIGS),
+    rounding={
+        "int4": ({"quantization": "int4"}, "q4_1"),
+        "bfloat16": ({"dtype": "bfloat16"}, "bfloat16"),
+        "float16": ({"dtype": "float16"}, "float16"),
+    },
+    shape=SHAPES,
 )
-@each_shape
-@pytest.mark.parametrize("kind", sorted(tiny.CONFIGS))
 def test_where_weights_alone_are_rounded_transformers_says_the_same_of_them_in_fp32(
-    kind: str, shape: dict[str, Any], changes: dict[str, Any], format_: WeightFormat, tmp_path: Path
+    kind: str, rounding: tuple[dict[str, Any], WeightFormat], shape: dict[str, Any], tmp_path: Path
 ) -> None:
     """Against our own fp32 too, over the same weights: there not even a bit differs."""
+    changes, format_ = rounding
     rounded = save_rounded(tiny.save(kind, tmp_path / "exact", **shape), tmp_path / "rounded", format_)
-    wanted = [tiny.reference(rounded, prompt, 24) for prompt in tiny.PROMPTS]
+    wanted = [tiny.reference(rounded, prompt, NUM_NEW) for prompt in tiny.PROMPTS]
     for attention in ("torch_native", "cpu"):
         ours, again = (open_model(tmp_path / "exact", attention=attention, **changes) for _ in range(2))
         floats = open_model(tmp_path / "rounded", attention=attention).prefill(tiny.PROMPTS, chunk=7)
         for mine, same, (its, _) in zip(ours.prefill(tiny.PROMPTS, chunk=7), floats, wanted, strict=True):
             assert_close_in_range(mine, its, 1e-4)
             assert torch.equal(mine, same)
-        assert again.greedy(tiny.PROMPTS, 24) == [ids for _, ids in wanted]
+        assert again.greedy(tiny.PROMPTS, NUM_NEW) == [ids for _, ids in wanted]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deployments.output.parts import ArgumentsPart, CallPart, TextPart
 from deployments.output.reasoning import THINK, ReasoningReader
 from deployments.output.text_machine import TextMachine
+from tests.pairwise import ALL
 from tests.unit.output.outputs import FORMATS, SCHEMAS, Short, read
 
 # what outputs are made of: tags whole and in part, JSON, and what resembles both
@@ -53,13 +54,13 @@ JSON = st.recursive(
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(pieces=splits(TEXTS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if ALL else 100, deadline=None)
 def test_any_split_of_any_text_gives_the_parts_of_the_whole(name: str, pieces: list[str]) -> None:
     assert read(FORMATS[name].reader(SCHEMAS), pieces) == read(FORMATS[name].reader(SCHEMAS), ["".join(pieces)])
 
 
 @given(pieces=splits(TEXTS), is_open=st.booleans(), is_separate=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if ALL else 100, deadline=None)
 def test_any_split_of_any_text_gives_the_reasoning_of_the_whole(
     pieces: list[str], is_open: bool, is_separate: bool
 ) -> None:
@@ -79,7 +80,7 @@ def test_calls_are_read_as_they_were_written_to_the_byte(name: str, data: st.Dat
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=TEXTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if ALL else 100, deadline=None)
 def test_a_text_without_calls_is_given_as_it_is(name: str, text: str) -> None:
     parts = read(FORMATS[name].reader(SCHEMAS), [text])
     if all(isinstance(part, str) for part in parts):

@@ -21,10 +21,11 @@ from transformers import AutoTokenizer
 
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
+from tests.pairwise import ALL
 
 SMOL = str(Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct")
 FAMILIES = [pytest.param("smollm2", marks=pytest.mark.model), "qwen", "llama3", "phi", "sentencepiece"]
-NUM_CHATS = 1000
+NUM_CHATS = 1000 if ALL else 250
 PIECES = [
     "the theme", " of the thesis", "naïve café", "你好, 世界", "🙂👩‍👩‍👧", "\n", "  ", "\t", "\r\n", "12345", "3.14",
     "e\u0301", "I'll", "> quoted", "a < b", "<b>bold</b>", "|x|", "ending", "users", "<|", "|>", "<", ">",

@@ -60,6 +60,7 @@ def test_the_parts_of_a_step_make_up_the_whole(rows: dict[tuple[str, str], Row])
         assert sum(parts) + outside == pytest.approx(100)
 
 
+@pytest.mark.slow
 def test_every_format_of_weights_stands_beside_float32(tmp_path: Path) -> None:
     byte_level_folder(tmp_path)
     tiny.save("llama", tmp_path, vocab_size=512)

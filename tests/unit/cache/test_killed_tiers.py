@@ -8,6 +8,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from tests.harness import to_host
 from tests.tiered_bench import TieredBench
 
@@ -86,6 +88,7 @@ def die_at(root: Path, line: int) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_killed_at_50_points_of_writes_and_loads_the_next_process_answers_from_what_is_left(tmp_path: Path) -> None:
     """Points evenly over all lines that stores and tiers run in a life; 0.1 s each."""
     num_lines = count_lines(tmp_path / "whole")

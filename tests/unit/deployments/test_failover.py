@@ -28,13 +28,14 @@ from routing.types import Role
 from tests.embedded import MODEL
 from tests.joined_stream import equal, joined, named_events
 from tests.numerics import tiny
+from tests.pairwise import ALL
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import client_of
 from tests.unit.deployments.two_engines import Engines, two_engines
 from tests.waiting import until_async
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
-DEATHS = 20  # of each way, at least
+DEATHS = 20 if ALL else 6  # of each way, at least
 FOREVER = 1 << 30
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VOCAB = 49_152  # the embedded model's

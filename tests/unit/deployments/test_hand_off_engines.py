@@ -180,10 +180,10 @@ async def test_prefill_lost_during_the_transfer_costs_only_time(apart: Apart) ->
 
 async def test_decode_lost_while_streaming_goes_on_elsewhere_in_a_new_room(apart: Apart) -> None:
     """The second decode replica is the same engine by another name."""
-    request = apart.request(100, start=13_000, max_new_tokens=40)
+    request = apart.request(100, start=13_000, max_new_tokens=120)
     expected = await apart.alone(request)
     seen: list[int] = []
-    async with asyncio.timeout(60), contextlib.aclosing(apart.house.dispatcher.stream(request)) as deltas:
+    async with asyncio.timeout(120), contextlib.aclosing(apart.house.dispatcher.stream(request)) as deltas:
         async for delta in deltas:
             if not seen:
                 await apart.add(apart.engines.decode, "d1", Role.DECODE)

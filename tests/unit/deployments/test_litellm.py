@@ -17,6 +17,7 @@ from tests.programs import REQUIRED
 PYTHON = Path(__file__).parents[3] / ".tools/clients/bin/python"
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not PYTHON.exists() and REQUIRED not in os.environ, reason="LiteLLM is not installed: run `make tools-test`"
     ),

@@ -12,7 +12,7 @@ from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.loop import EngineLoop
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from tests.embedded import MODEL
+from tests.embedded import short_model
 from tests.unit.deployments.in_process import House
 from tests.waiting import until_async
 
@@ -26,7 +26,9 @@ def loops() -> Iterator[list[EngineLoop]]:
     found = [
         EngineLoop(
             load_engine(
-                EngineSettings(model=MODEL, cache=CACHE, scheduler=scheduler, num_threads=1, record_events=True)
+                EngineSettings(
+                    model=short_model(), cache=CACHE, scheduler=scheduler, num_threads=1, record_events=True
+                )
             )
         )
         for _ in range(2)
@@ -112,7 +114,7 @@ async def test_a_request_that_outlives_the_drain_time_goes_on_elsewhere_without_
         assert await first.loop.run_on_engine(lambda engine: engine.flush_cache())
         await house.ready(second)
     assert len(tokens(whole)) == 192
-    async with House(policy="estimated_ttft", report_period_s=0.1, drain_s=3.0) as house:
+    async with House(policy="estimated_ttft", report_period_s=0.1, drain_s=0.1) as house:
         await house.ready(first)
         got: list[TokenDelta] = []
         stream = house.dispatcher.stream(request("c1.0-me", 600, new=192))

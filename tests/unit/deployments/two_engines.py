@@ -10,7 +10,7 @@ from kvtransfer.types import TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.loop import EngineLoop
 from replicas.launch import EngineSettings, load_engine
-from tests.embedded import MODEL
+from tests.embedded import short_model
 from tests.local_agents import LocalAgent, LocalFabric
 
 SETTINGS = TransferSettings(host="127.0.0.1", token=b"a token of this test", heartbeat_s=5.0, call_timeout_s=10.0)
@@ -50,13 +50,14 @@ class Engines:
 
 
 @contextlib.contextmanager
-def two_engines(model: str = MODEL) -> Iterator[Engines]:
+def two_engines(model: str | None = None) -> Iterator[Engines]:
+    """``model``: its folder; `short_model` where none is given."""
     fabric = LocalFabric()
 
     def started(name: str) -> EngineLoop:
         engine = load_engine(
             EngineSettings(
-                model=model,
+                model=model or short_model(),
                 cache=CacheConfig(max_total_tokens=4_000),
                 scheduler=SchedulerConfig(chunked_prefill_size=64),
                 products="own",
