@@ -140,24 +140,23 @@ class FleetState:
             self.forget(replica_id)
         new = [view for replica_id, view in now.items() if replica_id not in self.load.ids]
         for replica_id in self.load.ids:
-            view, column = now[replica_id], self.load.column(replica_id)
-            self.load.report(view)
-            if self._index.sizes(column) != self._sizes(view):
-                self._index.leave(column)
-                self._index_anew(view)
-            elif self._index.store(column) != view.store:
-                self._index.use_store(column, view.store)
+            self._hear(now[replica_id])
         if new:
-            self.load.join(new)
-            for view in new:
-                self._index_anew(view)
-        self.apart = any(view.role is not Role.UNIFIED for view in now.values())
+            self._join(new)
+
+    def report(self, view: ReplicaView) -> None:
+        """Take the ``view`` of one replica, known or new."""
+        if view.replica_id in self.load.ids:
+            self._hear(view)
+        else:
+            self._join([view])
 
     def forget(self, replica_id: str) -> None:
         """Remove the replica, if it is known."""
         if self._feeds.pop(replica_id, None) is not None:
             self._index.leave(self.load.column(replica_id))
             self.load.forget(replica_id)
+            self._look_at_roles()
 
     def feed(self, replica_id: str) -> Feed | None:
         """Return what takes a replica's events; None if the replica is not known."""
@@ -199,6 +198,24 @@ class FleetState:
         self.load.check()
         self._index.check()
         assert self._feeds.keys() == self.load.ids
+
+    def _hear(self, view: ReplicaView) -> None:
+        column = self.load.column(view.replica_id)
+        self.load.report(view)
+        if self._index.sizes(column) != self._sizes(view):
+            self._index.leave(column)
+            self._index_anew(view)
+        elif self._index.store(column) != view.store:
+            self._index.use_store(column, view.store)
+
+    def _join(self, views: list[ReplicaView]) -> None:
+        self.load.join(views)
+        for view in views:
+            self._index_anew(view)
+        self._look_at_roles()
+
+    def _look_at_roles(self) -> None:
+        self.apart = any(view.role is not Role.UNIFIED for view in self.load.views)
 
     def _index_anew(self, view: ReplicaView) -> None:
         column = self.load.column(view.replica_id)

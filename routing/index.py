@@ -148,7 +148,10 @@ class PrefixIndex:
         state = self._replicas[replica]
         mine = state.expected
         for entry, run, part in self._owners.stretches(mine, list(dict.fromkeys(pages))):  # a key goes but once
-            if run is not None or bits_of(entry) & mine.bit:
+            if entry == mine.bit:
+                self._owners.forget(part)
+                state.num_confirmed -= len(part)
+            elif run is not None or bits_of(entry) & mine.bit:
                 num_dropped = self._owners.drop(mine, run, part)
                 if run is None:
                     state.num_confirmed -= num_dropped

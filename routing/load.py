@@ -287,17 +287,19 @@ class Load:
             if told != last or column[RATE + at] == 0.0:
                 column[RATE_AT_S + at] = view.time_s
             column[RATE + at] = smooth(column[RATE + at], told, since_s)
-        column[REPORT_S] = column[QUEUE_S] = view.time_s
-        column[REQUESTS] = view.num_running + view.num_waiting + view.num_receiving
-        column[RECEIVING] = view.num_receiving
-        column[WAITING] = view.num_waiting
-        column[TOKENS] = column[QUEUE] = view.queued_uncached_tokens
-        column[UTILIZATION] = view.pool_utilization
-        column[POOL_TOKENS] = view.pool_pages * view.page_size
-        column[MAX_REQUESTS] = view.max_running_requests or float("inf")
-        column[RATE_TOKENS] = view.rate_step_tokens
+        requests = view.num_running + view.num_waiting + view.num_receiving
+        tokens = view.queued_uncached_tokens
+        # a slice at a time, in the order of the fields: a field at a time takes twice as long
+        column[SINCE:RATE] = (
+            0, 0, 0, requests, view.num_receiving, view.num_waiting, tokens, tokens, view.time_s, view.time_s,
+        )  # fmt: skip
+        column[UTILIZATION:RATE_AT_S] = (
+            view.pool_utilization,
+            view.pool_pages * view.page_size,
+            view.max_running_requests or float("inf"),
+            view.rate_step_tokens,
+        )
         column[HOST_S:NUM_FIELDS] = _loading(view)
-        column[ENDED] = column[SINCE] = column[TOKENS_SINCE] = 0
         for request in replica.since(view.time_s):
             self._enqueue(replica, request)
 

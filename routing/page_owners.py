@@ -11,6 +11,7 @@ Neighbours in a prompt mostly have the same entry. So work is done by stretches 
 neighbours share the int that is their entry: with 1,000 replicas it takes 160 bytes.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import groupby, islice
 
@@ -218,6 +219,10 @@ class PageOwners:
         if run is not None:
             mine.lose(run, len(gone))
         return len(gone)
+
+    def forget(self, part: Pages) -> None:
+        """Remove ``part``, different pages that no replica but one has confirmed, and none expects: most that leave."""
+        deque(map(self._entries.__delitem__, part), maxlen=0)
 
     def clean(self, num_written: int) -> None:
         """Continue the sweep that takes retired bits out of the pages; begin one if bits are retired."""

@@ -57,6 +57,7 @@ class PairChoice:
     prefill: int | None  # position among the prefill candidates; None: the decode replica does all
     reason: Reason  # why this decode replica
     predicted_ttft_s: float
+    shortest_wait_s: float  # at the best of all that may be taken, whatever the prompt itself takes
     pair: Pair
 
 
@@ -98,7 +99,6 @@ def choose_pair(
         why=query.one_replica,
         best_prefill_id=best_id,
         prefill_s=prefill_s,
-        shortest_wait_s=float(np.min(wait_s[ways])),
         link_bytes_per_s=link_bytes_per_s,
         link_measured=link_measured,
         decode_ids=[view.replica_id for view in decodes.views],
@@ -106,7 +106,12 @@ def choose_pair(
         chosen=costs.at(index),
     )
     return PairChoice(
-        decode=index, prefill=best if handed_over else None, reason=reason, predicted_ttft_s=predicted_s, pair=pair
+        decode=index,
+        prefill=best if handed_over else None,
+        reason=reason,
+        predicted_ttft_s=predicted_s,
+        shortest_wait_s=float(np.min(wait_s[ways])),
+        pair=pair,
     )
 
 
@@ -278,6 +283,7 @@ def pair_decision(
         store_tokens=int(computes.terms.store_tokens[at]),
         load_s=float(computes.terms.load_s[at]),
         predicted_ttft_s=choice.predicted_ttft_s,
+        shortest_wait_s=choice.shortest_wait_s,
         best_overlap=max((_best_overlap(side) for side in sides), key=lambda best: best[1]),
         keys=keys,
         time_s=now_s,

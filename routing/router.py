@@ -6,7 +6,7 @@ Invariant: a decision names a replica of the last ``update`` that is healthy, ac
            open requests return to zero once each decision is done or its replica has left.
 Thread:    one event loop; no call blocks.
 
-    update(views), apply(events) ──> choose(query) ──> the caller sends ──> done(decision, outcome)
+    report(view), apply(events) ──> choose(query) ──> the caller sends ──> done(decision, outcome)
 
     keys of the prompt's pages ─> overlap with every replica ─┐
     reports, sent since, age ───> load of every replica ─────┴─> seconds to the first token (policies) ─ policy
@@ -77,8 +77,12 @@ class Router:
         """Take ``views`` as the replicas that exist now. Any other is forgotten at once, its open requests with it."""
         self._fleet.update(views)
 
+    def report(self, view: ReplicaView) -> None:
+        """Take the ``view`` of one replica, known or new; the others stay as they are."""
+        self._fleet.report(view)
+
     def forget(self, replica_id: str) -> None:
-        """Remove a replica at once (a call to it just failed) instead of with the next ``update``."""
+        """Remove a replica at once; its open requests with it."""
         self._fleet.forget(replica_id)
 
     def apply(self, replica_id: str, events: Iterable[IndexEvent]) -> bool:
@@ -207,6 +211,7 @@ class Router:
             store_tokens=int(terms.store_tokens[choice.index]),
             load_s=float(terms.load_s[choice.index]),
             predicted_ttft_s=float(terms.ttft_s[choice.index]),
+            shortest_wait_s=float(terms.wait_s.min()),
             best_overlap=(views[best].replica_id, int(overlap_tokens[best])),
             keys=keys,
             time_s=now_s,

@@ -301,7 +301,6 @@ class Pair:
     why: str = ""  # with ONE_REPLICA: what in the request
     best_prefill_id: str | None = None  # where the prompt would be computed soonest, taken or not
     prefill_s: float | None = None  # and how long until that is done
-    shortest_wait_s: float  # at the best of all that may be taken, whatever the prompt itself takes
     link_bytes_per_s: float  # as estimated
     link_measured: bool  # else assumed
     decode_ids: Sequence[str]  # [D]
@@ -335,6 +334,7 @@ class Decision:
     store_tokens: int = 0  # of those, in its store
     load_s: float = 0.0  # predicted for loading both
     predicted_ttft_s: float
+    shortest_wait_s: float  # until the prompt could begin, at any candidate, whatever the prompt itself takes
     best_overlap: tuple[str, int]  # the replica predicted to hold most of the prompt, and how many tokens
     keys: PageKeys  # [num_tokens // page_size] of the prompt's whole pages
     time_s: float  # on the router's clock
@@ -346,13 +346,6 @@ class Decision:
     def prefill_id(self) -> str | None:
         """The replica that computes the prompt and hands it over; None where one replica does all."""
         return None if self.pair is None else self.pair.prefill_id
-
-    @property
-    def shortest_wait_s(self) -> float:
-        """The shortest time until the prompt could begin at any candidate, whatever the prompt itself takes."""
-        if self.pair is not None:
-            return self.pair.shortest_wait_s
-        return min(each.terms.wait_s for each in self.candidates)
 
     @property
     def given_up(self) -> int:

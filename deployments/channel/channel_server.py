@@ -2,7 +2,8 @@
 
 Owns:      the listening sockets (Unix for this node, TCP for others) and the open streams.
 Never:     chooses replicas or retries (dispatcher.py); trusts a connection before its hello has carried the
-           token: until then it may send 4 KiB within 5 s, and there are at most 64 such.
+           token: until then it may send 4 KiB within 5 s, and there are at most 64 such, and one more for each member
+           that is not connected: after a start all of them come at once.
 Invariant: a stream holds at most one delta per choice, merged while its consumer is slow, so that memory is bounded by
            the output itself; a delta for a stream that is closed or unknown is dropped.
 Thread:    the router's event loop.
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from deployments.channel.frames import (
     MAX_FRAME_BYTES,
@@ -34,7 +35,7 @@ from deployments.channel.frames import (
     decode,
     encode,
 )
-from kvtransfer.peers.link import crowded_out
+from kvtransfer.peers.link import MAX_STRANGERS, crowded_out
 from replicas.errors import MantaError
 from replicas.types import Pending, TokenDelta
 from routing.types import IndexEvent, IndexSnapshot
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 MAX_STRANGER_BYTES = 4 << 10  # of a frame before the hello
 HELLO_S = 5.0
+BACKLOG = 4096  # connections that may wait to be accepted: a Unix socket refuses others, TCP's come a second later
+ACCEPTED = 64  # of them in a turn of the event loop; uvloop's servers accept one, and reports fill the turns
+ACCEPT_AGAIN_S = 1.0  # after an error: too many files are open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,11 @@ class Stream:
 class Listener(Protocol):
     """The receiver of what replicas send beside tokens (fleet.py); each call names the replica."""
 
+    @property
+    def num_members(self) -> int:
+        """The number of replicas that are, or will be, connected."""
+        ...
+
     def on_report(self, replica_id: str, report: ReplicaReport) -> None: ...
     def on_events(self, replica_id: str, events: Sequence[IndexEvent]) -> None: ...
     def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None: ...
@@ -155,20 +164,17 @@ class ChannelServer:
         self._lost_error = lost_error  # makes the error of the streams of a lost replica
         self._streams: dict[tuple[str, str], Stream] = {}  # by replica and rid: a request may be open at two replicas
         self._connections: dict[str, _Connection] = {}  # by replica id
-        self._servers: list[asyncio.Server] = []  # referenced: uvloop closes servers without a reference
+        self._doors: list[socket.socket] = []  # that listen
+        self._accepting: set[asyncio.Task[Any]] = set()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._token = secrets.token_hex(16)
 
     async def start(self, *, router_id: str, node_id: str, host: str) -> ChannelAddress:
         """Listen on a Unix socket in a private folder and on a free TCP port of ``host``."""
-        loop = asyncio.get_running_loop()
         self._folder = tempfile.TemporaryDirectory(prefix="manta-")  # mode 0700
         unix_path = str(Path(self._folder.name) / "tokens.sock")
-        self._servers.append(await loop.create_unix_server(lambda: _Connection(self), unix_path))
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        tcp = await loop.create_server(lambda: _Connection(self), host, 0, family=family)
-        self._servers.append(tcp)
-        port = int(tcp.sockets[0].getsockname()[1])
+        self._open(socket.AF_UNIX, unix_path)
+        port = int(self._open(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)).getsockname()[1])
         return ChannelAddress(
             router_id=router_id, node_id=node_id, unix_path=unix_path, host=host, port=port, token=self._token
         )
@@ -206,8 +212,9 @@ class ChannelServer:
         return len(self._streams)
 
     async def stop(self) -> None:
-        for server in self._servers:
-            server.close()
+        for door in self._doors:
+            asyncio.get_running_loop().remove_reader(door)
+            door.close()
         for connection in [*self._connections.values(), *self._strangers]:
             connection.close()
         if self._folder is not None:
@@ -224,9 +231,39 @@ class ChannelServer:
     def num_strangers(self) -> int:
         return len(self._strangers)
 
+    def _open(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
+        door = socket.socket(family)
+        self._doors.append(door)
+        door.setblocking(False)
+        door.bind(address)
+        door.listen(BACKLOG)
+        asyncio.get_running_loop().add_reader(door, self._accept_waiting, door)
+        return door
+
+    def _accept_waiting(self, door: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            for _ in range(ACCEPTED):
+                accepted, _ = door.accept()
+                accepted.setblocking(False)
+                accepting = loop.create_task(loop.connect_accepted_socket(lambda: _Connection(self), accepted))
+                self._accepting.add(accepting)
+                accepting.add_done_callback(self._accepting.discard)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("a connection to the token channel cannot be accepted: %s; trying again", error)
+            loop.remove_reader(door)
+            loop.call_later(ACCEPT_AGAIN_S, self._watch_again, door)
+
+    def _watch_again(self, door: socket.socket) -> None:
+        if door.fileno() >= 0:  # it has not been closed meanwhile
+            asyncio.get_running_loop().add_reader(door, self._accept_waiting, door)
+
     def _meet(self, connection: "_Connection", host: str) -> asyncio.TimerHandle:
         """Take in a stranger; it is closed after ``hello_s`` unless it has sent its hello."""
-        if (leaves := crowded_out(self._strangers.items())) is not None:
+        missing = max(self._listener.num_members - len(self._connections), 0)
+        if (leaves := crowded_out(self._strangers.items(), limit=MAX_STRANGERS + missing)) is not None:
             leaves.close()
         self._strangers[connection] = host
         return asyncio.get_running_loop().call_later(self._hello_s, connection.close)

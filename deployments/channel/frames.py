@@ -233,4 +233,4 @@ def _bytes(keys: PageKeys) -> memoryview:
 def _keys(data: memoryview) -> PageKeys:
     if len(data) % 8:
         raise BadFrame(f"{len(data)} bytes of page keys; each has 8")
-    return np.frombuffer(data, dtype="<u8").astype(np.uint64)
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)  # read once, soon

@@ -64,11 +64,15 @@ class CacheMoves:
         for replica_id in [each for each in self.leaving if each in members]:
             self.leaving.pop(replica_id).cancel()
 
+    def may_fill(self, new: ReplicaInfo) -> bool:
+        """Whether `fill` could have anything pushed to ``new``."""
+        return bool(self._fill_s) and new.moves is not None
+
     async def fill(self, new: ReplicaInfo, others: Sequence[ReplicaInfo], load: Mapping[str, ReplicaView]) -> None:
         """Have the least busy of ``others`` push to ``new``, if it has computed nothing yet; for at most ``fill_s``."""
         holders = {info.moves: info.replica_id for info in others}
         wanted = [holders[address] for address in _addresses(new, others, load)[:MOST_HOLDERS]]
-        if not wanted or not self._fill_s or new.moves is None:
+        if not wanted or not self.may_fill(new) or new.moves is None:
             return
         most_bytes = int(FILL_SHARE * new.host_bytes / len(wanted))
         order = PushCache(targets=(new.moves,), most_s=self._fill_s, most_bytes=most_bytes, share=1.0)

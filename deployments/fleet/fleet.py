@@ -22,9 +22,11 @@ only slow is left at most ``max_tries`` - 1 times, since the last try stays (att
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress
@@ -91,6 +93,7 @@ SILENT_S = 1.0  # without a report, until a replica is passed over while another
 STALE_S = 15.0  # until it is so in any case, and attached again: if all are silent, the machine is busy
 REPORTS_MISSED = 5  # at the least, before a replica counts as silent
 LOOK_S = 0.25  # how often silence is looked for when nothing else happens
+LOOK_AGAIN_S = 0.05  # and with reports: a report costs the same however many replicas there are
 ATTACH_AGAIN_S = 0.5
 ANSWER_S = 5.0  # within which each replica answers a call to all, or is left out
 T = TypeVar("T")
@@ -109,14 +112,24 @@ class Hangs:
         self.silent_s = silent_s
         self._clock = clock
         self.named: frozenset[str] = frozenset()  # those that hung at the last look
-        self._said: dict[str, tuple[float, ReplicaReport]] = {}
+        self._said: dict[str, tuple[float, ReplicaReport]] = {}  # the one heard longest ago first
+        self._in_long_step: set[str] = set()  # those whose last report told of a step of ``hang_s`` or more
 
     def heard(self, replica_id: str, report: ReplicaReport) -> None:
+        self._said.pop(replica_id, None)
         self._said[replica_id] = (self._clock(), report)
+        if self.in_long_step(report):
+            self._in_long_step.add(replica_id)
+        else:
+            self._in_long_step.discard(replica_id)
+
+    def in_long_step(self, report: ReplicaReport) -> bool:
+        return report.step_age_s >= self._hang_s
 
     def lost(self, replica_id: str) -> None:
         """Forget a replica whose connection has ended, and its streams with it."""
         self._said.pop(replica_id, None)
+        self._in_long_step.discard(replica_id)
 
     def stood_still(self, seconds: float) -> None:
         """Do not count as silence the last ``seconds``, in which this process did not run."""
@@ -129,21 +142,44 @@ class Hangs:
         Args: prefill: prefill replicas. A silent one hangs after twice ``hang_s``: the heartbeats of the decode side
               find its silence first, and the decode side then computes the prompt without another try.
         """
-        now_s = self._clock()
-        longest_s = max((report.stats.longest_step_s for _, report in self._said.values()), default=0.0)
-        step_s = max(self._hang_s, SLOWER * longest_s)
-        found = {}
-        for each, (heard_s, report) in self._said.items():
-            settled = report.stats.num_extend_steps + report.stats.num_decode_steps >= SETTLED_STEPS
-            if now_s - heard_s >= self._hang_s * (2 if each in prefill else 1):
-                found[each] = said_nothing(now_s - heard_s)
-            elif settled and report.step_age_s >= step_s:
-                found[each] = f"its step has been running for {report.step_age_s:.1f} s"
-        return found if any(self._speaks(each, now_s) for each in able if each not in found) else {}
+        now_s, found = self._clock(), {}
+        for each, silence_s in self._silent_for(self._hang_s, now_s):
+            if each not in prefill or silence_s >= 2 * self._hang_s:
+                found[each] = said_nothing(silence_s)
+        if not self._in_long_step <= found.keys():
+            longest_s = max(report.stats.longest_step_s for _, report in self._said.values())
+            step_s = max(self._hang_s, SLOWER * longest_s)
+            for each in sorted(self._in_long_step - found.keys()):
+                _, report = self._said[each]
+                settled = report.stats.num_extend_steps + report.stats.num_decode_steps >= SETTLED_STEPS
+                if settled and report.step_age_s >= step_s:
+                    found[each] = f"its step has been running for {report.step_age_s:.1f} s"
+        return found if found and any(self._speaks(each, now_s) for each in able if each not in found) else {}
+
+    @property
+    def may_exist(self) -> bool:
+        """Whether `find` could find any; it costs nothing, whatever the number of replicas."""
+        return bool(self._in_long_step) or any(True for _ in self._silent_for(self._hang_s, self._clock()))
+
+    def _silent_for(self, seconds: float, now_s: float) -> Iterator[tuple[str, float]]:
+        """Yield the replicas that have said nothing for ``seconds`` or more, and for how long."""
+        for each, (heard_s, _) in self._said.items():
+            if now_s - heard_s < seconds:
+                return
+            yield each, now_s - heard_s
 
     def _speaks(self, replica_id: str, now_s: float) -> bool:
         said = self._said.get(replica_id)
         return said is not None and now_s - said[0] < self.silent_s and said[1].error is None
+
+
+@dataclass(slots=True, kw_only=True)
+class Wrong:
+    """The replicas that the routing router is not to choose, for what they do not say, as of the last look."""
+
+    hanging: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    as_of_s: float = float("-inf")
 
 
 class Fleet:
@@ -172,7 +208,8 @@ class Fleet:
         self._address: ChannelAddress | None = None
         self._members: frozenset[str] = frozenset()
         self._infos: dict[str, ReplicaInfo] = {}
-        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}  # of members; the one heard longest ago first
+        self._wrong = Wrong()
         self._leave: Callable[[str, MantaError], None] = lambda replica_id, error: None
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._words = LastWords(clock)
@@ -218,8 +255,9 @@ class Fleet:
         self._hangs.heard(replica_id, report)
         self._words.heard(replica_id, report)
         if replica_id in self._members:
+            self._reports.pop(replica_id, None)
             self._reports[replica_id] = (self._clock(), report)
-            self._update()
+            self._hear(replica_id, report)
             if replica_id in self._infos and self._address is not None:
                 self.sync.on_report(replica_id, report.stats.cache_event_seq, self._address.router_id)
 
@@ -274,6 +312,10 @@ class Fleet:
     def infos(self) -> list[ReplicaInfo]:
         """The attached replicas, by id."""
         return [self._infos[replica_id] for replica_id in sorted(self._infos)]
+
+    @property
+    def num_members(self) -> int:
+        return len(self._members)
 
     @property
     def num_ready(self) -> int:
@@ -385,11 +427,12 @@ class Fleet:
             except Exception:
                 log.exception("attaching replica %s failed; trying again", replica_id)
             await asyncio.sleep(ATTACH_AGAIN_S)
-        await self._moves.fill(info, self.infos, self._loads())
+        if self._moves.may_fill(info):
+            await self._moves.fill(info, self.infos, self._loads())
         del self._attaching[replica_id]
         self._attached(info)
         log.info("replica %s attached: pool of %s", replica_id, info.pool)
-        self._update()
+        self._update(replica_id)
         self.sync.ask(replica_id, address.router_id)
 
     def _attached(self, info: ReplicaInfo) -> None:
@@ -411,8 +454,10 @@ class Fleet:
 
     def _hanging_now(self) -> dict[str, str]:
         """Return the replicas that hang, and how."""
+        if not self._hangs.may_exist:
+            return {}
         prefill = {each for each, info in self._infos.items() if info.role is Role.PREFILL}
-        able = (each for each in self._reports if each in self._infos and each not in prefill)
+        able = (each for each in reversed(self._reports) if each in self._infos and each not in prefill)
         return self._hangs.find(able, prefill=prefill)
 
     def _forget(self, replica_id: str) -> None:
@@ -424,20 +469,42 @@ class Fleet:
             task.cancel()
         self._router.forget(replica_id)
 
-    def _update(self) -> None:
-        now_s = self._clock()
-        heard = {replica_id: self._reports[replica_id] for replica_id in self._infos if replica_id in self._reports}
-        all_silent = all(now_s - heard_s >= self._hangs.silent_s for heard_s, _ in heard.values())
-        limit_s = self._stale_s if all_silent else self._hangs.silent_s
-        hanging = self._hanging_now()
-        self._router.update(
-            view_of(
-                self._infos[each],
-                report,
-                as_of_s=self._words.as_of_s[each],
-                hangs=each in hanging,
-                silent=now_s - heard_s >= limit_s,
-            )
-            for each, (heard_s, report) in heard.items()
-        )
+    def _hear(self, replica_id: str, report: ReplicaReport) -> None:
+        """Show a report to the router; the other replicas are looked at if that is due."""
+        if self._clock() - self._wrong.as_of_s >= LOOK_AGAIN_S or self._hangs.in_long_step(report):
+            self._update(replica_id)
+            return
+        self._wrong.hanging.discard(replica_id)
+        self._wrong.silent.discard(replica_id)
+        self._show(replica_id)
         self._changed.set()
+
+    def _update(self, heard: str | None = None) -> None:
+        """Show the router what is new: the report of ``heard``, and the replicas that hang or are silent from now on,
+        or no longer."""
+        before, self._wrong = (
+            self._wrong,
+            Wrong(hanging=set(self._hanging_now()), silent=self._silent_now(), as_of_s=self._clock()),
+        )
+        changed = (before.hanging ^ self._wrong.hanging) | (before.silent ^ self._wrong.silent)
+        for replica_id in changed if heard is None else changed | {heard}:
+            self._show(replica_id)
+        self._changed.set()
+
+    def _show(self, replica_id: str) -> None:
+        """Show the router a replica, if it is attached and has reported."""
+        info, heard = self._infos.get(replica_id), self._reports.get(replica_id)
+        if info is not None and heard is not None:
+            hangs, silent = replica_id in self._wrong.hanging, replica_id in self._wrong.silent
+            as_of_s = self._words.as_of_s[replica_id]
+            self._router.report(view_of(info, heard[1], as_of_s=as_of_s, hangs=hangs, silent=silent))
+
+    def _silent_now(self) -> set[str]:
+        """Return the attached replicas that are passed over for their silence."""
+        now_s = self._clock()
+        newest_s = next((self._reports[each][0] for each in reversed(self._reports) if each in self._infos), now_s)
+        all_silent = now_s - newest_s >= self._hangs.silent_s
+        limit_s = self._stale_s if all_silent else self._hangs.silent_s
+        oldest_first = ((each, heard_s) for each, (heard_s, _) in self._reports.items())
+        silent = itertools.takewhile(lambda told: now_s - told[1] >= limit_s, oldest_first)
+        return {each for each, _ in silent if each in self._infos}

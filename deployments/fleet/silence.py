@@ -24,6 +24,7 @@ from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.node_tasks import ANSWER_S, in_task
 from deployments.fleet.seen import GoneReplica
+from replicas.types import EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class LastWords:
         word = self.of.get(replica_id)
         if replica_id in self.as_of_s:
             as_of_s, before = now_s - report.age_s, None if word is None else word.report
-            if before is not None and report.age_s > 0 and before.stats == report.stats:
+            if before is not None and report.age_s > 0 and _are_same(before.stats, report.stats):
                 # not measured anew, though the channel was quicker: what the router knows better since must stay
                 as_of_s = min(as_of_s, self.as_of_s[replica_id])
             self.as_of_s[replica_id] = as_of_s
@@ -103,6 +104,10 @@ class LastWords:
         """Return for how long a replica that has attached has said nothing; None if it has not."""
         word = self.of.get(replica_id)
         return None if word is None else self._clock() - word.heard_s
+
+
+def _are_same(stats: EngineStats, others: EngineStats) -> bool:
+    return stats.time_s == others.time_s and stats == others  # nearly always the first differs, and it is one number
 
 
 def said_nothing(seconds: float) -> str:

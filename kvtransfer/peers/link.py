@@ -50,14 +50,15 @@ class LinkHandler(Protocol):
         ...
 
 
-def crowded_out(strangers: Iterable[tuple[T, str]]) -> T | None:
+def crowded_out(strangers: Iterable[tuple[T, str]], *, limit: int = MAX_STRANGERS) -> T | None:
     """Choose the connection to close before one more stranger is accepted; None while there is room.
 
     Args:    strangers: connections that are not authenticated, with their hosts, the oldest first.
+             limit: so many may be.
     Returns: the oldest of the host that has most, so that one host cannot push out another's.
     """
     held = list(strangers)
-    if len(held) < MAX_STRANGERS:
+    if len(held) < limit:
         return None
     [(most, _)] = Counter(host for _, host in held).most_common(1)
     return next(stranger for stranger, host in held if host == most)

@@ -2,13 +2,16 @@
 
 import asyncio
 import dataclasses
+import errno
 import shutil
 import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deployments.channel import channel_server
 from deployments.channel.channel_client import ChannelClient, batches, parts
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
 from deployments.channel.frames import (
@@ -38,6 +41,7 @@ class Desk:
     def __init__(self, *, hello_s: float = 5.0) -> None:
         self.reports: list[tuple[str, ReplicaReport]] = []
         self.lost: list[str] = []
+        self.num_members = 0
         self.event = asyncio.Event()
         self.events: list[tuple[str, int]] = []  # (replica, seq)
         self.snapshots: list[tuple[str, int]] = []  # (replica, pages)
@@ -314,6 +318,42 @@ async def test_of_65_strangers_the_oldest_goes_and_replicas_stay(desk: Desk) -> 
     for _, writer in strangers:
         writer.close()
     await until_async(lambda: desk.server.num_strangers == 0)
+
+
+async def test_members_that_all_come_at_once_push_none_of_them_out(desk: Desk) -> None:
+    """After a start of the router each replica connects, and is a stranger until its hello has been read."""
+    address = await listen(desk)
+    desk.num_members = 200
+    strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(200)]
+    await until_async(lambda: desk.server.num_strangers == 200)
+    clients = [
+        await ChannelClient.connect(
+            address, replica_id=f"r{at}", node_id="here", on_asked=lambda *_: None, on_lost=lambda _: None
+        )
+        for at in range(64)
+    ]
+    await until_async(lambda: all(desk.server.is_connected(f"r{at}") for at in range(64)))
+    for _, writer in strangers:
+        writer.close()
+    await until_async(lambda: desk.server.num_strangers == 0)
+    assert not any(client.lost for client in clients)
+
+
+async def test_where_no_file_is_left_a_connection_is_accepted_later(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, accept, refusals = await listen(desk), socket.socket.accept, [OSError(errno.EMFILE, "none left")]
+
+    def accept_later(door: socket.socket) -> tuple[socket.socket, Any]:
+        if refusals:
+            raise refusals.pop()
+        return accept(door)
+
+    monkeypatch.setattr(channel_server, "ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    await connect(address)
+    await until_async(lambda: desk.server.is_connected("r0"))
+    assert not refusals
 
 
 HEAVY = tuple(  # about 70 kB in a frame

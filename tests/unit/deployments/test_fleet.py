@@ -16,12 +16,12 @@ from deployments.dispatch import ray_leases
 from deployments.dispatch.attempt import Tries
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
 from deployments.fleet import silence
-from deployments.fleet.fleet import SETTLED_STEPS, STALE_S, Fleet, Hangs
+from deployments.fleet.fleet import LOOK_AGAIN_S, SETTLED_STEPS, STALE_S, Fleet, Hangs
 from deployments.fleet.silence import AGAIN_S, ANSWERS, GONE, HEALTH_S, KILLED, HangKiller
 from replicas.errors import EngineDead
 from replicas.types import TokenDelta
 from routing.router import Router
-from routing.types import Ending, Role, RouteOutcome, RouteQuery
+from routing.types import Ending, ReplicaView, Role, RouteOutcome, RouteQuery
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica
 from tests.unit.deployments.sample_values import ask, ids, info, stats, token
@@ -138,6 +138,34 @@ async def test_a_silent_replica_is_passed_over_while_another_reports(
     assert fleet.describe() == "r0: silent, r1: accepting"
     clock.now_s += 1.0
     assert fleet.num_ready == a_second_later
+
+
+async def test_a_report_shows_the_router_one_replica_and_others_once_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a thousand replicas ten thousand reports come in a second: none may cost as much as all replicas do."""
+    clock, names = Clock(), tuple(f"r{at}" for at in range(20))
+    fleet = fleet_of(*names, clock=clock)
+    for name in names:
+        fleet.on_report(name, report())
+    shown: list[tuple[str, str]] = []
+    tell = fleet._router.report
+
+    def note(view: ReplicaView) -> None:
+        shown.append((view.replica_id, view.state))
+        tell(view)
+
+    monkeypatch.setattr(fleet._router, "report", note)
+    for second in (0.5, 1.2, 1.2, 1.2 + LOOK_AGAIN_S):
+        clock.now_s = second
+        for name in names[1:]:
+            fleet.on_report(name, report())
+    assert shown.count(("r0", "silent")) == 1
+    assert [name for name, _ in shown if name != "r0"] == [*names[1:]] * 4
+    fleet.on_report("r0", report())
+    assert shown[-1] == ("r0", "accepting")
+    assert fleet.num_ready == 20
+    fleet.check()
 
 
 async def test_the_age_of_a_report_grows_for_as_long_as_a_member_is_mute() -> None:

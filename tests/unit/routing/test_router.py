@@ -1,11 +1,14 @@
 """Router: who may be chosen, what counts as open, what an error says."""
 
+from dataclasses import replace
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 
+from routing.policies import Candidates
 from routing.router import Router
-from routing.types import Decision, Ending, NoReplica, Reason, ReplicaView, RouteOutcome, RouteQuery
+from routing.types import Decision, Ending, NoReplica, Reason, ReplicaView, Role, RouteOutcome, RouteQuery
 
 FINISHED = RouteOutcome(ending=Ending.OK)
 
@@ -145,6 +148,37 @@ def test_forget_takes_a_replica_out_before_the_next_update() -> None:
     r.forget("never seen")
     assert {r.choose(query()).replica_id for _ in range(5)} == {"b"}
     r.check()
+
+
+def test_a_report_changes_one_replica_and_brings_a_new_one() -> None:
+    r = router()
+    r.update([view("a", queued=5)])
+    r.report(view("b", queued=3))
+    assert numbers(r.choose(query())) == {"a": (0, 5), "b": (0, 3)}
+    r.report(view("a", time_s=1.0, queued=1))
+    assert r.choose(query()).replica_id == "a"
+    assert [each.replica_id for each in r.views] == ["a", "b"]
+    r.check()
+
+
+def test_pairs_are_chosen_while_a_replica_is_for_prefill_alone() -> None:
+    r = router()
+    r.report(view("d"))
+    r.report(replace(view("p"), role=Role.PREFILL))
+    assert r.explain_only(query()).pair is not None
+    r.forget("p")
+    assert r.explain_only(query()).pair is None
+
+
+def test_the_shortest_wait_is_known_without_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request is held against it; to make a thousand candidates for that takes longer than to choose."""
+    r = router("estimated_ttft")
+    r.update([replace(view("a", queued=900), prefill_tokens_per_s=100.0), replace(view("b"), prefill_tokens_per_s=1.0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(Candidates, "at", Mock(side_effect=AssertionError("a candidate was made")))
+        decision = r.choose(query())
+        assert decision.shortest_wait_s == 0.0
+    assert decision.shortest_wait_s == min(each.terms.wait_s for each in decision.candidates)
 
 
 def test_done_twice_counts_once() -> None:
