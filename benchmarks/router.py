@@ -2,6 +2,7 @@
 
     python -m benchmarks router simulate --trace FILE --policy estimated_ttft --policy oracle --plot OUT.svg
     python -m benchmarks router cost --tokens 1024 8192
+    python -m benchmarks router live --fleet 1000 --stats-period 0.5
 
 `simulate` is deterministic but for the CPU time of decisions: load of sim_load, a run of sim_cluster.
 `cost` times `Router.choose` alone, on one thread. A request shares three quarters of its prompt with one of 50
@@ -9,6 +10,7 @@ prefixes, as chats with long histories do; `choose` hashes it, looks it up, scor
 into the index. With events, as in the app, each replica tells what it stored and removed (not timed: that is off the
 request path); without, the index keeps the order of use itself. Pools are full at 8 replicas. Every replica reports
 each 0.1 s of simulated time (not timed, but the choice after it takes the new numbers in).
+`live` puts the router behind its fleet and channel, before replicas of another process (live_router.py).
 """
 
 import argparse
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress, TimeElapsedColumn
 
-from benchmarks import harness, workloads
+from benchmarks import harness, live_router, workloads
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
 from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_trace
@@ -47,6 +49,7 @@ NUM_PREFIXES = 50
 VOCABULARY = 49_152
 WARM_UP = 400  # decisions
 TARGETS_MS = {(8, 8_192): 0.3, (1_000, 8_192): 2.0}  # p50
+LIVE_TOKENS, EVENT_PAGES = 8_192, 16
 FINISHED = RouteOutcome(ending=Ending.OK, ttft_s=0.1)
 COST_SECTION = "what `choose` costs"
 
@@ -244,6 +247,23 @@ def cost(options: argparse.Namespace) -> Iterator[Row]:
             )
 
 
+def live(options: argparse.Namespace) -> list[Row]:
+    """Measure a live router before ``options.fleet`` replicas, and requests of 8,192 tokens."""
+    num_replicas, seconds = (20, 2.0) if options.quick else (options.fleet, options.seconds)
+    setup = live_router.Setup(
+        num_replicas=num_replicas,
+        pages=options.pages,
+        period_s=options.stats_period,
+        events_per_s=20.0 * num_replicas,
+        event_pages=EVENT_PAGES,
+    )
+    asked = list(itertools.islice(prompts(LIVE_TOKENS, np.random.default_rng(options.seed)), 4 * NUM_PREFIXES))
+    measured = live_router.measure(
+        setup, asked, rounds=harness.rounds_of(options, 3), rate=options.requests_per_s, seconds=seconds
+    )
+    return live_router.rows_of(live_router.run(measured))
+
+
 def _number(least: float, *, most: float = INF, above: bool = False) -> Callable[[str], float]:
     """Return what parses a number of at least (or above) ``least``."""
 
@@ -305,11 +325,16 @@ def _options(parse: argparse.ArgumentParser) -> None:
     add("--rate-error", 1.0, "replicas measure their prefill rate this many times too high", type=positive)
     add("--erring", 1.0, "the share of the replicas that do", type=_number(0, most=1))
     add("--rate-noise", 0.1, "each measurement varies by this share")
+    add("--fleet", 1_000, "live: replicas")
+    add("--pages", 1_024, "live: that each caches")
+    add("--seconds", 20.0, "live: of load", type=positive)
+    add("--requests-per-s", 50.0, "live: of 8,192 tokens", type=positive)
     add("--objective", 5.0, "TTFT in s within which a request counts as goodput")
 
 
 PARTS = {
     "simulate": Part(about="policies over simulated replicas", measure=simulate),
+    "live": Part(about="a live router before 1,000 replicas in another process", measure=live, asked=True),
     "cost": Part(about="`Router.choose` at 8, 64 and 1,000 replicas", measure=cost),
 }
 

@@ -67,6 +67,18 @@ def test_what_cannot_be_simulated_is_refused_in_one_line(
     assert why in capsys.readouterr().err
 
 
+def test_a_live_router_learns_all_that_its_replicas_tell(tmp_path: pathlib.Path) -> None:
+    """Twelve replicas of another process, over the real channel: no event is lost, and a restart finds all caches."""
+    out = tmp_path / "out.json"
+    router.main(["live", "--fleet", "12", "--seconds", "1", "--rounds", "1", "--pages", "64", "--json", str(out)])
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["choice: p99"]["runs"] == 50
+    assert rows["request due until its token is here: p99"]["value"] > 0
+    assert rows["restarted: whole again"]["target"] == "< 5"
+    assert rows["events taken in"]["value"] > 0
+    assert rows["events taken in"]["note"].endswith("0 gaps, 0 caches apart in the end")
+
+
 def test_decisions_are_timed_with_events_and_without() -> None:
     times_ms = {events: router.decision_ms("estimated_ttft", 2, 64, events=events, runs=5) for events in (True, False)}
     assert [len(each) for each in times_ms.values()] == [5, 5]
