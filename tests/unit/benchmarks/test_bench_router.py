@@ -72,7 +72,7 @@ def test_a_live_router_learns_all_that_its_replicas_tell(tmp_path: pathlib.Path)
     out = tmp_path / "out.json"
     router.main(["live", "--fleet", "12", "--seconds", "1", "--rounds", "1", "--pages", "64", "--json", str(out)])
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["choice: p99"]["runs"] == 50
+    assert rows["choice: p99"]["runs"] >= 50  # more where a stalled machine has some go elsewhere
     assert rows["request due until its token is here: p99"]["value"] > 0
     assert rows["restarted: whole again"]["target"] == "< 5"
     assert rows["events taken in"]["value"] > 0
