@@ -122,16 +122,6 @@ def test_the_tokens_are_those_of_one_replica(both: Running, sampling: dict[str, 
         assert (report["transferred"], report["num_pages"] > 0) == (True, True)
 
 
-def test_what_was_handed_over_is_known_to_lie_at_both_ends(both: Running) -> None:
-    """About 700 tokens: the second time a page at most is computed, and one goes over. That a prompt is handed over
-    only when that costs less is held by the tutorial (test_tutorial.py)."""
-    text = story("ships", 70)
-    assert generate(both, text, name="once") == generate(both, text, name="twice")
-    [row] = route(both, "twice")["tries"][-1]["pair"]["decode_replicas"]
-    assert row["cached_tokens"] > 600
-    assert (row["own_tokens"] <= 16, row["transfer_pages"]) == (True, 1)
-
-
 def test_a_prefill_replica_killed_while_requests_queue_there_loses_none(both: Running) -> None:
     texts = [story(topic, 130) for topic in ("pages", "trees", "winters", "letters")]
     expected = [alone(both, text) for text in texts]
