@@ -5,9 +5,8 @@ Never:     ignores tools: it refuses a constraint that it cannot enforce.
 Invariant: each choice's first chunk carries the role, and its last the finish reason.
 """
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,10 +31,10 @@ from deployments.http.convert import (
     salt_of,
     truncated,
 )
-from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body, usage_body
+from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body
 from deployments.http.service import service_of
-from deployments.http.streaming import Answer, Deltas, Key
-from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, ReasoningPart, TextPart, TextReader
+from deployments.http.streaming import Answer, Change, Form, Key
+from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import ChoiceReading, call_id
 from deployments.output.reasoning import ReasoningCount
 from deployments.output.tools import ToolUse, tool_use
@@ -56,6 +55,23 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     return await answer.respond(request, streams=body.stream)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A conversation that is ready to be sent to a replica, and what reads its answer."""
+
+    request: GenerateRequest
+    use: ToolUse | None = None  # the tools that may be called
+    # of each choice; None where the answer is all text, whatever it says
+    new_reading: Callable[[], ChoiceReading] | None = None
+    promise: SchemaPromise | None = None  # of the content, if it was asked for by a schema
+
+    def answer(self, form: Form, answer_id: str) -> Answer:
+        """Return the answer to it in ``form``."""
+        return Answer(
+            requests=[self.request], form=form, answer_id=answer_id, promise=self.promise, new_reading=self.new_reading
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatForm(OpenAIForm):
     """The form of a chat completion: each choice is a message, or the new part of one."""
@@ -63,127 +79,80 @@ class ChatForm(OpenAIForm):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     body: ChatRequest
-
-    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text}
-        return self._choice(delta.index, delta, {"message": message}, self._logprobs(delta))
-
-    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
-        content: dict[str, Any] = {"role": "assistant"} if begins else {}
-        if begins or delta.text:
-            content["content"] = delta.text
-        if not (content or self._has_news(delta)):
-            return []
-        return [self._choice(delta.index, delta, {"delta": content}, self._logprobs(delta))]
-
-    def beside_choices(self, deltas: Deltas) -> dict[str, Any]:
-        num_top = self.body.prompt_logprobs
-        if num_top is None:
-            return {}
-        rows = deltas[0, 0].prompt_logprobs
-        return {"prompt_logprobs": prompt_logprobs_body(self.service.tokenizer, rows, num_top=num_top)}
-
-    def _logprobs(self, delta: TokenDelta) -> dict[str, Any] | None:
-        if not self.has_logprobs:
-            return None
-        return chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.body.top_logprobs or 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A conversation that is ready to be sent to a replica, and what reads its answer."""
-
-    request: GenerateRequest
-    use: ToolUse | None = None  # the tools that may be called
-    # None where the answer is all text, whatever it says
-    make_reader: Callable[[], Reader] | None = None
-    make_count: Callable[[], ReasoningCount] | None = None  # None where the model does not reason
-    shows_reasoning: bool = True
-    promise: SchemaPromise | None = None  # of the content, if it was asked for by a schema
-
-    def new_reader(self) -> Reader:
-        """Make the reader of one choice's text."""
-        return TextReader() if self.make_reader is None else self.make_reader()
-
-    def new_reading(self) -> ChoiceReading:
-        """Make the state of reading one choice: its parts, and how many tokens were reasoning."""
-        count = None if self.make_count is None else self.make_count()
-        return ChoiceReading(self.new_reader(), count, shows_reasoning=self.shows_reasoning)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatPartsForm(ChatForm):
-    """The form of a chat completion with tool calls or reasoning."""
-
     prepared: Prepared
-    read: dict[int, ChoiceReading] = field(default_factory=dict)  # by choice
 
     @property
     def only_text(self) -> bool:
-        return False
+        return self.prepared.new_reading is None and super().only_text
 
-    def usage(self, deltas: Deltas) -> dict[str, Any]:
-        return usage_body(deltas, num_reasoning=sum(each.num_reasoning for each in self.read.values()))
-
-    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+    def choice(self, change: Change) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None}
-        for part in self._parts(delta):
+        for part in change.parts:
             match part:
                 case TextPart(text):
                     message["content"] = (message["content"] or "") + text
                 case ReasoningPart(text):
                     message["reasoning_content"] = message.get("reasoning_content", "") + text
                 case CallPart():
-                    message.setdefault("tool_calls", []).append(self._call(delta.index, part))
+                    message.setdefault("tool_calls", []).append(self._call(change, part))
                 case ArgumentsPart(index, text):
                     message["tool_calls"][index]["function"]["arguments"] += text
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
-        return self._with_reason(self._choice(delta.index, delta, {"message": message}, self._logprobs(delta)), delta)
+        return self._choice(change, change.delta, {"message": message})
 
-    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
-        contents = [self._content(delta.index, part) for part in self._parts(delta)]
-        if begins:
-            contents[:1] = [{"role": "assistant", **(contents[0] if contents else {})}]
-        if not contents and (delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
+    def chunks(self, change: Change) -> list[dict[str, Any]]:
+        first, role = change.delta, {"role": "assistant"} if change.begins else {}
+        if self.prepared.new_reading is None:
+            content = {**role, "content": first.text} if first.text or role else {}
+            return [self._choice(change, first, {"delta": content})] if content or self.has_news(first) else []
+        ends = first.finish is not None  # in an event of its own, as OpenAI's
+        if ends:
+            first = replace(first, finish=None)
+        contents = [self._content(change, part) for part in change.parts]
+        if role:
+            contents[:1] = [{**role, **(contents[0] if contents else {})}]
+        if not contents and self.has_news(first):
             contents = [{}]
-        first, later = replace(delta, finish=None), replace(delta, finish=None, token_ids=(), logprobs=())
-        made = [
-            self._choice(delta.index, each, {"delta": content}, self._logprobs(each))
-            for content, each in zip(contents, [first, *[later] * len(contents)], strict=False)
-        ]
-        if delta.finish is not None:  # in an event of its own, as OpenAI's
-            last = replace(later, finish=delta.finish)
-            made.append(self._with_reason(self._choice(delta.index, last, {"delta": {}}, self._logprobs(last)), delta))
+        made = [self._choice(change, first, {"delta": contents[0]})] if contents else []
+        if len(contents) > 1 or ends:
+            later = replace(first, token_ids=(), logprobs=())
+            made += [self._choice(change, later, {"delta": content}) for content in contents[1:]]
+        if ends:
+            made.append(self._choice(change, replace(later, finish=change.delta.finish), {"delta": {}}))
         return made
 
-    def _parts(self, delta: TokenDelta) -> list[Part]:
-        if delta.index not in self.read:
-            self.read[delta.index] = self.prepared.new_reading()
-        return self.read[delta.index].read(delta)
+    def logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+        return chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.body.top_logprobs or 0)
 
-    def _content(self, choice: int, part: Part) -> dict[str, Any]:
+    def beside_choices(self, choices: Sequence[Change]) -> dict[str, Any]:
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return {}
+        rows = choices[0].delta.prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs_body(self.service.tokenizer, rows, num_top=num_top)}
+
+    def _content(self, change: Change, part: Part) -> dict[str, Any]:
         match part:
             case TextPart(text):
                 return {"content": text}
             case ReasoningPart(text):
                 return {"reasoning_content": text}
             case CallPart(index):
-                return {"tool_calls": [{"index": index, **self._call(choice, part)}]}
+                return {"tool_calls": [{"index": index, **self._call(change, part)}]}
             case ArgumentsPart(index, text):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
-    def _call(self, choice: int, part: CallPart) -> dict[str, Any]:
-        name = call_id(self.prepared.request.rid, choice, part.index)
+    def _call(self, change: Change, part: CallPart) -> dict[str, Any]:
+        name = call_id(self.prepared.request.rid, change.delta.index, part.index)
         return {"id": name, "type": "function", "function": {"name": part.name, "arguments": ""}}
 
-    def _with_reason(self, choice: dict[str, Any], delta: TokenDelta) -> dict[str, Any]:
-        """Say that calls ended it; where tool_choice names the tool, it is "stop", as at OpenAI."""
-        stopped = delta.finish is not None and delta.finish.reason is FinishReason.STOP
-        use = self.prepared.use
-        if stopped and self.read[delta.index].num_calls and not (use is not None and use.choice == "named"):
-            choice["finish_reason"] = "tool_calls"
-        return choice
+    def _choice(self, change: Change, delta: TokenDelta, content: dict[str, Any]) -> dict[str, Any]:
+        """Calls are the reason of its end; where tool_choice names the tool, it is "stop", as at OpenAI."""
+        finish, use, reason = delta.finish, self.prepared.use, None
+        if change.num_calls and finish is not None and finish.reason is FinishReason.STOP:
+            reason = None if use is not None and use.choice == "named" else "tool_calls"
+        return self.choice_body(delta.index, change.key, delta, content, reason)
 
 
 async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
@@ -243,16 +212,17 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
         reasoning_open=is_open,
         separate_reasoning=body.separate_reasoning is not False,
     )
-    count = None
-    if output.reasoning is not None:
-        pieces = tokenizer.pieces(skip_special_tokens=False)
-        count = partial(ReasoningCount, pieces, output.reasoning, is_open=is_open)
+    pieces = tokenizer.pieces(skip_special_tokens=False)
+
+    def new_reading() -> ChoiceReading:
+        form = output.reasoning
+        count = None if form is None else ReasoningCount(pieces, form, is_open=is_open)
+        return ChoiceReading(reader(), count, shows_reasoning=body.include_reasoning is not False)
+
     return replace(
         prepared,
         request=replace(asked, sampling=sampling),
-        make_reader=reader,
-        make_count=count,
-        shows_reasoning=body.include_reasoning is not False,
+        new_reading=new_reading,
         promise=None if promise is None else replace(promise, after=after),
     )
 
@@ -260,15 +230,14 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
 async def _answer(request: Request, body: ChatRequest, name: str) -> Answer:
     prepared = await prepare(request, body, name)
     answer_id = f"chatcmpl-{name}"
-    of_body: dict[str, Any] = {
-        "service": service_of(request),
-        "body": body,
-        "answer_id": answer_id,
-        "created": int(time.time()),
-        "has_logprobs": prepared.request.return_logprobs,
-    }
-    form = ChatForm(**of_body) if prepared.make_reader is None else ChatPartsForm(**of_body, prepared=prepared)
-    return Answer(requests=[prepared.request], form=form, answer_id=answer_id, promise=prepared.promise)
+    form = ChatForm(
+        service=service_of(request),
+        body=body,
+        answer_id=answer_id,
+        has_logprobs=prepared.request.return_logprobs,
+        prepared=prepared,
+    )
+    return prepared.answer(form, answer_id)
 
 
 def template_options(body: TemplateFields) -> dict[str, Any]:

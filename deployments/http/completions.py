@@ -5,7 +5,6 @@ Invariant: choice ``i * n + j`` is choice j of prompt i; every chunk has a choic
 """
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +34,7 @@ from deployments.http.convert import (
 )
 from deployments.http.openai_format import OpenAIForm, TextOffsets, completion_logprobs, prompt_logprobs_body
 from deployments.http.service import Service, service_of
-from deployments.http.streaming import Answer, Key
+from deployments.http.streaming import Answer, Change, Key
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, TokenIds
 
@@ -61,26 +60,24 @@ class CompletionForm(OpenAIForm):
     prompts: list[str]  # the text to echo for each request; empty without echo
     offsets: dict[Key, TextOffsets] = field(default_factory=dict)  # of the choices with logprobs that have begun
 
-    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
-        return self._completion(key, delta, self.prompts[key[0]] + delta.text)
+    def choice(self, change: Change) -> dict[str, Any]:
+        return self._completion(change, self.prompts[change.key[0]] + change.delta.text)
 
-    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
-        text = (self.prompts[key[0]] if begins else "") + delta.text
-        return [self._completion(key, delta, text)] if text or self._has_news(delta) else []
+    def chunks(self, change: Change) -> list[dict[str, Any]]:
+        text = (self.prompts[change.key[0]] if change.begins else "") + change.delta.text
+        return [self._completion(change, text)] if text or self.has_news(change.delta) else []
 
-    def _completion(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
-        number, index = key
+    def _completion(self, change: Change, text: str) -> dict[str, Any]:
+        (number, index), delta = change.key, change.delta
         place = number * self.requests[number].sampling.n + index
-        choice = self._choice(place, delta, {"text": text}, self._logprobs(key, delta))
+        choice = self.choice_body(place, change.key, delta, {"text": text})
         num_top = self.body.prompt_logprobs
         if num_top is not None:
             rows = delta.prompt_logprobs
             choice["prompt_logprobs"] = prompt_logprobs_body(self.service.tokenizer, rows, num_top=num_top)
         return choice
 
-    def _logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any] | None:
-        if self.body.logprobs is None:
-            return None
+    def logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
         if key not in self.offsets:
             self.offsets[key] = self._offsets(key[0])
         offsets = self.offsets[key]
@@ -88,7 +85,7 @@ class CompletionForm(OpenAIForm):
         return completion_logprobs(
             self.service.tokenizer,
             (*prompt, *delta.logprobs),
-            num_top=self.body.logprobs,
+            num_top=self.body.logprobs or 0,
             offsets=(offsets.of_prompt([each.token_id for each in prompt]) if prompt else [])
             + offsets.of_output([each.token_id for each in delta.logprobs]),
         )
@@ -133,7 +130,6 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
         service=service,
         body=body,
         answer_id=answer_id,
-        created=int(time.time()),
         has_logprobs=body.logprobs is not None,
         requests=requests,
         prompts=prompts,

@@ -34,9 +34,8 @@ from deployments.http.convert import (
     salt_of,
     truncated,
 )
-from deployments.http.http_errors import body_of
 from deployments.http.service import Service, service_of
-from deployments.http.streaming import Answer, Deltas, Key
+from deployments.http.streaming import Answer, AnswerSoFar, Change, Form
 from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
@@ -56,12 +55,10 @@ async def generate(request: Request, body: NativeRequest) -> Response:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeForm:
+class NativeForm(Form):
     """The form of a native answer: one object, or a list with one for each choice of each prompt."""
 
     is_cumulative = True
-    only_text = False
-    names_events = False
 
     tokenizer: Tokenizer
     requests: list[GenerateRequest]
@@ -72,20 +69,14 @@ class NativeForm:
     tgi: bool
     started_s: float = field(default_factory=time.monotonic)
 
-    def whole(self, deltas: Deltas) -> dict[str, Any] | list[Any]:
-        bodies = [self._body(number, delta) for (number, _), delta in deltas.items()]
+    def whole(self, choices: Sequence[Change], so_far: AnswerSoFar) -> dict[str, Any] | list[Any]:
+        bodies = [self._body(change.key[0], change.delta) for change in choices]
         return bodies if self.is_list else bodies[0]
 
-    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[dict[str, Any]]:
-        number, choice = key
-        body = self._body(number, delta)
+    def events(self, change: Change, so_far: AnswerSoFar) -> list[dict[str, Any]]:
+        number, choice = change.key
+        body = self._body(number, change.delta)
         return [{**body, "index": self.firsts[number] + choice} if self.is_list else body]
-
-    def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
-        return []
-
-    def error_events(self, error: Exception) -> list[dict[str, Any]]:
-        return [body_of(error)[1]]
 
     def _body(self, number: int, delta: TokenDelta) -> dict[str, Any]:
         request, usage, finish = self.requests[number], delta.usage, delta.finish

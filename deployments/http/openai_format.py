@@ -4,15 +4,15 @@ Never: emits a number that JSON has no form for (a token that is masked out has 
 """
 
 import codecs
-from abc import ABC, abstractmethod
+import time
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from deployments.http.bodies import GeneratingFields
-from deployments.http.http_errors import body_of
 from deployments.http.service import Service
-from deployments.http.streaming import Deltas, Key
+from deployments.http.streaming import AnswerSoFar, AnswerTokens, Change, Form, Key
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import TokenDelta, TokenLogprob, finite
 
@@ -20,75 +20,73 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAIForm(ABC):
-    """The parts of a form (streaming.py) that completions and chat share; a choice is each endpoint's own."""
+class OpenAIForm(Form):
+    """The parts of a form that completions and chat share; a choice is each endpoint's own."""
 
     kind: ClassVar[str]  # the answer's ``object``
     chunk_kind: ClassVar[str]
-    is_cumulative = False
-    names_events = False
 
     service: Service
     body: GeneratingFields
     answer_id: str
-    created: int
+    created: int = field(default_factory=lambda: int(time.time()))
     has_logprobs: bool  # choices carry the logprobs of their tokens
 
     @abstractmethod
-    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+    def choice(self, change: Change) -> dict[str, Any]:
         """The choice of an answer that is not streamed."""
 
     @abstractmethod
-    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
-        """The choice of each event; none where ``delta`` has nothing for the client."""
+    def chunks(self, change: Change) -> list[dict[str, Any]]:
+        """The choice of each event; none where ``change`` has nothing for the client."""
+
+    @abstractmethod
+    def logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+        """The logprobs of a choice, where they were asked for."""
 
     @property
     def only_text(self) -> bool:
         return not (self._has_usage_in_each or self.body.return_token_ids or self.has_logprobs)
 
-    def whole(self, deltas: Deltas) -> dict[str, Any]:
-        choices = [self.choice(key, delta) for key, delta in deltas.items()]
-        return {**self._body(self.kind, choices), **self.beside_choices(deltas), "usage": self.usage(deltas)}
+    def whole(self, choices: Sequence[Change], so_far: AnswerSoFar) -> dict[str, Any]:
+        body = self._body(self.kind, [self.choice(each) for each in choices])
+        return {**body, **self.beside_choices(choices), "usage": usage_body(so_far.tokens)}
 
-    def beside_choices(self, deltas: Deltas) -> dict[str, Any]:
+    def beside_choices(self, choices: Sequence[Change]) -> dict[str, Any]:
         """Fields of the whole answer that precede its usage."""
         return {}
 
-    def usage(self, deltas: Deltas) -> dict[str, Any]:
-        """The usage of the whole answer, or of as much as there is of it. ``deltas``: the last one of each choice."""
-        return usage_body(deltas)
+    def events(self, change: Change, so_far: AnswerSoFar) -> list[dict[str, Any]]:
+        bodies = [self._body(self.chunk_kind, [choice]) for choice in self.chunks(change)]
+        return [{**body, "usage": usage_body(so_far.tokens)} for body in bodies] if self._has_usage_in_each else bodies
 
-    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[dict[str, Any]]:
-        bodies = [self._body(self.chunk_kind, [choice]) for choice in self.chunks(key, delta, begins=begins)]
-        return [{**body, "usage": self.usage(latest)} for body in bodies] if self._has_usage_in_each else bodies
-
-    def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
+    def last_events(self, so_far: AnswerSoFar) -> list[dict[str, Any]]:
         options = self.body.stream_options
         if options is None or not options.include_usage:
             return []
-        return [{**self._body(self.chunk_kind, []), "usage": self.usage(latest)}]
-
-    def error_events(self, error: Exception) -> list[dict[str, Any]]:
-        return [body_of(error)[1]]
+        return [{**self._body(self.chunk_kind, []), "usage": usage_body(so_far.tokens)}]
 
     @property
     def _has_usage_in_each(self) -> bool:
         """Whether each event carries the usage so far."""
         return self.body.stream_options is not None and bool(self.body.stream_options.continuous_usage_stats)
 
-    def _has_news(self, delta: TokenDelta) -> bool:
+    def has_news(self, delta: TokenDelta) -> bool:
         """Whether ``delta`` has anything beside text for the client."""
         return bool(delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids))
 
-    def _choice(
-        self, index: int, delta: TokenDelta, content: dict[str, Any], logprobs: dict[str, Any] | None
+    def choice_body(
+        self, place: int, key: Key, delta: TokenDelta, content: dict[str, Any], reason: str | None = None
     ) -> dict[str, Any]:
+        """A choice, or the new part of one. ``place``: in the answer; ``reason``: of its end, if it has another name
+        here."""
+        finish = delta.finish
         choice = {
-            "index": index,
+            "index": place,
             **content,
-            "logprobs": logprobs,
-            "finish_reason": None if delta.finish is None else delta.finish.reason.value,
-            "matched_stop": None if delta.finish is None else delta.finish.matched,
+            "logprobs": self.logprobs(key, delta) if self.has_logprobs else None,
+            "finish_reason": None if finish is None else reason or finish.reason.value,
+            "matched_stop": None if finish is None else finish.matched,
         }
         return {**choice, "token_ids": delta.token_ids} if self.body.return_token_ids else choice
 
@@ -103,25 +101,13 @@ class OpenAIForm(ABC):
         }
 
 
-def usage_body(deltas: Deltas, *, num_reasoning: int = 0) -> dict[str, Any]:
-    """Sum the usage of a whole answer: a prompt counts once, whatever its number of choices; every output counts.
-
-    Args: deltas: the last one of each choice.
-          num_reasoning: of the output tokens of all choices, those that were reasoning.
-    """
-    usages = {key: delta.usage for key, delta in deltas.items()}
-    prompts = {number: usage.prompt_tokens for (number, _), usage in usages.items()}
-    cached: dict[int, int] = {}
-    for (number, choice), usage in usages.items():
-        if choice == 0 or number not in cached:  # choice 0 computes what the others share
-            cached[number] = usage.cached_tokens
-    prompt, completion = sum(prompts.values()), sum(usage.completion_tokens for usage in usages.values())
+def usage_body(tokens: AnswerTokens) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": tokens.output,
+        "total_tokens": tokens.prompt + tokens.output,
+        "prompt_tokens_details": {"cached_tokens": tokens.cached},
+        "completion_tokens_details": {"reasoning_tokens": tokens.reasoning},
     }
 
 

@@ -1,6 +1,7 @@
 """The answers of the generating endpoints: server-sent events or one body, until the client disconnects.
 
-Owns:      the race between an answer and the client's disconnect; which deltas become which events.
+Owns:      the race between an answer and the client's disconnect; which deltas become which events; the parts and the
+           token counts of an answer, which every form shows in its own words.
 Never:     knows the JSON of an endpoint: its `Form` does.
 Invariant: the answer's generators are closed on every path, so that a disconnect aborts the client's requests.
 Thread:    the router's event loop; bodies with many logprobs are encoded on another thread.
@@ -11,11 +12,22 @@ import contextlib
 import json
 import logging
 import types
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from json.encoder import encode_basestring
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -23,7 +35,9 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from deployments.http.arrivals import Generations, generations_of
-from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, error_body
+from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
+from deployments.output.parts import Part, TextPart
+from deployments.output.reading import ChoiceReading
 from deployments.output.validation import SchemaPromise
 from replicas.errors import RequestAborted
 from replicas.types import GenerateRequest, TokenDelta
@@ -69,33 +83,99 @@ class TextEvents:
         return self._before + encode_basestring(text).encode() + self._after
 
 
-class Form(Protocol):
-    """The JSON of an endpoint's answer, whole or in events."""
+class AnswerTokens(NamedTuple):
+    """The tokens of an answer, or of as much as there is of it."""
+
+    prompt: int
+    cached: int  # of the prompts' tokens
+    output: int
+    reasoning: int  # of the output's tokens
+
+    @staticmethod
+    def of(deltas: Deltas, *, num_reasoning: int = 0) -> "AnswerTokens":
+        """Sum up: a prompt counts once, whatever its number of choices; every output counts.
+
+        Args: deltas: the last one of each choice.
+        """
+        prompts: dict[int, int] = {}
+        cached: dict[int, int] = {}
+        output = 0
+        for (number, choice), delta in deltas.items():
+            usage = delta.usage
+            prompts[number] = usage.prompt_tokens
+            output += usage.completion_tokens
+            if choice == 0 or number not in cached:  # choice 0 computes what the others share
+                cached[number] = usage.cached_tokens
+        return AnswerTokens(sum(prompts.values()), sum(cached.values()), output, num_reasoning)
+
+
+class Change(NamedTuple):
+    """What one delta adds to a choice. In an answer that is not streamed, each choice is one change."""
+
+    key: Key
+    delta: TokenDelta  # where events are cumulative, of all that has come of the choice
+    parts: Sequence[Part]  # of the text that is new
+    begins: bool  # it is the first of its choice
+    num_calls: int = 0  # tool calls of the choice so far
+
+
+class AnswerSoFar:
+    """As much as has come of an answer: reads the deltas of its choices, each choice's in order."""
+
+    def __init__(self, new_reading: Callable[[], ChoiceReading] | None, *, is_cumulative: bool = False) -> None:
+        """``new_reading``: of each choice; None where each is all text."""
+        self._new_reading = new_reading
+        self._is_cumulative = is_cumulative
+        self._latest: dict[Key, TokenDelta] = {}
+        self._readings: dict[Key, ChoiceReading] = {}
+
+    def add(self, number: int, delta: TokenDelta) -> Change:
+        """Add the next delta of a choice of request ``number``. Returns: what it changes."""
+        key = (number, delta.index)
+        before = self._latest.get(key)
+        if self._new_reading is None:
+            parts: Sequence[Part] = [TextPart(delta.text)] if delta.text else []
+            num_calls = 0
+        else:
+            reading = self._readings[key] = self._readings.get(key) or self._new_reading()
+            parts, num_calls = reading.read(delta), reading.num_calls
+        if self._is_cumulative and before is not None:
+            delta = before.merge(delta)
+        self._latest[key] = delta
+        return Change(key, delta, parts, before is None, num_calls)
 
     @property
-    def is_cumulative(self) -> bool:
-        """Whether an event repeats all output of its choice so far, instead of only what is new."""
+    def tokens(self) -> AnswerTokens:
+        readings = self._readings.values()
+        return AnswerTokens.of(self._latest, num_reasoning=sum([each.num_reasoning for each in readings]))
+
+
+class Form(ABC):
+    """The JSON of an endpoint's answer, whole or in events."""
+
+    is_cumulative = False  # an event repeats all output of its choice so far, instead of only what is new
+    names_events = False  # an event has its type as its name; such a stream ends with its last event, others with DONE
 
     @property
     def only_text(self) -> bool:
         """Whether the events of a choice between its first and its last differ in their text alone."""
+        return False
 
-    def whole(self, deltas: Deltas) -> Any:
-        """Make the body of an answer that is not streamed. Args: deltas: each choice as one delta, sorted."""
+    @abstractmethod
+    def whole(self, choices: Sequence[Change], so_far: AnswerSoFar) -> Any:
+        """Make the body of an answer that is not streamed. Args: choices: sorted by their keys."""
 
-    @property
-    def names_events(self) -> bool:
-        """Whether an event has its type as its name; such a stream ends with its last event, others with DONE."""
+    @abstractmethod
+    def events(self, change: Change, so_far: AnswerSoFar) -> list[dict[str, Any]]:
+        """Make the events of ``change``; none if it has nothing for the client."""
 
-    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[dict[str, Any]]:
-        """Make the events of ``delta``; none if it has nothing for the client. ``latest``: last delta of each
-        choice."""
-
-    def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
+    def last_events(self, so_far: AnswerSoFar) -> list[dict[str, Any]]:
         """Make the events after the end of all choices."""
+        return []
 
     def error_events(self, error: Exception) -> list[dict[str, Any]]:
         """Make the events that end a stream which has begun, where its request has failed."""
+        return [body_of(error)[1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +186,7 @@ class Answer:
     form: Form
     answer_id: str | None  # None if each prompt's part has an id of its own
     promise: SchemaPromise | None = None  # of each choice, if they were asked for by a schema
+    new_reading: Callable[[], ChoiceReading] | None = None  # of each choice; None where each is all text
 
     async def respond(self, request: Request, *, streams: bool | None) -> Response:
         """Run the requests and answer in events or in one body. Raises: InvalidRequest for bad routing headers."""
@@ -121,39 +202,39 @@ class Answer:
 
     async def _whole(self, generations: Generations) -> Response:
         deltas = await collected(merged([generations.stream(each) for each in self.requests]))
-        response = await made(lambda: JsonAnswer(self.form.whole(deltas)), deltas.values())
+        so_far = AnswerSoFar(self.new_reading)
+        choices = [so_far.add(number, delta) for (number, _), delta in deltas.items()]
+        response = await made(lambda: JsonAnswer(self.form.whole(choices, so_far)), deltas.values())
         if self.promise is not None:
             response.headers[SCHEMA_HEADER] = await self.promise.of([delta.text for delta in deltas.values()])
         return response
 
     async def _events(self, generations: Generations, straight: "Straight") -> AsyncGenerator[bytes, None]:
-        form, latest = self.form, dict[Key, TokenDelta]()
+        form, so_far = self.form, AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
         texts: dict[Key, TextEvents] = {}
         alone = straight if len(self.requests) == 1 else None  # those of several wait for each other in a queue
         said: dict[Key, list[str]] = {}  # what is to be validated
         validates = self.promise is not None and self.promise.at_first == "partial" and not form.names_events
         async for number, delta in merged([generations.stream(each, alone) for each in self.requests]):
             key = (number, delta.index)
-            begins = key not in latest
-            if form.is_cumulative and not begins:
-                delta = latest[key].merge(delta)
-            latest[key] = delta
             if key in texts and delta.finish is None:
                 if delta.text:
                     yield texts[key].event(delta.text)
                 continue
             beside = await self._verdict(delta, said.setdefault(key, [])) if validates else {}
-            events = await made(partial(self._encoded, key, delta, latest, begins, beside), [delta])
+            change = so_far.add(number, delta)
+            events = await made(partial(self._encoded, change, so_far, beside), [change.delta])
             if events:
                 yield events
             if form.only_text and delta.finish is None and not validates:
                 text_event = partial(self._text_event, key, delta)
                 texts[key] = straight.texts[delta.index] = TextEvents(text_event, named=form.names_events)
-        last = self._joined(form.last_events(latest))
-        yield last if form.names_events else last + DONE
+        last = self._joined(form.last_events(so_far)) + (b"" if form.names_events else DONE)
+        if last:
+            yield last
 
-    def _encoded(self, key: Key, delta: TokenDelta, latest: Deltas, begins: bool, beside: dict[str, Any]) -> bytes:
-        payloads = self.form.events(key, delta, latest, begins=begins)
+    def _encoded(self, change: Change, so_far: AnswerSoFar, beside: dict[str, Any]) -> bytes:
+        payloads = self.form.events(change, so_far)
         payloads[-1:] = [payload | beside for payload in payloads[-1:]]
         return self._joined(payloads)
 
@@ -162,7 +243,7 @@ class Answer:
         said.append(delta.text)
         if self.promise is None or delta.finish is None:
             return {}
-        return {"manta": {"schema": await self.promise.of([said[-1] if self.form.is_cumulative else "".join(said)])}}
+        return {"manta": {"schema": await self.promise.of(["".join(said)])}}
 
     def _error_events(self, error: Exception) -> bytes:
         return self._joined(self.form.error_events(error))
@@ -173,7 +254,8 @@ class Answer:
     def _text_event(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
         """Make the payload of a later event of the same choice that has nothing but ``text``."""
         plain = replace(delta, text=text, finish=None, logprobs=(), prompt_logprobs=())
-        [payload] = self.form.events(key, plain, {}, begins=False)
+        change = Change(key=key, delta=plain, parts=[TextPart(text)], begins=False)
+        [payload] = self.form.events(change, AnswerSoFar(None))
         return payload
 
 

@@ -6,16 +6,15 @@ Invariant: the whole answer is what its events add up to: it is made from them. 
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
 from deployments.http.http_errors import body_of, messages_error
-from deployments.http.streaming import Deltas, Key
-from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart, TextReader
-from deployments.output.reading import ChoiceReading
-from replicas.types import Finish, FinishReason, TokenDelta
+from deployments.http.streaming import AnswerSoFar, AnswerTokens, Change, Form
+from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart
+from replicas.types import Finish, FinishReason
 
 Event = dict[str, Any]
 _NEW: dict[str, dict[str, Any]] = {
@@ -94,30 +93,24 @@ class ContentBlocks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessageForm:
-    """The form of a message (streaming.py), which has one choice."""
+class MessageForm(Form):
+    """The form of a message, which has one choice."""
 
-    is_cumulative = False
     names_events = True
 
     answer_id: str
     model: str
     max_tokens: int  # as asked for; the request's own limit is lower where the context leaves less
     stop: tuple[str, ...]
-    reading: ChoiceReading
-    call_id: Callable[[int], str]  # of each call by its number
-    blocks: ContentBlocks = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", ContentBlocks(self.call_id))
+    is_text: bool  # there are neither calls nor reasoning
+    blocks: ContentBlocks
 
     @property
     def only_text(self) -> bool:
-        return isinstance(self.reading.reader, TextReader)
+        return self.is_text
 
-    def whole(self, deltas: Deltas) -> dict[str, Any]:
-        [(key, delta)] = deltas.items()
-        events = self.events(key, delta, deltas, begins=True)
+    def whole(self, choices: Sequence[Change], so_far: AnswerSoFar) -> dict[str, Any]:
+        events = self.events(choices[0], so_far)
         message: Event = events[0]["message"]
         for event in events:
             match event["type"]:
@@ -136,50 +129,46 @@ class MessageForm:
                     message.update(event["delta"], usage=event["usage"])
         return message
 
-    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[Event]:
+    def events(self, change: Change, so_far: AnswerSoFar) -> list[Event]:
         found: list[Event] = []
-        if begins:
+        delta, parts = change.delta, change.parts
+        if change.begins:
             message: Event = {
                 "id": self.answer_id, "type": "message", "role": "assistant", "model": self.model, "content": [],
-                "stop_reason": None, "stop_sequence": None, "usage": _usage(delta),
+                "stop_reason": None, "stop_sequence": None, "usage": _usage(so_far.tokens),
             }  # fmt: skip
             found.append({"type": "message_start", "message": message})
-        parts = self.reading.read(delta)
-        if begins and self.only_text:
-            parts = [TextPart(delta.text)]  # its block is open from now on: what follows is only text
+            if self.is_text:
+                parts = [TextPart(delta.text)]  # its block is open from now on: what follows is only text
         found += self.blocks.events(parts)
         if delta.finish is not None:
             found += [
                 *self.blocks.end(is_cut=delta.finish.reason is not FinishReason.STOP),
-                {"type": "message_delta", "delta": self._stop(delta.finish, delta), "usage": _usage(delta)},
+                {"type": "message_delta", "delta": self._stop(delta.finish, change), "usage": _usage(so_far.tokens)},
                 {"type": "message_stop"},
             ]
         return found
 
-    def last_events(self, latest: Deltas) -> list[Event]:
-        return []
-
     def error_events(self, error: Exception) -> list[Event]:
         return [messages_error(*body_of(error))]
 
-    def _stop(self, finish: Finish, delta: TokenDelta) -> dict[str, Any]:
+    def _stop(self, finish: Finish, change: Change) -> dict[str, Any]:
         """Say why the answer ended. An aborted one is cut, as by a limit: Anthropic's API has no name for it."""
         if finish.reason is not FinishReason.STOP:
-            full = finish.reason is FinishReason.LENGTH and delta.usage.completion_tokens < self.max_tokens
+            full = finish.reason is FinishReason.LENGTH and change.delta.usage.completion_tokens < self.max_tokens
             return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
         if finish.matched in self.stop:
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
-        return {"stop_reason": "tool_use" if self.reading.num_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if change.num_calls else "end_turn", "stop_sequence": None}
 
 
-def _usage(delta: TokenDelta) -> dict[str, int]:
+def _usage(tokens: AnswerTokens) -> dict[str, int]:
     """``input_tokens`` are those that were computed: with those from the cache they sum to the prompt's."""
-    usage = delta.usage
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": tokens.prompt - tokens.cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": tokens.cached,
+        "output_tokens": tokens.output,
     }
 
 

@@ -21,14 +21,14 @@ from pydantic import WithJsonSchema
 from deployments.http import bodies
 from deployments.http.answer_bodies import CountedTokensBody, MessageBody, MessageEventBody
 from deployments.http.api_document import BODY, RUN, about, body_like, gives, said, shape, shown
-from deployments.http.apis.message_form import MessageForm
+from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
 from deployments.http.bodies import ChatRequest, Items, Route, WireType
 from deployments.http.chat import prepare, template_options, tools_of
 from deployments.http.convert import check_model, refuse_unsupported
 from deployments.http.service import service_of
-from deployments.http.streaming import Answer, JsonAnswer
+from deployments.http.streaming import JsonAnswer
 from deployments.output.reading import call_id
 from replicas.errors import InvalidRequest
 
@@ -96,20 +96,16 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     limit = min(body.max_tokens, prepared.request.sampling.max_new_tokens)
     sampling = dataclasses.replace(prepared.request.sampling, max_new_tokens=limit)
     sampling.validate(vocab_size=service.model.vocab_size)
+    asked = dataclasses.replace(prepared.request, sampling=sampling)
     form = MessageForm(
         answer_id=f"msg_{name}",
         model=service.model.name,
         max_tokens=body.max_tokens,
         stop=sampling.stop,
-        reading=prepared.new_reading(),
-        call_id=functools.partial(call_id, prepared.request.rid, 0, prefix="toolu_"),
+        is_text=prepared.new_reading is None,
+        blocks=ContentBlocks(functools.partial(call_id, asked.rid, 0, prefix="toolu_")),
     )
-    answer = Answer(
-        requests=[dataclasses.replace(prepared.request, sampling=sampling)],
-        form=form,
-        answer_id=form.answer_id,
-        promise=prepared.promise,
-    )
+    answer = dataclasses.replace(prepared, request=asked).answer(form, form.answer_id)
     return _told(await answer.respond(request, streams=body.stream), dropped)
 
 

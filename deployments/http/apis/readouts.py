@@ -24,9 +24,8 @@ from deployments.http.api_document import RUN, about, body_like, gives, said, sh
 from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Few, Items, Route, WireType
 from deployments.http.convert import check_count, check_model, checked, prompts_of_ids, salt_of
-from deployments.http.openai_format import usage_body
 from deployments.http.service import LONG_TEXT, Service, service_of
-from deployments.http.streaming import Deltas, JsonAnswer, answer, collected, merged
+from deployments.http.streaming import AnswerTokens, JsonAnswer, answer, collected, merged
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
 
@@ -210,10 +209,10 @@ async def _read_out(
     generations = generations_of(request, None)
 
     async def work() -> Response:
-        deltas: Deltas = await collected(merged([generations.stream(each) for each in requests]))
-        usage = usage_body(deltas)
-        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
-        counts["prompt_tokens_details"] = usage["prompt_tokens_details"]
+        deltas = await collected(merged([generations.stream(each) for each in requests]))
+        tokens = AnswerTokens.of(deltas)
+        details = {"cached_tokens": tokens.cached}
+        counts = {"prompt_tokens": tokens.prompt, "total_tokens": tokens.prompt, "prompt_tokens_details": details}
         read = [delta.logprobs[0] for delta in deltas.values()]
 
         def whole() -> Response:

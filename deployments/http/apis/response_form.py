@@ -9,6 +9,7 @@ Thread:    the router's event loop.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,10 @@ from deployments.http.bodies import WireType
 from deployments.http.http_errors import body_of
 from deployments.http.openai_format import chat_logprobs
 from deployments.http.service import Service
-from deployments.http.streaming import Deltas, Key
+from deployments.http.streaming import AnswerSoFar, AnswerTokens, Change, Form
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
-from deployments.output.reading import ChoiceReading, call_id
-from replicas.types import FinishReason, GenerateRequest, TokenDelta, Usage
+from deployments.output.reading import call_id
+from replicas.types import FinishReason, GenerateRequest
 
 Event = dict[str, Any]
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -80,7 +81,7 @@ class ResponseWriter:
     def begin(self) -> list[Event]:
         return [self._event(f"response.{kind}", response=self.response) for kind in ("created", "in_progress")]
 
-    def write(self, parts: list[Part], logprobs: list[dict[str, Any]]) -> list[Event]:
+    def write(self, parts: Sequence[Part], logprobs: list[dict[str, Any]]) -> list[Event]:
         """Add ``parts``, and the ``logprobs`` of the tokens that they come from. Returns: the events."""
         self._waiting += logprobs
         return [event for part in parts for event in self._write(part)]
@@ -175,48 +176,40 @@ class ResponseWriter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseForm:
-    """The form of a response's answer: one choice, in events with names."""
+class ResponseForm(Form):
+    """The form of a response's answer: one choice, in events with names and numbers."""
 
-    is_cumulative = False
-    only_text = False  # its events are numbered
     names_events = True
 
     service: Service
     writer: ResponseWriter
-    reading: ChoiceReading
     num_top: int | None  # most likely tokens beside each of the output; None: no logprobs at all
 
-    def whole(self, deltas: Deltas) -> dict[str, Any]:
-        self._write(deltas[0, 0])
-        self.last_events(deltas)
+    def whole(self, choices: Sequence[Change], so_far: AnswerSoFar) -> dict[str, Any]:
+        self._write(choices[0], so_far)
         return self.writer.response
 
-    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[Event]:
-        return [*(self.writer.begin() if begins else ()), *self._write(delta)]
-
-    def last_events(self, latest: Deltas) -> list[Event]:
-        delta = latest[0, 0]
-        assert delta.finish is not None, "a choice that ends has a finish"
-        return self.writer.end(delta.finish.reason, usage_of(delta.usage, self.reading.num_reasoning))
+    def events(self, change: Change, so_far: AnswerSoFar) -> list[Event]:
+        return [*(self.writer.begin() if change.begins else ()), *self._write(change, so_far)]
 
     def error_events(self, error: Exception) -> list[Event]:
         return self.writer.fail(error)
 
-    def _write(self, delta: TokenDelta) -> list[Event]:
-        logprobs: list[dict[str, Any]] = []
+    def _write(self, change: Change, so_far: AnswerSoFar) -> list[Event]:
+        logprobs, finish = list[dict[str, Any]](), change.delta.finish
         if self.num_top is not None:
-            logprobs = chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.num_top)["content"]
-        return self.writer.write(self.reading.read(delta), logprobs)
+            logprobs = chat_logprobs(self.service.tokenizer, change.delta.logprobs, num_top=self.num_top)["content"]
+        events = self.writer.write(change.parts, logprobs)
+        return events if finish is None else [*events, *self.writer.end(finish.reason, usage_of(so_far.tokens))]
 
 
-def usage_of(usage: Usage, num_reasoning: int) -> dict[str, Any]:
+def usage_of(tokens: AnswerTokens) -> dict[str, Any]:
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "input_tokens": tokens.prompt,
+        "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
+        "output_tokens": tokens.output,
+        "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
+        "total_tokens": tokens.prompt + tokens.output,
     }
 
 

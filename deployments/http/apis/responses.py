@@ -49,5 +49,4 @@ async def _answer(request: Request, body: ResponsesRequest, tools: ToolSet, name
     asked = prepared.request
     writer = new_writer(body, tools, name, model=service.model.name, request=asked)
     num_top = body.top_logprobs or 0 if asked.return_logprobs else None
-    form = ResponseForm(service=service, writer=writer, reading=prepared.new_reading(), num_top=num_top)
-    return Answer(requests=[asked], form=form, answer_id=writer.response["id"], promise=prepared.promise)
+    return prepared.answer(ResponseForm(service=service, writer=writer, num_top=num_top), writer.response["id"])

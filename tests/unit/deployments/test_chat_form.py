@@ -1,6 +1,5 @@
 """The form of a chat that is read in parts: events of any cut of the text add up to the whole answer."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +8,10 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from deployments.http.bodies import ChatRequest
-from deployments.http.chat import ChatPartsForm, Prepared
+from deployments.http.chat import ChatForm, Prepared
+from deployments.http.streaming import AnswerSoFar
 from deployments.output.output_format import OutputFormat
+from deployments.output.reading import ChoiceReading
 from deployments.output.reasoning import THINK, ReasoningCount
 from deployments.output.tool_formats import HERMES
 from deployments.output.tools import tool_use
@@ -19,25 +20,23 @@ from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Us
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a":  "é\\u00e9</tool"}}\n</tool_call>'
 TEXT = f"<think>\nHm, <tool_call>?\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
-OUTPUT = OutputFormat(
-    tools=HERMES, reasoning=THINK, template_has_tools=True, special_tags=frozenset(), dropped=()
-)
+OUTPUT = OutputFormat(tools=HERMES, reasoning=THINK, template_has_tools=True, special_tags=frozenset(), dropped=())
 
 
-def form_of(tool_choice: Any = "auto", **options: Any) -> ChatPartsForm:
+def form_of(tool_choice: Any = "auto", **options: Any) -> ChatForm:
+    """``options``: of each choice's reading."""
     use = tool_use(TOOLS, tool_choice, None)
     assert use is not None
+
+    def new_reading() -> ChoiceReading:
+        count = ReasoningCount([bytes([i]) for i in range(256)], THINK, is_open=False)
+        return ChoiceReading(OUTPUT.reader(schemas=use.schemas), count, **options)
+
     request = GenerateRequest(rid="a", token_ids=[1])  # type: ignore[arg-type]
-    prepared = Prepared(
-        request=request,
-        use=use,
-        make_reader=partial(OUTPUT.reader, schemas=use.schemas),
-        make_count=partial(ReasoningCount, [bytes([i]) for i in range(256)], THINK, is_open=False),
-        **options,
-    )
+    prepared = Prepared(request=request, use=use, new_reading=new_reading)
     service: Any = SimpleNamespace(model=SimpleNamespace(name="m"))
     body = ChatRequest(messages=[])
-    return ChatPartsForm(
+    return ChatForm(
         service=service, body=body, answer_id="chatcmpl-a", created=1, has_logprobs=False, prepared=prepared
     )
 
@@ -54,17 +53,17 @@ def deltas(text: str, *cuts: int, reason: FinishReason = FinishReason.STOP) -> l
     ]
 
 
-def whole(text: str, form: ChatPartsForm, **options: Any) -> dict[str, Any]:
+def whole(text: str, form: ChatForm, **options: Any) -> dict[str, Any]:
     [delta] = deltas(text, **options)
-    body: dict[str, Any] = form.whole({(0, 0): delta})
-    return body
+    so_far = AnswerSoFar(form.prepared.new_reading)
+    return form.whole([so_far.add(0, delta)], so_far)
 
 
-def streamed(pieces: list[TokenDelta], form: ChatPartsForm) -> tuple[dict[str, Any], str, int]:
+def streamed(pieces: list[TokenDelta], form: ChatForm) -> tuple[dict[str, Any], str, int]:
     """The message that the events add up to, the reason of its end, and the tokens of reasoning."""
-    state = ChatCompletionStreamState()
-    for number, delta in enumerate(pieces):
-        for event in form.events((0, 0), delta, {(0, 0): delta}, begins=number == 0):
+    state, so_far = ChatCompletionStreamState(), AnswerSoFar(form.prepared.new_reading)
+    for delta in pieces:
+        for event in form.events(so_far.add(0, delta), so_far):
             state.handle_chunk(openai.types.chat.ChatCompletionChunk.model_validate(event))
     [choice] = state.current_completion_snapshot.choices
     message = choice.message.model_dump(exclude_none=True, exclude={"parsed"})
@@ -72,8 +71,7 @@ def streamed(pieces: list[TokenDelta], form: ChatPartsForm) -> tuple[dict[str, A
         call.pop("index", None)
         call["function"].pop("parsed_arguments", None)
     assert choice.finish_reason is not None
-    num_reasoning = form.usage({(0, 0): pieces[-1]})["completion_tokens_details"]["reasoning_tokens"]
-    return message, choice.finish_reason, num_reasoning
+    return message, choice.finish_reason, so_far.tokens.reasoning
 
 
 def test_an_answer_has_reasoning_content_and_calls() -> None:
@@ -118,8 +116,9 @@ def test_only_calls_leave_no_content_and_only_text_no_calls() -> None:
 
 def test_the_first_event_of_a_call_has_its_name_and_the_later_ones_its_arguments() -> None:
     form, events = form_of(), []
-    for number, delta in enumerate(deltas(CALL, 30, 45)):
-        events += form.events((0, 0), delta, {}, begins=number == 0)
+    so_far = AnswerSoFar(form.prepared.new_reading)
+    for delta in deltas(CALL, 30, 45):
+        events += form.events(so_far.add(0, delta), so_far)
     shown = [event["choices"][0]["delta"] for event in events]
     assert shown[0]["role"] == "assistant"
     calls = [call for each in shown for call in each.get("tool_calls", [])]

@@ -14,7 +14,8 @@ from deployments.http.apis.messages import MessagesRequest, chat_of
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import GenerationFailed
 from deployments.http.service import Service
-from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart, TextReader
+from deployments.http.streaming import AnswerSoFar
+from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import ChoiceReading
 from deployments.settings.keys import ApiKey, KeyDigests
 from replicas.errors import InvalidRequest
@@ -332,27 +333,22 @@ def delta_of(text: str, finish: FinishReason | None = None) -> TokenDelta:
     return TokenDelta(rid="r", text=text, usage=usage, finish=None if finish is None else Finish(reason=finish))
 
 
-def form_of(*parts: Part) -> MessageForm:
-    reader = Scripted(*parts) if parts else TextReader()
-    return MessageForm(
-        answer_id="msg_1",
-        model="m",
-        max_tokens=5,
-        stop=(),
-        reading=ChoiceReading(reader),
-        call_id=lambda index: f"toolu_{index}",
-    )
+def form_of(*parts: Part) -> tuple[MessageForm, AnswerSoFar]:
+    """The form of a message, and the answer whose text has ``parts``."""
+    blocks = ContentBlocks(lambda index: f"toolu_{index}")
+    form = MessageForm(answer_id="msg_1", model="m", max_tokens=5, stop=(), is_text=not parts, blocks=blocks)
+    return form, AnswerSoFar((lambda: ChoiceReading(Scripted(*parts))) if parts else None)
 
 
 def whole(*parts: Part, finish: FinishReason = FinishReason.STOP) -> dict[str, Any]:
-    return form_of(*parts).whole({(0, 0): delta_of("x" * len(parts), finish)})
+    form, so_far = form_of(*parts)
+    return form.whole([so_far.add(0, delta_of("x" * len(parts), finish))], so_far)
 
 
 def streamed(*parts: Part, finish: FinishReason = FinishReason.STOP) -> dict[str, Any]:
-    form, latest = form_of(*parts), {(0, 0): delta_of("")}
-    events = [form.events((0, 0), delta_of("x"), latest, begins=i == 0) for i in range(len(parts))]
-    events.append(form.events((0, 0), delta_of("", finish), latest, begins=not parts))
-    return added_up([event for each in events for event in each])
+    form, so_far = form_of(*parts)
+    deltas = [*[delta_of("x")] * len(parts), delta_of("", finish)]
+    return added_up([event for delta in deltas for event in form.events(so_far.add(0, delta), so_far)])
 
 
 def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
@@ -414,6 +410,6 @@ def test_an_answer_without_content_has_an_empty_text() -> None:
 
 def test_an_error_in_a_stream_is_an_event() -> None:
     error = GenerationFailed(Finish(reason=FinishReason.ERROR, message="no memory", http_status=503))
-    [event] = form_of().error_events(error)
+    [event] = form_of()[0].error_events(error)
     assert event["type"] == "error"
     assert event["error"] == {"type": "overloaded_error", "message": "no memory"}
