@@ -117,9 +117,12 @@ async def test_the_second_time_both_sides_hold_the_prefix_and_usage_tells_of_it(
     deltas = await apart.answer(longer)
     assert ids(deltas) == ids(expected)
     assert deltas[-1].usage.cached_tokens == 192  # 12 pages, of prefill
-    report = apart.house.dispatcher.routes.recent()[-1].tries[-1].hand_off
-    assert report is not None
-    assert report.num_pages == 3  # of 15, 12 were here
+    last = apart.house.dispatcher.routes.recent()[-1].tries[-1]
+    assert last.hand_off is not None
+    assert last.hand_off.num_pages == 3  # of 15, 12 were here
+    assert last.decision.pair is not None
+    [(_, expects)] = last.decision.pair.rows()  # the router knew
+    assert (expects.cached_tokens, expects.own_tokens, expects.transfer_pages) == (192, 48, 3)
 
 
 async def test_its_time_is_told_by_both_legs(apart: Apart) -> None:
