@@ -4,8 +4,8 @@ CONFIG ?= serve_config.yaml
 TRACE ?= ../shared/traces/conversation_trace.jsonl
 VENV := .venv
 # programs that tests run, and the packages of Debian that have them
-PROGRAMS := prometheus promtool chromium chromedriver
-DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core
+PROGRAMS := prometheus promtool chromium chromedriver ip
+DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core iproute2
 # libraries whose requests tests send, from an environment of their own (tests/clients)
 CLIENTS := 'litellm[mcp]>=1.106,<2' 'openai>=2.54,<4' 'anthropic>=2.12,<3' 'instructor>=1.17,<2' \
 	'pydantic-ai-slim[openai]>=2.31,<3' 'langchain-openai>=1.7,<2'
@@ -29,7 +29,7 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs pictures \
+.PHONY: help serve test test-all test-cluster install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs pictures \
 	board-pictures model install \
 	install-test tools-test lock clean
 
@@ -84,6 +84,9 @@ test: install-test tools-test model ## Run the tests that every change is checke
 
 test-all: install-test tools-test model ## And then those that are marked slow, and arithmetic under AVX2 too: what CI runs
 	@$(BIN)/python -m tests quick slow
+
+test-cluster: install-test tools-test model ## Run the tests of a Ray cluster whose nodes vanish: four machines of namespaces, as root
+	@MANTA_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -s tests/cluster
 
 install-gpu: $(VENV)/.installed ## Add FlashInfer to .venv, whose kernels nvcc compiles when first used (docs/gpu.md)
 	@$(INSTALL) "Installing FlashInfer" $(VENV)/install-gpu.log --editable '.[gpu]'

@@ -27,7 +27,7 @@ KERNELS = [  # those that take seconds to compile, so that two processes take ab
     "extend.address, product.address",
 ]
 TESTS = Path(__file__).parent
-MARKED = {"quick": "not slow", "slow": "slow"}
+MARKED = {"quick": "not slow", "slow": "slow and not cluster"}
 
 
 def main(wanted: Sequence[str]) -> int:
