@@ -86,8 +86,7 @@ class KvTransfer:
         self._events: collections.deque[TransferEvent] = collections.deque()
         self._receiving: dict[int, bool] = {}  # rooms whose last event the engine has not taken -> whether they failed
         self._sending: dict[int, bool] = {}
-        self._stats = TransferStats()
-        self._out_of_reach: tuple[PeerAddress, ...] = ()
+        self._shown: tuple[TransferStats, tuple[PeerAddress, ...]] = (TransferStats(), ())  # and the peers out of reach
         self._write_times: collections.deque[WriteTimes] = collections.deque(maxlen=MAX_WRITE_TIMES)
         self._started = threading.Event()
         self._stopping = False
@@ -139,7 +138,7 @@ class KvTransfer:
         self._order(lambda core: core.peer_is_dead(incarnation))
 
     def out_of_reach(self) -> tuple[PeerAddress, ...]:
-        return self._out_of_reach
+        return self._shown[1]
 
     def drain_events(self) -> list[TransferEvent]:
         events = []
@@ -153,7 +152,7 @@ class KvTransfer:
         return events
 
     def stats(self) -> TransferStats:
-        return self._stats
+        return self._shown[0]
 
     def drain_write_times(self) -> list[WriteTimes]:
         return [self._write_times.popleft() for _ in range(len(self._write_times))]
@@ -271,8 +270,7 @@ class KvTransfer:
         return taken
 
     def _publish(self, core: TransferCore) -> None:
-        self._stats = core.stats()
-        self._out_of_reach = core.peers.out_of_reach()
+        self._shown = core.stats(), core.peers.out_of_reach()
         self._write_times.extend(core.sending.take_write_times())
         if core.events:
             self._events.extend(core.events)
