@@ -43,6 +43,7 @@ from deployments.fleet.fleet import Fleet
 from kvtransfer.pages import page_keys
 from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.errors import MantaError
+from replicas.runner.worker import die_with_parent
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, PoolStats, TokenDelta, Usage
 from routing.router import Router
 from routing.types import Decision, IndexEvent, RouteQuery
@@ -334,6 +335,7 @@ async def _connected(path: str, process: Any) -> tuple[asyncio.StreamReader, asy
 
 
 def _run_replicas(setup: Setup, path: str) -> None:
+    die_with_parent()
     _allow_files(setup.num_replicas + OPEN_FILES)
     run(FakeReplicas(setup).serve(path))
 
