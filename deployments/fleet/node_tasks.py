@@ -19,6 +19,7 @@ from kvtransfer.rooms.transfer_service import TransferService
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ANSWER_S = 20.0  # of a task on another node, whose worker may have to start first
+ASK_S = 1.0  # between two questions about machines, while a peer is out of reach
 
 
 @functools.cache
@@ -34,9 +35,6 @@ async def in_task(node_id: str, function: Callable[..., T], *args: Any, within_s
     async with asyncio.timeout(within_s):
         found: T = await task.remote(*args)
         return found
-
-
-LOOK_S = 1.0  # between two questions, while a peer is out of reach
 
 
 def dead_machines() -> Collection[str]:
@@ -76,7 +74,7 @@ class DeathWatch:
                 self._service.peer_is_dead(peer.incarnation)
 
     def _watch(self) -> None:
-        while not self._stopping.wait(LOOK_S):
+        while not self._stopping.wait(ASK_S):
             try:
                 self.look()
             except Exception as error:  # noqa: BLE001 - the edge: whatever Ray raises, it is asked again

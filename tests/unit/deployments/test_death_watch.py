@@ -61,7 +61,7 @@ def test_ray_is_asked_again_after_it_has_failed_to_answer(monkeypatch: pytest.Mo
             raise ConnectionError("the GCS is starting")
         return {"10.0.0.2"}
 
-    monkeypatch.setattr(node_tasks, "LOOK_S", 0.01)
+    monkeypatch.setattr(node_tasks, "ASK_S", 0.01)
     watch = DeathWatch(service, dead=dead)
     watch.start()
     until(lambda: service.dead[:1] == ["10.0.0.2"])
