@@ -48,17 +48,17 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
 def greatest(logits, tokens, peaks, size, BLOCK: tl.constexpr):
     """Program (row): the largest of logits [S, size] and the first token that has it; -1 where that is not finite."""
     row = tl.program_id(0).to(tl.int64)
-    peak, token, sound = float("-inf"), 0, 1
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    first, broken = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
         value = tl.load(logits + row * size + i, mask=i < size, other=float("-inf"))
-        broken = tl.sum((value != value).to(tl.int32), 0)
-        highest = tl.max(value, 0)
-        first = tl.min(tl.where(value == highest, i, size), 0)
-        token = tl.where(highest > peak, first, token)
-        peak = tl.maximum(peak, highest)
-        sound = tl.where(broken > 0, 0, sound)
-    finite = (sound > 0) & (peak > float("-inf")) & (peak < float("inf"))
+        broken |= (value != value).to(tl.int32)
+        first = tl.where(value > highest, i, first)
+        highest = tl.where(value > highest, value, highest)
+    peak = tl.max(highest, 0)
+    token = tl.min(tl.where(highest == peak, first, size), 0)
+    finite = (tl.max(broken, 0) == 0) & (peak > float("-inf")) & (peak < float("inf"))
     tl.store(peaks + row, peak)
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 
@@ -121,10 +121,12 @@ def draw(
     ranks = tl.sum(before.to(tl.int32), 0)
     mass_before = tl.sum(tl.where(before, mass[:, None], 0.0), 0)
     head_mass, num_head = tl.sum(mass, 0), tl.sum((mass > 0.0).to(tl.int32), 0)
-    below = tl.zeros([], tl.float64)
+    masses, places = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     for start in range(0, size, BLOCK):
         x = _block(row, start, size, BLOCK)
-        below += tl.sum(tl.where(x <= edge, tl.exp(x), 0.0), 0).to(tl.float64)
+        masses += tl.where(x <= edge, tl.exp(x), 0.0).to(tl.float64)
+        places = tl.maximum(places, tl.where(_place(x) < NO_MASS, _place(x), 0))
+    below = tl.sum(masses, 0)
     limit = top_p * (head_mass + below)
     kept = (ranks < top_k) & (mass_before < limit) & (log_p >= log_min_p) & (mass > 0.0)
     perturbed = tl.where(kept, log_p + _gumbel(_bits(stream, ids)), float("-inf"))
@@ -138,7 +140,7 @@ def draw(
         first, last, end, num_ties = _place(edge), NO_MASS, NO_MASS, tl.zeros([], tl.float64)
         if cuts:
             first, last, end, num_ties = _cut(
-                row, size, _place(edge), num_head, head_mass, top_k, limit, log_min_p, BLOCK
+                row, size, _place(edge), num_head, head_mass, tl.max(places, 0), top_k, limit, log_min_p, BLOCK
             )
         token = _draw_kept(row, size, stream, first, last, end, num_ties, BLOCK)
     out = tokens + tl.load(index + r)
@@ -147,31 +149,50 @@ def draw(
 
 
 @triton.jit
-def _cut(row, size, low, num_low, mass_low, top_k, limit, log_min_p, BLOCK: tl.constexpr):
-    """Where the cuts fall below place ``low``, before which are num_low tokens of mass_low. Returns: the first place
-    kept, that of tokens which may not all be kept, the place behind them, and how many of them are, by id.
+def _cut(row, size, low, num_low, mass_low, last, top_k, limit, log_min_p, BLOCK: tl.constexpr):
+    """Where the cuts fall below place ``low``, before which are num_low tokens of mass_low; none is behind ``last``.
+    Returns: the first place kept, that of tokens which may not all be kept, the place behind them, and how many of them
+    are, by id.
 
     A token is kept if those before it are fewer than top_k and weigh less than ``limit``: true up to some place, false
-    behind it. Found when one token at most, or one place, lies between.
+    behind it. Found when one token at most, or one place, lies between; each turn asks at three places. What a program
+    adds up, it adds up a lane at a time, and over its lanes once a turn.
     """
     least = tl.minimum(-log_min_p, SMALLEST)
     rounded = tl.abs(least.to(tl.float32))
-    high = _place(rounded) + (rounded.to(tl.float64) <= least).to(tl.int32)
+    high = tl.minimum(_place(rounded) + (rounded.to(tl.float64) <= least).to(tl.int32), last + 1)
     num_high = size
     while (high - low > 1) & (num_high - num_low > 1):
-        middle = low + (high - low) // 2
-        num, mass = 0, tl.zeros([], tl.float64)
+        step = tl.maximum((high - low) // 4, 1)
+        p1, p2, p3 = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+        n1, n2, n3 = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+        m1, m2, m3 = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
         for start in range(0, size, BLOCK):
             x = _block(row, start, size, BLOCK)
-            before = _place(x) < middle
-            num += tl.sum(before.to(tl.int32), 0)
-            mass += tl.sum(tl.where(before, tl.exp(x), 0.0).to(tl.float64), 0)
-        keeps = (num < top_k) & (mass < limit)
-        low, high = tl.where(keeps, middle, low), tl.where(keeps, high, middle)
-        num_low, num_high = tl.where(keeps, num, num_low), tl.where(keeps, num_high, num)
-        mass_low = tl.where(keeps, mass, mass_low)
+            place, mass = _place(x), tl.exp(x).to(tl.float64)
+            n1 += (place < p1).to(tl.int32)
+            n2 += (place < p2).to(tl.int32)
+            n3 += (place < p3).to(tl.int32)
+            m1 += tl.where(place < p1, mass, 0.0)
+            m2 += tl.where(place < p2, mass, 0.0)
+            m3 += tl.where(place < p3, mass, 0.0)
+        end, state = high, (low, num_low, mass_low, high, num_high)
+        state = _narrow(p1, end, tl.sum(n1, 0), tl.sum(m1, 0), top_k, limit, state)
+        state = _narrow(p2, end, tl.sum(n2, 0), tl.sum(m2, 0), top_k, limit, state)
+        low, num_low, mass_low, high, num_high = _narrow(p3, end, tl.sum(n3, 0), tl.sum(m3, 0), top_k, limit, state)
     each = tl.exp(-low.to(tl.float32, bitcast=True).to(tl.float64))
     return 0, low, high, tl.minimum((top_k - num_low).to(tl.float64), tl.ceil((limit - mass_low) / each))
+
+
+@triton.jit
+def _narrow(place, end, num, mass, top_k, limit, state):
+    """Take ``place``, before which are num tokens of mass, for the low or the high end of what `_cut` looks through; a
+    place at its ``end`` says nothing."""
+    low, num_low, mass_low, high, num_high = state
+    keeps = (place < end) & (num < top_k) & (mass < limit)
+    cuts = (place < high) & (keeps == 0)
+    low, num_low, mass_low = tl.where(keeps, place, low), tl.where(keeps, num, num_low), tl.where(keeps, mass, mass_low)
+    return low, num_low, mass_low, tl.where(cuts, place, high), tl.where(cuts, num, num_high)
 
 
 @triton.jit
