@@ -11,8 +11,8 @@ top-p 0.9. A prefill multiplies every token with all weights: the limit is 2 x p
 the time of all over the tokens of each, prefill and the host's work for every token included, against decode's limit.
 ``served edited``: the same with penalties, a bias and logprobs, which overlap like the others.
 
-`attention`: one layer by FlashInfer's FA2 and FA3 and by Triton, where they differ: what decides `PREFILL` of
-replicas/attention/flashinfer.py. Llama-8B's heads in bf16, pages of 16; the forward alone, planning left out.
+`attention`: one layer by FlashInfer's FA2, by its FA3, by the one of them that is chosen, and by Triton, where they
+differ. Llama-8B's heads in bf16, pages of 16; the forward alone, planning left out.
 
 `elementwise`: the operations between the products of a layer in one launch each, beside PyTorch's. `ranks`: a decode
 step of two ranks on two GPUs, from CUDA graphs and without.
@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -314,7 +315,12 @@ def attention_s(cases: Sequence[Case], heads: Mapping[str, int], *, repeats: int
     if (reason := missing("flashinfer")) is not None:
         say(f"Triton alone: flashinfer {reason}")
     else:
-        backends = {prefill: _flashinfer(prefill, heads) for prefill in ("fa2", "fa3")}
+        from replicas.attention.flashinfer import FlashInferAttention
+
+        backends = {
+            name: partial(_flashinfer, FlashInferAttention, heads, prefill)
+            for name, prefill in (("fa2", "fa2"), ("fa3", "fa3"), ("chosen", None))
+        }
     backends["triton"] = lambda step: TritonAttention(step.pool, **heads)
     found: dict[str, dict[str, float]] = {case.name: {} for case in cases}
     for case in cases:
@@ -336,18 +342,10 @@ def attention_s(cases: Sequence[Case], heads: Mapping[str, int], *, repeats: int
     return found
 
 
-def _flashinfer(prefill: str, heads: Mapping[str, int]) -> Callable[[Any], AttentionBackend]:
-    """Return what makes FlashInfer's backend of a step with this kind of prefill."""
-    from replicas.attention import flashinfer
-
-    def make(step: Any) -> AttentionBackend:
-        chosen, flashinfer.PREFILL = flashinfer.PREFILL, prefill
-        try:
-            return flashinfer.FlashInferAttention(step.pool, dtype=torch.bfloat16, **heads)
-        finally:
-            flashinfer.PREFILL = chosen
-
-    return make
+def _flashinfer(make: Any, heads: Mapping[str, int], prefill: str | None, step: Any) -> AttentionBackend:
+    """Return FlashInfer's backend of a step, with this kind of prefill."""
+    backend: AttentionBackend = make(step.pool, dtype=torch.bfloat16, prefill=prefill, **heads)
+    return backend
 
 
 def _add_options(parse: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from replicas.attention.base import AttentionBackend, AttentionSpec, BatchMeta
 from replicas.attention.registry import BACKENDS, NO_LATENT, Backend
+from replicas.attention.workspace import filling_tokens
 from replicas.config import AttentionChoice, Device
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.scheduler.plan import PrefixGroup
@@ -100,12 +101,19 @@ def _require_device(device: torch.device, name: str, error: Exception) -> None:
 
 
 def try_out(backend: AttentionBackend, spec: AttentionSpec) -> None:
-    """Run one layer of a mixed step with a prefix group on the dummy page, and wait for it.
+    """Run one layer of two mixed steps with a prefix group on the dummy page, a short prompt's and one's that fills the
+    device, and wait for each.
 
     Raises: whatever the backend's libraries do.
     """
-    page_size, device = spec.pool.page_size, spec.pool.device
-    bounds, prefix = np.array([0, 2, 3, 4], np.int32), np.array([0, page_size, page_size], np.int32)
+    for num_new in (2, filling_tokens(spec.num_heads, spec.pool.device)):
+        _try_step(backend, spec, num_new)
+
+
+def _try_step(backend: AttentionBackend, spec: AttentionSpec, num_new: int) -> None:
+    page_size, device, total = spec.pool.page_size, spec.pool.device, num_new + 2
+    bounds = np.array([0, num_new, num_new + 1, total], np.int32)
+    prefix = np.array([0, page_size, page_size], np.int32)
     seq_lens = prefix + np.diff(bounds)
     batch = BatchMeta(
         is_decode=False,
@@ -113,18 +121,18 @@ def try_out(backend: AttentionBackend, spec: AttentionSpec) -> None:
         rows=torch.zeros(3, dtype=torch.int32, device=device),
         prefix_lens=torch.from_numpy(prefix).to(device),
         seq_lens=torch.from_numpy(seq_lens).to(device),
-        positions=torch.tensor([0, 1, page_size, page_size], device=device),
-        out_slots=torch.zeros(4, dtype=torch.int64, device=device),
-        table=torch.zeros(1, page_size + 2, dtype=torch.int32, device=device),
-        max_seq_len=page_size + 1,
-        num_tokens=4,
+        positions=torch.tensor([*range(num_new), page_size, page_size], device=device),
+        out_slots=torch.zeros(total, dtype=torch.int64, device=device),
+        table=torch.zeros(1, max(page_size + 2, num_new), dtype=torch.int32, device=device),
+        max_seq_len=max(page_size + 1, num_new),
+        num_tokens=total,
         num_decode=2,
         prefix_groups=(PrefixGroup(members=np.array([1, 2], np.int32), length=page_size),),
         host_qo_indptr=bounds,
         host_seq_lens=seq_lens,
     )
     sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-    heads = torch.zeros(4, sum(sizes), spec.head_dim, dtype=spec.dtype, device=device)
+    heads = torch.zeros(total, sum(sizes), spec.head_dim, dtype=spec.dtype, device=device)
     backend.begin(batch)
     sunk = heads.new_zeros(spec.num_heads) if spec.kinds and spec.kinds[0].sinks else None
     q, k, v = torch.split(heads, sizes, dim=1)

@@ -15,7 +15,7 @@ Thread:    the thread that runs the model.
 Source:    Ye et al. 2025 (arXiv:2501.01005).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import flashinfer
 import numpy as np
@@ -26,7 +26,7 @@ from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.fence import Fence
 from replicas.attention.page_lists import Ints, page_bounds, page_indices, to_device
 from replicas.attention.triton_paged import store_kv
-from replicas.attention.workspace import num_sms, workspace_bytes
+from replicas.attention.workspace import PROMPT_TILE, filling_tokens, is_hopper, num_sms, workspace_bytes
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
 from replicas.scheduler.plan import PrefixGroup
@@ -34,10 +34,11 @@ from replicas.scheduler.plan import PrefixGroup
 HEAD_DIMS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)  # FA2 and decode read them with queries in 16 bits; FA3 does not
-# "auto" is FA3 on a Hopper GPU, which neither splits keys among programs nor packs the heads of a group into a tile: a
-# group over 32k keys would be 8 of 128 rows on 32 of 132 multiprocessors, and 100 new tokens over a long prefix as few.
-# With FA2 for all, prompts, groups and decode compile one module. To be measured: docs/gpu.md, step 5
-PREFILL = "fa2"
+# Of prompts and groups. FA3, for Hopper GPUs, is faster where its tiles fill the device (a prompt of 8k: 1.09 against
+# 1.79 ms a layer of Llama-8B on an H200), and slower where they do not, since it neither splits keys among programs nor
+# packs the heads of a group into a tile (128 new tokens over 32k: 0.54 against 0.32 ms; a group of 8 over 32k: 0.63
+# against 0.27)
+Prefill = Literal["fa2", "fa3"]
 PLAIN = AttentionKind()
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode; the other kernel knows 1, 2, 3, 4 and 8
 
@@ -47,6 +48,7 @@ class FlashInferAttention:
 
     Args:   graph_rows: of the largest decode step in a CUDA graph.
             kind: of all layers.
+            prefill: of all prompts and groups, to measure it; None: the faster one for each step.
     Raises: InvalidConfig for what its kernels do not know (the Triton backend does).
     """
 
@@ -62,6 +64,7 @@ class FlashInferAttention:
         head_dim: int,
         graph_rows: int = 0,
         kind: AttentionKind = PLAIN,
+        prefill: Prefill | None = None,
     ) -> None:
         keys = pool.get_key_buffer(0)
         reason = why_not(keys.dtype, dtype=dtype, head_dim=head_dim)
@@ -82,8 +85,14 @@ class FlashInferAttention:
             num_sms=num_sms(self._device),
         )
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)  # of all, one after the other
-        self._extend = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=PREFILL)
-        self._group = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=PREFILL)
+        chosen: dict[str, Prefill] = {"group": prefill or "fa2", "short": prefill or "fa2"}
+        if prefill is None and kind == PLAIN and dtype == keys.dtype and is_hopper(self._device):
+            chosen["long"] = "fa3"
+        self._prefills = {
+            name: flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=each)
+            for name, each in chosen.items()
+        }
+        self._extend = self._prefills["short"]  # of the current step
         self._eager = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=self._tensor_cores
         )
@@ -157,10 +166,13 @@ class FlashInferAttention:
     ) -> None:
         """Attend to each request's own keys, then to those of its group; q, out [B, H, D]."""
         _, own = self._decode.run(q, kv, out=out, return_lse=True, **scales)  # [B, H] log2 of sums of weights
-        shared_out, shared = self._group.run(q[members], kv, return_lse=True, **scales)
+        shared_out, shared = self._prefills["group"].run(q[members], kv, return_lse=True, **scales)
         out[members] = flashinfer.merge_state(out[members], own[members], shared_out, shared)[0]
 
     def _plan_extend(self, batch: BatchMeta, bounds: Ints, seq_lens: Ints) -> None:
+        tiled = PROMPT_TILE * int(np.sum(-(-np.diff(bounds) // PROMPT_TILE)))
+        fills = "long" in self._prefills and tiled >= filling_tokens(self._num_heads, self._device)
+        self._extend = self._prefills["long" if fills else "short"]
         self._plan_prefill(self._extend, batch.table, batch.rows[: len(seq_lens)], bounds, seq_lens, causal=True)
 
     def _plan_groups(self, batch: BatchMeta, groups: tuple[PrefixGroup, ...], first_request: int) -> Ints:
@@ -171,7 +183,7 @@ class FlashInferAttention:
         lengths = np.array([group.length for group in groups], np.int32)
         bounds = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         leaders = to_device(members[bounds[:-1]], self._device)
-        self._plan_prefill(self._group, batch.table, batch.rows[leaders], bounds, lengths, causal=False)
+        self._plan_prefill(self._prefills["group"], batch.table, batch.rows[leaders], bounds, lengths, causal=False)
         own = members - first_request
         self._members = to_device(own, self._device)
         first_pages = np.zeros(self._num_decode, np.int32)

@@ -9,7 +9,8 @@ import torch
 
 MIN_BYTES = 128 << 20  # what FlashInfer recommends
 INT_BYTES = 8 << 20  # of each wrapper, by its constructor
-EAGER_WRAPPERS = 3  # extend, group, decode
+PROMPT_TILE = 128  # new tokens in a tile of FA3
+EAGER_WRAPPERS = 4  # extend twice, group, decode
 
 
 def workspace_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, graph_rows: int, num_sms: int) -> int:
@@ -45,6 +46,15 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def filling_tokens(num_heads: int, device: torch.device) -> int:
+    """Compute the new tokens of one request whose tiles (PROMPT_TILE by one head) are one for each multiprocessor."""
+    return PROMPT_TILE * -(-num_sms(device) // num_heads)
 
 
 def _tile(rows: int, head_dim: int) -> int:

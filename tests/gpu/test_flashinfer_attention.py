@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from replicas.attention import workspace
 from replicas.attention.base import AttentionSpec, Heads
 from replicas.attention.choice import make_attention
 from replicas.attention.registry import BACKENDS
@@ -40,9 +41,9 @@ def flashinfer_attention(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield importlib.import_module("replicas.attention.flashinfer")
 
 
-def backend(module: Any, step: Step, kind: AttentionKind = PLAIN) -> Any:
+def backend(module: Any, step: Step, kind: AttentionKind = PLAIN, prefill: str | None = None) -> Any:
     heads = {"num_heads": step.q.shape[1], "num_kv_heads": step.k.shape[1], "head_dim": step.q.shape[2]}
-    return module.FlashInferAttention(step.pool, dtype=step.q.dtype, kind=kind, **heads)
+    return module.FlashInferAttention(step.pool, dtype=step.q.dtype, kind=kind, prefill=prefill, **heads)
 
 
 def half_step(lengths: list[tuple[int, int]], **changes: Any) -> Step:
@@ -104,16 +105,35 @@ def test_layers_of_several_kinds_go_to_the_next_backend_in_words() -> None:
     assert triton.lacks(kinds) is None
 
 
+@pytest.mark.parametrize("taken", ["short", "long"])
+def test_prompts_whose_tiles_fill_a_hopper_gpu_take_fa3(
+    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, taken: str
+) -> None:
+    """Two requests, the first after a prefix: one tile of 128 tokens more fills the device. """
+    if DEVICE == "cpu":
+        monkeypatch.setattr(flashinfer_attention, "is_hopper", lambda device: True)
+        monkeypatch.setattr(workspace, "num_sms", lambda device: 20)
+    elif torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FA3 is for Hopper GPUs")
+    num_first = workspace.filling_tokens(8, torch.device(DEVICE)) - 128
+    lengths = [(40, num_first - 100), (0, 9)]
+    step = half_step(lengths[: 1 if taken == "short" else 2], dtype=torch.bfloat16)
+    attention = backend(flashinfer_attention, step)
+    assert error(attention, step) < 3e-2
+    assert attention._extend is attention._prefills[taken]
+    chosen = backend(flashinfer_attention, half_step([(0, 1)]), AttentionKind(window=27))
+    assert "long" not in chosen._prefills, "FA3 with a window was not measured"
+
+
 FAR_PAGES = 81_920 if DEVICE == "cuda" else 200  # of 64 KiB: 5 GiB, further than 32 bits of bytes and of elements
 
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
 @pytest.mark.parametrize("kind", ["decode", "extend", "group"])
 def test_the_last_pages_of_a_large_pool_are_read_and_written(
-    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, kind: str, prefill: str
+    flashinfer_attention: Any, kind: str, prefill: str
 ) -> None:
     """32 query heads and 8 of K and V of 128 dimensions, in bf16. On a CPU the pool is small."""
-    monkeypatch.setattr(flashinfer_attention, "PREFILL", prefill)
     lengths = [(0, 9), (33, 20), (16, 1)] if kind == "extend" else [(40, 1), (3, 1), (33, 1)]
     step = half_step(lengths, dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128)
     if kind == "group":
@@ -125,7 +145,7 @@ def test_the_last_pages_of_a_large_pool_are_read_and_written(
     step.pool.data = far
     for slots in (step.batch.table, step.batch.out_slots):
         slots += (FAR_PAGES - len(near)) * step.pool.page_size
-    got = run(backend(flashinfer_attention, step), step).float()
+    got = run(backend(flashinfer_attention, step, prefill=prefill), step).float()
     assert float((got - wanted).abs().max()) < 3e-2
     assert not far[: -len(near)].any()
 
@@ -186,7 +206,7 @@ def failing(text: str) -> Any:
 def test_auto_takes_flashinfer_where_its_trial_step_runs(
     flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trial is a mixed step with a group, so that every kernel and the merge is there before the first request.
+    """The trial is two mixed steps with a group, so that every kernel and the merge is there before the first request.
     What first use compiles is said before it, and ninja is found though the environment was not activated."""
     scripts = sysconfig.get_path("scripts")
     elsewhere = os.pathsep.join(place for place in os.environ["PATH"].split(os.pathsep) if place != scripts)
@@ -201,12 +221,12 @@ def test_auto_takes_flashinfer_where_its_trial_step_runs(
     ]
     assert os.environ["PATH"] == scripts + os.pathsep + elsewhere
     if DEVICE == "cpu":
-        assert [method for _, method, _, _ in CALLS].count("run") == 3
+        assert [method for _, method, _, _ in CALLS].count("run") == 2 * 3
         assert CALLS[-1][0] == "merge_state"
         backends = [
             options.get("backend") for name, method, _, options in CALLS if "Prefill" in name and method == "__init__"
         ]
-        assert backends == ["fa2", "fa2"]
+        assert backends == ["fa2", "fa2", "fa3"]
 
 
 def test_auto_takes_triton_where_flashinfer_fails_in_its_trial_step(
