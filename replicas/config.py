@@ -279,7 +279,7 @@ class Products:
         return f"BLAS for {', '.join(taken)}; else own" if taken else "own"
 
 
-STORE_KEY_LEN = 32  # characters, at least: whoever can list a store can try keys on what it lists
+STORE_KEY_LEN = 32  # characters, at least: a client that can list a store can try keys on the list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
