@@ -26,6 +26,7 @@ def main(words: list[str] | None = None) -> int:
     if args.command == "export":
         settings = files.Export(
             url=args.url,
+            live_url=args.live_url,
             key_file=args.key_file,
             prometheus=args.prometheus,
             grafana=args.grafana,
@@ -46,6 +47,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     default = files.Export()
     parser.add_argument("folder", type=Path, help="where to write; made if it does not exist")
     parser.add_argument("--url", default=default.url, help="address of the observatory (default: %(default)s)")
+    live_url = "where people open it, where that is another: boards and alerts lead there"
+    parser.add_argument("--live-url", default="", help=live_url)
     parser.add_argument("--key-file", type=Path, help="file with the admin key, where one is configured")
     found = "where Grafana finds Prometheus (default: %(default)s)"
     parser.add_argument("--prometheus", default=default.prometheus, help=found)

@@ -143,7 +143,8 @@ def write(texts: dict[Path, str]) -> list[Path]:
 class Export:
     """Settings of an exported folder."""
 
-    url: str = LIVE_VIEW  # of the observatory
+    url: str = LIVE_VIEW  # of the observatory, as Prometheus reaches it
+    live_url: str = ""  # where people open it: boards and alerts lead there; "": at ``url``
     key_file: Path | None = None  # holds the admin key, where one is configured
     prometheus: str = "http://127.0.0.1:9090"  # where Grafana finds Prometheus
     grafana: str = ""  # where people open it: alerts lead to its boards; "": they do not
@@ -155,7 +156,7 @@ class Export:
 def export(folder: Path, settings: Export) -> list[Path]:
     """Write the folder's files; returns them. Files of the same names are replaced, others stay."""
     folder = folder.resolve()
-    url = settings.url.rstrip("/")
+    url = (settings.live_url or settings.url).rstrip("/")
     runbook = f"{settings.docs_url}docs/runbook.md" if settings.docs_url else f"{url}/runbook"
     boards = {path: path.read_text().replace(LIVE_VIEW, url) for path in BOARD_FILES.values()}
     rules = rules_text(runbook, settings.grafana.rstrip("/"))

@@ -179,8 +179,12 @@ def test_compose_fits_its_schema_and_starts_what_the_image_has() -> None:
 
 def test_compose_finds_what_the_export_writes(tmp_path: Path) -> None:
     services = COMPOSE["services"]
-    _, *words = services["watch"]["command"]
+    _, *words = (re.sub(r"\$\{LIVE_VIEW:-(.*)\}", r"\1", word) for word in services["watch"]["command"])
     assert dashboards.main([str(tmp_path) if word == "/watch" else word for word in words]) == 0
+    [published] = services["manta"]["ports"]
+    led = [path.read_text() for path in (*tmp_path.glob("grafana/boards/*.json"), tmp_path / "rules.yml")]
+    assert [f"http://{published.rpartition(':')[0]}/manta" in each for each in led] == [True] * 4
+    assert not any("http://manta:" in each for each in led), "a name that a browser outside does not find"
     [config] = [word for word in services["prometheus"]["command"] if word.startswith("--config.file=")]
     settings = yaml.safe_load((tmp_path / config.removeprefix("--config.file=/watch/")).read_text())
     [job] = settings["scrape_configs"]
