@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import node
 from ray.exceptions import AuthenticationError, RayError
 from ray.serve.context import _get_global_client
@@ -48,7 +49,7 @@ _insists = threading.Event()  # a signal raises until its exception is seen
 
 
 class NoCluster(Exception):
-    """The Ray that RAY_ADDRESS names cannot be used."""
+    """The Ray that RAY_ADDRESS names cannot be used, or what was to be started here has not. Says what to do."""
 
 
 class StoppedAtOnce(KeyboardInterrupt):
@@ -83,14 +84,15 @@ class Cluster:
             return
         self._say("starting Ray on this machine")
         node.Node = ServingNode
-        ray.init(
-            address="local",
-            namespace="serve",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level="warning",
-        )
+        with starts("Ray", lambda: os.path.join(get_default_ray_temp_dir(), "session_latest", "logs")):
+            ray.init(
+                address="local",
+                namespace="serve",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level="warning",
+            )
 
     def end(self) -> None:
         """End what was started here. Raises: StoppedAtOnce after a signal meanwhile; our processes are killed."""
@@ -138,6 +140,19 @@ def opened(say: Callable[[str], None]) -> Iterator[Cluster]:
     finally:
         if cluster.ours or ray.is_initialized():
             cluster.end()
+
+
+@contextlib.contextmanager
+def starts(what: str, logs: Callable[[], str]) -> Iterator[None]:
+    """Start ``what`` in the context. ``logs``: finds where its logs are. Raises: NoCluster if it does not start."""
+    try:
+        yield
+    except Exception as error:  # the edge: what is late or ends early is an Exception itself in Ray
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise NoCluster(
+            f"{what} did not start: {said}\nIts logs are in {logs()}. If the machine was busy, start Manta again; "
+            "`manta doctor` says what the machine lacks"
+        ) from error
 
 
 def connect(address: str) -> None:

@@ -168,12 +168,13 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: 
     progress.say("starting Serve")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the progress is shown here
     settle_log_format(schema, configs.values())
-    client = serve_start(
-        http_options=schema.http_options.model_dump(),
-        proxy_location=schema.proxy_location,
-        global_logging_config=schema.logging_config,
-        grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
-    )
+    with cluster.starts("Serve", get_serve_logs_dir):
+        client = serve_start(
+            http_options=schema.http_options.model_dump(),
+            proxy_location=schema.proxy_location,
+            global_logging_config=schema.logging_config,
+            grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
+        )
     folder = get_serve_logs_dir()
     log_files.remember(schema.http_options.port, folder)
     progress.say(f"logs: {folder}")

@@ -1,13 +1,17 @@
 """What `deployments serve` takes for dead, how long it waits for Ray to mend, and a cluster that is away."""
 
 import contextlib
+import io
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import ray
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -15,9 +19,10 @@ from ray.serve.schema import (
     DeploymentStatusOverview,
     DeploymentStatusTrigger,
     ReplicaState,
+    ServeDeploySchema,
 )
 
-from deployments.command import cluster
+from deployments.command import cluster, serve, startup
 from deployments.command.cluster import PATIENCE_S, Supervision, listens
 from tests.harness import Clock
 
@@ -143,3 +148,20 @@ def test_a_cluster_that_does_not_answer_is_said_with_what_to_do() -> None:
             cluster.connect(address)
     assert "ray start --head" in str(raised.value)
     assert time.monotonic() - started_s < cluster.REACH_S + 5  # Ray alone takes minutes
+
+
+def test_where_ray_or_serve_is_late_it_is_said_where_the_logs_are_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    late = Exception("The current node timed out during startup. This could happen because ...\n  frame 1\n  frame 2")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(cluster.node, "Node", cluster.node.Node)  # put back at the end
+    monkeypatch.setattr(ray, "init", Mock(side_effect=late))
+    with pytest.raises(cluster.NoCluster) as ray_is_late:
+        cluster.Cluster(None, print).start()
+    first, logs = str(ray_is_late.value).splitlines()
+    assert first == "Ray did not start: The current node timed out during startup. This could happen because ..."
+    assert logs.startswith(f"Its logs are in {tmp_path}/ray/session_latest/logs. If the machine was busy, start Manta")
+    monkeypatch.setattr(serve, "serve_start", Mock(side_effect=TimeoutError))
+    with pytest.raises(cluster.NoCluster, match=r"^Serve did not start: TimeoutError\nIts logs are in "):
+        serve._deploy(ServeDeploySchema(applications=[]), {}, startup.StartProgress(io.StringIO()))
