@@ -35,7 +35,7 @@ from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaHangs, Repl
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.cache_sync import CacheSync
 from deployments.fleet.seen import GoneReplica, SeenReplica
-from deployments.fleet.silence import HangKiller, LastWords, said_nothing
+from deployments.fleet.silence import HangKiller, LastWord, LastWords, said_nothing
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from replicas.types import TierStats
@@ -338,8 +338,19 @@ class Fleet:
         now_s = self._clock()
         return {each: now_s - as_of_s for each, as_of_s in sorted(self._words.as_of_s.items())}
 
+    @property
+    def expects_one(self) -> bool:
+        """Whether a member has not reported yet, and is not known to be silent."""
+        return any(each.state == "starting" for each in self.seen())
+
+    @property
+    def num_draining(self) -> int:
+        """The number of replicas that take no request and finish those that they have."""
+        return sum(each.state == "draining" for each in self.seen())
+
     def seen(self) -> tuple[SeenReplica, ...]:
-        """Return every member, by id; one that has not attached or reported yet is starting."""
+        """Return every member, by id, one that has not attached or reported yet is starting; then those that Serve has
+        stopped and that finish what they have."""
         self._update()
         ages_s, states = self.report_ages_s(), {view.replica_id: view.state for view in self._router.views}
         hanging, found = self._hanging_now(), []
@@ -361,7 +372,17 @@ class Fleet:
                     report_age_s=None if report is None else ages_s[each],
                 )
             )
-        return tuple(found)
+        return (*found, *map(self._draining, self._words.draining))
+
+    def _draining(self, word: LastWord) -> SeenReplica:
+        return SeenReplica(
+            replica_id=word.info.replica_id,
+            role=word.info.role.value,
+            state="draining",
+            info=word.info,
+            report=word.report,
+            report_age_s=None if word.report is None else self._clock() - word.heard_s,
+        )
 
     def describe(self) -> str:
         """Say the state of all replicas in one clause, for errors and /health."""

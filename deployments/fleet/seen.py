@@ -27,7 +27,7 @@ class GoneReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenReplica:
-    """A member of the fleet as a router sees it."""
+    """A member of the fleet, or one that has left and drains, as a router sees it."""
 
     replica_id: str
     role: str

@@ -100,6 +100,13 @@ class LastWords:
         self.renew.add(replica_id)
         self.keep(self.as_of_s.keys())
 
+    @property
+    def draining(self) -> list[LastWord]:
+        """What replicas said that have left, and go on with what they have: they still report."""
+        now_s = self._clock()
+        left = (word for each, word in sorted(self.of.items()) if each not in self.as_of_s)
+        return [word for word in left if word.connected and now_s - word.heard_s < DEAD_S]
+
     def silence_s(self, replica_id: str) -> float | None:
         """Return for how long a replica that has attached has said nothing; None if it has not."""
         word = self.of.get(replica_id)

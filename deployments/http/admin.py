@@ -73,7 +73,8 @@ async def health(request: Request) -> Response:
     """Answer 200 while at least one replica takes requests, else 503."""
     fleet = service_of(request).fleet
     if fleet.num_ready:
-        return JSONResponse({"status": "ok", "replicas_ready": fleet.num_ready})
+        ready, draining = fleet.num_ready, fleet.num_draining
+        return JSONResponse({"status": "ok", "replicas_ready": ready, "replicas_draining": draining})
     return JSONResponse(error_body(f"no replica is ready: {fleet.describe()}", status=503), status_code=503)
 
 

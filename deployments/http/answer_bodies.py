@@ -540,6 +540,7 @@ class HealthBody(AnswerBody):
 
     status: Literal["ok"]
     replicas_ready: int = Field(description="How many replicas take requests.")
+    replicas_draining: int = Field(description="How many take none, and finish those that they have.")
 
 
 class VersionBody(AnswerBody):

@@ -17,7 +17,7 @@ from deployments.dispatch.attempt import Tries
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
 from deployments.fleet import silence
 from deployments.fleet.fleet import LOOK_AGAIN_S, SETTLED_STEPS, STALE_S, Fleet, Hangs
-from deployments.fleet.silence import AGAIN_S, ANSWERS, GONE, HEALTH_S, KILLED, HangKiller
+from deployments.fleet.silence import AGAIN_S, ANSWERS, DEAD_S, GONE, HEALTH_S, KILLED, HangKiller
 from replicas.errors import EngineDead
 from replicas.types import TokenDelta
 from routing.router import Router
@@ -65,14 +65,33 @@ async def test_a_member_is_ready_once_it_has_attached_and_reported(house: House)
     assert [each.replica_id for each in house.fleet.infos] == ["r0"]
 
 
-async def test_a_replica_that_leaves_is_forgotten_at_once(house: House) -> None:
-    house.add(ScriptedReplica("r0"))
-    await house.fleet.wait_ready(30)
-    house.remove("r0")
-    assert house.fleet.num_ready == 0
-    assert house.fleet.infos == []
-    house.fleet.on_report("r0", report())  # it still drains
-    assert house.fleet.num_ready == 0
+async def test_a_replica_that_leaves_gets_nothing_more_and_is_seen_to_drain_until_its_connection_ends() -> None:
+    clock = Clock()
+    fleet = fleet_of(*BOTH, clock=clock)
+    for name in BOTH:
+        fleet.on_report(name, report())
+    fleet.set_members(["r1"])
+    assert [each.replica_id for each in fleet.infos] == ["r1"]
+    clock.now_s = 3.0
+    for name in BOTH:
+        fleet.on_report(name, report())
+    clock.now_s = 4.0
+    [_, draining] = fleet.seen()
+    assert (draining.replica_id, draining.state, draining.report_age_s) == ("r0", "draining", 1.0)
+    assert (fleet.num_ready, fleet.num_draining) == (1, 1)
+    fleet.on_lost("r0")
+    assert fleet.describe() == "r1: accepting"
+    fleet.check()
+
+
+async def test_a_replica_that_has_left_and_says_nothing_more_is_not_seen_to_drain() -> None:
+    """Its machine is gone: the connection never ends."""
+    clock = Clock()
+    fleet = fleet_of(*BOTH, clock=clock)
+    fleet.on_report("r0", report())
+    fleet.set_members(["r1"])
+    clock.now_s = DEAD_S
+    assert fleet.num_draining == 0
 
 
 async def test_a_replica_that_cannot_be_reached_yet_is_tried_again(house: House) -> None:

@@ -65,11 +65,13 @@ async def test_a_client_that_leaves_a_plain_request_aborts_it_too(
 
 
 async def test_health_is_about_replicas_and_ping_about_the_router(client: httpx.AsyncClient, house: House) -> None:
-    assert (await client.get("/health")).status_code == 200
+    healthy = await client.get("/health")
+    assert healthy.status_code == 200
+    assert healthy.json() == {"status": "ok", "replicas_ready": 1, "replicas_draining": 0}
     house.remove("r0")
     health = await client.get("/health")
     assert health.status_code == 503
-    assert "no replica is running" in health.json()["error"]["message"]
+    assert "no replica is ready: r0: draining" in health.json()["error"]["message"]
     assert (await client.get("/ping")).status_code == 200
     refused = await client.post("/v1/completions", json={"prompt": "x"})
     assert refused.status_code == 503

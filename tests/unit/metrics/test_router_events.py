@@ -267,6 +267,7 @@ async def test_series_of_a_replica_that_left_are_gone(watched: Watched) -> None:
     assert set(seen.values("router_index_tokens", "target")) == {"r1"}
     assert set(seen.values("router_report_age_seconds", "target")) == {"r1"}
     assert seen.value("router_replicas", target_role="unified", state="accepting") == 1
+    assert seen.value("router_replicas", target_role="unified", state="draining") == 1  # it is still connected
 
 
 async def test_while_the_router_ends_or_its_fleet_fails_a_scrape_tells_the_last_figures(
