@@ -117,6 +117,7 @@ class RouterIngress:
             ),
             routes=RouteLog(config.router.decisions_kept),
             transfer_address=self._fleet.transfer_address,
+            expects_one=lambda: self._fleet.expects_one,
             watch=metrics.watch,
         )
         self._service = _service(config, settings, dispatcher, self._fleet, leases, _peers(config), metrics.shown)

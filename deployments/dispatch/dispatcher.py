@@ -96,6 +96,7 @@ log = logging.getLogger(__name__)
 
 LAST_TRY = "the last try stays on one replica"
 LOOK_AGAIN_S = 0.1  # for a replica that can take over a request
+MEET_S = 5.0  # how long a new request waits for a replica that Serve has started and that has not reported yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +122,17 @@ class Dispatcher:
         routes: RouteLog | None = None,
         watch: RequestWatch | None = None,
         transfer_address: Callable[[str], PeerAddress | None] = lambda replica_id: None,
+        expects_one: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transfer_address``: of the transfer service of a prefill replica."""
+        """``transfer_address``: of the transfer service of a prefill replica. ``expects_one``: whether a replica that
+        Serve has started is about to report."""
         self.router_id = holder.router_id
         self._router = router
         self._holder = holder
         self._limits = limits
         self._transfer_address = transfer_address
+        self._expects_one = expects_one
         self._clock = clock
         self._hold_out = HoldOut(clock)
         self.routes = routes if routes is not None else RouteLog()
@@ -231,16 +235,19 @@ class Dispatcher:
         return Following(request, came, routes=self.routes, watch=self.watch, clock=self._clock)
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
-        """Return a decision and when choosing began; after a failed try, wait for a replica that can take over."""
-        give_up_s = self._clock() + self._limits.retry_wait_s
+        """Return a decision and when choosing began; after a failed try, wait for a replica that can take over. A new
+        request waits for one that is about to report: Serve stops the last old replica once a new one runs."""
+        began_s = self._clock()
+        give_up_s = began_s + self._limits.retry_wait_s
         while True:
             since_s = self._clock()
             try:
                 return self._router.choose(query), since_s
             except NoReplica as error:
                 if failure is None:
-                    raise
-                if isinstance(failure, Overloaded) or self._clock() > give_up_s:
+                    if self._clock() - began_s >= MEET_S or not self._expects_one():
+                        raise
+                elif isinstance(failure, Overloaded) or self._clock() > give_up_s:
                     raise failure from error
             await asyncio.sleep(LOOK_AGAIN_S)
 

@@ -99,6 +99,7 @@ class House:
             LeaseHolder(self.leases, self.channel, router_id=router_id),
             limits=TryLimits(max_tries=max_tries, retry_wait_s=retry_wait_s, max_wait_s=max_wait_s),
             transfer_address=self.fleet.transfer_address,
+            expects_one=lambda: self.fleet.expects_one,
         )
         self.address: ChannelAddress | None = None
 

@@ -145,6 +145,15 @@ async def test_a_request_that_is_wrong_is_not_tried_again(house: House) -> None:
     assert len(first.requests) + len(second.requests) == 1
 
 
+async def test_a_new_request_waits_for_a_replica_that_serve_has_started_though_no_other_is_left(house: House) -> None:
+    """In an update Serve stops the last old replica as soon as a new one runs, which the router has yet to meet."""
+    house.add(ScriptedReplica("r0"))
+    assert house.fleet.expects_one
+    deltas = await house.collect(max_new_tokens=2)
+    assert [token for delta in deltas for token in delta.token_ids] == [1000, 1001]
+    assert not house.fleet.expects_one
+
+
 async def test_without_a_replica_the_answer_comes_at_once(house: House) -> None:
     with pytest.raises(NoReplica):
         await asyncio.wait_for(house.collect(), 10)
