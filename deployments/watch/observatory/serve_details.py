@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
         if role is None:
             continue
         if role != ROUTER:
-            desired[role] = int(deployment["target_num_replicas"])
+            desired[role] = int(deployment.get("target_num_replicas") or len(deployment["replicas"]))
         replicas += [
             Listed(
                 replica_id=each["replica_id"],
@@ -96,12 +96,59 @@ def listens_on() -> str:
 
 
 def ask_all() -> Mapping[str, Any]:
-    """Ask the controller. `serve.status()` is public but lacks the wanted number of replicas; its source has it."""
+    """Ask the controller. `serve.status()` is public but lacks the wanted number of replicas; its source has it.
+
+    While an application is built anew, and after that has failed, Serve lists none of its deployments there, though
+    they serve: the replicas that run are then asked for.
+    """
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return {"applications": {}}
     details: Mapping[str, Any] = ray.get(client._controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
+    unlisted = {name: each for name, each in details["applications"].items() if not each.get("deployments")}
+    if unlisted:
+        for deployment, replicas in _running(client).items():
+            if deployment.app_name in unlisted and replicas:
+                found = {"replicas": [_shown(each) for each in replicas]}
+                unlisted[deployment.app_name].setdefault("deployments", {})[deployment.name] = found
     return details
+
+
+def serving(application: str) -> dict[str, int]:
+    """Return the ranks of a replica, of each deployment of model replicas of ``application`` that has some running."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+    known = ray.get(client._controller.list_deployments_internal.remote(), timeout=ANSWER_S)
+    return {
+        each.name: len(known[each][0].replica_config.placement_group_bundles or [None])
+        for each, replicas in _running(client).items()
+        if each.app_name == application and each.name in DEPLOYMENTS.values() and replicas and each in known
+    }
+
+
+def being_built(args: Mapping[str, Any]) -> str:
+    """Return the name of the application that Serve builds with ``args``, which its builder is not told; "" if none."""
+    for name, each in ask_all()["applications"].items():
+        if each.get("status") == "DEPLOYING" and ((each.get("deployed_app_config") or {}).get("args") or {}) == args:
+            return str(name)
+    return ""
+
+
+def _running(client: Any) -> Mapping[Any, Any]:
+    replicas: Mapping[Any, Any] = ray.get(client._controller._all_running_replicas.remote(), timeout=ANSWER_S)
+    return replicas
+
+
+def _shown(replica: Any) -> dict[str, Any]:
+    """Write one that runs as the controller does, as far as it is known."""
+    return {
+        "replica_id": replica.replica_id.unique_id,
+        "state": "RUNNING",
+        "node_id": replica.node_id,
+        "node_ip": replica.node_ip,
+        "actor_name": replica.actor_name,
+    }
 
 
 LOOK_KEPT_S = 1.0
@@ -148,9 +195,15 @@ class Looks:
         return None if listed is None else (listed, any(each.replica_id == replica_id for each in details.replicas))
 
     def _take(self, details: ServeDetails) -> None:
+        details = replace(details, replicas=tuple(map(self._whole, details.replicas)))
         here = {each.replica_id: each for each in details.replicas if each.role != ROUTER}
         gone = [each for each in self._known.items() if each[0] not in here]
         self._details, self._known = details, dict(gone[-MOST_GONE:]) | here
+
+    def _whole(self, listed: Listed) -> Listed:
+        """Fill in what was known before: Serve tells less of replicas whose application it builds anew."""
+        known = self._known.get(listed.replica_id)
+        return listed if known is None or listed.pid is not None else replace(known, state=listed.state)
 
 
 def live_view_of(details: Mapping[str, Any], application: str) -> str | None:

@@ -3,19 +3,23 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import ray
 from ray.exceptions import GetTimeoutError
+from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
 
 from deployments.dispatch.leases import ReplicaGone
 from deployments.fleet.node_tasks import remote
 from deployments.settings.places import ROOT as ROOT_FOLDER
 from deployments.watch import process
+from deployments.watch.observatory import serve_details
 from deployments.watch.observatory.actions import Actions, NotReadable, on_node
 from deployments.watch.observatory.http_app import make_app
 from deployments.watch.observatory.serve_details import LOOK_KEPT_S, MOST_GONE, Listed, Looks
@@ -203,6 +207,74 @@ def test_a_replica_that_is_gone_is_remembered_though_nobody_had_looked_at_it() -
     assert gone is not None
     assert here is not None
     assert (gone[1], here[1], forgotten) == (False, True, None)
+
+
+class Built(Controller):
+    """The controller while it builds the application anew: as long as that lasts, or after it has failed."""
+
+    listed = True
+
+    def details(self) -> dict[str, Any]:
+        found = self._ask()["applications"]["manta"] if self.listed else {"deployments": {}}
+        config = {"args": {"model": {"path": "m"}}}
+        return {"applications": {"manta": {**found, "status": "DEPLOYING", "deployed_app_config": config}}}
+
+    def running(self) -> dict[DeploymentID, list[RunningReplicaInfo]]:
+        models, routers = (DeploymentID(name=name, app_name="manta") for name in ("ModelReplica", "Router"))
+        return {routers: [self._running(routers, "r")], models: [self._running(models, name) for name in self.ids]}
+
+    def _running(self, deployment: DeploymentID, name: str) -> RunningReplicaInfo:
+        return RunningReplicaInfo(
+            replica_id=ReplicaID(name, deployment), node_id="n", node_ip="i", availability_zone=None, actor_name="x",
+            max_ongoing_requests=1,
+        )  # fmt: skip
+
+    def deployments(self) -> dict[DeploymentID, tuple[Any, str]]:
+        bundles = SimpleNamespace(replica_config=SimpleNamespace(placement_group_bundles=[{"CPU": 1}] * 3))
+        return dict.fromkeys(self.running(), (bundles, "/"))
+
+    def called(self, answer: Callable[[], Any]) -> Any:
+        return SimpleNamespace(remote=answer)
+
+    @property
+    def client(self) -> Any:
+        calls = {
+            "get_serve_instance_details": self.details, "_all_running_replicas": self.running,
+            "list_deployments_internal": self.deployments,
+        }  # fmt: skip
+        return SimpleNamespace(_controller=SimpleNamespace(**{name: self.called(each) for name, each in calls.items()}))
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Built:
+    controller = Built("a", "b")
+    monkeypatch.setattr(serve_details, "_get_global_client", lambda **_: controller.client)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    return controller
+
+
+def test_while_an_application_is_built_anew_the_replicas_that_serve_are_seen_and_what_was_known_of_them(
+    built: Built,
+) -> None:
+    """Serve then lists no deployment of it: a bad file would empty the live view and Prometheus' targets."""
+    looks = Looks("manta", clock=lambda: built.now_s)
+    before = looks.look()
+    built.listed, built.now_s = False, built.now_s + LOOK_KEPT_S
+    now = looks.look()
+    assert {each.replica_id: each.role for each in now.replicas} == {"a": "unified", "b": "unified", "r": "router"}
+    assert (now.desired, now.running("router")) == ({"unified": 2}, 1)
+    assert looks.find("a") == (before.replicas[0], True)
+    assert before.replicas[0].log_file == "a.log"
+
+
+def test_what_serves_is_told_by_its_ranks_and_an_application_by_what_it_is_built_with(built: Built) -> None:
+    built.listed = False
+    assert serve_details.serving("manta") == {"ModelReplica": 3}
+    assert serve_details.serving("another") == {}
+    assert serve_details.being_built({"model": {"path": "m"}}) == "manta"
+    assert serve_details.being_built({"model": {"path": "other"}}) == ""
+    built.ids = []
+    assert serve_details.serving("manta") == {}, "nothing runs: there is nothing to stop"
 
 
 def test_however_many_look_at_replicas_serve_is_asked_once_a_second() -> None:
