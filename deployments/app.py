@@ -15,18 +15,20 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 
 from deployments import logs
 from deployments.http.service import config_folder
 from deployments.replica.feasible import checked, device_of
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
-from deployments.settings.capacity import Capacity, auto_count, num_routers, shortages, too_wide
+from deployments.settings.capacity import Capacity, auto_count, num_routers, outages, shortages, too_wide
 from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.settings.places import local_model, weights_bytes
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
+from deployments.watch.observatory import serve_details
 from replicas.errors import InvalidConfig
 from replicas.runner.device import available_ram
 
@@ -36,9 +38,19 @@ ROUTER_MOST_ONGOING = 4096
 DRAIN_LOOK_S = 0.5  # between two looks of a leaving replica whether it is idle
 
 
+class Refused(InvalidConfig, RayServeException):  # type: ignore[misc]  # Ray has no types
+    """Settings that cannot be served. Of RayServeException Serve shows the text alone, and does not build again."""
+
+
 def build(args: dict[str, Any]) -> Application:
-    """Build the application. Raises: InvalidConfig, saying which setting, why, and what is allowed."""
-    return build_of(ModelReplica, args)
+    """Build the application. Raises: InvalidConfig, saying which setting, why, and what is allowed.
+
+    Serve calls it in a process of the cluster, and leaves what it serves as it is until the application is built.
+    """
+    try:
+        return build_of(ModelReplica, args)
+    except InvalidConfig as error:
+        raise Refused(*error.problems) from error
 
 
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
@@ -50,6 +62,8 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         count = num_routers(config, capacity)
         if wide := too_wide([config], capacity):
             raise InvalidConfig(*wide)
+        if stopping := outages(config, serve_details.serving(serve_details.being_built(args))):
+            raise InvalidConfig(*stopping)
         for shortage in shortages([config], capacity):
             log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
@@ -71,6 +85,7 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         name="Router",
         num_replicas=count,
         max_replicas_per_node=1 if config.router.count is None and count > 1 else None,
+        max_surge_percent=100 if _may_overlap(config, count) else 0,
         max_ongoing_requests=ROUTER_MOST_ONGOING,
         ray_actor_options={"num_cpus": config.router.cpus},
         graceful_shutdown_timeout_s=config.replicas.drain_timeout_s,
@@ -83,6 +98,12 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         settings = {**settings, "router": {**settings.get("router", {}), "count": count}}
     application: Application = router.bind(settings, *replicas, keys=keys)
     return application
+
+
+def _may_overlap(config: AppConfig, num_routers: int) -> bool:
+    """Whether the successor of the only router is to start before that stops: not where it would wait for ever, for a
+    port or for a CPU. Of several, Serve replaces one after the other."""
+    return num_routers == 1 and not config.observability.metrics_port and not config.router.cpus
 
 
 def replica_options(config: AppConfig) -> dict[str, Any]:

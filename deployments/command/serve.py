@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ from deployments.app import capacity_of_cluster
 from deployments.command import cluster, log_files, startup
 from deployments.command.announce import EventLines, Observatories, announce
 from deployments.command.check import read
-from deployments.settings.capacity import shortages, too_wide
+from deployments.settings.capacity import outages, shortages, too_wide
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
-from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import MANTA, OBSERVATORY, Given, check_port
+from deployments.watch.observatory import serve_details
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig
 
@@ -90,7 +90,7 @@ def check(config_path: Given) -> int:
     try:
         schema, configs = read(config_path, print)
         if (address := os.environ.get("RAY_ADDRESS")) is not None:
-            _check_nodes(address, configs.values())
+            _check_cluster(address, configs)
     except InvalidConfig as error:
         return refuse(config_path, error)
     print(f"{config_path} is in order")
@@ -104,18 +104,19 @@ def check(config_path: Given) -> int:
     return 0
 
 
-def _check_nodes(address: str, configs: Iterable[AppConfig]) -> None:
-    """Ask the Ray at ``address`` whether a node can hold the ranks of a replica. Raises: InvalidConfig if none can."""
-    wide = [each for each in configs if any(config_of(each, role).parallel.tp > 1 for role in roles_of(each))]
-    if not wide:
-        return
+def _check_cluster(address: str, configs: Mapping[str, AppConfig]) -> None:
+    """Ask the Ray at ``address`` whether a node can hold the ranks of a replica, and whether what serves there would
+    stop before its successor is ready. Raises: InvalidConfig that says so."""
     try:
         cluster.connect(address)
     except cluster.NoCluster as error:
-        print(f"not looked at: whether a node can hold all ranks of a replica. {error}")
+        print(f"not looked at: whether the nodes can hold the replicas, and what serves there. {error}")
         return
     try:
-        if problems := too_wide(wide, capacity_of_cluster()):
+        problems = too_wide(configs.values(), capacity_of_cluster())
+        for name, config in configs.items():
+            problems += outages(config, serve_details.serving(name))
+        if problems:
             raise InvalidConfig(*problems)
     finally:
         ray.shutdown()

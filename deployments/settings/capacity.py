@@ -1,12 +1,13 @@
-"""How many replicas a machine or a cluster has room for: the value of ``count: auto``, and what cannot be placed.
+"""How many replicas a machine or a cluster has room for: the value of ``count: auto``, what cannot be placed, and what
+cannot be put into the place of what serves there.
 
 Never: measures anything; the caller does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from deployments.settings.roles import config_of, roles_of
+from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
 from replicas.config import CacheConfig
 from replicas.resolve import CPU_MEMORY_CAP, CPU_MEMORY_SHARE
@@ -132,15 +133,44 @@ def too_wide(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
                 cpus * tp <= has_cpus + SLACK and gpus * tp <= has_gpus + SLACK for has_cpus, has_gpus in able
             ):
                 continue
-            given = role is not Role.UNIFIED and getattr(config, role.value).tp is not None
             need = f"{cpus * tp:g} CPUs" + (f" and {gpus * tp:g} GPUs" if gpus else "")
             most_cpus, most_gpus = max(able, key=lambda node: (node[1], node[0]) if gpus else node)
             most = f"{most_cpus:g} CPUs" + (f" and {most_gpus:g} GPUs" if gpus else "")
             found.append(
-                f"{role.value if given else 'parallel'}.tp = {tp}: the ranks of a replica share one node, which needs "
+                f"{_tp_setting(config, role)} = {tp}: the ranks of a replica share one node, which needs "
                 f"{need}, and the largest node of {capacity.where} has {most}"
             )
     return found
+
+
+def outages(config: AppConfig, serving: Mapping[str, int]) -> list[str]:
+    """List a sentence for each change for which Serve stops what serves before its successor is ready.
+
+    Args: serving: the ranks of a replica, of each deployment of the application that has replicas now; {}: none has.
+    """
+    if config.allow_outage or not serving:
+        return []
+    advice = "start a second cluster and move the clients, or set allow_outage: true to have requests fail meanwhile"
+    wanted = {DEPLOYMENTS[role]: role for role in roles_of(config)}
+    if not serving.keys() <= wanted.keys():
+        return [
+            f"mode = {config.mode!r}: the application that serves has another mode, and Serve stops its replicas "
+            f"before the new ones are ready: {advice}"
+        ]
+    found = []
+    for name, num_ranks in serving.items():
+        tp = config_of(config, wanted[name]).parallel.tp
+        if tp != num_ranks:
+            found.append(
+                f"{_tp_setting(config, wanted[name])} = {tp}: the replicas that serve have {num_ranks}, and Serve "
+                f"stops one of them before its successor is ready, which may find no room: {advice}"
+            )
+    return found
+
+
+def _tp_setting(config: AppConfig, role: Role) -> str:
+    given = role is not Role.UNIFIED and getattr(config, role.value).tp is not None
+    return f"{role.value}.tp" if given else "parallel.tp"
 
 
 def _wanted(config: AppConfig, kind: str) -> list[_Wanted]:

@@ -155,6 +155,8 @@ class AppConfig(Settings):
     cuda_graphs: bool = True  # records decode steps at start and replays them; on a GPU
     # disaggregated: prompts are computed by prefill replicas and handed over to decode replicas
     mode: Literal["unified", "disaggregated"] = "unified"
+    # deploys another mode or tp in the place of what serves, which Serve stops before the new replicas are ready
+    allow_outage: bool = False
     prefill: RoleSettings = RoleSettings()
     decode: RoleSettings = RoleSettings()
     transfer: TransferGroup = TransferGroup()

@@ -19,7 +19,7 @@ from deployments.command.check import read
 from deployments.command.haproxy import prepare_ray
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
-from deployments.settings.capacity import Capacity, auto_count, shortages, too_wide
+from deployments.settings.capacity import Capacity, auto_count, outages, shortages, too_wide
 from deployments.settings.places import ROOT, local_path, shown_path
 from deployments.settings.schema import RouterSettings, parse
 from deployments.settings.settings_file import check_port
@@ -359,12 +359,37 @@ def test_a_cluster_of_two_nodes_and_more_has_two_routers_each_on_a_node_of_its_o
     monkeypatch: pytest.MonkeyPatch, nodes: list[float], router: dict[str, Any], wanted: int, each_on_its_own: bool
 ) -> None:
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app.serve_details, "_get_global_client", lambda **_: None)  # Serve does not run yet
     monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": sum(nodes)})
     monkeypatch.setattr(app.ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in nodes])
     made = app.build({"model": {"path": MODEL}, "replicas": {"count": 1}, "router": router})._bound_deployment
     assert made.num_replicas == wanted
     assert (made._replica_config.max_replicas_per_node == 1) is each_on_its_own
     assert (parse(made.init_args[0]).router.count or 1) == wanted  # it asks the other one for routes
+    overlaps = wanted == 1 and not router.get("cpus")  # else its successor would wait for a CPU, perhaps for ever
+    assert made._deployment_config.max_surge_percent == (100 if overlaps else 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "serving", "says"),
+    [
+        ({}, {}, ""),  # nothing serves
+        ({}, {"ModelReplica": 1}, ""),
+        ({"replicas": {"count": 5}, "scheduler": {"max_running_requests": 7}}, {"ModelReplica": 1}, ""),
+        ({"mode": "disaggregated"}, {"ModelReplica": 1}, "mode = 'disaggregated': the application that serves has ano"),
+        ({}, {"PrefillReplica": 1, "DecodeReplica": 1}, "mode = 'unified': the application that serves has another"),
+        ({"mode": "disaggregated", "allow_outage": True}, {"ModelReplica": 1}, ""),
+        ({"mode": "disaggregated"}, {"DecodeReplica": 1}, ""),  # the only prefill replica has just died
+        ({"parallel": {"tp": 3}}, {"ModelReplica": 1}, "parallel.tp = 3: the replicas that serve have 1, and Serve"),
+        ({"mode": "disaggregated", "decode": {"tp": 3}}, {"PrefillReplica": 1, "DecodeReplica": 1}, "decode.tp = 3: "),
+        ({"parallel": {"tp": 3}}, {"ModelReplica": 3}, ""),
+    ],
+)  # fmt: skip
+def test_a_change_for_which_serve_stops_what_serves_first_is_refused_unless_an_outage_is_allowed(
+    settings: dict[str, Any], serving: dict[str, int], says: str
+) -> None:
+    found = outages(parse({"model": MODEL_ARGS, **settings}), serving)
+    assert [each.startswith(says) for each in found] == [True] * bool(says)
 
 
 def test_each_rank_has_a_bundle_of_its_own() -> None:

@@ -9,16 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import huggingface_hub.utils._http as http_of_hub
 import pytest
 import yaml
 from huggingface_hub import constants
+from ray.serve.exceptions import RayServeException
 
 from deployments import app
 from deployments.command import check, serve
 from deployments.command.check import read
+from deployments.command.cluster import NoCluster
 from deployments.http import service
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings.capacity import Capacity
@@ -153,8 +156,12 @@ def test_check_looks_at_the_port_and_a_cluster_has_its_own(
     assert serve.check(str(file)) == 0
     assert capsys.readouterr().out == f"{in_order}\n"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(serve.cluster, "connect", Mock(side_effect=NoCluster("It is off.")))
     assert serve.check(str(file)) == 0
-    assert capsys.readouterr().out == f"{in_order}\nnot looked at: whether the cluster's port is free\n"
+    assert capsys.readouterr().out == (
+        "not looked at: whether the nodes can hold the replicas, and what serves there. It is off.\n"
+        f"{in_order}\nnot looked at: whether the cluster's port is free\n"
+    )
 
 
 @pytest.mark.model
@@ -257,6 +264,7 @@ def test_building_on_a_cluster_that_lacks_the_gpus_warns_and_does_not_refuse(
 ) -> None:
     """It may grow. On a Ray of our own the file is refused before that starts."""
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app.serve_details, "_get_global_client", lambda **_: None)
     monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(app.ray, "nodes", lambda: [])
     monkeypatch.setattr(app.log, "propagate", True)
@@ -275,6 +283,7 @@ def test_building_on_a_cluster_none_of_whose_nodes_can_hold_a_replica_is_refused
     monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
     with pytest.raises(InvalidConfig) as refused:
         app.build({"model": {"path": MODEL}, "parallel": {"tp": 3}, "replicas": {"count": 1}})
+    assert isinstance(refused.value, RayServeException)  # of which Serve shows the text alone
     assert refused.value.problems == (
         "parallel.tp = 3: the ranks of a replica share one node, which needs 3 CPUs, and the largest node of the "
         "cluster has 2 CPUs",
@@ -291,8 +300,11 @@ def test_checking_a_file_for_a_cluster_asks_its_nodes(
     nodes = ((0.0, 0.0), (2.0, 0.0))
     cluster = Capacity(num_cpus=8, num_gpus=0, where="the cluster", nodes=nodes)
     monkeypatch.setattr(serve, "capacity_of_cluster", lambda: cluster)
+    monkeypatch.setattr(serve.serve_details, "serving", {"manta": {"ModelReplica": 1}}.__getitem__)
     assert serve.check(str(file)) == 2
-    assert "parallel.tp = 3: the ranks of a replica share one node, which needs 3 CPUs" in capsys.readouterr().err
+    _, wide, outage = capsys.readouterr().err.splitlines()
+    assert wide.startswith("  parallel.tp = 3: the ranks of a replica share one node, which needs 3 CPUs")
+    assert outage.startswith("  parallel.tp = 3: the replicas that serve have 1, and Serve stops one before")
     assert asked == ["10.0.0.1:6379"]
 
 
