@@ -16,7 +16,8 @@ from pathlib import Path
 
 PYTEST = [sys.executable, "-m", "pytest"]
 LAST = ["nice", "-n", "19"]
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # two busy processes: threads that wait for each other spin
+COMPILED_ONCE = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+ONE_THREAD = {**COMPILED_ONCE, "OMP_NUM_THREADS": "1"}  # two busy processes: threads that wait for each other spin
 SHARED = [
     "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread",
     "--max-worker-restart", "0",
@@ -47,10 +48,12 @@ def run(which: str) -> int:
     """Run the tests of MARKED[which]; return 1 if any of them failed, else 0."""
     with tempfile.TemporaryFile() as said:
         with_ray = subprocess.Popen(
-            [*PYTEST, *with_ray_in(TESTS), "-m", f"serve and {MARKED[which]}"], stdout=said, stderr=subprocess.STDOUT
-        )
+            [*PYTEST, *files_that_say("serve"), "-m", f"serve and {MARKED[which]}"],
+            stdout=said, stderr=subprocess.STDOUT, env=COMPILED_ONCE,
+        )  # fmt: skip
         try:
-            others = [*LAST, *PYTEST, *SHARED, "-m", f"not serve and {MARKED[which]}"]
+            files = files_that_say("slow") if which == "slow" else []
+            others = [*LAST, *PYTEST, *SHARED, *files, "-m", f"not serve and {MARKED[which]}"]
             statuses = [subprocess.call(others, env=ONE_THREAD)]
             if which == "slow":
                 statuses.append(subprocess.call([*LAST, sys.executable, "-m", "tests.under_avx2"], env=ONE_THREAD))
@@ -63,10 +66,15 @@ def run(which: str) -> int:
     return int(any([*statuses, ray_status]))
 
 
-def with_ray_in(folder: Path) -> list[str]:
-    """Find the files with tests that start Ray (tests/conftest.py sees to it that they say so): to collect all others
-    too takes a minute of a processor."""
-    return [str(file) for file in sorted(folder.rglob("test_*.py")) if "pytest.mark.serve" in file.read_text()]
+def files_that_say(mark: str) -> list[str]:
+    """Find the files with tests that few files have: to collect all others too takes each process half a minute."""
+    return [str(file) for file in sorted(TESTS.rglob("test_*.py")) if says(file, mark)]
+
+
+def says(file: Path, mark: str) -> bool:
+    """Whether ``file`` or the conftest.py beside it names a mark; tests/conftest.py refuses tests where none does."""
+    paths = [file, file.with_name("conftest.py")]
+    return any(f"pytest.mark.{mark}" in path.read_text() for path in paths if path.exists())
 
 
 if __name__ == "__main__":

@@ -165,6 +165,7 @@ class Runner:
         for source in sorted(self.sources):
             with contextlib.suppress(ImportError):  # it needs what this machine lacks: no test runs it
                 importlib.import_module(module_name(Path(source)))
+        gc.unfreeze()  # what tests/conftest.py froze would not be listed
         for each in gc.get_objects():
             if isinstance(each, FunctionType) and each.__code__.co_filename in self.sources:
                 self.functions[place_of(each.__code__)].append(each)

@@ -6,6 +6,7 @@ one importer. Comments that ask for restraint do not hold; a test does.
 
 import ast
 import collections
+import functools
 import pathlib
 import re
 from collections.abc import Mapping
@@ -67,13 +68,31 @@ MANY: dict[str, str] = {
 
 SCHEMAS = {"BaseModel", "Struct", "TypedDict", "NamedTuple"}
 
-TREES = {unit: ast.parse(path.read_text()) for unit, path in UNITS.items()}
-CLASSES: dict[str, ast.ClassDef] = {
-    f"{unit}.{node.name}": node
-    for unit, tree in TREES.items()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef)
-}
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Parse all units: in a test, as processes that run others import this file too, and it takes seconds."""
+    return {unit: ast.parse(path.read_text()) for unit, path in UNITS.items()}
+
+
+@functools.cache
+def classes() -> dict[str, ast.ClassDef]:
+    return {
+        f"{unit}.{node.name}": node
+        for unit, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+@functools.cache
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [
+        (f"{unit}.{node.name}", node)
+        for unit, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def attributes(cls: ast.ClassDef) -> set[str]:
@@ -101,20 +120,12 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(given) - (bool(given) and given[0].arg in ("self", "cls")) + len(function.args.kwonlyargs)
 
 
-FUNCTIONS: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]] = [
-    (f"{unit}.{node.name}", node)
-    for unit, tree in TREES.items()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-]
-
-
 def is_value(cls: ast.ClassDef) -> bool:
     """Whether it is a frozen value or a schema, whose fields are what it is about, not what it does."""
     if any("frozen=True" in ast.unparse(each) for each in [*cls.decorator_list, *cls.keywords]):
         return True
     bases = {ast.unparse(base).rsplit(".", 1)[-1] for base in cls.bases}
-    ours = [each for each in CLASSES.values() if each.name in bases and each is not cls]
+    ours = [each for each in classes().values() if each.name in bases and each is not cls]
     return bool(bases & SCHEMAS) or any(is_value(each) for each in ours)
 
 
@@ -128,7 +139,7 @@ def test_fields_and_what_methods_assign_are_counted() -> None:
 def test_a_class_holds_few_things() -> None:
     over = {
         name: sorted(attributes(cls))
-        for name, cls in CLASSES.items()
+        for name, cls in classes().items()
         if not is_value(cls) and len(attributes(cls)) > ATTRIBUTES.get(name, ATTRIBUTES_OTHERWISE)
     }
     assert not over
@@ -139,7 +150,7 @@ def parts(name: str) -> set[str]:
     that make its attributes, and the parameters of its constructor. Frozen values are left out."""
     of_room = {
         other.rsplit(".", 1)[-1]: other
-        for other, cls in CLASSES.items()
+        for other, cls in classes().items()
         if house.room_of(UNITS[other.rsplit(".", 1)[0]]) == house.room_of(UNITS[name.rsplit(".", 1)[0]])
         and not is_value(cls)
     }
@@ -147,7 +158,7 @@ def parts(name: str) -> set[str]:
 
     def visit(each: str) -> None:
         found.add(each)
-        cls = CLASSES[each]
+        cls = classes()[each]
         fields = [node.annotation for node in ast.walk(cls) if isinstance(node, ast.AnnAssign)]
         made = [
             node.value
@@ -175,16 +186,16 @@ def test_parts_of_one_room_are_reached() -> None:
 
 
 def test_what_can_change_is_counted_with_the_parts() -> None:
-    count = {name: sum(len(attributes(CLASSES[part])) for part in parts(name)) for name in MUTABLE}
+    count = {name: sum(len(attributes(classes()[part])) for part in parts(name)) for name in MUTABLE}
     assert not {name: sorted(parts(name)) for name, most in MUTABLE.items() if count[name] > most}, count
 
 
 def test_a_function_takes_few_things() -> None:
-    assert {name for name, each in FUNCTIONS if parameters(each) > PARAMETERS} == MANY.keys()
+    assert {name for name, each in functions() if parameters(each) > PARAMETERS} == MANY.keys()
 
 
 def test_a_function_is_short() -> None:
-    assert {name for name, each in FUNCTIONS if (each.end_lineno or 0) - each.lineno >= FUNCTION} == LONG.keys()
+    assert {name for name, each in functions() if (each.end_lineno or 0) - each.lineno >= FUNCTION} == LONG.keys()
 
 
 def importers() -> dict[str, set[str]]:
@@ -217,13 +228,13 @@ def test_no_folder_is_full() -> None:
 
 def test_a_class_says_what_it_is() -> None:
     """A class without a docstring says nothing."""
-    docs = {name: ast.get_docstring(cls) or "" for name, cls in CLASSES.items() if not cls.name.startswith("_")}
+    docs = {name: ast.get_docstring(cls) or "" for name, cls in classes().items() if not cls.name.startswith("_")}
     assert not {name: doc for name, doc in docs.items() if len(doc.split()) < DOCSTRING}
 
 
 def test_no_two_classes_have_one_name() -> None:
     homes = collections.defaultdict(list)
-    for name, node in CLASSES.items():
+    for name, node in classes().items():
         if not node.name.startswith("_"):
             homes[node.name].append(name)
     twice = {name: where for name, where in homes.items() if len(where) > 1}

@@ -108,10 +108,11 @@ def test_fp8_on_a_gpu_is_one_byte_a_number_and_is_not_handed_to_a_cpu(tmp_path: 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_e5m2"])
 def test_an_engine_on_a_gpu_answers_from_a_pool_of_8_bits(
-    tmp_path: Path, kv_dtype: KvDType, gpu: fake_cuda.FakeCuda | None
+    tmp_path: Path, kv_dtype: KvDType, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the scales of the checkpoint. Its own prompt is read back in 8 bits, so the first token is among the three
-    most likely of Transformers'."""
+    most likely of Transformers'. Decode steps end the page of the prompt's last tokens and begin another."""
+    monkeypatch.setattr("tests.gpu.rigs.NUM_NEW", 4)
     model = tiny.save("llama", tmp_path)
     layers = [f"model.layers.{i}.self_attn." for i in range(3)]
     scales = {f"{at}{part}_scale": 2.0 ** -(i + (part == "v")) for i, at in enumerate(layers) for part in "kv"}

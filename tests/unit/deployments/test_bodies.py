@@ -189,6 +189,8 @@ async def app(tokenizer: Tokenizer) -> AsyncIterator[Any]:
 def _thawed() -> Iterator[None]:
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py does
 
 
 @pytest.fixture(autouse=True)
