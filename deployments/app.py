@@ -38,7 +38,7 @@ ROUTER_MOST_ONGOING = 4096
 DRAIN_LOOK_S = 0.5  # between two looks of a leaving replica whether it is idle
 
 
-class Refused(InvalidConfig, RayServeException):  # type: ignore[misc]  # Ray has no types
+class CannotBeServed(InvalidConfig, RayServeException):  # type: ignore[misc]  # Ray has no types
     """Settings that cannot be served. Of RayServeException Serve shows the text alone, and does not build again."""
 
 
@@ -50,7 +50,7 @@ def build(args: dict[str, Any]) -> Application:
     try:
         return build_of(ModelReplica, args)
     except InvalidConfig as error:
-        raise Refused(*error.problems) from error
+        raise CannotBeServed(*error.problems) from error
 
 
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
