@@ -3,6 +3,7 @@
 Device pages hold 512 tokens, so that four prompts of 160 leave it by themselves.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from replicas.config import CacheConfig, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, SamplingParams, TierStats
+from tests import s3_server
 from tests.harness import load_always, to_host
 from tests.numerics import tiny
 from tests.numerics.interrupted import save_model
@@ -32,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def engine_of(
-    model: str, *, page: int = 16, host_bytes: int = 8 << 20, store: Path | None = None, kv_dtype: KvDType | None = None
+    model: str, *, page: int = 16, host_bytes: int = 8 << 20, store: str | None = None, kv_dtype: KvDType | None = None
 ) -> Iterator[Engine]:
     engine = load_engine(
         EngineSettings(
@@ -43,7 +45,7 @@ def engine_of(
                 kv_dtype=kv_dtype,
                 host_memory_bytes=host_bytes,
                 write_policy="write_back",
-                store=None if store is None else f"file://{store}",
+                store=store,
                 prefetch="wait_complete",
             ),
             scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=4),
@@ -144,10 +146,10 @@ def test_another_process_answers_from_the_files_and_damaged_ones_are_computed(
 ) -> None:
     """Nine of the ten pages of each prompt are read, 720 tokens in all; then every fourth file has a flipped bit, or
     half its length."""
-    with engine_of(model, store=tmp_path) as engine:
+    with engine_of(model, store=f"file://{tmp_path}") as engine:
         assert run(engine, PROMPTS) == wanted
         write_all(engine, 5 * 160)
-    with engine_of(model, store=tmp_path) as engine:
+    with engine_of(model, store=f"file://{tmp_path}") as engine:
         assert run(engine, PROMPTS) == wanted
         assert tiers_of(engine).store_hit_tokens == 5 * 144
         assert tiers_of(engine).store_wrong_pages == 0
@@ -157,18 +159,35 @@ def test_another_process_answers_from_the_files_and_damaged_ones_are_computed(
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data if at % 2 else data[: len(data) // 2])
-    with engine_of(model, store=tmp_path) as engine:
+    with engine_of(model, store=f"file://{tmp_path}") as engine:
         assert run(engine, PROMPTS) == wanted
         stats = tiers_of(engine)
         assert stats.store_wrong_pages > 0
         assert 0 < stats.store_hit_tokens < 5 * 144
 
 
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_replica_answers_from_what_another_one_stores_while_both_serve(
+    model: str, wanted: list[list[int]], tmp_path: Path, kind: str
+) -> None:
+    """As those of two nodes do, that share a folder or a bucket."""
+    with contextlib.ExitStack() as opened:
+        url = f"file://{tmp_path}"
+        if kind == "bucket":
+            url = f"s3://{s3_server.BUCKET}/pages?endpoint={opened.enter_context(s3_server.serving())}"
+        one, other = (opened.enter_context(engine_of(model, store=url)) for _ in range(2))
+        assert run(one, PROMPTS[:2]) == wanted[:2]
+        write_all(one, 2 * 160)
+        assert run(other, PROMPTS[:2]) == wanted[:2]
+        stats = tiers_of(other)
+        assert (stats.store_hit_tokens, stats.store_wrong_pages, stats.store_errors) == (2 * 144, 0, 0)
+
+
 def test_files_of_another_number_format_are_not_found(model: str, tmp_path: Path) -> None:
-    with engine_of(model, store=tmp_path) as engine:
+    with engine_of(model, store=f"file://{tmp_path}") as engine:
         run(engine, PROMPTS[:1])
         write_all(engine, 160)
-    with engine_of(model, store=tmp_path, kv_dtype="bfloat16") as engine:
+    with engine_of(model, store=f"file://{tmp_path}", kv_dtype="bfloat16") as engine:
         run(engine, PROMPTS[:1])
         assert tiers_of(engine).store_hit_tokens == 0
         assert tiers_of(engine).store_wrong_pages == 0
