@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -20,6 +21,7 @@ from deployments.http.access import OPEN
 from deployments.settings.places import ROOT, VERSION
 from deployments.settings.schema import parse
 from deployments.settings.settings_file import PORT
+from tests.cluster.cluster import AGAIN, Cluster
 
 DEPLOY = ROOT / "deploy"
 SCHEMAS = json.loads(lzma.decompress((ROOT / "tests/data/deploy_schemas.json.xz").read_bytes()))
@@ -239,3 +241,53 @@ def test_the_image_is_made_of_checked_files_and_runs_as_a_user_of_its_own() -> N
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     files = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt"}
     assert copied == files | {each.rstrip("*") for each in packages}
+
+
+class Recorded(Cluster):
+    """The cluster of tests/cluster, which keeps the commands in the place of running them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.head, self._token, self.ran = "HEAD", "T", []  # type: list[tuple[str, ...]]
+        self.environment = self._variables()
+        machine = SimpleNamespace(tmp=folder)
+        self.network = SimpleNamespace(machines={"head": machine})  # type: ignore[assignment]
+
+    def run_on(self, name: str, *command: str) -> None:
+        self.ran.append(command)
+
+    @staticmethod
+    def until(*_: Any, **__: Any) -> float:
+        return 0.0
+
+
+def of_tests_alone(word: str) -> bool:
+    """Whether a word of a command is there because the machines of tests are parts of one."""
+    return word.startswith(("--object-store-memory", "--resources", "--dashboard-host", "--num-cpus=1"))
+
+
+def test_the_cluster_of_the_tests_is_started_as_the_document_says(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    shell = "\n".join(block for kind, block in blocks if not kind)
+    cluster = Recorded(tmp_path)
+    cluster.start()
+    started = [[word for word in command if not of_tests_alone(word)] for command in cluster.ran]
+    again = f"while :; do {' '.join(started[1][4:])}; sleep 2; done"
+    assert started[1][:4] == ["bash", "-c", AGAIN, "again"]
+    assert again in shell
+    assert f"{' '.join(started[0])} --block" in shell
+    cluster.deploy()
+    assert cluster.ran[-1][:2] == ("serve", "deploy")
+    assert "serve deploy cluster.yaml" in shell
+    [ours] = [yaml.safe_load(block) for kind, block in blocks if kind == "yaml"]
+    theirs = yaml.safe_load((tmp_path / "serve.yaml").read_text())
+    assert ours["http_options"] == theirs["http_options"]
+    assert ours["applications"][0]["import_path"] == theirs["applications"][0]["import_path"]
+    assert parse(ours["applications"][0]["args"]).router.allowed_hosts == ("*",)
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(ours))
+    assert set(read(str(tmp_path / "cluster.yaml"))[1]) == {"manta"}
+    exported = set(re.findall(r"^export (\w+)=", shell, flags=re.MULTILINE))
+    told = exported | set(re.findall(r"^(\w+)=", (DEPLOY / "manta.env").read_text(), flags=re.MULTILINE))
+    assert {name for name in cluster.environment if name.startswith("RAY_")} - told == {"RAY_USAGE_STATS_ENABLED"}
+    assert "deploy/manta.env" in shell
+    assert "ulimit -n 65536" in shell
