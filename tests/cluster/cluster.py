@@ -143,6 +143,7 @@ class Cluster:
             "cache": {"page_size": 16, "max_total_tokens": 8192, "device_memory_bytes": 1_200_000_000},
             "scheduler": {"chunked_prefill_size": 64},
             "router": {"allowed_hosts": ["*"], "retry_wait_s": 60, "count": 1},
+            "allow_outage": True,  # one mode follows the other
         }
         application = {
             "name": "manta",
