@@ -17,8 +17,8 @@ def program(name: str, package: str) -> str:
     return found
 
 
-def unavailable(message: str) -> NoReturn:
-    """Skip the test, or fail it where the tools are required."""
-    if os.environ.get(REQUIRED):
-        pytest.fail(f"{message} ({REQUIRED} is set)")
+def unavailable(message: str, *, required: str = REQUIRED) -> NoReturn:
+    """Skip the test, or fail it where the variable ``required`` is set."""
+    if os.environ.get(required):
+        pytest.fail(f"{message} ({required} is set)")
     pytest.skip(message, allow_module_level=True)

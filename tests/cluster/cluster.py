@@ -22,13 +22,14 @@ import yaml
 from deployments.settings.places import ROOT
 from tests.cluster.machines import Client, Network
 from tests.scraped import Scraped
-from tests.serve.running import Running
+from tests.serve.running import MARK, Running, is_idle, processes_of
 
 BIN = Path(sys.executable).parent
 NODES = ("a", "b", "c")
 STORE_BYTES = 80 << 20
 START_S = 300.0  # Ray on the head, then on the nodes; on a busy machine a minute each
 BACK_S = 300.0  # all replicas, after a deployment or after a node has joined anew; on a busy machine a third of it
+SILENT_S = 120.0  # a stream that says nothing for so long hangs
 AGAIN = 'while :; do "$@"; sleep 2; done'  # Restart=always
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -42,12 +43,7 @@ class Answer:
     end: str = ""  # DONE, or what came instead
     route: str = ""
     rid: str = ""
-    began_s: float = field(default_factory=time.monotonic)
     at_s: list[float] = field(default_factory=list)  # when each text came
-
-    @property
-    def first_s(self) -> float:
-        return self.at_s[0] - self.began_s
 
     @property
     def longest_gap_s(self) -> float:
@@ -62,6 +58,7 @@ class Replica:
     role: str
     node: str
     metrics: str  # host:port
+    num_open: int  # requests
     num_receiving: int  # hand-offs
     num_sent: int  # pages, since its start
 
@@ -88,6 +85,7 @@ class Cluster:
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(ROOT / "deployments" / "command" / "haproxy_no_splice.sh"),
             "RAY_SERVE_HAPROXY_MAXCONN": "1024",  # as many as a small limit on open files allows
             "RAY_USAGE_STATS_ENABLED": "0",
+            MARK: self._token,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),  # of this checkout, whose .venv may be another one's
             "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -170,29 +168,50 @@ class Cluster:
 
     # what Manta says
 
-    def replicas(self) -> list[Replica]:
-        """The replicas that answer the router."""
+    def states(self) -> list[dict[str, Any]]:
+        """What each replica that answers the router says of itself; [] while the router does not answer."""
         try:
-            answer = self._client.call(httpx.get, f"http://{self.head}:8000/get_server_info", timeout=30)
-            states = answer.raise_for_status().json()["internal_states"]
+            answer = self.get("/get_server_info", timeout_s=30)
+            return list(answer.raise_for_status().json()["internal_states"])
         except httpx.HTTPError:
             return []
-        return [self._replica(state["replica"], state["stats"]["transfer"]) for state in states]
 
-    def _replica(self, info: dict[str, Any], transfer: dict[str, Any]) -> Replica:
-        [node] = [name for name in NODES if self.address(name) == info["transfer"]["host"]]
+    def get(self, path: str, *, timeout_s: float) -> httpx.Response:
+        """GET ``path`` of Manta. Raises: httpx.HTTPError."""
+        return self._client.call(httpx.get, f"http://{self.head}:8000{path}", timeout=timeout_s)
+
+    def is_whole(self, count: int) -> bool:
+        """Whether ``count`` replicas take part, nothing runs there, and every page is free or evictable."""
+        states = self.states()
+        return len(states) == count and all(map(is_idle, states))
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of the machines, by id here."""
+        return processes_of(self._token)
+
+    def replicas(self) -> list[Replica]:
+        return [self._replica(**state) for state in self.states()]
+
+    def _replica(self, replica: dict[str, Any], num_open: int, stats: dict[str, Any], **_: Any) -> Replica:
+        transfer = stats["transfer"] or {}  # None where there are no hand-offs
+        [node] = [name for name in NODES if self.address(name) == replica["metrics"].rpartition(":")[0]]
         return Replica(
-            replica_id=info["replica_id"],
-            role=info["role"],
+            replica_id=replica["replica_id"],
+            role=replica["role"],
             node=node,
-            metrics=info["metrics"],
-            num_receiving=transfer["rooms_receiving"],
-            num_sent=transfer["sent_pages"],
+            metrics=replica["metrics"],
+            num_receiving=transfer.get("rooms_receiving", 0),
+            num_sent=transfer.get("sent_pages", 0),
+            num_open=num_open,
         )
 
     def until_ready(self, count: int, within_s: float) -> float:
         """Wait until ``count`` replicas take part. Returns: for how long."""
         return self.until(lambda: len(self.replicas()) == count, within_s)
+
+    def num_retries(self) -> int:
+        """Count the requests that have gone on at another replica, since the router's start."""
+        return int(self.get("/get_server_info", timeout_s=30).json()["num_retries"])
 
     def num_held(self, replica: Replica) -> float:
         """Count the tokens in quarantine there, and the hand-offs that drain."""
@@ -204,12 +223,8 @@ class Cluster:
 
     def begin(self, prompt: str, num_tokens: int, **more: Any) -> "tuple[Answer, Future[None]]":
         """Send a chat whose answer is streamed; it has ``num_tokens`` tokens, the most likely ones."""
-        body = {
-            "model": MODEL, "stream": True, "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True,
-            "messages": [{"role": "user", "content": prompt}], **more,
-        }  # fmt: skip
         answer = Answer()
-        return answer, self._client.begin(_read, f"http://{self.head}:8000/v1/chat/completions", body, answer)
+        return answer, self._client.begin(read_chat, f"http://{self.head}:8000", prompt, num_tokens, answer, **more)
 
     def answer(self, prompt: str, num_tokens: int, **more: Any) -> Answer:
         answer, done = self.begin(prompt, num_tokens, **more)
@@ -222,18 +237,29 @@ class Cluster:
         return Running.until(condition, within_s, look_s)
 
 
-def _read(url: str, body: dict[str, Any], answer: Answer) -> None:
-    """Read a stream into ``answer``."""
-    with httpx.stream("POST", url, json=body, timeout=120) as response:
-        answer.status, answer.rid = response.status_code, response.headers.get("x-request-id", "")
-        answer.route = response.headers.get("x-manta-route", "")
-        if response.status_code != 200:
-            answer.end = response.read().decode()
-            return
-        for line in response.iter_lines():
-            data = line.removeprefix("data: ")
-            if data == "[DONE]" or '"error"' in data:
-                answer.end = data.strip("[]")
-            elif line != data and (choices := json.loads(data)["choices"]) and choices[0]["delta"].get("content"):
-                answer.at_s.append(time.monotonic())
-                answer.text += choices[0]["delta"]["content"]
+def read_chat(url: str, prompt: str, num_tokens: int, answer: Answer, **more: Any) -> None:
+    """Send a chat whose answer is streamed, the most likely ``num_tokens`` tokens, and read it into ``answer``."""
+    body = {
+        "model": MODEL, "stream": True, "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True,
+        "messages": [{"role": "user", "content": prompt}], **more,
+    }  # fmt: skip
+    try:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=SILENT_S) as response:
+            _read(response, answer)
+    except httpx.HTTPError as error:
+        answer.end = repr(error)
+
+
+def _read(response: httpx.Response, answer: Answer) -> None:
+    answer.status, answer.rid = response.status_code, response.headers.get("x-request-id", "")
+    answer.route = response.headers.get("x-manta-route", "")
+    if response.status_code != 200:
+        answer.end = response.read().decode()
+        return
+    for line in response.iter_lines():
+        data = line.removeprefix("data: ")
+        if data == "[DONE]" or '"error"' in data:
+            answer.end = data.strip("[]")
+        elif line != data and (choices := json.loads(data)["choices"]) and choices[0]["delta"].get("content"):
+            answer.at_s.append(time.monotonic())
+            answer.text += choices[0]["delta"]["content"]

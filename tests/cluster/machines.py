@@ -5,20 +5,28 @@ Never:     touches the host's own network: no address, route or interface is mad
 Invariant: the processes of a machine end with its first one, which ends with the process of the tests.
 
     machine ── eth0 10.77.0.N ──── port of the switch, which `cut` sets down: no FIN, no RST, like a pulled cable
+
+    `python -m tests.cluster.machines PORT PORT DELAY_S LOSS` carries frames between two ports, late and not all:
+    many kernels have no netem.
 """
 
 import ctypes
+import heapq
 import os
-import shutil
+import random
+import select
 import signal
+import socket
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from deployments.settings.places import ROOT
-from tests.programs import unavailable
+from tests.programs import program, unavailable
 
 NETWORK = "10.77.0"
 PARTS = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
@@ -33,18 +41,32 @@ mount -t proc none /proc
 ip link set lo up
 echo up
 while :; do sleep 60; done"""  # a shell, which takes note of the ends of processes whose parents have ended
+TRY = """set -e
+mount -t proc none /proc
+mount -t tmpfs none /dev/shm
+hostname tried
+ip link add bridge type bridge
+ip link add port type veth peer name eth0
+ip link set port master bridge"""
+MACHINES = "MANTA_REQUIRE_MACHINES"  # set by `make test-cluster`, and not by CI
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def require_machines() -> None:
-    """Skip the test, or fail it where the tools are required, unless this process may make machines."""
+    """Skip the test unless this process may make machines. A missing program fails it where the tools are required; a
+    kernel or container that forbids namespaces only where MACHINES is set: no package mends that."""
     for name, package in (("unshare", "util-linux"), ("nsenter", "util-linux"), ("ip", "iproute2")):
-        if shutil.which(name) is None:
-            unavailable(f"{name} is not on PATH: `apt-get install {package}`")
-    tried = subprocess.run(["unshare", *PARTS, "mount", "-t", "proc", "none", "/proc"], capture_output=True, text=True)
-    if tried.returncode:
-        unavailable(f"machines cannot be made of namespaces here, which root may: {tried.stderr.strip()}")
+        program(name, package)
+    if forbidden := why_none():
+        unavailable(forbidden, required=MACHINES)
+
+
+def why_none() -> str:
+    """Return why no machines can be made of namespaces here; "" if they can."""
+    tried = subprocess.run(["unshare", *PARTS, "bash", "-c", TRY], capture_output=True, text=True)
+    said = tried.stderr.strip()
+    return f"machines cannot be made of namespaces here, which root may: {said}" if tried.returncode else ""
 
 
 class Machine:
@@ -107,6 +129,39 @@ class Network:
     def mend(self, name: str) -> None:
         _ip(self._switch, f"link set to-{name} up")
 
+    def limit(self, name: str, rate: str) -> Callable[[], None]:
+        """Let no more than ``rate`` (`10mbit`) through, either way. Returns: what ends that."""
+        ends = [(self._switch, f"to-{name}"), (self.machines[name], "eth0")]
+        for machine, port in ends:
+            _run(machine, f"tc qdisc add dev {port} root tbf rate {rate} burst 64kb latency 400ms")
+
+        def end() -> None:
+            for machine, port in ends:
+                _run(machine, f"tc qdisc del dev {port} root")
+
+        return end
+
+    def worsen(self, name: str, delay_s: float, loss: float) -> Callable[[], None]:
+        """Have each frame take ``delay_s`` longer, either way, and lose a share of them. Returns: what ends that."""
+        near = f"by-{name}"
+        _ip(self._switch, f"link add {near} type veth peer name far-{name}")
+        _ip(self._switch, f"link set far-{name} master bridge up")
+        _ip(self._switch, f"link set {near} up")
+        relay = [sys.executable, "-m", __name__, f"to-{name}", near, str(delay_s), str(loss)]
+        inside = ["nsenter", "--target", str(self._switch.pid), "--net", *relay]
+        process = subprocess.Popen(inside, cwd=ROOT, stdout=subprocess.PIPE, preexec_fn=_end_with_parent)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n", "the relay did not start"
+        _ip(self._switch, f"link set to-{name} nomaster")
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+            _ip(self._switch, f"link del {near}")
+            _ip(self._switch, f"link set to-{name} master bridge")
+
+        return end
+
     def mend_all(self) -> None:
         for name in self.machines:
             self.mend(name)
@@ -149,4 +204,39 @@ def _join(pid: int) -> None:
 
 
 def _ip(machine: Machine, words: str) -> None:
-    subprocess.run(["nsenter", "--target", str(machine.pid), "--net", "ip", *words.split()], check=True)
+    _run(machine, f"ip {words}")
+
+
+def _run(machine: Machine, words: str) -> None:
+    subprocess.run(["nsenter", "--target", str(machine.pid), "--net", *words.split()], check=True)
+
+
+SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
+EVERY_PROTOCOL = 3
+FRAME = 1 << 17  # bytes: the kernel hands over what a network card would cut into packets, and takes it back so
+
+
+def carry(ports: Sequence[str], delay_s: float, loss: float) -> None:
+    """Take each frame that comes to one of two ports to the other, ``delay_s`` later, or lose it; do not return."""
+    sockets = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(EVERY_PROTOCOL)) for _ in ports]
+    for each, port in zip(sockets, ports, strict=True):
+        each.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+        each.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+        each.bind((port, 0))
+    print("up", flush=True)
+    under_way: list[tuple[float, int, int, bytes]] = []  # when it arrives, its number, at which socket
+    number = 0
+    while True:
+        wait_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+        for come in select.select(sockets, [], [], wait_s)[0]:
+            frame = come.recv(FRAME)
+            if random.random() >= loss:
+                number += 1
+                heapq.heappush(under_way, (time.monotonic() + delay_s, number, 1 - sockets.index(come), frame))
+        while under_way and under_way[0][0] <= time.monotonic():
+            _, _, at, frame = heapq.heappop(under_way)
+            sockets[at].send(frame)
+
+
+if __name__ == "__main__":
+    carry(sys.argv[1:3], float(sys.argv[3]), float(sys.argv[4]))

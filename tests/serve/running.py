@@ -39,6 +39,26 @@ def http_client(*, retries: int = 0) -> httpx.Client:
 HTTP, PATIENT_HTTP = http_client(), http_client(retries=5)
 
 
+def processes_of(mark: str) -> dict[int, str]:
+    """Living processes whose environment has ``mark``, by id."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # it ended, or is not ours to look at
+    return found
+
+
+def is_idle(state: Mapping[str, Any]) -> bool:
+    """Whether a replica that tells this runs nothing, and every page of it is free or evictable."""
+    pool, stats = state["stats"]["pool"], state["stats"]
+    if stats["num_running"] or stats["num_waiting"] or state["num_open"]:
+        return False
+    return bool(pool["free_pages"] + pool["evictable_pages"] == pool["num_pages"])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -129,14 +149,7 @@ class Running:
 
     def processes(self) -> dict[int, str]:
         """Living processes that descend from ours, by id."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue  # it ended, or is not ours to look at
-        return found
+        return processes_of(self.mark)
 
     @property
     def has_haproxy(self) -> bool:
@@ -166,13 +179,7 @@ class Running:
 
     def idle(self) -> bool:
         """Nothing runs, and every page is free or evictable."""
-        for state in self.states():
-            pool, stats = state["stats"]["pool"], state["stats"]
-            if stats["num_running"] or stats["num_waiting"] or state["num_open"]:
-                return False
-            if pool["free_pages"] + pool["evictable_pages"] != pool["num_pages"]:
-                return False
-        return True
+        return all(map(is_idle, self.states()))
 
     @staticmethod
     def until(condition: Callable[[], bool], within_s: float, look_s: float = 0.02) -> float:
