@@ -19,6 +19,9 @@ UV := uv==0.13.9
 UNLOCKED := ^(torch|triton|nvidia-|cuda-)
 # of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
 BENCHES := kernels engine hand_off overhead serving
+# trials of each fault; of the soak
+TIMES := 20
+MINUTES := 60
 # and on a CPU that has more than AVX2, held to it: command:part:part
 BENCHES_AVX2 := kernels:limits:products engine:speed:formats
 
@@ -29,7 +32,7 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-cluster install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs pictures \
+.PHONY: help serve test test-all test-cluster chaos soak install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs pictures \
 	board-pictures model install \
 	install-test tools-test lock clean
 
@@ -86,7 +89,13 @@ test-all: install-test tools-test model ## And then those that are marked slow, 
 	@$(BIN)/python -m tests quick slow
 
 test-cluster: install-test tools-test model ## Run the tests of a Ray cluster whose nodes vanish: four machines of namespaces, as root
-	@MANTA_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -s tests/cluster
+	@MANTA_REQUIRE_TOOLS=1 MANTA_REQUIRE_MACHINES=1 $(BIN)/python -m pytest -s tests/cluster
+
+chaos: install-test tools-test model ## Kill, stop, cut off and fill what serves, under streams (TIMES=3, ARGS="machine --only router")
+	@$(BIN)/python -m benchmarks chaos --times $(TIMES) --json bench_results/chaos.json $(ARGS)
+
+soak: install-test model ## Load that is more than is carried, with a kill a minute, for MINUTES=60
+	@$(BIN)/python -m benchmarks soak --minutes $(MINUTES) --json bench_results/soak.json
 
 install-gpu: $(VENV)/.installed ## Add FlashInfer to .venv, whose kernels nvcc compiles when first used (docs/gpu.md)
 	@$(INSTALL) "Installing FlashInfer" $(VENV)/install-gpu.log --editable '.[gpu]'

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "engine": "one engine without HTTP: decode, prefill, prefixes, a step's host time, mixed steps, starts",
     "kernels": "the CPU kernels as shares of the machine's limits, and what narrow numbers cost in accuracy",
+    "chaos": "faults under streams: what becomes of each, how soon all is well again, what is left",
+    "soak": "more load than is carried, for an hour, with kills: what grows, what is lost",
     "serving": "what clients of a server see: workloads, a sweep of load, chats beside long prompts",
     "router": "the production router: policies over simulated replicas, and what a decision costs",
     "tiers": "the prefix cache's tiers: eviction and write policies over traces of prompts",

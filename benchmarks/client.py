@@ -105,6 +105,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)  # the answer's, where the server tells them
     text: str = ""
     error: str | None = None
+    retry_after_s: float | None = None  # where it was refused, and told when to ask again
 
     @property
     def answer_known(self) -> bool:
@@ -160,7 +161,7 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._dialect.keeps_alive)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session:
-            exchange = _Exchange(session, self._url, self._model, self._dialect, started_s)
+            exchange = Exchange(session, self._url, self._model, self._dialect, started_s)
             waits = _starts(load, len(workload.conversations))
             gate = asyncio.Semaphore(load.concurrency if isinstance(load, ClosedLoop) else len(waits) or 1)
             tasks = [
@@ -191,7 +192,7 @@ def _starts(load: ClosedLoop | OpenLoop, num: int) -> Sequence[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class Exchange:
     """The requests of one run over one session."""
 
     session: aiohttp.ClientSession
@@ -234,6 +235,8 @@ class _Exchange:
             async with self.session.post(self.url, json=body) as response:
                 if response.status != 200:
                     sample.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+                    if response.status == 429 and (again := response.headers.get("Retry-After")):
+                        sample.retry_after_s = float(again)
                 else:
                     await _read_stream(response, sample, sent_s, says_done=self.dialect.says_done)
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: not JSON, or a line without end
