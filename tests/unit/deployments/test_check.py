@@ -304,7 +304,7 @@ def test_checking_a_file_for_a_cluster_asks_its_nodes(
     assert serve.check(str(file)) == 2
     _, wide, outage = capsys.readouterr().err.splitlines()
     assert wide.startswith("  parallel.tp = 3: the ranks of a replica share one node, which needs 3 CPUs")
-    assert outage.startswith("  parallel.tp = 3: the replicas that serve have 1, and Serve stops one before")
+    assert outage.startswith("  parallel.tp = 3: the replicas that serve have 1, and Serve stops one of them before")
     assert asked == ["10.0.0.1:6379"]
 
 
