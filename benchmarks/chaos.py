@@ -74,8 +74,8 @@ class OneMachine:
 
     num_replicas = 2
 
-    def __init__(self, folder: Path, *, max_wait_s: float = 120.0) -> None:
-        self._folder, self._max_wait_s = folder, max_wait_s
+    def __init__(self, folder: Path, *, max_wait_s: float = 120.0, max_running: int = 64) -> None:
+        self._folder, self._max_wait_s, self._max_running = folder, max_wait_s, max_running
         self._threads = ThreadPoolExecutor()
 
     def start(self) -> None:
@@ -85,6 +85,7 @@ class OneMachine:
             cache={"max_total_tokens": 16_000},
             observatory=True,
             router={"max_wait_s": self._max_wait_s},
+            scheduler={"max_running_requests": self._max_running},
         )
         self.running.start()
 
