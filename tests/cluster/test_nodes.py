@@ -1,6 +1,7 @@
 """What becomes of requests, pages and settings where a replica's machine vanishes, or is too small.
 
-In the order of the file, over one cluster: each test leaves it as it found it, or the next one waits for that.
+In the order of the file, over one cluster: each test leaves it as it found it, or the next one waits for that. CI runs
+the two that are not marked `cluster`.
 """
 
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from tests.cluster.cluster import BACK_S, Answer, Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.serve, pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]
 
 LONG = "These fish were seen: " + ", ".join(f"fish number {i}" for i in range(140))
 NUM_TOKENS = 24
@@ -72,7 +73,7 @@ def test_streams_of_a_node_that_vanishes_end_elsewhere_with_the_same_bytes_while
     same_bytes(answers, expected)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.cluster)])
 def test_a_node_that_vanishes_in_a_hand_off_costs_no_answer_and_no_page(whole: Cluster, role: str) -> None:
     expected = whole.answer(LONG, NUM_TOKENS, cache_salt=f"before {role}")
     num_sent = sum(each.num_sent for each in whole.replicas())
@@ -93,11 +94,13 @@ def test_a_node_that_vanishes_in_a_hand_off_costs_no_answer_and_no_page(whole: C
     assert (answer.status, answer.end, answer.text) == (200, "DONE", expected.text)
 
 
+@pytest.mark.cluster
 def test_a_node_that_was_declared_dead_is_used_again_when_its_ray_has_joined_anew(whole: Cluster) -> None:
     assert {each.node for each in whole.replicas()} == {"a", "b", "c"}
     assert whole.answer("Write a story about a ray.", 4).end == "DONE"
 
 
+@pytest.mark.cluster
 def test_a_node_cut_off_for_less_than_ray_waits_loses_no_stream_and_is_used_again(whole: Cluster) -> None:
     prompts = ["Write a story about a ray.", "Write a story about a shark."]
     expected = [whole.answer(prompt, 4 * NUM_TOKENS, cache_salt="before") for prompt in prompts]
@@ -115,6 +118,7 @@ def test_a_node_cut_off_for_less_than_ray_waits_loses_no_stream_and_is_used_agai
     same_bytes(answers, expected)
 
 
+@pytest.mark.cluster
 def test_ranks_that_no_node_can_hold_are_refused_in_a_sentence_and_what_runs_goes_on(whole: Cluster) -> None:
     whole.deploy(parallel={"tp": 3}, replicas={"count": 1})
     whole.until(lambda: whole.status()[0] == "DEPLOY_FAILED", BACK_S)
