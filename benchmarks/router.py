@@ -150,6 +150,8 @@ def _setup(options: argparse.Namespace) -> Setup:
             prefill_tokens_per_s=options.prefill_rate,
             queue=options.queue,
             ageing_s=options.ageing,
+            objective_s=options.objective,
+            late_factor=options.late_factor,
             decode_base_s=base_s,
             decode_per_request_s=per_request_s,
             rate_error=options.rate_error,
@@ -310,6 +312,7 @@ def _options(parse: argparse.ArgumentParser) -> None:
     add("--copies", 1, "groups of users that do the same, a little later each")
     add("--queue", "fcfs", "order of a replica's queue, a scheduler.policy", choices=ORDERS)
     add("--ageing", 5.0, "s after which a waiting request goes first, whatever the order", type=_number(0))
+    add("--late-factor", 2.0, "on_time: times that a late one may wait of what order of arrival takes", type=_number(1))
     add("--think", 10.0, "s between an answer and the next turn")
     add("--jitter", 0.0, "requests come later at random, by this many s at most", type=_number(0))
     add("--replicas", 8, "simulated replicas")

@@ -161,6 +161,7 @@ class Cluster:
         self.records: list[Record] = []
         self._requests = requests
         self._page_size = setup.page_size
+        self._objective_s = setup.speed.objective_s
         self._progress = progress
         self._followers: dict[int, list[SimRequest]] = {}
         self._open: dict[int, Routed | None] = {}  # by request; None: routed by the oracle
@@ -227,6 +228,7 @@ class Cluster:
             query = RouteQuery(
                 rid=str(request.number),
                 token_ids=request.token_ids()[: request.input_len],
+                objective_s=self._objective_s,
                 max_new_tokens=1 if self.hand_offs else request.output_len,  # at the replica that is chosen here
             )
             routed = self.routers.choose(query)

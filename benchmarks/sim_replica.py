@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.sim_load import Events, SimRequest
 from kvtransfer.pages import PageKey, page_keys
-from replicas.scheduler.orders import ORDERS, QueueEntry, sort_keys
+from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from routing.types import IndexEvent, KeysRemoved, KeysStored, ReplicaView
 
 
@@ -179,6 +179,8 @@ class Speed:
     queue: str = "fcfs"  # order of the waiting queue, a scheduler.policy
     lpm_max_queue: int = 128  # and what goes with it
     ageing_s: float = 5.0
+    objective_s: float = 5.0  # for the first token
+    late_factor: float = 2.0
     max_running: int = 256
     rate_error: float = 1.0  # the replica measures its prefill rate this many times too high
     rate_noise: float = 0.1  # and each measurement varies by this share
@@ -188,7 +190,8 @@ class SimJob:
     """A request at a simulated replica: what it needs there, and what came of it."""
 
     __slots__ = (
-        "cached_tokens", "came_s", "keys", "num_pages", "num_prompt_pages", "request", "ttft_s", "uncached_seen"
+        "bound", "cached_tokens", "came_s", "keys", "num_pages", "num_prompt_pages", "request", "ttft_s",
+        "uncached_seen",
     )  # fmt: skip
 
     def __init__(self, request: SimRequest, page_size: int) -> None:
@@ -199,6 +202,7 @@ class SimJob:
         self.num_pages = -(-len(tokens) // page_size)
         self.cached_tokens = 0  # once started
         self.uncached_seen = 0  # prompt tokens that no page held when it came
+        self.bound = 0.0  # when the replica has computed so many prompt tokens, it must be through
         self.came_s = 0.0
         self.ttft_s = 0.0  # once it has its first token
 
@@ -246,6 +250,7 @@ class SimReplica:
         self._prefill_began_s = 0.0
         self._decode = SimDecode(events, base_s=speed.decode_base_s, per_request_s=speed.decode_per_request_s)
         self._measured_rate = 0.0  # 0 until the first prompt is through
+        self._computed = 0  # prompt tokens, of whole prompts
 
     @property
     def num_running(self) -> int:
@@ -261,6 +266,8 @@ class SimReplica:
         matched = self.pool.match_len(job.reusable(self._page_size))
         job.uncached_seen = job.request.input_len - matched * self._page_size
         job.came_s = self._events.now_s
+        ahead = self._waiting_uncached() + self._prefill_rest()
+        job.bound = self._computed + self._speed.late_factor * (ahead + job.uncached_seen)
         self._waiting.append(job)
         self._start_next()
 
@@ -272,6 +279,8 @@ class SimReplica:
             num_running=self.num_running,
             num_waiting=len(self._waiting),
             queued_uncached_tokens=self._waiting_uncached() + self._prefill_rest(),
+            late_uncached_tokens=self._late_uncached(),
+            late_factor=self._speed.late_factor if ORDERS[self._speed.queue].by_objective else 0.0,
             pool_utilization=self.pool.utilization,
             pool_pages=self.pool.capacity,
             page_size=self._page_size,
@@ -295,6 +304,14 @@ class SimReplica:
 
     def _waiting_uncached(self) -> int:
         return sum(job.uncached_seen for job in self._waiting)
+
+    def _late_uncached(self) -> int:
+        """Count the tokens of waiting jobs that a job which can be in time goes before."""
+        order = ORDERS[self._speed.queue]
+        if not order.by_objective:
+            return 0
+        many = len(self._waiting) > self._speed.lpm_max_queue
+        return passed_tokens([self._entry(job, order, many=many) for job in self._waiting])
 
     def _prefill_rest(self) -> int:
         """Return the tokens of the current prompt that are not computed, whole chunks counted."""
@@ -322,6 +339,7 @@ class SimReplica:
     def _prefilled(self, job: SimJob) -> None:
         self.pool.store(job.keys[job.cached_tokens // self._page_size : job.num_prompt_pages])
         self._prefilling = None
+        self._computed += job.request.input_len - job.cached_tokens
         self._measure()
         self._running[job] = None
         if self._hand_off is not None:
@@ -344,27 +362,38 @@ class SimReplica:
     def _next(self) -> SimJob:
         """Return the waiting job that is tried next, as replicas/scheduler/queues.py orders them."""
         speed, first = self._speed, self._waiting[0]
-        now_s, order = self._events.now_s, ORDERS[speed.queue]
-        looks = order.reads_prefix
-        if order.keys is None or now_s - first.came_s >= speed.ageing_s:
+        order, many = ORDERS[speed.queue], len(self._waiting) > speed.lpm_max_queue
+        if order.keys is None:
             return first
-        if looks and len(self._waiting) > speed.lpm_max_queue:
-            return first
-        found = [self.pool.match_len(job.reusable(self._page_size)) if looks else 0 for job in self._waiting]
-        waiting = [
-            QueueEntry(
-                waited_s=now_s - job.came_s,
-                output_len=job.request.output_len,
-                routing_key=job.routing_key,
-                uncached_len=job.request.input_len - matched * self._page_size,
-                cached_len=matched * self._page_size,
-                path=job.keys[:matched],
-            )
-            for job, matched in zip(self._waiting, found, strict=True)
-        ]
+        if not order.by_objective:
+            aged = self._events.now_s - first.came_s >= speed.ageing_s
+            if aged or (order.reads_prefix and many):
+                return first
+        waiting = [self._entry(job, order, many=many) for job in self._waiting]
         running = [job.routing_key for job in self._running] if self._hand_off is None else []
         keys = sort_keys(speed.queue, waiting, running, self._shuffle)
         return self._waiting[min(range(len(keys)), key=lambda at: (keys[at], at))]
+
+    def _entry(self, job: SimJob, order: Order, *, many: bool) -> QueueEntry:
+        """Make what ``order`` reads of ``job``."""
+        speed, waited_s, page_size = self._speed, self._events.now_s - job.came_s, self._page_size
+        left_s, input_len = speed.objective_s - waited_s, job.request.input_len
+        if order.by_objective and (many or left_s < 0):
+            matched = (input_len - job.uncached_seen) // page_size
+        else:
+            matched = self.pool.match_len(job.reusable(page_size)) if order.reads_prefix else 0
+        uncached_len = input_len - matched * page_size
+        return QueueEntry(
+            waited_s=waited_s,
+            output_len=job.request.output_len,
+            routing_key=job.routing_key,
+            uncached_len=uncached_len,
+            cached_len=matched * page_size,
+            path=job.keys[:matched],
+            left_s=left_s,
+            needed_s=uncached_len / self._measured_rate if self._measured_rate else 0.0,
+            left_len=job.bound - self._computed,
+        )
 
     def _finish(self, job: SimJob) -> None:
         del self._running[job]

@@ -320,7 +320,8 @@ class SchedulerConfig:
 
     # order of the waiting queue: longest cached prefix first; requests of one part of the prefix tree together; highest
     # ratio of time waited to tokens to compute; order of arrival; longest output first; random; sessions that run most
-    # first (docs/routing.md)
+    # first; those first that can still have their first token within their objective, which is the header
+    # x-manta-objective, or observability.ttft_objective_s (docs/routing.md)
     policy: QueuePolicy = "lpm"
     # requests that run at once; by default 64 on a CPU, what the pool allows on a GPU
     max_running_requests: int | None = None
@@ -335,7 +336,10 @@ class SchedulerConfig:
     # launch a decode step before the tokens of the last one are known; auto: on a GPU
     overlap: Literal["auto", "on", "off"] = "auto"
     lpm_max_queue: int = 128  # lpm, dfs-weight, hrrn: a longer queue is taken in order of arrival
-    ageing_s: float = 5.0  # a request that has waited this long goes before any better match
+    # a request that has waited this long goes before any better match; on_time: late_factor bounds waits instead
+    ageing_s: float = 5.0
+    # on_time: the first token of a late request takes at most so many times as long as in order of arrival
+    late_factor: float = 2.0
     # on: a point of a request's priority is worth ageing_s of waiting; off: the field is ignored
     priorities: Literal["off", "on"] = "off"
     new_token_ratio: float = 0.7  # share of a request's possible output that is reserved when it is admitted

@@ -32,6 +32,7 @@ as prefill before its first token, and as decode after it.
 """
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -136,13 +137,30 @@ class Stamps:
     ended_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What its client asks of when a request runs; times are absolute, on the engine's clock."""
+
+    deadline_s: float | None = None  # when it is ended
+    first_by_s: float = math.inf  # when its first token is late
+    routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """How long others may go before a request, where the order goes by objectives."""
+
+    own_len: int = 0  # its tokens to compute, as it came
+    at_len: float = math.inf  # the prompt tokens that the engine has computed in all when its own must be
+
+
 @dataclass(slots=True, eq=False)
 class Rank:
     """What puts a request before others in queues."""
 
     priority: int = 0  # higher runs first; 0 for all where the scheduler's priorities are off
     from_s: float = 0.0  # arrival_s, less what its priority is worth; set by the scheduler
-    routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
+    bound: Bound = Bound()  # set once, when it comes to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +203,7 @@ class Req:
     sampling: SamplingParams
     salt: str
     stamps: Stamps
-    deadline_s: float | None  # absolute, on the engine's clock
+    asked: Asked
     prompt_len: int
     ids: TokenIds  # [prompt_len + max_new_tokens] buffer
     num_tokens: int
@@ -220,11 +238,15 @@ class Req:
             sampling=sampling,
             salt=request.cache_salt,
             stamps=Stamps(now_s),
-            deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
+            asked=Asked(
+                deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
+                first_by_s=math.inf if request.objective_s is None else now_s + request.objective_s,
+                routing_key=request.routing_key,
+            ),
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
-            rank=Rank(priority=request.priority, routing_key=request.routing_key),
+            rank=Rank(priority=request.priority),
             num_resumed=len(resumed),
             eos_ids=frozenset() if sampling.ignore_eos and sampling.constraint is None else eos_ids,
             return_logprobs=request.return_logprobs,

@@ -260,6 +260,7 @@ class GenerateRequest:
     cache_salt: str = ""  # requests with different salts never share a page
     priority: int = 0  # higher runs first
     deadline_s: float | None = None  # seconds from submit; None waits as long as it takes
+    objective_s: float | None = None  # within which its first token should come, from submit; None: it is never late
     return_logprobs: bool = False  # logprob of each output token
     top_logprobs: int = 0  # and of this many most likely alternatives, 0 to 20
     prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none
@@ -292,6 +293,8 @@ class GenerateRequest:
         _check("top_logprobs", 0 <= self.top_logprobs <= 20, f"must be between 0 and 20, got {self.top_logprobs}")
         in_bounds = self.deadline_s is None or 0 < self.deadline_s <= MAX_DEADLINE_S
         _check("timeout", in_bounds, f"must be positive and at most {MAX_DEADLINE_S:,.0f} seconds")
+        in_bounds = self.objective_s is None or 0 <= self.objective_s <= MAX_DEADLINE_S
+        _check("objective", in_bounds, f"must be at least 0 and at most {MAX_DEADLINE_S:,.0f} seconds")
         low, high = int(self.token_ids.min()), int(self.token_ids.max())
         _check("prompt", low >= 0 and high < vocab_size, f"token ids must be in [0, {vocab_size}), got {low}..{high}")
         start = self.prompt_logprobs_from
@@ -519,6 +522,8 @@ class EngineStats:
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
     blocked: str = ""  # what keeps waiting requests from starting: pool, slots; "" if nothing does
     failed_checks: int = 0  # of the idle pool, which found pages lost
+    late_uncached_tokens: int = 0  # of the queued ones, of late requests, before which one goes that can be in time
+    late_factor: float = 0.0  # of scheduler.policy on_time; 0 under the other orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,8 @@ def _sum(terms: tuple[Term, ...], total: str) -> str:
 
 _CANDIDATE_ROW = (
     f"{{mark}} {{replica:20}} {_sum(CANDIDATE, 'ttft_s')} s | {_sum(CANDIDATE, 'cached_tokens')}"
-    " | {own_tokens:>7} {queued_tokens:>7} tokens | {behind_s:>8} s | {prefill_tokens_per_s:>7} | {num_requests}"
+    " | {own_tokens:>7} {queued_tokens:>7} {passed_tokens:>7} tokens | {behind_s:>8} s | {prefill_tokens_per_s:>7}"
+    " | {num_requests}"
 )
 _DECODE_ROW = (
     f"{{mark}} {{replica:20}} {_sum(DECODE_REPLICA, 'local_cost_s')} s | {_sum(DECODE_REPLICA, 'receive_cost_s')} s"
@@ -46,7 +47,8 @@ _FORM = {"s": "{:.3f}".format, "tokens/s": "{:.0f}".format, "ratio": "{:.0%}".fo
 
 def explain(decision: Decision, outcome: RouteOutcome | None = None) -> str:
     """Return the sentence, a row a candidate (the winner marked ``>``), and the end once the outcome is known."""
-    lines = [sentence(decision), _CANDIDATE_ROW.format(mark=" ", replica="replica", **headings(CANDIDATE))]
+    lines = [sentence(decision), *_objective(decision)]
+    lines.append(_CANDIDATE_ROW.format(mark=" ", replica="replica", **headings(CANDIDATE)))
     lines += [_candidate_row(candidate, decision) for candidate in decision.candidates]
     if decision.pair is not None:
         lines += _decode_rows(decision, decision.pair)
@@ -91,6 +93,24 @@ def sentence(decision: Decision, name: str = "") -> str:
     )
 
 
+def _objective(decision: Decision) -> list[str]:
+    """Say whether it is expected in time, what it passes therefore, and else how long it may be passed; nothing where
+    no replica looks at objectives."""
+    computes = decision.prefill_id or decision.replica_id
+    there = next(each for each in decision.candidates if each.replica_id == computes)
+    factor, terms = there.view.late_factor, there.terms
+    if not factor:
+        return []
+    if terms.ttft_s <= decision.objective_s:
+        passed = f": it goes before {terms.passed_tokens:.0f} prompt tokens of late requests"
+        return [f"It can be in time there ({decision.objective_s:g} s){passed if terms.passed_tokens else ''}."]
+    return [
+        f"It cannot be in time there ({decision.objective_s:g} s): requests that can be go before it, until its first "
+        f"token takes {factor:g} times as long as in order of arrival (scheduler.late_factor), about "
+        f"{factor * terms.ttft_s:.1f} s."
+    ]
+
+
 def _tokens_clause(decision: Decision) -> str:
     """Say how many tokens are predicted to be cached, and what of them must be loaded."""
     host, store = decision.host_tokens, decision.store_tokens
@@ -104,6 +124,7 @@ def candidate_terms(candidate: Candidate, decision: Decision) -> dict[str, float
         "cached_tokens": candidate.overlap_tokens,
         "num_requests": candidate.num_requests,
         "queued_tokens": candidate.queued_tokens,
+        "passed_tokens": round(candidate.terms.passed_tokens),
         "pool_utilization": candidate.view.pool_utilization,
         "report_age_s": decision.time_s - candidate.view.time_s,
     }

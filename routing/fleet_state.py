@@ -170,7 +170,10 @@ class FleetState:
         load = self.load.estimate(eligible, now_s)
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
-        terms = estimate(load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens, way_s=self.way.seconds)
+        terms = estimate(
+            load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens, way_s=self.way.seconds,
+            objective_s=query.objective_s,
+        )  # fmt: skip
         return Candidates(views=eligible.views, load=load, overlap_tokens=num_tokens - terms.own_tokens, terms=terms)
 
     def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:

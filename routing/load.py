@@ -44,8 +44,8 @@ PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 # replaces them, and there is one, unless they make it slower than computing.
 ASSUMED_HOST_BYTES_PER_S, ASSUMED_STORE_BYTES_PER_S, ASSUMED_STORE_LATENCY_S = 2e9, 2e8, 0.005
 (IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
- UTILIZATION, POOL_TOKENS, MAX_REQUESTS, RATE_TOKENS, RATE_AT_S, STEP_AT_S, HOST_S, STORE_S, LATENCY_S,
- NUM_FIELDS) = range(23)  # fmt: skip
+ UTILIZATION, POOL_TOKENS, MAX_REQUESTS, RATE_TOKENS, LATE, RATE_AT_S, STEP_AT_S, HOST_S, STORE_S, LATENCY_S,
+ NUM_FIELDS) = range(24)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,6 +131,7 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         num_busy=busy,
         num_waiting=np.minimum(waiting, requests),
         queued_tokens=queue,
+        late_tokens=np.minimum(own[LATE], queue),  # what goes before them drains first
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
         rate_step_tokens=eligible.rate_step_tokens,
         decode_step_s=eligible.decode_step_s,
@@ -298,6 +299,7 @@ class Load:
             view.pool_pages * view.page_size,
             view.max_running_requests or float("inf"),
             view.rate_step_tokens,
+            view.late_uncached_tokens,
         )
         column[HOST_S:NUM_FIELDS] = _loading(view)
         for request in replica.since(view.time_s):

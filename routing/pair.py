@@ -287,6 +287,7 @@ def pair_decision(
         best_overlap=max((_best_overlap(side) for side in sides), key=lambda best: best[1]),
         keys=keys,
         time_s=now_s,
+        objective_s=query.objective_s,
         dry_run=dry_run,
         pair=choice.pair,
     )

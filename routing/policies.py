@@ -13,6 +13,7 @@ holds, every request behind this one there waits that much longer. How many will
 request leaves on average as many behind as it found when it came (level crossing), so the requests waiting now stand
 for them. Without a queue it is 0. What must be computed wherever the request goes is not counted: that would send long
 prompts where few wait and short ones where many do, which orders requests by size, not by where they are cached.
+Late requests that it passes, where it can be in time, wait for all of it, and are counted on top.
 That has a bound: no request is sent, for the sake of others, behind a queue longer than it may wait (`bounded`), so a
 hot prefix is computed again at the latest when its queue is that long.
 Source: Kleinrock 1975, "Queueing Systems" I, section 5.3 (arrivals find what departures leave).
@@ -123,18 +124,31 @@ def _quicker(
 
 
 def estimate(
-    load: LoadEstimate[Floats], held: HeldTokens, *, num_tokens: int, max_new_tokens: int, way_s: float
+    load: LoadEstimate[Floats],
+    held: HeldTokens,
+    *,
+    num_tokens: int,
+    max_new_tokens: int,
+    way_s: float,
+    objective_s: float = float("inf"),
 ) -> Terms[Floats, Ints]:
-    """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``; ``way_s``: measured."""
+    """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``; ``way_s``: measured.
+
+    Where its first token comes within ``objective_s`` if it goes before what is late there, it does.
+    """
     own_tokens = num_tokens - held.device - held.host - held.store
-    queue_s = load.queued_tokens / load.prefill_tokens_per_s
     own_s = own_tokens / load.prefill_tokens_per_s
     step_s = _step_s(load, load.queued_tokens + own_tokens)
     decode_s = DECODE_STEPS_WAITED * load.decode_step_s * np.minimum(load.num_requests, 1.0)
     output_tokens = min(max_new_tokens, OUTPUT_TOKENS)
     pressure_s = _pressure_s(load, num_tokens - held.device + output_tokens, output_tokens)
+    after_s = own_s + held.load_s + step_s + decode_s + pressure_s + way_s  # what follows the queue
+    in_time = (load.queued_tokens - load.late_tokens) / load.prefill_tokens_per_s + after_s <= objective_s
+    passed_tokens = np.where(in_time, load.late_tokens, 0.0)
+    queue_s = (load.queued_tokens - passed_tokens) / load.prefill_tokens_per_s
     return Terms(
-        queued_tokens=load.queued_tokens,
+        queued_tokens=load.queued_tokens - passed_tokens,
+        passed_tokens=passed_tokens,
         device_tokens=held.device,
         host_tokens=held.host,
         store_tokens=held.store,
@@ -147,8 +161,8 @@ def estimate(
         decode_s=decode_s,
         pressure_s=pressure_s,
         way_s=np.full(len(queue_s), way_s),
-        ttft_s=queue_s + own_s + held.load_s + step_s + decode_s + pressure_s + way_s,
-        behind_s=_behind_s(load, own_s),
+        ttft_s=queue_s + after_s,
+        behind_s=_behind_s(load, own_s, passed_tokens),
     )
 
 
@@ -172,10 +186,12 @@ def _step_s(load: LoadEstimate[Floats], num_tokens: Floats) -> Floats:
     return step_s
 
 
-def _behind_s(load: LoadEstimate[Floats], own_s: Floats) -> Floats:
-    """Return the prefill time beyond the shortest at any candidate, times the requests that wait there."""
+def _behind_s(load: LoadEstimate[Floats], own_s: Floats, passed_tokens: Floats) -> Floats:
+    """Return the prefill time beyond the shortest at any candidate, times the requests that wait there; those that it
+    passes count twice: they wait for it, and as many late ones to come do."""
     more_s: Floats = own_s - own_s.min()
-    return more_s * load.num_waiting
+    num_passed = load.num_waiting * passed_tokens / np.maximum(load.queued_tokens, 1.0)
+    return more_s * (load.num_waiting + num_passed)
 
 
 def _pressure_s(load: LoadEstimate[Floats], need_tokens: Ints, output_tokens: int) -> Floats:

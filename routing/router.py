@@ -215,6 +215,7 @@ class Router:
             best_overlap=(views[best].replica_id, int(overlap_tokens[best])),
             keys=keys,
             time_s=now_s,
+            objective_s=query.objective_s,
             overrun=self.overrun.factor,
             dry_run=dry_run,
         )

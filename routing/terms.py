@@ -38,6 +38,9 @@ CANDIDATE = (
     Term("own_tokens", "to do", "tokens", "prompt tokens to compute there", in_terminal="always"),
     Term("queued_tokens", "queued", "tokens", "prompt tokens of others, not computed yet", in_terminal="always"),
     Term(
+        "passed_tokens", "passed", "tokens", "prompt tokens of late requests, before which it goes: it can be in time"
+    ),
+    Term(
         "prefill_tokens_per_s", "tok/s", "tokens/s", "prompt tokens that it computes in a second", in_terminal="always"
     ),
     Term("queue_s", "queue", "s", "prompt tokens that are computed before", TTFT, in_terminal="always"),

@@ -48,6 +48,7 @@ class RouteQuery:
     allowed: frozenset[str] | None = None  # None: every replica
     excluded: frozenset[str] = frozenset()  # for example those that a retry has already tried
     max_wait_s: float = float("inf")  # a longer queue is not accepted for the sake of other requests
+    objective_s: float = float("inf")  # its first token should come within this time
     one_replica: str = ""  # why one replica must do all of it; "" where prefill and decode may be apart
 
     def __post_init__(self) -> None:
@@ -68,6 +69,8 @@ class ReplicaView:
     num_waiting: int = 0  # requests whose prompts are still to be computed there
     num_receiving: int = 0  # requests whose prompts are computed elsewhere: they wait for K/V or for pages
     queued_uncached_tokens: int = 0  # prompt tokens queued that no cache holds
+    late_uncached_tokens: int = 0  # of those, of late requests, before which one goes that can be in time
+    late_factor: float = 0.0  # a late one waits at most so many times as long as in order of arrival; 0: none is passed
     pool_utilization: float = 0.0  # share of the KV pool that a new request cannot have, 0 to 1
     pool_pages: int = 0  # capacity of its KV pool; with 0 the router's index holds nothing for it
     page_size: int = 16  # tokens a page; other than the router's, the index holds nothing for it
@@ -164,6 +167,7 @@ class LoadEstimate(Generic[FloatT]):
     num_busy: FloatT  # of those, delayed by a prompt computed there: all but those that wait for K/V from elsewhere
     num_waiting: FloatT  # of those, waiting for their prompts to be computed: not whole, a queue drains by tokens
     queued_tokens: FloatT  # uncached prompt tokens still to compute
+    late_tokens: FloatT  # of those, of late requests, which others go before
     prefill_tokens_per_s: FloatT  # > 0
     rate_step_tokens: FloatT  # prompt tokens of the steps on which that was measured; 0 until a replica has reported it
     decode_step_s: FloatT
@@ -181,6 +185,7 @@ class Terms(Generic[FloatT, IntT]):
     """The parts of an estimated time to first token, and what they are made of (policies.py; their names: terms.py)."""
 
     queued_tokens: FloatT  # uncached prompt tokens before ours
+    passed_tokens: FloatT  # and of late requests, before which ours goes since it can be in time there
     device_tokens: IntT  # of our prompt, on the replica's device
     host_tokens: IntT  # after those, on its host, if loading them is quicker than computing them; else 0
     store_tokens: IntT  # after those, in its store, likewise
@@ -338,6 +343,7 @@ class Decision:
     best_overlap: tuple[str, int]  # the replica predicted to hold most of the prompt, and how many tokens
     keys: PageKeys  # [num_tokens // page_size] of the prompt's whole pages
     time_s: float  # on the router's clock
+    objective_s: float = float("inf")  # for its first token
     overrun: float = 1.0  # measured over predicted TTFT of late: waits may be so much longer than estimated
     dry_run: bool = False  # made by explain_only: nothing was sent
     pair: Pair | None = None  # how, where prefill and decode are apart

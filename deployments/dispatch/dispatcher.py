@@ -18,6 +18,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from deployments.dispatch.attempt import Attempt, StraightWay, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
-from deployments.dispatch.progress import Progress
+from deployments.dispatch.progress import Progress, left_after
 from deployments.dispatch.rids import owner_of
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
 from deployments.dispatch.timeline import Arrival
@@ -52,6 +53,7 @@ class RouteHints:
 
     session_id: str = ""
     allowed: frozenset[str] | None = None  # None: every replica
+    objective_s: float | None = None  # for the first token; None: observability.ttft_objective_s
 
 
 NO_HINTS = RouteHints()
@@ -71,6 +73,7 @@ def query_of(
         salt=request.cache_salt,
         max_new_tokens=request.sampling.max_new_tokens,
         priority=request.priority,
+        objective_s=math.inf if request.objective_s is None else request.objective_s,
         session_id=hints.session_id,
         allowed=hints.allowed,
         excluded=excluded,
@@ -155,6 +158,7 @@ class Dispatcher:
 
         Raises: the error of the replica that refused it; NoReplica; Saturated; the last try's error if all failed.
         """
+        request = self.with_objective(request, hints)
         progress, started_s = Progress(request), self._clock()
         tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
@@ -163,16 +167,14 @@ class Dispatcher:
             with self._follow(request, arrival, started_s) as following, self._counted(request):
                 while True:
                     last = LAST_TRY if tries.is_last_of_several else ""
-                    query = query_of(progress.so_far(), hints, tries.excluded, one_replica=last)
+                    now = left_after(progress.so_far(), self._clock() - started_s)
+                    query = query_of(now, hints, tries.excluded, one_replica=last)
                     held_out = self._hold_out.now()
                     decision, since_s = await self._choose(self._bounded(query, held_out), failure)
                     noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
                     if failure is None:
                         self._refuse_if_saturated(noted)
-                    left_s = None
-                    if request.deadline_s is not None:
-                        left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
-                    attempt = self._attempt(noted, progress, tries, deadline_s=left_s)
+                    attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
                     try:
                         async with contextlib.aclosing(attempt.run(following.saw, straight)) as deltas:
                             async for delta in deltas:
@@ -191,6 +193,11 @@ class Dispatcher:
                             raise
         finally:
             self.num_open -= 1
+
+    def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
+        """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""
+        asked_s = hints.objective_s
+        return replace(request, objective_s=self.watch.objectives["ttft_objective_s"] if asked_s is None else asked_s)
 
     def explain_only(self, query: RouteQuery) -> Decision:
         """Return the decision that `stream` would make now; nothing is sent or remembered. Raises: NoReplica."""
@@ -251,9 +258,9 @@ class Dispatcher:
                     raise failure from error
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def _attempt(self, noted: Try, progress: Progress, tries: Tries, *, deadline_s: float | None) -> Attempt:
+    def _attempt(self, noted: Try, progress: Progress, tries: Tries, *, waited_s: float) -> Attempt:
         """Make the attempt for what is left of the request, on the replicas of the decision."""
-        parts = progress.parts(number=tries.number, deadline_s=deadline_s)
+        parts = progress.parts(number=tries.number, waited_s=waited_s)
         prefill_id = noted.decision.prefill_id
         if prefill_id is not None:
             address = self._transfer_address(prefill_id)

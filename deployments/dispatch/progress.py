@@ -31,6 +31,16 @@ def _cached(usage: Usage) -> tuple[int, int, int]:
     return usage.cached_tokens, usage.host_tokens, usage.store_tokens
 
 
+def left_after(request: GenerateRequest, waited_s: float) -> GenerateRequest:
+    """Return ``request`` with what is left of its times after ``waited_s``."""
+    deadline_s, objective_s = request.deadline_s, request.objective_s
+    return dataclasses.replace(
+        request,
+        deadline_s=None if deadline_s is None else max(deadline_s - waited_s, 0.001),
+        objective_s=None if objective_s is None else max(objective_s - waited_s, 0.0),
+    )
+
+
 class Progress:
     """What one client request has received, over all tries."""
 
@@ -65,15 +75,13 @@ class Progress:
         ids = np.concatenate((self.request.token_ids, np.array(longest, dtype=np.int32)))
         return dataclasses.replace(self.request, token_ids=ids)
 
-    def parts(self, *, number: int, deadline_s: float | None) -> list[Part]:
-        """Return what is left to ask for in try ``number``; ``deadline_s`` is the time that is left."""
+    def parts(self, *, number: int, waited_s: float) -> list[Part]:
+        """Return what is left to ask for in try ``number``, ``waited_s`` after the request came."""
+        left = left_after(self.request, waited_s)
         if not self.started:
-            request = dataclasses.replace(
-                self.request, rid=with_try(self.request.rid, number), deadline_s=deadline_s
-            )
-            return [Part(request=request, choice=None)]
+            return [Part(request=dataclasses.replace(left, rid=with_try(left.rid, number)), choice=None)]
         return [
-            Part(request=self._rest_of(choice, number, deadline_s), choice=choice)
+            Part(request=self._rest_of(left, choice, number), choice=choice)
             for choice, ended in enumerate(self._ended)
             if not ended
         ]
@@ -104,13 +112,12 @@ class Progress:
         """Raises AssertionError if more was delivered than asked for."""
         assert all(len(ids) <= self.request.sampling.max_new_tokens for ids in self._ids)
 
-    def _rest_of(self, choice: int, number: int, deadline_s: float | None) -> GenerateRequest:
+    def _rest_of(self, left: GenerateRequest, choice: int, number: int) -> GenerateRequest:
         seen = self._prompt_logprobs_seen[choice]
         return dataclasses.replace(
-            self.request,
-            rid=with_try(self.request.rid, number, choice),
-            sampling=self.request.sampling.for_choice(choice),
+            left,
+            rid=with_try(left.rid, number, choice),
+            sampling=left.sampling.for_choice(choice),
             resumed_ids=tuple(self._ids[choice]),
-            prompt_logprobs_from=None if seen else self.request.prompt_logprobs_from,
-            deadline_s=deadline_s,
+            prompt_logprobs_from=None if seen else left.prompt_logprobs_from,
         )

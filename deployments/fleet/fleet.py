@@ -57,6 +57,8 @@ def view_of(
         num_waiting=stats.num_waiting,
         num_receiving=stats.num_preallocating + stats.num_receiving,
         queued_uncached_tokens=stats.waiting_uncached_tokens,
+        late_uncached_tokens=stats.late_uncached_tokens,
+        late_factor=stats.late_factor,
         pool_utilization=stats.pool.utilization,
         pool_pages=stats.pool.num_pages,
         page_size=stats.pool.page_size,

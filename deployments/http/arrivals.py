@@ -3,6 +3,7 @@
     in   x-request-id: NAME             the request's name, else a new one; in log lines too
          x-manta-session: ID            among equally good replicas, the one that had this session last
          x-manta-replicas: ID, ID       only these replicas
+         x-manta-objective: 2.5         seconds within which its first token should come
     out  x-request-id: NAME            of Anthropic's routes also request-id, which its SDK reads
          x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
@@ -16,6 +17,7 @@ Invariant: a counted HTTP request adds to ``requests_total`` once for each of it
 Thread:    the router's event loop; pure ASGI, so that streams pass through untouched.
 """
 
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
@@ -43,12 +45,13 @@ from deployments.http.http_errors import MESSAGES
 from deployments.http.service import Service, service_of
 from deployments.settings.keys import ANYBODY, Caller
 from replicas.errors import InvalidRequest
-from replicas.types import GenerateRequest, TokenDelta
+from replicas.types import MAX_DEADLINE_S, GenerateRequest, TokenDelta
 
 REQUEST_ID = "x-request-id"
 ROUTE = "x-manta-route"
 SESSION = "x-manta-session"
 REPLICAS = "x-manta-replicas"
+OBJECTIVE = "x-manta-objective"
 DROPPED = "x-manta-dropped"
 MOST_PARTS = 8  # prompts of one request that the route header describes
 MOST_REPLICAS = 1024
@@ -171,15 +174,26 @@ def name_of(request: Request, rid: str | None = None) -> str:
 
 def hints_of(headers: Headers) -> RouteHints:
     """Read the routing headers. Raises: InvalidRequest."""
-    session, replicas = headers.get(SESSION, ""), headers.get(REPLICAS)
+    session, replicas, objective_s = headers.get(SESSION, ""), headers.get(REPLICAS), _objective_s(headers)
     if session:
         check_name(session)
     if replicas is None:
-        return RouteHints(session_id=session)
+        return RouteHints(session_id=session, objective_s=objective_s)
     allowed = frozenset(each.strip() for each in replicas.split(",") if each.strip())
     if not 1 <= len(allowed) <= MOST_REPLICAS:
         raise InvalidRequest(f"{REPLICAS}: names {len(allowed)} replicas; give 1 to {MOST_REPLICAS}, or no header")
-    return RouteHints(session_id=session, allowed=allowed)
+    return RouteHints(session_id=session, allowed=allowed, objective_s=objective_s)
+
+
+def _objective_s(headers: Headers) -> float | None:
+    given = headers.get(OBJECTIVE)
+    try:
+        seconds = None if given is None else float(given)
+    except ValueError:
+        seconds = math.nan
+    if seconds is not None and not 0 < seconds <= MAX_DEADLINE_S:
+        raise InvalidRequest(f"{OBJECTIVE}: {given!r:.60} must be seconds above 0, at most {MAX_DEADLINE_S:,.0f}")
+    return seconds
 
 
 def header_parts(routes: RouteLog, rids: list[str]) -> list[str]:

@@ -62,8 +62,9 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
     )
     would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
     would_be.validate(vocab_size=service.model.vocab_size)
-    decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
-    router_id, shown = service.dispatcher.router_id, decision_body(decision)
+    dispatcher, hints = service.dispatcher, hints_of(request.headers)
+    decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be, hints), hints))
+    router_id, shown = dispatcher.router_id, decision_body(decision)
     return JSONResponse({"dry_run": True, "router": router_id, **shown, "explanation": explain(decision)})
 
 

@@ -143,6 +143,8 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         num_running=len(queues.running) + len(queues.forced) + (chunked is not None),
         max_running_requests=scheduler.max_running,
         waiting_uncached_tokens=uncached,
+        late_uncached_tokens=min(queues.waiting.late_len, uncached),
+        late_factor=scheduler.late_factor,
         cache_nodes=store.cache.num_nodes,
         cache_event_seq=store.event_seq,
         num_finished=counters.finished,
@@ -253,8 +255,11 @@ class Stepping:
             interrupted=lambda: self.pulse.stopped_since(started_s),
         )
         tiers = self._scheduler.kv.store.tiers
-        if tiers is not None and self.times.prefill_tokens_per_s:
-            tiers.compute_s_per_token = 1.0 / self.times.prefill_tokens_per_s
+        if self.times.prefill_tokens_per_s:
+            s_per_token = 1.0 / self.times.prefill_tokens_per_s
+            self._scheduler.queues.waiting.s_per_token = s_per_token
+            if tiers is not None:
+                tiers.compute_s_per_token = s_per_token
         self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
 
     def _begin_masks(self) -> None:

@@ -16,11 +16,18 @@ Thread:    any.
     lof           longest output first: what runs longest starts first
     random        shuffled anew at each look
     routing-key   requests of the routing keys that most running requests have first
+    on_time       what can still have its first token within its objective first, by deadline: as many as can all be in
+                  time together (Moore 1968). The others follow, and none has its first token later than
+                  ``scheduler.late_factor`` times the work that order of arrival puts before it: once only so much is
+                  left, nothing passes it (`_on_time`)
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 from random import Random
 from typing import Any
 
@@ -35,6 +42,10 @@ class QueueEntry:
     uncached_len: int = 1  # tokens to compute before its next one, >= 1
     cached_len: int = 0  # tokens of the prefix that it would reuse
     path: Sequence[int] = ()  # numbers that name the nodes of the prefix tree that it would reuse, from the root on
+    begun: bool = False  # it has had its first token, and was retracted
+    left_s: float = inf  # until its first token is late; below 0 it is
+    needed_s: float = 0.0  # to compute ``uncached_len``, as far as the rate is known
+    left_len: float = inf  # prompt tokens, its own among them, that may be computed until its own must be
 
 
 Key = tuple[Any, ...]
@@ -49,6 +60,7 @@ class Order:
     keys: SortKeys | None  # None: the order of arrival alone, whatever the priority
     reads_prefix: bool = False  # `QueueEntry.uncached_len`, ``cached_len``
     reads_path: bool = False  # `QueueEntry.path`; with ``reads_prefix``
+    by_objective: bool = False  # reads what follows it, and bounds each wait by itself: ageing adds nothing
 
 
 def sort_keys(policy: str, waiting: Sequence[QueueEntry], running_keys: Iterable[str], random: Random) -> list[Key]:
@@ -89,10 +101,67 @@ def _routing_key(waiting: Sequence[QueueEntry], running: Counter[str], random: R
     return [(-running[each.routing_key], each.routing_key if running[each.routing_key] else "") for each in waiting]
 
 
+def _on_time(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
+    """Retracted requests; those that can all be in time, each as far as it leaves others their bound; the rest.
+
+    A request that goes before its turn takes its tokens from what may be computed before others must be. So it goes
+    only where each bound still holds afterwards; where none can, the tightest bound goes first, which keeps them all.
+    """
+    spare_len = spare(waiting)
+    keys: list[Key] = [(0,) if each.begun else (2, each.left_len) for each in waiting]
+    for at in in_time(waiting):
+        each = waiting[at]
+        if not each.begun and each.uncached_len <= spare_len:
+            spare_len -= each.uncached_len
+            keys[at] = (1, each.left_s)
+    return keys
+
+
+def in_time(waiting: Sequence[QueueEntry]) -> list[int]:
+    """Return the positions of the most requests of ``waiting`` that can all be in time, one after the other, by
+    deadline.
+
+    Source: Moore 1968, "An n job, one machine sequencing algorithm": by deadline, and whenever one would be late, the
+    longest so far is left out.
+    """
+    able = sorted((each.left_s, at) for at, each in enumerate(waiting) if each.needed_s <= each.left_s)
+    taken: list[tuple[float, int]] = []  # the longest first
+    took_s = 0.0
+    for left_s, at in able:
+        heapq.heappush(taken, (-waiting[at].needed_s, at))
+        took_s += waiting[at].needed_s
+        if took_s > left_s:
+            took_s += heapq.heappop(taken)[0]
+    kept = {at for _, at in taken}
+    return [at for _, at in able if at in kept]
+
+
+def spare(waiting: Sequence[QueueEntry]) -> float:
+    """Count the prompt tokens that may be computed before ``waiting`` so that each keeps its bound, if they then go by
+    their bounds."""
+    by_bound = sorted(waiting, key=lambda each: each.left_len)
+    through = accumulate(each.uncached_len for each in by_bound)
+    return min((each.left_len - at for each, at in zip(by_bound, through, strict=True)), default=inf)
+
+
+def passed_tokens(waiting: Sequence[QueueEntry]) -> int:
+    """Count the tokens to compute of those of ``waiting`` before which another request goes if it can be in time: all
+    behind the last one whose bound leaves nothing to others."""
+    first = {at for at in in_time(waiting) if not waiting[at].begun}
+    in_time_len = sum(waiting[at].uncached_len for at in first)
+    rest = sorted((each for at, each in enumerate(waiting) if at not in first), key=lambda each: each.left_len)
+    left = total = 0
+    for each in rest:
+        total += each.uncached_len
+        left = 0 if each.begun or each.left_len <= in_time_len + total else left + each.uncached_len
+    return left
+
+
 ORDERS: dict[str, Order] = {
     "lpm": Order(keys=_longest_prefix, reads_prefix=True),
     "dfs-weight": Order(keys=_dfs_weight, reads_prefix=True, reads_path=True),
     "hrrn": Order(keys=_hrrn, reads_prefix=True),
+    "on_time": Order(keys=_on_time, reads_prefix=True, by_objective=True),
     "fcfs": Order(keys=None),
     "lof": Order(keys=_longest_output),
     "random": Order(keys=_random),

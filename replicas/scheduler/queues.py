@@ -9,13 +9,14 @@ Thread:    scheduler thread only.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from replicas.request import Req, ReqState
-from replicas.scheduler.orders import ORDERS, QueueEntry, sort_keys
+from replicas.request import Bound, Req, ReqState
+from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from replicas.types import TokenIds
 
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
@@ -44,6 +45,16 @@ class ReqQueue:
         del self._reqs[req]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRules:
+    """The settings of the waiting queue (`SchedulerConfig`)."""
+
+    policy: str
+    lpm_max_queue: int
+    ageing_s: float
+    late_factor: float
+
+
 class WaitingQueue(ReqQueue):
     """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by the policy's order
     (orders.py).
@@ -52,18 +63,42 @@ class WaitingQueue(ReqQueue):
     ageing crosses priorities: a request that arrives more than ``ageing_s`` per point of difference later ranks behind.
     Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue`` are taken by rank where
     the order reads prefixes: peeking at every prompt would cost more than it gains.
+
+    Under an order by objectives a request ages by work instead: when it comes to wait, it gets a bound, ``late_factor``
+    times the prompt tokens that order of arrival puts before its first token. What must start now to keep its bound is
+    aged. Only requests that are not late yet are looked up there, and in a long queue none.
     """
 
     def __init__(
-        self, *, policy: str, lpm_max_queue: int, ageing_s: float, peek_len: PeekLen, peek_path: PeekPath
+        self, rules: QueueRules, *, peek_len: PeekLen, peek_path: PeekPath, num_computed: Callable[[], int]
     ) -> None:
+        """``num_computed`` counts the prompt tokens that the engine has computed since its start."""
         super().__init__()
-        self._policy, self._order = policy, ORDERS[policy]
-        self._lpm_max_queue = lpm_max_queue
-        self._ageing_s = ageing_s
+        self.s_per_token = 0.0  # of prompts, as measured of late; 0 until then
+        self.late_len = 0  # uncached tokens, at the last look, of requests before which one goes that can be in time
+        self._rules = rules
         self._peek_len = peek_len
         self._peek_path = peek_path
+        self._num_computed = num_computed
         self._random = Random(0)
+
+    @property
+    def _order(self) -> Order:
+        return ORDERS[self._rules.policy]
+
+    def add(self, req: Req, *, mid_prompt_len: int = 0) -> None:
+        """Add ``req``; ``mid_prompt_len``: the tokens still to compute of a prompt that has begun."""
+        if self._order.by_objective and req.rank.bound.at_len == math.inf:
+            ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
+            own_len = req.num_tokens - self._cached_len(req)
+            at_len = self._num_computed() + self._rules.late_factor * (ahead_len + own_len)
+            req.rank.bound = Bound(own_len=own_len, at_len=at_len)
+        super().add(req)
+
+    def remove(self, req: Req) -> None:
+        super().remove(req)
+        if not self._reqs:
+            self.late_len = 0
 
     def ordered(self, now_s: float, running: Iterable[Req] = ()) -> list[Req]:
         """List the requests in the order in which to try them. Stable: ties keep their rank.
@@ -71,35 +106,51 @@ class WaitingQueue(ReqQueue):
         Args: running: requests that run; ``routing-key`` goes by theirs.
         """
         reqs = sorted(self._reqs, key=lambda req: req.rank.from_s)
-        if self._order.keys is None or (self._order.reads_prefix and len(reqs) > self._lpm_max_queue):
+        if self._order.by_objective:
+            entries = {req: self._entry(req, now_s) for req in reqs}
+            aged = [req for req in reqs if entries[req].left_len <= entries[req].uncached_len]
+            young = [req for req in reqs if entries[req].left_len > entries[req].uncached_len]
+            self.late_len = passed_tokens(list(entries.values()))
+        elif self._order.keys is None or (self._order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
             return reqs
-        aged = [req for req in reqs if now_s - req.rank.from_s >= self._ageing_s]
-        young = reqs[len(aged) :]
+        else:
+            aged = [req for req in reqs if now_s - req.rank.from_s >= self._rules.ageing_s]
+            young = reqs[len(aged) :]
+            entries = {req: self._entry(req, now_s) for req in young} if len(young) > 1 else {}
         if len(young) < 2:
-            return reqs
+            return aged + young
         keys = sort_keys(
-            self._policy,
-            [self._entry(req, now_s) for req in young],
-            [req.rank.routing_key for req in running],
+            self._rules.policy,
+            [entries[req] for req in young],
+            [req.asked.routing_key for req in running],
             self._random,
         )
         order = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
         return aged + [young[at] for at in order]
 
     def _entry(self, req: Req, now_s: float) -> QueueEntry:
-        cached_len = self._cached_len(req) if self._order.reads_prefix else 0
+        left_s = req.asked.first_by_s - now_s
+        if self._order.by_objective and (left_s < 0 or len(self._reqs) > self._rules.lpm_max_queue):
+            cached_len = max(0, req.prompt_len - req.rank.bound.own_len)
+        else:
+            cached_len = self._cached_len(req) if self._order.reads_prefix else 0
+        uncached_len = req.num_tokens - cached_len
         return QueueEntry(
             waited_s=now_s - req.stamps.arrival_s,
             output_len=req.max_remaining,
-            routing_key=req.rank.routing_key,
-            uncached_len=req.num_tokens - cached_len,
+            routing_key=req.asked.routing_key,
+            uncached_len=uncached_len,
             cached_len=cached_len,
             path=self._peek_path(req.ids[: req.num_tokens - 1], req.salt) if self._order.reads_path else (),
+            begun=req.num_output > 0,
+            left_s=left_s,
+            needed_s=uncached_len * self.s_per_token,
+            left_len=req.rank.bound.at_len - self._num_computed(),
         )
 
     def uncached_tokens(self) -> int:
         """Count the tokens to compute if every request started now; an upper bound for long queues."""
-        if len(self._reqs) > self._lpm_max_queue:
+        if len(self._reqs) > self._rules.lpm_max_queue:
             return sum(req.num_tokens for req in self._reqs)
         return sum(req.num_tokens - self._cached_len(req) for req in self._reqs)
 

@@ -32,9 +32,10 @@ from replicas.scheduler.decode import (
     prompt_groups,
     retract_until_it_fits,
 )
+from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, extend_plan, next_batch
-from replicas.scheduler.queues import Queues, WaitingQueue
+from replicas.scheduler.queues import QueueRules, Queues, WaitingQueue
 from replicas.scheduler.tokens import (
     Counters,
     NewToken,
@@ -66,18 +67,22 @@ class Scheduler:
 
     def __init__(self, kv: KvCache, config: SchedulerConfig, *, max_running: int, clock: Callable[[], float]) -> None:
         assert config.chunked_prefill_size is not None
+        self.counters = Counters()
         self.kv = kv
         self.max_running = max_running
         self.queues = Queues(
             waiting=WaitingQueue(
-                policy=config.policy,
-                lpm_max_queue=config.lpm_max_queue,
-                ageing_s=config.ageing_s,
+                QueueRules(
+                    policy=config.policy,
+                    lpm_max_queue=config.lpm_max_queue,
+                    ageing_s=config.ageing_s,
+                    late_factor=config.late_factor,
+                ),
                 peek_len=kv.peek_len,
                 peek_path=kv.peek_path,
+                num_computed=lambda: self.counters.prefill_tokens,
             )
         )
-        self.counters = Counters()
         self.deadlines = Deadlines()
         self.last = LastRound()
         self._config = config
@@ -110,6 +115,11 @@ class Scheduler:
         if short is not None and short.state is not ReqState.FINISHED:
             num_starting = 0
         return num_waiting - min(num_starting, self.max_running - len(queues.holding))
+
+    @property
+    def late_factor(self) -> float:
+        """``scheduler.late_factor`` where the order goes by objectives, else 0."""
+        return self._config.late_factor if ORDERS[self._config.policy].by_objective else 0.0
 
     @property
     def blocked(self) -> str:
@@ -267,7 +277,8 @@ class Scheduler:
         self.deadlines.add(req)
 
     def _wait(self, req: Req) -> None:
-        self.queues.waiting.add(req)
+        chunked = self.queues.chunked
+        self.queues.waiting.add(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
         self._gate.disturb()
 
     def _end(self, req: Req, finish: Finish) -> None:

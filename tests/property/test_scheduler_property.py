@@ -18,6 +18,7 @@ arrivals = st.tuples(
     st.sampled_from(["", "salt"]),
     st.integers(0, 1),  # priority
     st.sampled_from([None, None, 0.03, 0.5]),  # deadline_s; a step takes 0.01
+    st.sampled_from([None, 0.0, 0.05, 1.0]),  # objective_s
 )
 actions = st.lists(
     st.one_of(arrivals, st.tuples(st.just("abort"), st.integers(0, 30)), st.tuples(st.just("step"), st.integers(1, 6))),
@@ -77,11 +78,12 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     )
     for action in actions:
         match action:
-            case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority), deadline_s):
+            case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority), deadline_s, objective_s):
                 prompt = [*PREFIXES[prefix], *tail]
                 bench.submit(
-                    prompt, max_new_tokens=length, cache_salt=salt, priority=priority, deadline_s=deadline_s
-                )
+                    prompt, max_new_tokens=length, cache_salt=salt, priority=priority, deadline_s=deadline_s,
+                    objective_s=objective_s,
+                )  # fmt: skip
             case ("abort", int(index)) if index < len(bench.reqs):
                 bench.scheduler.finish(bench.reqs[index], Finish(reason=FinishReason.ABORT))
                 bench.scheduler.check()

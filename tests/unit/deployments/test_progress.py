@@ -19,7 +19,7 @@ def test_every_id_is_delivered_once_in_order(n: int, lives: list[list[int]]) -> 
     progress = Progress(ask(n=n, max_new_tokens=LENGTH))
     received: list[TokenDelta] = []
     for number, life in enumerate([*lives, [LENGTH] * 3]):
-        for part in [] if progress.done else progress.parts(number=number, deadline_s=None):
+        for part in [] if progress.done else progress.parts(number=number, waited_s=0.0):
             for index in range(part.request.sampling.n):
                 choice = index if part.choice is None else part.choice
                 start = len(part.request.resumed_ids)
@@ -50,9 +50,9 @@ def test_a_resumed_choice_reports_the_cached_tokens_of_its_first_token() -> None
         return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=cached_tokens))
 
     progress = Progress(ask(n=2, max_new_tokens=2))
-    [whole] = progress.parts(number=0, deadline_s=None)
+    [whole] = progress.parts(number=0, waited_s=0.0)
     assert progress.accept(told(token(whole.request, 0, 0, None), 1), None).usage.cached_tokens == 1
-    first, second = progress.parts(number=1, deadline_s=None)  # the replica died; choice 1 had not begun
+    first, second = progress.parts(number=1, waited_s=0.0)  # the replica died; choice 1 had not begun
     assert progress.accept(told(token(first.request, 0, 1, None), 3), first.choice).usage.cached_tokens == 1
     assert progress.accept(told(token(second.request, 0, 0, None), 3), second.choice).usage.cached_tokens == 3
 

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import RouteHints, Saturated
+from deployments.dispatch.progress import left_after
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.peers import FoundRoute
 from deployments.http.arrivals import header_part, hints_of
@@ -19,6 +20,7 @@ from deployments.http.http_errors import error_response
 from deployments.http.routes import own_route
 from deployments.http.service import Service
 from replicas.errors import InvalidRequest
+from replicas.types import GenerateRequest
 from routing.types import Decision, NoReplica, RouteQuery
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
@@ -230,3 +232,34 @@ async def test_the_router_learns_how_long_a_request_may_wait(scripted: House, mo
     monkeypatch.setattr(scripted.router, "choose", noted)
     await scripted.collect(rid="a1.0-me")
     assert [query.max_wait_s for query in asked] == [10.0]
+
+
+async def test_a_request_that_can_be_in_time_is_not_refused_because_late_ones_wait(scripted: House) -> None:
+    """12 s wait, 10 are allowed; but a request that can be in time waits for 1 s of them."""
+    replica = ScriptedReplica("r0")
+    replica.stats = stats(
+        waiting_uncached_tokens=12_000, late_uncached_tokens=11_000, late_factor=2.0, prefill_tokens_per_s=1000.0
+    )
+    await scripted.ready(replica)
+    await scripted.collect(RouteHints(objective_s=5.0), rid="a1.0-in-time")
+    with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s"):
+        await scripted.collect(RouteHints(objective_s=0.5), rid="a1.0-late")
+    assert scripted.router.num_open == 0
+
+
+async def test_the_objective_is_the_headers_or_the_settings_and_what_is_left_of_it_at_the_next_try(
+    scripted: House,
+) -> None:
+    assert hints_of(Headers({"x-manta-objective": "2.5"})) == RouteHints(objective_s=2.5)
+    for wrong in ("0", "-1", "nan", "soon", "1e9"):
+        with pytest.raises(InvalidRequest, match=r"x-manta-objective: .* must be seconds above 0, at most 604,800"):
+            hints_of(Headers({"x-manta-objective": wrong}))
+    await scripted.ready(ScriptedReplica("r0"))
+    await scripted.collect(RouteHints(objective_s=7.0), rid="a1.0-own")
+    await scripted.collect(rid="a2.0-all")
+    own, every = (record.tries[0].decision.objective_s for record in scripted.dispatcher.routes.recent())
+    assert 6.0 < own <= 7.0
+    assert 1.0 < every <= 2.0  # observability.ttft_objective_s
+    left = left_after(GenerateRequest(rid="r", token_ids=[1], deadline_s=9.0, objective_s=3.0), 2.0)
+    assert (left.deadline_s, left.objective_s) == (7.0, 1.0)
+    assert left_after(left, 5.0).objective_s == 0.0

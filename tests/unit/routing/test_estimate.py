@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from kvtransfer.pages import page_keys
 from routing.explain import explain
 from routing.router import Router
 from routing.types import Candidate, Decision, Ending, KeysStored, Reason, ReplicaView, RouteOutcome, RouteQuery
@@ -353,3 +354,49 @@ def test_a_queue_that_is_too_long_is_left_out_though_the_first_token_came_sooner
     f.router.update([view("a", 9.0, queued=1_500), view("b", 9.0, queued=900), view("c", 9.0, queued=950)])
     decision = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, max_wait_s=1.0))
     assert (decision.replica_id, decision.reason) == ("b", Reason.WAIT_ALLOWED)
+
+
+def test_a_request_that_can_be_in_time_does_not_wait_for_late_ones() -> None:
+    """8 of 10 s that are queued are late: with 1 s of its own it begins after 2 s, else after all."""
+    f = Fixture(view("a", queued=10_000, late_uncached_tokens=8_000, num_waiting=5, late_factor=2.0))
+
+    def terms(objective_s: float) -> tuple[float, float, float]:
+        query = RouteQuery(rid="r", token_ids=PROMPT, max_new_tokens=100, objective_s=objective_s)
+        decision = f.router.explain_only(query)
+        each = decision.candidates[0].terms
+        assert decision.shortest_wait_s == each.queue_s
+        return each.queue_s, each.passed_tokens, each.ttft_s
+
+    assert terms(3.0) == (2.0, 8_000, 3.0)
+    assert terms(2.9) == (10.0, 0, 11.0)
+    f.now_s = 1.0  # what is in time drains first
+    assert terms(2.0) == (1.0, 8_000, 2.0)
+    f.router.update([view("a", 3.0, queued=8_000, late_uncached_tokens=8_000)])
+    f.now_s = 4.0
+    assert terms(2.0) == (0.0, 7_000, 1.0)
+
+
+def test_a_prefix_is_computed_anew_only_where_that_costs_late_requests_less() -> None:
+    """Both are in time at once. At "a" 4 wait, all of them late: each of them, and as many to come, waits for the 0.992
+    s that "b" has cached."""
+    f = Fixture(view("a", queued=4_000, late_uncached_tokens=4_000, num_waiting=4), view("b"))
+    f.router.apply("b", [KeysStored(seq=1, keys=page_keys(np.arange(1_000, dtype=np.int32), 16, ""))])
+    in_time = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=5.0)).candidates
+    late = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=0.0)).candidates
+    assert (in_time[0].terms.behind_s, late[0].terms.behind_s) == (pytest.approx(8 * 0.992), pytest.approx(4 * 0.992))
+    assert in_time[1].terms.behind_s == 0.0
+
+
+def test_the_explanation_says_whether_it_can_be_in_time_and_how_long_it_may_be_passed() -> None:
+    f = Fixture(view("a", queued=10_000, late_uncached_tokens=8_000, late_factor=2.0))
+    in_time = explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=5.0)))
+    assert in_time.splitlines()[1] == (
+        "It can be in time there (5 s): it goes before 8000 prompt tokens of late requests."
+    )
+    late = explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=1.5)))
+    assert late.splitlines()[1] == (
+        "It cannot be in time there (1.5 s): requests that can be go before it, until its first token takes 2 times as "
+        "long as in order of arrival (scheduler.late_factor), about 22.0 s."
+    )
+    f.router.update([view("a", 1.0)])  # its order knows no objective
+    assert " in time" not in explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=1.5)))

@@ -40,7 +40,7 @@ def test_each_candidate_is_a_row_with_every_term_and_the_winner_is_marked() -> N
         "+", "0.000", "s",
     ]  # fmt: skip
     assert a.split("|")[1].split() == ["32", "=", "32", "+", "0", "+", "0"]  # cached: device, host, store
-    assert a.split("|")[2].split() == ["8", "3232", "tokens"]
+    assert a.split("|")[2].split() == ["8", "3232", "0", "tokens"]
     assert a.split("|")[3].split() == ["0.000", "s"]  # for others
     assert b.startswith("> b ")
     assert "0 (0 running and 0 waiting 0.25 s ago, 0 sent and 0 ended since), pool 0% in use" in b

@@ -1,11 +1,16 @@
-"""Orders of the waiting queue: SPEC F03."""
+"""Orders of the waiting queue: SPEC F03, and the one by objectives."""
 
 from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from replicas.request import Req
-from replicas.scheduler.orders import ORDERS
+from replicas.request import Req, ReqState
+from replicas.scheduler.orders import ORDERS, QueueEntry, in_time, passed_tokens, sort_keys
 from tests.harness import Bench
 
 A, B = list(range(100, 116)), list(range(200, 208))  # prefixes of four pages, of two
@@ -104,4 +109,178 @@ def test_priority_goes_before_every_policy(policy: str) -> None:
 def test_a_long_queue_is_not_looked_up(policy: str) -> None:
     bench, reqs = waiting(policy, lpm_max_queue=3)
     assert names(bench, reqs) == ["long", "b", "a", "b2"]
+    bench.run()
+
+
+def entry(uncached_len: int, left_s: float, *, left_len: float = float("inf"), begun: bool = False) -> QueueEntry:
+    """A prompt that is computed at 10 tokens a second."""
+    return QueueEntry(
+        waited_s=0.0, output_len=1, uncached_len=uncached_len, left_s=left_s, needed_s=uncached_len / 10,
+        left_len=left_len, begun=begun,
+    )  # fmt: skip
+
+
+def on_time(*waiting: QueueEntry) -> list[int]:
+    keys = sort_keys("on_time", waiting, [], Random(0))
+    return sorted(range(len(keys)), key=lambda at: (keys[at], at))
+
+
+def test_what_can_be_in_time_goes_by_deadline_and_what_is_late_after_it_by_its_bound() -> None:
+    late = [entry(10, -1.0, left_len=900), entry(10, -9.0, left_len=800), entry(60, 5.0, left_len=950)]  # needs 6 s
+    assert on_time(*late, entry(20, 4.0), entry(10, 3.0)) == [4, 3, 1, 0, 2]
+
+
+def test_of_those_that_cannot_all_be_in_time_the_longest_waits() -> None:
+    """4, 1 and 1 s by 5 s: without the first both others are in time, with it only one is."""
+    assert on_time(entry(40, 5.0), entry(10, 5.0), entry(10, 5.0)) == [1, 2, 0]
+
+
+def test_nothing_passes_a_request_whose_bound_leaves_it_no_tokens() -> None:
+    late, small, large = entry(50, -1.0, left_len=70), entry(20, 5.0), entry(21, 5.0)
+    assert on_time(late, small) == [1, 0]  # 20 of the 70 go before its 50
+    assert on_time(late, large) == [0, 1]
+    assert on_time(late, small, entry(1, 6.0)) == [1, 0, 2]
+    assert (passed_tokens([late]), passed_tokens([late, small])) == (50, 0)
+
+
+def test_a_request_that_was_retracted_goes_first() -> None:
+    assert on_time(entry(1, 0.5), entry(30, -9.0, begun=True), entry(1, -1.0, left_len=5)) == [1, 0, 2]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), max_size=7))
+def test_no_larger_set_of_requests_could_be_in_time(jobs: list[tuple[int, int]]) -> None:
+    waiting = [entry(10 * length, left) for length, left in jobs]  # whole seconds: exact sums
+
+    def all_in_time(chosen: tuple[QueueEntry, ...]) -> bool:
+        by_deadline = sorted(chosen, key=lambda each: each.left_s)
+        through = [sum(each.needed_s for each in by_deadline[: at + 1]) for at in range(len(by_deadline))]
+        return all(end_s <= each.left_s + 1e-9 for end_s, each in zip(through, by_deadline, strict=True))
+
+    found = in_time(waiting)
+    assert all_in_time(tuple(waiting[at] for at in found))
+    assert not any(all_in_time(chosen) for chosen in combinations(waiting, len(found) + 1))
+
+
+@dataclass(eq=False)
+class Job:
+    length: int
+    objective: int
+    came: int
+    bound: float
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=25),
+    st.sampled_from([1.0, 1.3, 2.0, 4.0]),
+)
+def test_no_first_token_is_later_than_its_bound_whatever_else_comes(
+    arrivals: list[tuple[int, int, int]], factor: float
+) -> None:
+    """A token a second: a prompt that arrives behind w tokens has its first after factor x (w + its own), at most."""
+    coming, jobs, now, order = [], [], 0, []
+    for after, length, objective in arrivals:
+        now += after
+        coming.append((now, length, objective))
+    now = 0
+    while coming or jobs:
+        if not jobs:
+            now = max(now, coming[0][0])
+        while coming and coming[0][0] <= now:  # what came while a prompt ran finds its rest in front of it too
+            came, length, objective = coming.pop(0)
+            ahead = now - came + sum(job.length for job in jobs)
+            jobs.append(Job(length, objective, came, came + factor * (ahead + length)))
+        waiting = [
+            QueueEntry(
+                waited_s=now - job.came, output_len=1, uncached_len=job.length, left_s=job.came + job.objective - now,
+                needed_s=job.length, left_len=job.bound - now,
+            )
+            for job in jobs
+        ]  # fmt: skip
+        keys = sort_keys("on_time", waiting, [], Random(0))
+        job = jobs.pop(min(range(len(keys)), key=lambda at: (keys[at], at)))
+        now += job.length
+        order.append(job)
+        assert now <= job.bound + 1e-6, f"{job} ended at {now}"
+    if factor == 1.0:
+        assert order == sorted(order, key=lambda job: job.came)
+
+
+def busy(**more: object) -> Bench:
+    """One request runs; a prompt token takes 10 ms."""
+    bench = Bench(page_size=4, max_running=1, num_pages=64, chunked_prefill_size=64, policy="on_time", **more)
+    bench.submit([1, 2, 3], max_new_tokens=20)
+    bench.step()
+    bench.scheduler.queues.waiting.s_per_token = 0.01
+    return bench
+
+
+def test_the_engines_queue_puts_those_first_that_can_be_in_time_and_says_what_they_pass() -> None:
+    bench = busy(late_factor=1e9)
+    reqs = {
+        "late": bench.submit(range(300, 340), objective_s=0.3),  # 40 tokens take 0.4 s
+        "later": bench.submit(range(400, 410), objective_s=9.0),
+        "soon": bench.submit(range(500, 510), objective_s=1.0),
+        "never": bench.submit(range(600, 602)),
+    }
+    assert names(bench, reqs, after_s=0.5) == ["soon", "later", "never", "late"]
+    assert bench.scheduler.queues.waiting.late_len == 40
+    assert names(bench, reqs, after_s=0.95) == ["later", "never", "late", "soon"]  # 0.05 s are left for 0.1 s of work
+    bench.run()
+    assert bench.scheduler.queues.waiting.late_len == 0
+
+
+def test_a_late_request_starts_when_its_bound_is_reached_whatever_comes() -> None:
+    """It came behind 3 tokens and has 40: at 2 x 43 others may have 46 tokens before it, in prompts of 10."""
+    bench = busy(late_factor=2.0)
+    late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.1)
+    assert late.rank.bound.at_len == bench.scheduler.counters.prefill_tokens + 2 * 40
+    before = []
+    for at in range(20):
+        bench.submit(range(1000 + 20 * at, 1010 + 20 * at), max_new_tokens=1, objective_s=60.0)
+        while len(bench.scheduler.queues.waiting) > 1:
+            bench.step()
+        if late.state is ReqState.FINISHED:
+            break
+        before.append(at)
+    assert len(before) == 4  # 40 of the 40 that are left to others
+    bench.run()
+
+
+def test_a_long_queue_is_ordered_by_what_was_cached_when_each_came() -> None:
+    bench = busy(lpm_max_queue=2)
+    for prefix in (A,):
+        bench.submit([*prefix, 1], max_new_tokens=1)
+        bench.run()
+    bench.submit([1, 2, 3], max_new_tokens=20)
+    bench.step()
+    reqs = {
+        "known": bench.submit([*A, 7], objective_s=0.1),  # 1 token to compute
+        "new": bench.submit(range(300, 317), objective_s=0.1),  # 17
+        "third": bench.submit(range(400, 401), objective_s=0.09),
+    }
+    bench.scheduler.queues.waiting._peek_len = lambda ids, salt: pytest.fail("it was looked up")
+    assert names(bench, reqs, after_s=0.0) == ["third", "known", "new"]
+
+
+def test_what_is_left_of_a_prompt_that_has_begun_counts_as_work_before_a_request() -> None:
+    bench = Bench(page_size=4, num_pages=64, chunked_prefill_size=16, policy="on_time", late_factor=2.0)
+    bench.submit(range(300, 340))
+    bench.step()
+    bench.step()  # 16 of its 40 tokens are computed, 16 more under way are told after this one
+    left = bench.scheduler.queues.chunked
+    assert left is not None
+    req = bench.submit(range(400, 410))
+    assert req.rank.bound.at_len == bench.scheduler.counters.prefill_tokens + 2 * (left.extend_len + 10)
+    bench.run()
+
+
+def test_a_bound_crosses_priorities() -> None:
+    bench = busy(late_factor=2.0, priorities="on")
+    reqs = {"low": bench.submit(range(300, 310), objective_s=0.01)}
+    bench.scheduler.counters.prefill_tokens += 9
+    reqs["high"] = bench.submit(range(400, 410), priority=9)
+    assert names(bench, reqs, after_s=1.0) == ["high", "low"]
+    bench.scheduler.counters.prefill_tokens += 1  # 10 of the 20 until it must be through: its own 10 are left
+    assert names(bench, reqs, after_s=1.0) == ["low", "high"]
     bench.run()
