@@ -1,4 +1,4 @@
-"""The `manta` command, also as ``python -m deployments``: serve, check, top, explain, chat, logs, bench,
+"""The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, chat, logs, bench,
 dashboards, doctor, key.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
@@ -12,6 +12,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+
+import yaml
 
 from deployments.command import arguments
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, new_key
@@ -47,13 +49,9 @@ def _run(args: argparse.Namespace) -> int:
 
             return explain.run(args.url, args.rid, args.key or admin_key, as_json=args.json)
         case "chat":
-            from deployments.watch.terminal import chat
-
-            asked = chat.ChatOptions(
-                model=args.model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature
-            )
-            key = args.key or os.environ.get(arguments.API_KEY_VARIABLE) or admin_key
-            return chat.run(args.url, key, admin_key, asked)
+            return _chat(args, args.url, args.model)
+        case "run":
+            return _own(args)
         case "logs":
             from deployments.command import log_files
 
@@ -82,10 +80,10 @@ def _run(args: argparse.Namespace) -> int:
             return dashboards.main(args.rest)
         case "bench":
             return _bench(args.rest)
-    return _serve_or_check(args.command, args.config)
+    return _serve_or_check(args.command, args.config, to_print=args.command == "serve" and args.print_config)
 
 
-def _serve_or_check(command: str, config: Given) -> int:
+def _serve_or_check(command: str, config: Given, *, to_print: bool) -> int:
     try:
         importlib.import_module("replicas.kernels")  # holds what is imported from here on to MANTA_CPU
     except ValueError as error:
@@ -98,6 +96,9 @@ def _serve_or_check(command: str, config: Given) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: applications beside a settings file are found
     try:  # before Ray and torch are imported, which takes seconds
         file = settings_file.read(config)
+        if to_print:
+            print(yaml.safe_dump(file.content, sort_keys=False), end="")
+            return 0
         host = _host(file, to_listen=command == "serve")
     except InvalidConfig as error:
         print(f"{config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
@@ -114,6 +115,27 @@ def _serve_or_check(command: str, config: Given) -> int:
     from deployments.command import serve
 
     return serve.check(config)
+
+
+def _chat(args: argparse.Namespace, url: str, model: str | None) -> int:
+    from deployments.watch.terminal import chat
+
+    asked = chat.ChatOptions(model=model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature)
+    admin_key = os.environ.get(KEY_VARIABLE)
+    return chat.run(url, args.key or os.environ.get(arguments.API_KEY_VARIABLE) or admin_key, admin_key, asked)
+
+
+def _own(args: argparse.Namespace) -> int:
+    """Serve what the command line says, and chat with it."""
+    from deployments.watch.terminal import ask, chat
+
+    words = [args.config] if isinstance(args.config, str) else args.config.words
+    try:
+        with chat.serving([sys.executable, "-m", "deployments", "serve", *words]) as url:
+            return _chat(args, url, None)
+    except ask.Unanswered as error:
+        print(error, file=sys.stderr)
+        return error.status
 
 
 def _bench(rest: Sequence[str]) -> int:
@@ -148,7 +170,7 @@ def _host(file: SettingsFile, *, to_listen: bool) -> str:
             check_port(host, port)
         except InvalidConfig as error:
             line = file.line(*setting_of(str(error)).split("."))
-            raise InvalidConfig(f"{file.place(line)}: {error}") from error
+            raise InvalidConfig(f"{file.place(line, str(error))}: {error}") from error
     return host
 
 

@@ -1,5 +1,6 @@
 """The command line of `manta`: its commands, their options, and help with an example for each.
 
+Owns:      FLAGS, the settings that a command line can give: one row for each.
 Never:     imports anything large: `manta --help` answers at once.
 """
 
@@ -7,19 +8,25 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import yaml
 
 from deployments.settings.keys import KEY_VARIABLE
-from deployments.settings.settings_file import LOOPBACK, PORT, OneModel
+from deployments.settings.settings_file import HTTP, OURS, PORT, Asked, Change, Given, here
 
 CONFIG = "serve_config.yaml"
+FILES = (".yaml", ".yml", ".json")  # endings of settings files; anything else is a model
 URL = f"http://127.0.0.1:{PORT}"
 API_KEY_VARIABLE = "MANTA_API_KEY"
+CONFIGURED = ("serve", "run", "check", "doctor")  # commands that take settings
 PASSED_ON = ("bench", "dashboards")  # commands with command lines of their own
 EXAMPLES = {
-    "serve": "manta serve --model models/SmolLM2-135M-Instruct",
+    "serve": "manta serve models/SmolLM2-135M-Instruct --port 8001",
+    "run": "echo 'Name three colours.' | manta run models/SmolLM2-135M-Instruct",
     "check": "manta check other.yaml",
     "top": "manta top --once",
     "explain": "manta explain chatcmpl-4f2a",
@@ -33,10 +40,64 @@ EXAMPLES = {
 }
 
 
+def _url(path: str) -> str:
+    return path if "://" in path else Path(path).expanduser().resolve().as_uri()
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting that a command line can give. Its name in vLLM and in SGLang, where they have it, is taken too."""
+
+    name: str
+    setting: str
+    metavar: str
+    told: str
+    read: Callable[[str], Any] = yaml.safe_load  # of the word that follows the flag
+
+    @property
+    def names(self) -> list[str]:
+        """Its own name, and those of the others that take the same kind of value: their switches take none."""
+        theirs = [name for name, setting in OURS.items() if setting == self.setting and not name.startswith(SWITCHES)]
+        return list(dict.fromkeys([self.name, *(f"--{name.replace('_', '-')}" for name in theirs)]))
+
+
+SWITCHES = ("enable_", "disable_", "enforce_", "async_")
+FLAGS = (
+    Flag("--host", f"{HTTP}.host", "HOST", "listen here; 0.0.0.0: everywhere (default: this machine alone)", str),
+    Flag("--port", f"{HTTP}.port", "PORT", f"listen at this port (default {PORT})"),
+    Flag("--served-model-name", "model.served_name", "NAME", "name that requests use", str),
+    Flag("--revision", "model.revision", "COMMIT", "commit, branch or tag of a hub id", str),
+    Flag("--dtype", "model.dtype", "TYPE", "float32, bfloat16 or float16"),
+    Flag("--quantization", "model.quantization", "KIND", "int8 or int4, on a CPU"),
+    Flag("--ctx", "model.context_len", "TOKENS", "longest prompt and output together"),
+    Flag("--replicas", "replicas.count", "N", "number of replicas, or auto"),
+    Flag("--cpus", "replicas.cpus", "N", "CPUs of each rank"),
+    Flag("--gpus", "replicas.gpus", "N", "GPUs of each rank; 0: on the CPU"),
+    Flag("--tp", "parallel.tp", "N", "ranks of a replica (tensor parallel)"),
+    Flag("--kv-dtype", "cache.kv_dtype", "TYPE", "number format of K and V"),
+    Flag("--memory", "cache.device_memory_bytes", "SIZE", "of a replica for weights and K/V, such as 4GiB"),
+    Flag("--mem-fraction-static", "cache.mem_fraction_static", "SHARE", "of a GPU's memory for weights and K/V"),
+    Flag("--max-total-tokens", "cache.max_total_tokens", "N", "cap on the KV pool"),
+    Flag("--page-size", "cache.page_size", "TOKENS", "tokens of a page"),
+    Flag("--eviction", "cache.eviction", "POLICY", "which cached prefix goes first"),
+    Flag("--store", "cache.store", "PATH", "folder or s3://bucket/prefix that keeps pages beyond memory", _url),
+    Flag("--max-running-requests", "scheduler.max_running_requests", "N", "requests that run at once"),
+    Flag("--chunked-prefill-size", "scheduler.chunked_prefill_size", "TOKENS", "most new tokens of a step"),
+    Flag("--schedule-policy", "scheduler.policy", "POLICY", "order of the queue"),
+    Flag("--attention-backend", "attention", "NAME", "auto, or a backend's name"),
+    Flag("--router-policy", "router.policy", "POLICY", "how a replica is chosen"),
+    Flag("--api-key-file", "router.api_key_file", "FILE", "file of API keys, one a line", str),
+)  # fmt: skip
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose message about an unknown command names the nearest one."""
+    """A parser whose message about an unknown command names the nearest one, and about a flag of vLLM's or SGLang's our
+    setting."""
 
     def error(self, message: str) -> NoReturn:
+        unknown, _, words = message.partition("unrecognized arguments: ")
+        if not unknown and (ours := here(words.split()[0].partition("=")[0])):
+            super().error(f"{message}; here it is {ours}, in a settings file (`manta serve MODEL --print-config`)")
         _, _, given = message.partition("invalid choice: '")
         near = difflib.get_close_matches(given.partition("'")[0], EXAMPLES, n=1, cutoff=0.5)
         super().error(f"{message}; did you mean {near[0]!r}?" if given and near else message)
@@ -49,7 +110,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         return argparse.Namespace(version=False, command=given[0], rest=given[1:])
     parser = _parser()
     args = parser.parse_args(given or ["--help"])
-    if "model_path" in args:
+    if "model" in args and args.command in CONFIGURED:
         args.config = _settings_of(args, parser)
     return args
 
@@ -68,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=told, description=description, epilog=example, formatter_class=form)
 
     serve = add("serve", "start Ray and serve the models of a settings file until Ctrl-C")
+    run = add("run", "serve a model, chat with it, and stop serving it")
     check = add("check", "check a settings file, list all errors, and start nothing")
     top = add("top", "watch replicas, KV pools and requests; press ? there for its keys")
     top.add_argument("--once", action="store_true", help="print one snapshot as plain text and exit")
@@ -76,9 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
     chat = add("chat", "talk to a served model, and see after each answer what was cached and how fast it was")
     chat.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
-    chat.add_argument("--system", metavar="TEXT", help="system message")
-    chat.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)")
-    chat.add_argument("--temperature", type=float, metavar="T", help="0: the same answer each time (default: model's)")
+    for command in (run, chat):
+        command.add_argument("--system", metavar="TEXT", help="system message")
+        command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)")
+        command.add_argument("--temperature", type=float, metavar="T", help="0: the same answer each time (default: "
+                             "model's)")  # fmt: skip
     logs = add("logs", "print the logs of a Manta of this machine, which may have ended, and follow them")
     logs.add_argument("replica", nargs="?", default="", metavar="REPLICA", help="a replica's id, or another part of a "
                       "log's name, such as router (default: all)")  # fmt: skip
@@ -95,32 +159,58 @@ def _parser() -> argparse.ArgumentParser:
                        "`python -m benchmarks serving --help` has all options, which are passed on")  # fmt: skip
     add("dashboards", "write Prometheus settings, rules and Grafana boards, or check them")
     add("settings", "print the table of all settings in Markdown (docs/settings.md)")
-    for command in (serve, check, doctor):
-        command.add_argument("config", nargs="?", help=f"settings file (default {CONFIG})")
-        command.add_argument("--model", dest="model_path", metavar="DIR", help="serve this folder, GGUF file or hub id "
-                             "with the defaults of all settings, and without a file")  # fmt: skip
-        command.add_argument("--host", help=f"with --model: listen here (default {LOOPBACK}; 0.0.0.0: everywhere)")
-        command.add_argument("--port", type=int, help=f"with --model: listen at this port (default {PORT})")
+    serve.add_argument("--print-config", action="store_true", help="print the settings as a file, and start nothing")
+    for command in (serve, run, check, doctor):
+        _add_settings(command)
     for command in (top, explain, chat, bench):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
     for command in (top, explain, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
-    for command, variable in ((top, KEY_VARIABLE), (explain, KEY_VARIABLE), (chat, API_KEY_VARIABLE)):
+    keys = {top: KEY_VARIABLE, explain: KEY_VARIABLE, chat: API_KEY_VARIABLE, run: API_KEY_VARIABLE}
+    for command, variable in keys.items():
         told = f"file that holds the key (default: {variable} in the environment)"
         command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=told)
     return parser
 
 
-def _settings_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> str | OneModel:
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id, with the defaults "
+                         f"of all settings; or a settings file ({', '.join(FILES)}; default {CONFIG})")  # fmt: skip
+    command.add_argument("--model", "--model-path", metavar="MODEL", help="the same by vLLM's and SGLang's name")
+    flags = command.add_argument_group("settings", "of the model, or in the place of the file's (docs/settings.md)")
+    for flag in FLAGS:
+        flags.add_argument(*flag.names, dest=flag.setting, metavar=flag.metavar, help=flag.told)
+    flags.add_argument("--disaggregate", metavar="P:D", help="compute prompts in P replicas and hand them to D others")
+
+
+def _settings_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Given:
     """Read which settings a command is about; ends the process where two things are said at once."""
-    address = {name: getattr(args, name) for name in ("host", "port") if getattr(args, name) is not None}
-    if args.model_path is None:
-        if address:
-            parser.error("--host and --port go with --model; a settings file has them as http_options")
-        return args.config or CONFIG
-    if args.config is not None:
-        parser.error(f"--model stands for a settings file, and {args.config} is one: name the model in it")
-    return OneModel(args.model_path, **address)
+    if None not in (args.config, args.model):
+        parser.error(f"{args.config} and --model {args.model} are two things to serve: give one")
+    source = args.model or args.config or CONFIG
+    is_model = args.model is not None or not source.endswith(FILES)
+    try:
+        changes = tuple(_changes(args))
+    except ValueError as error:
+        parser.error(str(error))
+    return Asked(source, is_model, changes) if is_model or changes else source
+
+
+def _changes(args: argparse.Namespace) -> Iterator[Change]:
+    """Read what the flags change. Raises: ValueError for a word that no setting can be."""
+    for flag in FLAGS:
+        if (word := getattr(args, flag.setting)) is not None:
+            try:
+                yield Change(flag.setting, flag.read(word), f"{flag.name} {word}")
+            except yaml.YAMLError:
+                raise ValueError(f"{flag.name}: {word!r} is not a value of a setting") from None
+    if (word := args.disaggregate) is not None:
+        counts = word.split(":")
+        if len(counts) != 2 or not all(map(str.isdecimal, counts)):
+            raise ValueError(f"--disaggregate: must be two numbers of replicas such as 1:2, got {word!r}")
+        yield Change("mode", "disaggregated", f"--disaggregate {word}")
+        for role, count in zip(("prefill", "decode"), counts, strict=True):
+            yield Change(f"{role}.count", int(count), f"--disaggregate {word}")
 
 
 def _text_of(path: str) -> str:

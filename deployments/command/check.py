@@ -56,7 +56,7 @@ def read(path: Given, say: Say | None = None) -> tuple[ServeDeploySchema, dict[s
     check.applications()
     if check.problems or schema is None:
         ordered = sorted(dict.fromkeys(check.problems))  # by line
-        raise InvalidConfig(*(f"{file.place(line)}: {sentence}" for line, sentence in ordered))
+        raise InvalidConfig(*(f"{file.place(line, sentence)}: {sentence}" for line, sentence in ordered))
     return schema, check.configs
 
 

@@ -1,5 +1,5 @@
-"""The settings file, or `--model` instead: its content with line numbers, whether its port is free, and the sentences
-about wrong settings.
+"""The settings file, or a model named on the command line instead: its content with line numbers and what flags change,
+whether its port is free, and the sentences about wrong settings.
 
 Owns:      the wording. Each sentence begins with the dotted name of its setting, by which its line in the file is
            found.
@@ -8,13 +8,14 @@ Never:     imports Ray, torch or pydantic, so that an error in the file or its p
 """
 
 import contextlib
+import copy
 import difflib
 import errno
 import ipaddress
 import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,35 +33,78 @@ LOOPBACK = "127.0.0.1"
 PORT = 8000  # Serve's default
 MANTA = "deployments.app:build"  # import paths of our applications
 OBSERVATORY = "deployments.watch.observatory.app:build"
+HTTP = "http_options"
 
 
 @dataclass(frozen=True, slots=True)
-class OneModel:
-    """What `--model` serves without a settings file: one model and the live view, with every default."""
+class Change:
+    """A setting that a flag of the command line gives."""
 
-    model: str  # folder, GGUF file or hub id
-    host: str = LOOPBACK
-    port: int = PORT
+    setting: str  # dotted: a group and its setting of ``args``, or of http_options
+    value: Any
+    flag: str  # as it was given: its name, a space, its value
+
+    def apply(self, content: dict[str, Any], args: dict[str, Any]) -> None:
+        *groups, name = self.setting.split(".")
+        group = content if groups == [HTTP] else args
+        for each in groups:
+            group = group.setdefault(each, {})
+        group[name] = self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line asks to be served: the models of a settings file, or one model and the live view with every
+    default; and what its flags change."""
+
+    source: str  # path of the file; folder, GGUF file or hub id of the model
+    is_model: bool = False
+    changes: tuple[Change, ...] = ()
 
     def __str__(self) -> str:
-        return f"--model {self.model}"
+        return " ".join(self.words)
 
     @property
-    def content(self) -> dict[str, Any]:
-        """Write the settings as a file has them. Ray's processes have other working folders: a path is made whole."""
-        args = {"model": {"path": str(local_model(self.model) or self.model)}, "replicas": {"count": "auto"}}
-        return {
-            "proxy_location": "HeadOnly",
-            "http_options": {"host": self.host, "port": self.port},
-            "applications": [
-                {"name": "manta", "route_prefix": "/", "import_path": MANTA, "args": args},
-                {"name": "observatory", "route_prefix": "/manta", "import_path": OBSERVATORY,
-                 "args": {"application": "manta"}},
-            ],
-        }  # fmt: skip
+    def words(self) -> list[str]:
+        """The command line again: the source, and each flag with its value."""
+        flags = dict.fromkeys(each.flag for each in self.changes)
+        return [self.source, *(word for flag in flags for word in flag.split(" ", 1))]
+
+    def read(self) -> "SettingsFile":
+        """Read the settings and change them. Raises: InvalidConfig."""
+        file = SettingsFile(str(self), _alone(self.source), is_file=False) if self.is_model else read(self.source)
+        if not self.changes:
+            return file
+        content = copy.deepcopy(file.content)
+        listed = content.get("applications") if isinstance(content, dict) else None
+        ours = [each for each in listed or () if isinstance(each, dict) and each.get("import_path") == MANTA]
+        if len(ours) != 1:
+            raise InvalidConfig(f"{self.source}: flags change the settings of one application, and it has {len(ours)}")
+        try:
+            for each in self.changes:
+                each.apply(content, ours[0].setdefault("args", {}))
+        except (AttributeError, TypeError):
+            wrong = f"{each.setting}: {each.flag} belongs into a group of settings, and {self.source} has none there"
+            raise InvalidConfig(wrong) from None
+        return replace(file, content=content, flags={each.setting: each.flag for each in self.changes})
 
 
-Given = str | OneModel  # path of a settings file, or what stands for one
+def _alone(model: str) -> dict[str, Any]:
+    """Write the settings of one model as a file has them. Ray's processes have other working folders: a path is made
+    whole."""
+    args = {"model": {"path": str(local_model(model) or model)}}
+    return {
+        "proxy_location": "HeadOnly",
+        HTTP: {"host": LOOPBACK, "port": PORT},
+        "applications": [
+            {"name": "manta", "route_prefix": "/", "import_path": MANTA, "args": args},
+            {"name": "observatory", "route_prefix": "/manta", "import_path": OBSERVATORY,
+             "args": {"application": "manta"}},
+        ],
+    }  # fmt: skip
+
+
+Given = str | Asked  # path of a settings file, or that with more
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +115,7 @@ class SettingsFile:
     content: Any  # parsed YAML
     root: yaml.Node | None = None  # the same with lines; None for an empty file, and where there is no file
     is_file: bool = True
+    flags: Mapping[str, str] = field(default_factory=dict)  # dotted setting -> the flag that gave it
 
     def line(self, *where: str | int) -> int:
         """Find the line of ``where`` (names and indices from the top), or of its deepest part that the file has."""
@@ -82,8 +127,10 @@ class SettingsFile:
             line, node = found[0].start_mark.line + 1, found[1]
         return line
 
-    def place(self, line: int) -> str:
-        """Write where a setting stands: the file and ``line``."""
+    def place(self, line: int, sentence: str) -> str:
+        """Write where the setting of a sentence stands: the flag that gave it, or the file and ``line``."""
+        if (flag := self.flags.get(setting_of(sentence))) is not None:
+            return flag
         return f"{self.path}:{line}" if self.is_file else self.path
 
     @property
@@ -121,8 +168,8 @@ def _no_host(host: str) -> str:
 
 def read(path: Given) -> SettingsFile:
     """Read a settings file. Raises: InvalidConfig that says what is wrong with the file, and on which line."""
-    if isinstance(path, OneModel):
-        return SettingsFile(str(path), path.content, is_file=False)
+    if isinstance(path, Asked):
+        return path.read()
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -177,7 +224,7 @@ def _nearest(path: str) -> str:
         return f": there is no folder {folder}"
     names = [each.name for pattern in ("*.yaml", "*.yml") for each in folder.glob(pattern)]
     near = difflib.get_close_matches(Path(path).name, names, n=1) or names[:1]
-    return f" in {folder.resolve()}" + (f" (did you mean {near[0]}?)" if near else "; `--model DIR` needs none")
+    return f" in {folder.resolve()}" + (f" (did you mean {near[0]}?)" if near else "; `manta serve MODEL` needs none")
 
 
 _KINDS = {  # the start of a pydantic error's name -> what the setting must be

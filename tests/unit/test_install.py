@@ -156,11 +156,11 @@ def test_an_installed_manta_checks_a_model_from_an_empty_folder(installed: Path,
     said = out_of(installed, tmp_path, "manta", "--version").stdout
     assert said.startswith(f"manta {VERSION} (")
     assert said.endswith(f" in {installed}\n")
-    right = out_of(installed, tmp_path, "manta", "check", "--model", str(ROOT / MODEL))
-    assert (right.returncode, right.stdout.splitlines()[0]) == (0, f"--model {ROOT / MODEL} is in order"), right.stderr
-    looked = json.loads(out_of(installed, tmp_path, "manta", "doctor", "--json", "--model", "./nothing").stdout)
+    right = out_of(installed, tmp_path, "manta", "check", str(ROOT / MODEL))
+    assert (right.returncode, right.stdout.splitlines()[0]) == (0, f"{ROOT / MODEL} is in order"), right.stderr
+    looked = json.loads(out_of(installed, tmp_path, "manta", "doctor", "--json", "./nothing").stdout)
     found = {each["check"]: each for each in looked}
     assert found["ray"]["text"] == metadata.version("ray")  # the wheel knows what it needs
     assert found["model"]["text"].endswith(f"no such folder in {tmp_path}; a hub id has the form owner/name")
     none = out_of(installed, tmp_path, "manta", "serve").stderr
-    assert f"there is no file serve_config.yaml in {tmp_path}; `--model DIR` needs none" in none
+    assert f"there is no file serve_config.yaml in {tmp_path}; `manta serve MODEL` needs none" in none

@@ -1,18 +1,22 @@
-"""``manta chat``: a conversation with a running Manta, and after each answer what the cache did for it.
+"""``manta chat``: a conversation with a running Manta, and after each answer what the cache did for it; ``manta run``:
+the same with a Manta that starts and ends with it.
 
 On a terminal a prompt with a history of lines; elsewhere each line of standard input is a turn, answers go to standard
 output, and all else to standard error.
 
-Owns:      the messages of the conversation, which nothing else keeps.
+Owns:      the messages of the conversation, which nothing else keeps; the process that `serving` starts.
 Invariant: a turn that failed leaves no message behind; one that was stopped (Ctrl-C) keeps what came of its answer.
 """
 
 import contextlib
 import importlib
 import json
+import re
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +29,8 @@ from deployments.watch.terminal.words import short_id
 
 COMMANDS = "/explain why it went where it went   /new forget the conversation   /quit"
 STOPPED = "(stopped)"
+READY = re.compile(r" ready: .* at (http://\S+)/v1$")  # the line of `manta serve` when a model answers
+STOP_S = 60.0  # for a Manta to end what it started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +164,34 @@ def run(url: str, key: str | None, admin_key: str | None, options: ChatOptions) 
         failed = _command(text, talk, url, admin_key, told) if text.startswith("/") else _turn(text, talk, told)
         status = status or failed
     return status
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str]) -> Iterator[str]:
+    """Run ``command``, which is `manta serve`, and print what it says until it is ready; end it with the block. It gets
+    no Ctrl-C, which stops an answer here. Gives: its address.
+
+    Raises: Unanswered with its exit status if it ends before.
+    """
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            found = None
+            while found is None:
+                if not (line := process.stdout.readline()):
+                    raise ask.Unanswered("nothing is served; the lines above say why", process.wait())
+                print(line, end="", file=sys.stderr, flush=True)
+                found = READY.search(line)
+            threading.Thread(target=process.stdout.read, daemon=True, name="said").start()  # a full pipe would stop it
+            yield found[1]
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()
 
 
 def _typed() -> Iterator[str]:

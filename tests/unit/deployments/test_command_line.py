@@ -5,6 +5,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,8 @@ from deployments.command.arguments import CONFIG
 from deployments.settings.keys import read_keys
 from deployments.settings.places import ROOT, VERSION
 from deployments.settings.schema import parse
-from deployments.settings.settings_file import OneModel
+from deployments.settings.settings_file import Asked, Change
+from replicas.errors import InvalidConfig
 
 COMMANDS = ["serve", "check", "top", "explain", "chat", "logs", "doctor", "key", "bench", "dashboards"]
 
@@ -90,19 +92,74 @@ def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str
 
 
 def test_a_model_alone_stands_for_a_settings_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert arguments.parse(["check", "--model", "m", "--port", "9"]).config == OneModel("m", port=9)
+    """Whatever ends as a settings file does not is a model."""
+    port = Change("http_options.port", 9, "--port 9")
+    for words in (["m"], ["--model", "m"], ["--model-path", "m"]):
+        assert arguments.parse(["check", *words, "--port", "9"]).config == Asked("m", is_model=True, changes=(port,))
     assert (arguments.parse(["doctor"]).config, arguments.parse(["serve", "a.yaml"]).config) == (CONFIG, "a.yaml")
-    for words, says in ((("a.yaml", "--model", "m"), "--model stands for"), (("--host", "::1"), "go with --model")):
+    assert arguments.parse(["serve", "a.yaml", "--port", "9"]).config == Asked("a.yaml", changes=(port,))
+    for words, says in (
+        (["a.yaml", "--model", "m"], "two things to serve"),
+        (["m", "--disaggregate", "2"], "such as 1:2, got '2'"),
+        (["m", "--tp", "{"], "'{' is not a value"),
+        (["m", "--enable-prefix-caching"], "here it is cache.prefix_cache"),
+    ):
         status, _, err = told(capsys, "serve", *words)
-        assert (status, says in err) == (2, True)
+        assert (status, says in err) == (2, True), err
 
 
 def test_a_model_alone_is_served_as_by_the_file_of_the_project() -> None:
     file = yaml.safe_load((ROOT / CONFIG).read_text())
-    alone = OneModel(file["applications"][0]["args"]["model"]["path"]).content
+    alone = Asked(file["applications"][0]["args"]["model"]["path"], is_model=True).read().content
     of_file, of_model = (parse(each["applications"][0].pop("args")) for each in (file, alone))
     assert alone == file
     assert of_model.model_dump(exclude={"model"}) == of_file.model_dump(exclude={"model"})
+
+
+def test_every_flag_gives_its_setting_by_each_of_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a number, a word or a size; what is printed can be read back, and is what the flags say."""
+    words = {"--host": "::1", "--port": "9", "--ctx": "512", "--replicas": "2", "--gpus": "0", "--memory": "2GiB",
+             "--mem-fraction-static": "0.5", "--store": "kv", "--dtype": "bfloat16", "--cpus": "1"}  # fmt: skip
+    for flag in arguments.FLAGS:
+        word = words.get(flag.name, "8" if flag.metavar in ("N", "TOKENS") else "lpm")
+        for name in flag.names:
+            status, out, err = told(capsys, "serve", "m", name, word, "--print-config")
+            assert status == 0, err
+            made = yaml.safe_load(out)
+            *groups, setting = flag.setting.split(".")
+            group = made if groups == ["http_options"] else made["applications"][0]["args"]
+            for each in groups:
+                group = group[each]
+            assert group[setting] == flag.read(word)
+            args = made["applications"][0]["args"]
+            if word != "lpm":
+                parse(args)
+            else:  # a name of another table
+                assert "is unknown" not in str(_wrong(args))
+
+
+def _wrong(args: dict[str, Any]) -> InvalidConfig | None:
+    try:
+        parse(args)
+    except InvalidConfig as error:
+        return error
+    return None
+
+
+def test_flags_change_a_file_and_are_named_where_they_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text((ROOT / CONFIG).read_text())
+    status, out, _ = told(capsys, "serve", str(file), "--disaggregate", "1:2", "--print-config")
+    args = yaml.safe_load(out)["applications"][0]["args"]
+    assert (status, args["mode"], args["prefill"], args["decode"]) == (0, "disaggregated", {"count": 1}, {"count": 2})
+    assert args["scheduler"] == yaml.safe_load(file.read_text())["applications"][0]["args"]["scheduler"]
+    status, _, err = told(capsys, "check", str(file), "--ctx", "-5")
+    assert (status, "  --ctx -5: model.context_len: must be at least 1, not -5" in err) == (2, True), err
+    file.write_text("applications: []")
+    status, _, err = told(capsys, "check", str(file), "--ctx", "5")
+    assert (status, "flags change the settings of one application, and it has 0" in err) == (2, True), err
 
 
 def test_bench_passes_its_words_to_the_benchmarks_of_the_checkout(

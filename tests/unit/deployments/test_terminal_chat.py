@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import psutil
 import pytest
 
 from deployments.http.http_app import make_app
@@ -180,3 +181,20 @@ async def test_with_the_real_engine_the_second_turn_finds_the_first_in_the_cache
     assert second.route["replica"] == "r0"
     assert status == 0
     assert f"{second.rid}: ok, 1 try" in told
+
+
+def test_a_manta_of_ones_own_starts_before_the_chat_and_ends_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on printing, more than a pipe holds; one that does not start ends the chat with its own status."""
+    said = "print('[1 s] starting'); print('[2 s] ready: m on 1 replica at http://h:1/v1'); print('x' * 200_000)"
+    program = f"import os, time; print('pid', os.getpid(), flush=True); {said}; time.sleep(600)"
+    with chat.serving([sys.executable, "-uc", program]) as url:
+        pid = int(capsys.readouterr().err.split()[1])
+        assert (url, psutil.pid_exists(pid)) == ("http://h:1", True)
+    assert not psutil.pid_exists(pid)
+    with (
+        pytest.raises(ask.Unanswered, match="the lines above say why") as ended,
+        chat.serving([sys.executable, "-c", "print('no such model'); raise SystemExit(2)"]),
+    ):
+        pass
+    assert ended.value.status == 2
+    assert capsys.readouterr().err == "no such model\n"
