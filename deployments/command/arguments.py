@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from deployments.settings.keys import KEY_VARIABLE
-from deployments.settings.settings_file import HTTP, OURS, PORT, Asked, Change, Given, here
+from deployments.settings.settings_file import HTTP, OURS, PORT, Asked, Given, SettingChange, here
 
 CONFIG = "serve_config.yaml"
 FILES = (".yaml", ".yml", ".json")  # endings of settings files; anything else is a model
@@ -196,21 +196,21 @@ def _settings_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> G
     return Asked(source, is_model, changes) if is_model or changes else source
 
 
-def _changes(args: argparse.Namespace) -> Iterator[Change]:
+def _changes(args: argparse.Namespace) -> Iterator[SettingChange]:
     """Read what the flags change. Raises: ValueError for a word that no setting can be."""
     for flag in FLAGS:
         if (word := getattr(args, flag.setting)) is not None:
             try:
-                yield Change(flag.setting, flag.read(word), f"{flag.name} {word}")
+                yield SettingChange(flag.setting, flag.read(word), f"{flag.name} {word}")
             except yaml.YAMLError:
                 raise ValueError(f"{flag.name}: {word!r} is not a value of a setting") from None
     if (word := args.disaggregate) is not None:
         counts = word.split(":")
         if len(counts) != 2 or not all(map(str.isdecimal, counts)):
             raise ValueError(f"--disaggregate: must be two numbers of replicas such as 1:2, got {word!r}")
-        yield Change("mode", "disaggregated", f"--disaggregate {word}")
+        yield SettingChange("mode", "disaggregated", f"--disaggregate {word}")
         for role, count in zip(("prefill", "decode"), counts, strict=True):
-            yield Change(f"{role}.count", int(count), f"--disaggregate {word}")
+            yield SettingChange(f"{role}.count", int(count), f"--disaggregate {word}")
 
 
 def _text_of(path: str) -> str:

@@ -37,7 +37,7 @@ HTTP = "http_options"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """A setting that a flag of the command line gives."""
 
     setting: str  # dotted: a group and its setting of ``args``, or of http_options
@@ -59,7 +59,7 @@ class Asked:
 
     source: str  # path of the file; folder, GGUF file or hub id of the model
     is_model: bool = False
-    changes: tuple[Change, ...] = ()
+    changes: tuple[SettingChange, ...] = ()
 
     def __str__(self) -> str:
         return " ".join(self.words)

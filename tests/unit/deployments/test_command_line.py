@@ -16,7 +16,7 @@ from deployments.command.arguments import CONFIG
 from deployments.settings.keys import read_keys
 from deployments.settings.places import ROOT, VERSION
 from deployments.settings.schema import parse
-from deployments.settings.settings_file import Asked, Change
+from deployments.settings.settings_file import Asked, SettingChange
 from replicas.errors import InvalidConfig
 
 COMMANDS = ["serve", "check", "top", "explain", "chat", "logs", "doctor", "key", "bench", "dashboards"]
@@ -93,7 +93,7 @@ def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str
 
 def test_a_model_alone_stands_for_a_settings_file(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever ends as a settings file does not is a model."""
-    port = Change("http_options.port", 9, "--port 9")
+    port = SettingChange("http_options.port", 9, "--port 9")
     for words in (["m"], ["--model", "m"], ["--model-path", "m"]):
         assert arguments.parse(["check", *words, "--port", "9"]).config == Asked("m", is_model=True, changes=(port,))
     assert (arguments.parse(["doctor"]).config, arguments.parse(["serve", "a.yaml"]).config) == (CONFIG, "a.yaml")
