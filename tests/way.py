@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 ROOT = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
@@ -73,6 +74,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     from tests.unit.deployments.in_process import House
 
     transfer = TransferSettings(host="127.0.0.1", token=b"a token of this test")
+    own = EngineSettings(model=MODEL, num_threads=1, products="own")  # auto measures: BLAS has other files
     tools: dict[str, object] = {
         "tools": [{"type": "function", "function": {"name": "move", "parameters": SCHEMA}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "room", "schema": SCHEMA}},
@@ -81,7 +83,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     def started(transfer: TransferSettings | None) -> EngineLoop:
         cache = CacheConfig(max_total_tokens=4_000)
         loop = EngineLoop(
-            load_engine(EngineSettings(model=MODEL, cache=cache, num_threads=1, record_events=True, transfer=transfer))
+            load_engine(replace(own, cache=cache, record_events=True, transfer=transfer))
         )
         loop.start()
         return loop
@@ -161,7 +163,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         cache = CacheConfig(
             max_total_tokens=4_000, host_memory_bytes=1 << 28, store=f"file://{folder}", write_policy="write_back"
         )
-        paged = page(load_engine(EngineSettings(model=MODEL, cache=cache, num_threads=1, commit_pool=True)))
+        paged = page(load_engine(replace(own, cache=cache, commit_pool=True)))
     return {
         "chat": chat, "tools": with_tools, **{
             name: [file for file in files if file not in chat] for name, files in (("hand_off", apart), ("page", paged))
