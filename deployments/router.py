@@ -113,6 +113,7 @@ class RouterIngress:
                 max_tries=config.router.max_tries,
                 retry_wait_s=config.router.retry_wait_s,
                 max_wait_s=config.router.max_wait_s,
+                objective_s=config.observability.ttft_objective_s,
                 max_choices_per_key=config.router.max_choices_per_key,
             ),
             routes=RouteLog(config.router.decisions_kept),

@@ -37,6 +37,7 @@ class TryLimits:
     max_tries: int = 3
     retry_wait_s: float = 30.0  # for a replica to take over after a failed try
     max_wait_s: float = math.inf  # of the queue before a new request, as estimated
+    objective_s: float = 2.0  # for the first token of a request whose client asks for none
     max_choices_per_key: int = sys.maxsize  # of one API key's requests that run or wait, at this router
 
 

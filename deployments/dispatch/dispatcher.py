@@ -197,7 +197,7 @@ class Dispatcher:
     def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
         """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""
         asked_s = hints.objective_s
-        return replace(request, objective_s=self.watch.objectives["ttft_objective_s"] if asked_s is None else asked_s)
+        return replace(request, objective_s=self._limits.objective_s if asked_s is None else asked_s)
 
     def explain_only(self, query: RouteQuery) -> Decision:
         """Return the decision that `stream` would make now; nothing is sent or remembered. Raises: NoReplica."""
