@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from deployments.settings.keys import KEY_VARIABLE
-from deployments.settings.settings_file import HTTP, OURS, PORT, Asked, Given, SettingChange, here
+from deployments.settings.settings_file import HTTP, OURS, PORT, CommandLine, Given, SettingChange, here
 
 CONFIG = "serve_config.yaml"
 FILES = (".yaml", ".yml", ".json")  # endings of settings files; anything else is a model
@@ -193,7 +193,7 @@ def _settings_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> G
         changes = tuple(_changes(args))
     except ValueError as error:
         parser.error(str(error))
-    return Asked(source, is_model, changes) if is_model or changes else source
+    return CommandLine(source, is_model, changes) if is_model or changes else source
 
 
 def _changes(args: argparse.Namespace) -> Iterator[SettingChange]:

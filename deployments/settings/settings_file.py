@@ -53,7 +53,7 @@ class SettingChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CommandLine:
     """What a command line asks to be served: the models of a settings file, or one model and the live view with every
     default; and what its flags change."""
 
@@ -104,7 +104,7 @@ def _alone(model: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-Given = str | Asked  # path of a settings file, or that with more
+Given = str | CommandLine  # path of a settings file, or that with more
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _no_host(host: str) -> str:
 
 def read(path: Given) -> SettingsFile:
     """Read a settings file. Raises: InvalidConfig that says what is wrong with the file, and on which line."""
-    if isinstance(path, Asked):
+    if isinstance(path, CommandLine):
         return path.read()
     try:
         text = Path(path).read_text(encoding="utf-8")

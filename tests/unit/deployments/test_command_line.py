@@ -16,7 +16,7 @@ from deployments.command.arguments import CONFIG
 from deployments.settings.keys import read_keys
 from deployments.settings.places import ROOT, VERSION
 from deployments.settings.schema import parse
-from deployments.settings.settings_file import Asked, SettingChange
+from deployments.settings.settings_file import CommandLine, SettingChange
 from replicas.errors import InvalidConfig
 
 COMMANDS = ["serve", "check", "top", "explain", "chat", "logs", "doctor", "key", "bench", "dashboards"]
@@ -95,9 +95,11 @@ def test_a_model_alone_stands_for_a_settings_file(capsys: pytest.CaptureFixture[
     """Whatever ends as a settings file does not is a model."""
     port = SettingChange("http_options.port", 9, "--port 9")
     for words in (["m"], ["--model", "m"], ["--model-path", "m"]):
-        assert arguments.parse(["check", *words, "--port", "9"]).config == Asked("m", is_model=True, changes=(port,))
+        assert arguments.parse(["check", *words, "--port", "9"]).config == CommandLine(
+            "m", is_model=True, changes=(port,)
+        )
     assert (arguments.parse(["doctor"]).config, arguments.parse(["serve", "a.yaml"]).config) == (CONFIG, "a.yaml")
-    assert arguments.parse(["serve", "a.yaml", "--port", "9"]).config == Asked("a.yaml", changes=(port,))
+    assert arguments.parse(["serve", "a.yaml", "--port", "9"]).config == CommandLine("a.yaml", changes=(port,))
     for words, says in (
         (["a.yaml", "--model", "m"], "two things to serve"),
         (["m", "--disaggregate", "2"], "such as 1:2, got '2'"),
@@ -110,7 +112,7 @@ def test_a_model_alone_stands_for_a_settings_file(capsys: pytest.CaptureFixture[
 
 def test_a_model_alone_is_served_as_by_the_file_of_the_project() -> None:
     file = yaml.safe_load((ROOT / CONFIG).read_text())
-    alone = Asked(file["applications"][0]["args"]["model"]["path"], is_model=True).read().content
+    alone = CommandLine(file["applications"][0]["args"]["model"]["path"], is_model=True).read().content
     of_file, of_model = (parse(each["applications"][0].pop("args")) for each in (file, alone))
     assert alone == file
     assert of_model.model_dump(exclude={"model"}) == of_file.model_dump(exclude={"model"})
