@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -130,6 +131,8 @@ def _own(args: argparse.Namespace) -> int:
     from deployments.watch.terminal import ask, chat
 
     words = [args.config] if isinstance(args.config, str) else args.config.words
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else a closed terminal would leave what is served behind
+        signal.signal(number, signal.default_int_handler)
     try:
         with chat.serving([sys.executable, "-m", "deployments", "serve", *words]) as url:
             return _chat(args, url, None)

@@ -62,7 +62,8 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         count = num_routers(config, capacity)
         if wide := too_wide([config], capacity):
             raise InvalidConfig(*wide)
-        if stopping := outages(config, serve_details.serving(serve_details.being_built(args))):
+        serving = {} if config.allow_outage else serve_details.serving(serve_details.being_built(args))
+        if stopping := outages(config, serving):
             raise InvalidConfig(*stopping)
         for shortage in shortages([config], capacity):
             log.warning("%s; they wait until the cluster grows", shortage)

@@ -134,7 +134,7 @@ def estimate(
 ) -> Terms[Floats, Ints]:
     """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``; ``way_s``: measured.
 
-    Where its first token comes within ``objective_s`` if it goes before what is late there, it does.
+    A prompt that meets ``objective_s`` when it passes the late requests there is estimated without them.
     """
     own_tokens = num_tokens - held.device - held.host - held.store
     own_s = own_tokens / load.prefill_tokens_per_s

@@ -96,7 +96,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown, _, words = message.partition("unrecognized arguments: ")
-        if not unknown and (ours := here(words.split()[0].partition("=")[0])):
+        if not unknown and (ours := here(words.partition(" ")[0].partition("=")[0])):
             super().error(f"{message}; here it is {ours}, in a settings file (`manta serve MODEL --print-config`)")
         _, _, given = message.partition("invalid choice: '")
         near = difflib.get_close_matches(given.partition("'")[0], EXAMPLES, n=1, cutoff=0.5)
@@ -187,8 +187,11 @@ def _settings_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> G
     """Read which settings a command is about; ends the process where two things are said at once."""
     if None not in (args.config, args.model):
         parser.error(f"{args.config} and --model {args.model} are two things to serve: give one")
-    source = args.model or args.config or CONFIG
-    is_model = args.model is not None or not source.endswith(FILES)
+    source = next((given for given in (args.model, args.config) if given is not None), CONFIG)
+    if not source:
+        parser.error("an empty word names no model and no settings file")
+    is_file = source.endswith(FILES) or (not source.endswith(".gguf") and Path(source).is_file())
+    is_model = args.model is not None or not is_file
     try:
         changes = tuple(_changes(args))
     except ValueError as error:

@@ -342,17 +342,17 @@ class Fleet:
 
     @property
     def expects_one(self) -> bool:
-        """Whether a member has not reported yet, and is not known to be silent."""
+        """Tell whether a member has not reported yet, and is not known to be silent."""
         return any(each.state == "starting" for each in self.seen())
 
     @property
     def num_draining(self) -> int:
-        """The number of replicas that take no request and finish those that they have."""
+        """Count the replicas that take no request and finish those that they have."""
         return sum(each.state == "draining" for each in self.seen())
 
     def seen(self) -> tuple[SeenReplica, ...]:
-        """Return every member, by id, one that has not attached or reported yet is starting; then those that Serve has
-        stopped and that finish what they have."""
+        """Return every member, by id: one that has not attached or reported yet is starting. Behind them are those that
+        Serve has stopped and that finish what they have."""
         self._update()
         ages_s, states = self.report_ages_s(), {view.replica_id: view.state for view in self._router.views}
         hanging, found = self._hanging_now(), []

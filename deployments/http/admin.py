@@ -291,7 +291,8 @@ async def metrics(request: Request, dialect: Dialect = "") -> Response:
 
 def _fleet_as_one(service: Service) -> str:
     """Write, under the catalogue's names, the queues and pools of all replicas as if they were one's."""
-    seen = [each.report.stats for each in service.fleet.seen() if each.report is not None]
+    reported = [each for each in service.fleet.seen() if each.report is not None and each.state != "draining"]
+    seen = [each.report.stats for each in reported if each.report is not None]
     pools = [stats.pool for stats in seen]
     if not seen:
         return ""

@@ -144,7 +144,7 @@ def too_wide(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
 
 
 def outages(config: AppConfig, serving: Mapping[str, int]) -> list[str]:
-    """List a sentence for each change for which Serve stops what serves before its successor is ready.
+    """List a sentence for each change that makes Serve stop replicas before their successors are ready.
 
     Args: serving: the ranks of a replica, of each deployment of the application that has replicas now; {}: none has.
     """

@@ -41,6 +41,7 @@ from replicas.config import (
     load_extensions,
 )
 from replicas.errors import InvalidConfig
+from replicas.types import MAX_DEADLINE_S
 
 ToolFormatName = Annotated[str, NamesOf(("deployments.output.tool_formats:TOOL_FORMATS",), also=("auto", "none"))]
 ReasoningName = Annotated[str, NamesOf(("deployments.output.reasoning:REASONING_FORMATS",), also=("auto", "none"))]
@@ -131,7 +132,7 @@ class ObservabilitySettings(Settings):
     # port of the metrics; 0: any free one, right nearly always: processes of a node cannot share a port
     metrics_port: int = Field(default=0, ge=0, le=65535)
     # a request meets its objective if its first token takes no longer than this
-    ttft_objective_s: float = Field(default=2.0, gt=0)
+    ttft_objective_s: float = Field(default=2.0, gt=0, le=MAX_DEADLINE_S)
     # a request meets its objective if the mean gap between its tokens is no longer than this
     itl_objective_s: float = Field(default=0.1, gt=0)
     # where traces are sent; by default OTEL_EXPORTER_OTLP_ENDPOINT, else they are off

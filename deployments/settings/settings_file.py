@@ -62,13 +62,14 @@ class CommandLine:
     changes: tuple[SettingChange, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join(self.words)
+        return " ".join(dict.fromkeys([self.source, *(each.flag for each in self.changes)]))
 
     @property
     def words(self) -> list[str]:
-        """The command line again: the source, and each flag with its value."""
+        """Write the command line again: the source, and each flag with its value."""
         flags = dict.fromkeys(each.flag for each in self.changes)
-        return [self.source, *(word for flag in flags for word in flag.split(" ", 1))]
+        source = ["--model", self.source] if self.is_model else [self.source]
+        return [*source, *("=".join(flag.split(" ", 1)) for flag in flags)]
 
     def read(self) -> "SettingsFile":
         """Read the settings and change them. Raises: InvalidConfig."""

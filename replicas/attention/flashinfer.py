@@ -26,7 +26,7 @@ from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.fence import Fence
 from replicas.attention.page_lists import Ints, page_bounds, page_indices, to_device
 from replicas.attention.triton_paged import store_kv
-from replicas.attention.workspace import PROMPT_TILE, filling_tokens, is_hopper, num_sms, workspace_bytes
+from replicas.attention.workspace import filling_tokens, is_hopper, num_sms, workspace_bytes
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
 from replicas.scheduler.plan import PrefixGroup
@@ -170,8 +170,7 @@ class FlashInferAttention:
         out[members] = flashinfer.merge_state(out[members], own[members], shared_out, shared)[0]
 
     def _plan_extend(self, batch: BatchMeta, bounds: Ints, seq_lens: Ints) -> None:
-        tiled = PROMPT_TILE * int(np.sum(-(-np.diff(bounds) // PROMPT_TILE)))
-        fills = "long" in self._prefills and tiled >= filling_tokens(self._num_heads, self._device)
+        fills = "long" in self._prefills and bounds[-1] >= filling_tokens(self._num_heads, self._device)
         self._extend = self._prefills["long" if fills else "short"]
         self._plan_prefill(self._extend, batch.table, batch.rows[: len(seq_lens)], bounds, seq_lens, causal=True)
 

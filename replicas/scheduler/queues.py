@@ -65,8 +65,9 @@ class WaitingQueue(ReqQueue):
     the order reads prefixes: peeking at every prompt would cost more than it gains.
 
     Under an order by objectives a request ages by work instead: when it comes to wait, it gets a bound, ``late_factor``
-    times the prompt tokens that order of arrival puts before its first token. What must start now to keep its bound is
-    aged. Only requests that are not late yet are looked up there, and in a long queue none.
+    times the prompt tokens that order of arrival puts before its first token. A request is aged when as
+    many tokens are left of its bound as it has to compute. The prefix cache is asked about requests that are not late
+    yet, and about none in a queue longer than ``lpm_max_queue``.
     """
 
     def __init__(

@@ -128,6 +128,10 @@ class Cluster:
             return {}
         return {each["node_ip"]: each["state"] for each in sorted(found, key=lambda each: each["state"], reverse=True)}
 
+    def is_dead(self, name: str) -> bool:
+        """Whether Ray says that it is dead; False while Ray does not answer."""
+        return self.nodes().get(self.network.machines[name].address) == "DEAD"
+
     def is_alive(self, name: str) -> bool:
         return self.nodes().get(self.network.machines[name].address) == "ALIVE"
 

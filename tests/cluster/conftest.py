@@ -1,4 +1,4 @@
-"""One cluster for all tests of this folder."""
+"""One cluster for the tests of a module, which ends with them: others start their own."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.machines import require_machines
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     require_machines()
     running = Cluster(tmp_path_factory.mktemp("cluster"))

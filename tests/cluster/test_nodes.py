@@ -61,11 +61,11 @@ def same_bytes(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
 def test_streams_of_a_node_that_vanishes_end_elsewhere_with_the_same_bytes_while_it_is_away(unified: Cluster) -> None:
     prompts = [f"Write a story about the fish number {number}." for number in range(2)]
     expected = [unified.answer(prompt, 6 * NUM_TOKENS) for prompt in prompts]
-    num_retries = unified.num_retries()
+    num_retries, nodes = unified.num_retries(), {each.replica_id: each.node for each in unified.replicas()}
     streams = [unified.begin(prompt, 6 * NUM_TOKENS) for prompt in prompts]
     answers = [answer for answer, _ in streams]
     unified.until(lambda: all(len(answer.at_s) >= 5 for answer in answers), HANGS_S)
-    [node] = {each.node for each in unified.replicas() if f"replica={each.replica_id};" in answers[0].route}
+    [node] = [node for replica_id, node in nodes.items() if f"replica={replica_id};" in answers[0].route]
     unified.network.cut(node)
     for _, done in streams:
         done.result(2 * HANGS_S)
@@ -85,7 +85,7 @@ def test_a_node_that_vanishes_in_a_hand_off_costs_no_answer_and_no_page(whole: C
     whole.network.cut(gone.node)
     cut_s = time.monotonic()
     whole.until(lambda: sum(map(whole.num_held, others)) > 0, WORD_S)
-    whole.until(lambda: not whole.is_alive(gone.node), WORD_S)
+    whole.until(lambda: whole.is_dead(gone.node), WORD_S)
     word_s = time.monotonic() - cut_s
     freed_s = whole.until(lambda: sum(map(whole.num_held, others)) == 0, FREED_S)
     done.result(2 * HANGS_S)

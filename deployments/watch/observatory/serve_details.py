@@ -62,7 +62,8 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
         if role is None:
             continue
         if role != ROUTER:
-            desired[role] = int(deployment.get("target_num_replicas") or len(deployment["replicas"]))
+            wanted = deployment.get("target_num_replicas")  # None where it is not told; 0 of one that ends
+            desired[role] = len(deployment["replicas"]) if wanted is None else int(wanted)
         replicas += [
             Listed(
                 replica_id=each["replica_id"],

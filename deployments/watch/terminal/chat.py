@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,13 +186,17 @@ def serving(command: Sequence[str]) -> Iterator[str]:
                     raise ask.Unanswered("nothing is served; the lines above say why", process.wait())
                 print(line, end="", file=sys.stderr, flush=True)
                 found = READY.search(line)
-            threading.Thread(target=process.stdout.read, daemon=True, name="said").start()  # a full pipe would stop it
+            rest = process.stdout  # what it says from now on: a full pipe would stop it
+            threading.Thread(target=lambda: deque(rest, maxlen=0), daemon=True, name="said").start()
             yield found[1]
         finally:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(STOP_S)
-            process.kill()
+            except subprocess.TimeoutExpired:
+                pass
+            finally:  # after another Ctrl-C too
+                process.kill()
 
 
 def _typed() -> Iterator[str]:

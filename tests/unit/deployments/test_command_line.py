@@ -99,12 +99,16 @@ def test_a_model_alone_stands_for_a_settings_file(capsys: pytest.CaptureFixture[
             "m", is_model=True, changes=(port,)
         )
     assert (arguments.parse(["doctor"]).config, arguments.parse(["serve", "a.yaml"]).config) == (CONFIG, "a.yaml")
+    again = ["--model", "m", "--port=9"]
+    assert arguments.parse(["check", *again]).config.words == again
+    assert arguments.parse(["check", "Makefile"]).config == "Makefile"  # a file without the ending
     assert arguments.parse(["serve", "a.yaml", "--port", "9"]).config == CommandLine("a.yaml", changes=(port,))
     for words, says in (
         (["a.yaml", "--model", "m"], "two things to serve"),
         (["m", "--disaggregate", "2"], "such as 1:2, got '2'"),
         (["m", "--tp", "{"], "'{' is not a value"),
         (["m", "--enable-prefix-caching"], "here it is cache.prefix_cache"),
+        ([""], "an empty word names no model"),
     ):
         status, _, err = told(capsys, "serve", *words)
         assert (status, says in err) == (2, True), err
