@@ -67,11 +67,11 @@ def test_the_root_of_the_api_leads_a_browser_to_the_live_view(app: Running) -> N
 def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -> None:
     app.until(lambda: len(accepting(app)) == 2, 60)
     app.until(lambda: [each["running"] for each in state(app)["autoscaling"]["targets"]] == [2], 60)
+    app.until(lambda: [router["answering"] for router in state(app)["routers"]] == [True] * 2, 60)
     seen = state(app)
     said = app.log.read_text()
     assert f"watch it: {app.url}/manta/ (asks for the admin key)" in said
     assert said.index("watch it:") < said.index("ready: ")
-    assert [router["answering"] for router in seen["routers"]] == [True] * 2
     assert (seen["model"], seen["mode"]) == ("SmolLM2-135M-Instruct", "unified")
     for replica in seen["replicas"]:
         [pool] = replica["pools"]
