@@ -19,7 +19,7 @@ import yaml
 from deployments.command import arguments
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, new_key
 from deployments.settings.places import ROOT, VERSION
-from deployments.settings.settings_file import ALL_ADDRESSES, Given, SettingsFile, check_port, setting_of
+from deployments.settings.settings_file import ALL_ADDRESSES, Given, SettingsFile, check_port, refuse, setting_of
 from replicas.errors import InvalidConfig
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn")  # of `manta bench`: the first two unless some are named
@@ -81,10 +81,23 @@ def _run(args: argparse.Namespace) -> int:
             return dashboards.main(args.rest)
         case "bench":
             return _bench(args.rest)
-    return _serve_or_check(args.command, args.config, to_print=args.command == "serve" and args.print_config)
+        case "serve" if args.print_config:
+            return _print(args.config)
+    return _serve_or_check(args.command, args.config)
 
 
-def _serve_or_check(command: str, config: Given, *, to_print: bool) -> int:
+def _print(config: Given) -> int:
+    """Print the settings as a file."""
+    from deployments.settings import settings_file
+
+    try:
+        print(yaml.safe_dump(settings_file.read(config).content, sort_keys=False), end="")
+    except InvalidConfig as error:
+        return refuse(config, error)
+    return 0
+
+
+def _serve_or_check(command: str, config: Given) -> int:
     try:
         importlib.import_module("replicas.kernels")  # holds what is imported from here on to MANTA_CPU
     except ValueError as error:
@@ -97,13 +110,9 @@ def _serve_or_check(command: str, config: Given, *, to_print: bool) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: applications beside a settings file are found
     try:  # before Ray and torch are imported, which takes seconds
         file = settings_file.read(config)
-        if to_print:
-            print(yaml.safe_dump(file.content, sort_keys=False), end="")
-            return 0
         host = _host(file, to_listen=command == "serve")
     except InvalidConfig as error:
-        print(f"{config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
-        return 2
+        return refuse(config, error)
     haproxy.prepare_ray(host=host)
     if command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn, routes=file.routes):

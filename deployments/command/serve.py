@@ -37,7 +37,7 @@ from deployments.command.check import read
 from deployments.settings.capacity import outages, shortages, too_wide
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.settings.schema import AppConfig
-from deployments.settings.settings_file import MANTA, OBSERVATORY, Given, check_port
+from deployments.settings.settings_file import MANTA, OBSERVATORY, Given, check_port, refuse
 from deployments.watch.observatory import serve_details
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig
@@ -123,12 +123,6 @@ def _check_cluster(address: str, configs: Mapping[str, AppConfig]) -> None:
         print(f"not looked at: what serves at {address}, since Serve does not answer: {error}")
     finally:
         ray.shutdown()
-
-
-def refuse(config_path: Given, error: InvalidConfig) -> int:
-    """Print all errors of a file. Returns: the exit status."""
-    print(f"{config_path} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
-    return 2
 
 
 def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_cluster: bool) -> None:

@@ -291,8 +291,8 @@ async def metrics(request: Request, dialect: Dialect = "") -> Response:
 
 def _fleet_as_one(service: Service) -> str:
     """Write, under the catalogue's names, the queues and pools of all replicas as if they were one's."""
-    reported = [each for each in service.fleet.seen() if each.report is not None and each.state != "draining"]
-    seen = [each.report.stats for each in reported if each.report is not None]
+    replicas = service.fleet.seen()
+    seen = [each.report.stats for each in replicas if each.report is not None and each.state != "draining"]
     pools = [stats.pool for stats in seen]
     if not seen:
         return ""

@@ -14,6 +14,7 @@ import errno
 import ipaddress
 import re
 import socket
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -300,6 +301,12 @@ def shown(value: Any) -> str:
         return "a group of settings" if isinstance(value, dict) else "a list"
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
+
+
+def refuse(given: Given, error: InvalidConfig) -> int:
+    """Print all errors of what was to be served. Returns: the exit status."""
+    print(f"{given} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
+    return 2
 
 
 def setting_of(sentence: str) -> str:
