@@ -18,6 +18,7 @@ from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from routing.types import Role
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.two_engines import Engines, two_engines
+from tests.waiting import until_async
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
@@ -114,6 +115,8 @@ async def test_the_second_time_both_sides_hold_the_prefix_and_usage_tells_of_it(
     longer = apart.request(240)
     expected = await apart.alone(longer)
     await apart.answer(apart.request(200))
+    num_pages = apart.house.router.num_pages  # the flush is told to it too, and takes back what it expects
+    await until_async(lambda: num_pages("p0") == num_pages("d0") == (12, 0))
     deltas = await apart.answer(longer)
     assert ids(deltas) == ids(expected)
     assert deltas[-1].usage.cached_tokens == 192  # 12 pages, of prefill
