@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import pathlib
 import secrets
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
+from deployments.dispatch.recording import Recorder
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
@@ -68,6 +70,7 @@ class RouterIngress:
     ) -> None:
         self._metrics: ServedMetrics | None = None
         self._tracing: tracing.Tracing | None = None
+        self._recorder: Recorder | None = None
         logs.into_serve()
         self._config = config = parse(settings)
         self._keys = keys
@@ -103,6 +106,9 @@ class RouterIngress:
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id, guard=keys.guard)
         self.metrics_target = None if self._metrics is None else self._metrics.target  # None if metrics are off
+        self._recorder = _recorder(config, router_id)
+        if self._recorder is not None:
+            metrics.watch.on_end = self._recorder.add
         self._fleet.start(address, leave=self._channel.leave, send=self._channel.send)
         for handle in replicas:
             self._listen(handle, leases)
@@ -179,6 +185,8 @@ class RouterIngress:
         for name in ("_fleet", "_channel"):
             if hasattr(self, name):
                 await getattr(self, name).stop()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         if self._tracing is not None:
             await self._tracing.stop()
 
@@ -202,6 +210,26 @@ def _call_on(
 
 def _page_size(config: AppConfig) -> int:
     return config_of(config, roles_of(config)[0]).cache.page_size
+
+
+def _recorder(config: AppConfig, router_id: str) -> Recorder | None:
+    """Return what records the requests of this router, if that is asked for."""
+    if config.router.record is None:
+        return None
+    facts = {
+        "model": config.model.name,
+        "policy": config.router.policy,
+        "objective_s": config.observability.ttft_objective_s,
+        "context_len": config.model.context_len,
+        "scheduler": dataclasses.asdict(config.scheduler),
+    }
+    return Recorder(
+        pathlib.Path(config.router.record),
+        name=router_id,
+        page_size=_page_size(config),
+        max_bytes=config.router.record_bytes,
+        facts=facts,
+    )
 
 
 def _lost_error(replica_id: str) -> ReplicaGone:

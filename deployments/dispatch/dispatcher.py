@@ -164,7 +164,7 @@ class Dispatcher:
         failure: MantaError | None = None
         self.num_open += 1
         try:
-            with self._follow(request, arrival, started_s) as following, self._counted(request):
+            with self._follow(request, hints, arrival, started_s) as following, self._counted(request):
                 while True:
                     last = LAST_TRY if tries.is_last_of_several else ""
                     now = left_after(progress.so_far(), self._clock() - started_s)
@@ -237,9 +237,11 @@ class Dispatcher:
             if not self._choices[key]:
                 del self._choices[key]
 
-    def _follow(self, request: GenerateRequest, arrival: Arrival | None, now_s: float) -> Following:
+    def _follow(self, request: GenerateRequest, hints: RouteHints, arrival: Arrival | None, now_s: float) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
-        return Following(request, came, routes=self.routes, watch=self.watch, clock=self._clock)
+        return Following(
+            request, came, routes=self.routes, watch=self.watch, clock=self._clock, session_id=hints.session_id
+        )
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
         """Return a decision and when choosing began; after a failed try, wait for a replica that can take over. A new

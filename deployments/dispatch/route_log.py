@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import ParamSpec
@@ -186,6 +186,18 @@ def predicted_tokens(noted: Try) -> int:
     return noted.decision.overlap_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A request that has ended, with all that is known of it."""
+
+    request: GenerateRequest
+    session_id: str
+    answer: Sequence[int]  # token ids of its first choice
+    timeline: Timeline
+    record: RouteRecord | None  # None: no decision was made
+    outcome: str
+
+
 class RequestWatch:
     """An observer of every request of one router. Each call is short: it runs between tokens.
 
@@ -193,6 +205,7 @@ class RequestWatch:
     """
 
     on_gap: Callable[[float, int], None] | None = None  # with each delta: seconds per token since the last, and tokens
+    on_end: "Callable[[Ended], None] | None" = None  # with each request that has ended (recording.py)
     gaps: Tally | None = None  # those gaps, where they are counted
 
     def __init__(self, objectives: Mapping[str, float] = OBJECTIVES) -> None:
@@ -253,11 +266,14 @@ class Following:
         routes: RouteLog,
         watch: RequestWatch,
         clock: Callable[[], float],
+        session_id: str = "",
     ) -> None:
         on_gap = watch.on_gap
         told = None if on_gap is None else lambda gap_s, num_tokens: tell(on_gap, gap_s, num_tokens)
         self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=told)
         self._request = request
+        self._session_id = session_id
+        self._answer: list[int] | None = [] if watch.on_end is not None else None  # None: it is not asked for
         self._routes = routes
         self._watch = watch
         self._clock = clock
@@ -288,6 +304,8 @@ class Following:
 
     def saw(self, delta: TokenDelta) -> None:
         """Note a delta on its way to the client."""
+        if self._answer is not None and delta.index == 0:
+            self._answer += delta.token_ids
         if self.timeline.saw(delta, self._clock()):
             assert self._try is not None
             tell(self._watch.began, self._try, self.timeline)
@@ -303,9 +321,21 @@ class Following:
             self._record.outcome = outcome
             self._changed()
         tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
+        if self._watch.on_end is not None:
+            tell(self._watch.on_end, self._ended(outcome))
         told = told_of(self._request, self.timeline, self._record, outcome)
         text = " ".join(f"{name}={value}" for name, value in told.items())
         log.info("finished %s", text, extra={**told, **logs.ACCESS})
+
+    def _ended(self, outcome: str) -> Ended:
+        return Ended(
+            request=self._request,
+            session_id=self._session_id,
+            answer=self._answer or (),
+            timeline=self.timeline,
+            record=self._record,
+            outcome=outcome,
+        )
 
     def _finish(self) -> Finish | None:
         """Return how the engines ended the request: all its choices ended, or one failed, which ends the request."""

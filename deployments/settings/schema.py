@@ -105,6 +105,10 @@ class RouterSettings(Settings):
     max_choices_per_key: int = Field(default=1024, ge=1)
     # most recent requests that GET /route/{rid} can explain; each takes 0.5 KB per replica
     decisions_kept: int = Field(default=1000, ge=1)
+    # absolute folder; each router writes a recording into it, a line for each request without its text, to be replayed
+    # (docs/capacity.md). By default nothing is recorded
+    record: str | None = Field(default=None, pattern="^/")
+    record_bytes: int = Field(default=1 << 30, ge=1 << 16)  # where a router's recording ends
     api_key_file: str | None = None  # file of API keys, one a line; MANTA_API_KEYS adds to them
     # key for the admin's routes and the metrics ports; by default MANTA_ADMIN_KEY, else none
     admin_key: SecretStr | None = None
