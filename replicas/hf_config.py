@@ -191,6 +191,11 @@ CONTEXTS = (
 )  # fmt: skip
 
 
+def named_context(hf: Mapping[str, Any]) -> int | None:
+    """Return the context's length under whichever name the family has for it; None if there is none."""
+    return next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
+
+
 def model_config_from_outline(
     path: str,
     hf: Mapping[str, Any],
@@ -206,7 +211,7 @@ def model_config_from_outline(
     Returns: it, and the longest context that settings may ask for.
     Raises:  UnsupportedModel if it has no context length.
     """
-    own = next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
+    own = named_context(hf)
     if own is None:
         raise UnsupportedModel(
             f"{architecture} cannot be served through Transformers: {path}/config.json has no context length, which is "

@@ -1,4 +1,5 @@
-"""Writes the table of docs/models.md: what this code says of every causal architecture that Transformers has.
+"""Writes the tables of docs/models.md: what this code says of models that many ask for by name, from their config.json
+(products.json), and of every causal architecture that Transformers has.
 
     python -m tools.models_table
 
@@ -8,6 +9,7 @@ That those which run give Transformers' answers is tested, all of them by `make 
 """
 
 import contextlib
+import json
 import re
 import tempfile
 from collections import Counter
@@ -23,7 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from replicas.errors import UnsupportedModel
+from deployments.replica.feasible import most_pool_tokens
+from replicas.config import CacheConfig, Hardware, ModelConfig
+from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.memory.sizing import kv_bytes, weight_bytes
+from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -65,6 +71,10 @@ OTHER_PART: dict[str, Any] = {  # of a model that sees or hears as well
     "projector_input_dim": 32, "projector_output_dim": 32,
 }  # fmt: skip
 ROW = re.compile(r"^\| `([^`]+)` \| (\S+) \| (natively|through Transformers|refused) \| ?(.*?) \|$", re.M)
+PRODUCTS = re.compile(r"(?<=<!-- products -->\n).*?(?=<!-- end products -->)", re.S)
+PRODUCT_HEAD = "| model | runs | CPU, GiB | GPU, GiB | decode, tokens/s | command |\n|---|---|---|---|---|---|\n"
+SERVED_TOKENS = 8192  # of K and V, in the memory that a row gives
+COMFORTABLE_GIB, CARD_GIB = 8, 72  # up to which a row's command is for a CPU; of a GPU of 80 GB
 COUNTED = re.compile(r"^The causal architectures of Transformers (.*?)\n\n", re.M | re.S)  # the sentences with numbers
 
 
@@ -127,6 +137,64 @@ def judge(model_type: str, folder: Path) -> ModelType:
     return ModelType(model_type, name, "natively" if found.implementation == "manta" else "through Transformers")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A published checkpoint: the keys of its config.json that say something, and how many numbers its weights are."""
+
+    hub_id: str
+    name: str
+    parameters: int
+    measured: str  # tokens/s
+    config: Mapping[str, Any]
+
+
+def products() -> list[Product]:
+    """Read products.json."""
+    read = json.loads(Path(__file__).with_name("products.json").read_text())
+    return [Product(hub_id=hub_id, **said) for hub_id, said in read.items()]
+
+
+def product_row(product: Product, folder: Path) -> str:
+    """Write the row of ``product``, by the formulas of `manta check`; writes its config.json into ``folder``."""
+    (folder / "config.json").write_text(json.dumps(product.config))
+    try:
+        on_gpu = load_model_config(str(folder), device="cuda", dtype="bfloat16")
+    except InvalidConfig as refused:
+        why = str(refused).removeprefix(f"model: {folder} ").partition(";")[0]
+        return f"| {product.name} | refused: its checkpoint {why} | - | - | - | - |\n"
+    native = on_gpu.implementation == "manta"
+    flag = "--quantization int4" if native else "--dtype bfloat16"  # Transformers' modules: more than check counts on
+    on_cpu = load_model_config(
+        str(folder), device="cpu", quantization="int4" if native else "none", dtype=None if native else "bfloat16"
+    )
+    cpu_gib = next(gib for gib in range(1, 1000) if _fits_a_cpu(on_cpu, gib))
+    cell = on_gpu.kv_cell_bytes(tp=1, kv_dtype="bfloat16")
+    gpu_gib = next(gib for gib in range(1, 1000) if _left(weight_bytes(on_gpu, 1), gib) >= cell * SERVED_TOKENS)
+    tp = next((ranks for ranks in on_gpu.tp_sizes() if gpu_gib / ranks <= CARD_GIB), 1)
+    if cpu_gib <= COMFORTABLE_GIB:
+        flags = f"{flag} --ctx {SERVED_TOKENS} --memory {cpu_gib}GiB"
+    else:
+        flags = f"--gpus 1{f' --tp {tp}' if tp > 1 else ''}"
+    how = "natively" if native else "through Transformers"
+    cells = (product.name, how, f"{cpu_gib}", f"{gpu_gib}", product.measured, f"`manta serve {product.hub_id} {flags}`")
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _fits_a_cpu(model: ModelConfig, gib: int) -> bool:
+    """Tell whether a replica on a CPU that may take ``gib`` has a pool of SERVED_TOKENS."""
+    hardware = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 62)
+    engine = resolve(model, hardware, cache=CacheConfig(device_memory_bytes=gib << 30))
+    with contextlib.suppress(InvalidConfig):
+        return (most_pool_tokens(engine) or 0) >= SERVED_TOKENS
+    return False
+
+
+def _left(weights: int, gib: int) -> int:
+    with contextlib.suppress(InvalidConfig):
+        return kv_bytes(gib << 30, weights, CacheConfig().mem_fraction_static)
+    return 0
+
+
 def written() -> list[ModelType]:
     """Read the rows of docs/models.md."""
     return [ModelType(*found) for found in ROW.findall(PAGE.read_text())]
@@ -154,6 +222,14 @@ def main() -> None:
             rows.append(judge(model_type, Path(folder)))
         print(f"{model_type:24s} {rows[-1].how:22s} {rows[-1].why}", flush=True)
     PAGE.write_text(page(rows))
+    write_products()
+
+
+def write_products() -> None:
+    """Write the first table of docs/models.md anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = "".join(product_row(product, Path(folder)) for product in products())
+    PAGE.write_text(PRODUCTS.sub(lambda _: PRODUCT_HEAD + rows, PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
@@ -38,7 +38,7 @@ from deployments.settings.keys import CALLER
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidConfig, PromptTooLong
-from replicas.hf_config import contexts
+from replicas.hf_config import contexts, named_context
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import TokenIds
 
@@ -235,6 +235,8 @@ def read_face(model: ModelSettings) -> ModelFace:
     Raises: InvalidConfig if the file is missing or lacks a number, or model.context_len exceeds the model's.
     """
     config = _config_json(model)
+    if not {"max_position_embeddings", "vocab_size"} <= config.keys():
+        config = _with_defaults(model, config)
     try:
         (own, longest), vocab_size = contexts(config), int(config["vocab_size"])
     except (KeyError, TypeError, ValueError) as error:
@@ -289,6 +291,21 @@ def _config_json(model: ModelSettings) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InvalidConfig(f"model.path = {model.path!r}: its config.json is not a JSON object")
     return config
+
+
+def _with_defaults(model: ModelSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what the model's family says: defaults, numbers of the text part of a model that also sees, the context
+    under the name that all share. Takes Transformers' classes, 3 s of a start."""
+    from transformers import AutoConfig
+
+    try:
+        full = AutoConfig.from_pretrained(str(config_folder(model)), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError):
+        return config
+    filled = {**full.to_dict(), **full.get_text_config(decoder=True).to_dict()}
+    filled |= {key: config[key] for key in ("architectures", "model_type") if key in config}
+    own = named_context(filled)
+    return filled if own is None else filled | {"max_position_embeddings": own}
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """docs/models.md says of every causal architecture of Transformers what this code says of it."""
 
+import json
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +10,15 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tools.models_table import PAGE, ModelType, judge, page, written
+from deployments.command import arguments
+from deployments.http.service import read_face
+from deployments.replica.feasible import examined
+from deployments.settings.schema import ModelSettings
+from deployments.settings.settings_file import CommandLine
+from replicas.memory.sizing import weight_bytes
+from replicas.models.registry import MODELS
+from replicas.runner.model_files import load_model_config
+from tools.models_table import PAGE, VOCAB, ModelType, Product, judge, page, product_row, products, written
 
 ROWS = written()
 EVERY = 8  # how many rows one of this test's cases stands for
@@ -42,3 +52,39 @@ def test_a_row_is_what_the_code_says_of_a_config_like_it(row: ModelType, tmp_pat
     """Its weights are not there: whether they give Transformers' answers is for test_transformers_models.py."""
     said = judge(row.model_type, tmp_path)
     assert (said.how, said.why.replace("|", "/")) == (row.how, row.why)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3"])
+def test_the_router_reads_the_context_that_the_engine_reads_whatever_its_name_and_place(
+    model_type: str, tmp_path: Path
+) -> None:
+    """GPT-2 calls it n_positions, Gemma 3 has it in text_config."""
+    judge(model_type, tmp_path)
+    assert "max_position_embeddings" not in json.loads((tmp_path / "config.json").read_text())
+    face, engine = read_face(ModelSettings(path=str(tmp_path))), load_model_config(str(tmp_path), device="cpu")
+    assert (face.context_len, face.vocab_size) == (engine.context_len, engine.vocab_size) == (256, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(each, id=each.name, marks=() if each.config["architectures"][0] in MODELS else pytest.mark.slow)
+        for each in products()
+    ],
+)
+def test_a_product_has_the_row_that_its_config_gives_and_the_command_passes_the_check(
+    product: Product, tmp_path: Path
+) -> None:
+    """Its shape is that of the published weights, which have as many numbers."""
+    row = product_row(product, tmp_path)
+    assert row in PAGE.read_text(), "run `python -m tools.models_table`"
+    if "refused" in row:
+        return
+    shape = load_model_config(str(tmp_path), device="cpu")
+    assert weight_bytes(shape, 1) == pytest.approx(4 * product.parameters, rel=1e-6)
+    (tmp_path / "model.safetensors").touch()
+    (command,) = re.findall(r"`manta (.*)`", row)
+    given = arguments.parse(shlex.split(command.replace(product.hub_id, str(tmp_path)))).config
+    assert isinstance(given, CommandLine)
+    (served, _) = given.read().content["applications"]
+    assert examined(served["args"], available_bytes=1 << 40)[1] == []
