@@ -62,9 +62,9 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         count = num_routers(config, capacity)
         if wide := too_wide([config], capacity):
             raise InvalidConfig(*wide)
-        serving = {} if config.allow_outage else serve_details.serving(serve_details.being_built(args))
-        if stopping := outages(config, serving):
-            raise InvalidConfig(*stopping)
+        for name in () if config.allow_outage else serve_details.being_built(args):
+            if stopping := outages(config, serve_details.serving(name)):
+                raise InvalidConfig(*stopping)
         for shortage in shortages([config], capacity):
             log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)

@@ -342,13 +342,14 @@ class Fleet:
 
     @property
     def expects_one(self) -> bool:
-        """Tell whether a member has not reported yet, and is not known to be silent."""
-        return any(each.state == "starting" for each in self.seen())
+        """Tell whether a member is about to report for the first time."""
+        return self._words.expects_one
 
     @property
     def num_draining(self) -> int:
         """Count the replicas that take no request and finish those that they have."""
-        return sum(each.state == "draining" for each in self.seen())
+        self._update()
+        return len(self._words.draining) + sum(view.state == "draining" for view in self._router.views)
 
     def seen(self) -> tuple[SeenReplica, ...]:
         """Return every member, by id: one that has not attached or reported yet is starting. Behind them are those that

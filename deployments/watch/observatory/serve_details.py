@@ -128,12 +128,13 @@ def serving(application: str) -> dict[str, int]:
     }
 
 
-def being_built(args: Mapping[str, Any]) -> str:
-    """Return the name of the application that Serve builds with ``args``, which its builder is not told; "" if none."""
-    for name, each in ask_all()["applications"].items():
-        if each.get("status") == "DEPLOYING" and ((each.get("deployed_app_config") or {}).get("args") or {}) == args:
-            return str(name)
-    return ""
+def being_built(args: Mapping[str, Any]) -> list[str]:
+    """Return the applications that Serve builds with ``args``: a builder is not told which of them it builds."""
+    return [
+        str(name)
+        for name, each in ask_all()["applications"].items()
+        if each.get("status") == "DEPLOYING" and ((each.get("deployed_app_config") or {}).get("args") or {}) == args
+    ]
 
 
 def _running(client: Any) -> Mapping[Any, Any]:

@@ -216,8 +216,8 @@ class Built(Controller):
 
     def details(self) -> dict[str, Any]:
         found = self._ask()["applications"]["manta"] if self.listed else {"deployments": {}}
-        config = {"args": {"model": {"path": "m"}}}
-        return {"applications": {"manta": {**found, "status": "DEPLOYING", "deployed_app_config": config}}}
+        built = {"status": "DEPLOYING", "deployed_app_config": {"args": {"model": {"path": "m"}}}}
+        return {"applications": {"manta": {**found, **built}, "twin": built}}
 
     def running(self) -> dict[DeploymentID, list[RunningReplicaInfo]]:
         models, routers = (DeploymentID(name=name, app_name="manta") for name in ("ModelReplica", "Router"))
@@ -271,8 +271,8 @@ def test_what_serves_is_told_by_its_ranks_and_an_application_by_what_it_is_built
     built.listed = False
     assert serve_details.serving("manta") == {"ModelReplica": 3}
     assert serve_details.serving("another") == {}
-    assert serve_details.being_built({"model": {"path": "m"}}) == "manta"
-    assert serve_details.being_built({"model": {"path": "other"}}) == ""
+    assert serve_details.being_built({"model": {"path": "m"}}) == ["manta", "twin"], "Serve does not tell"
+    assert serve_details.being_built({"model": {"path": "other"}}) == []
     built.ids = []
     assert serve_details.serving("manta") == {}, "nothing runs: there is nothing to stop"
 
