@@ -159,7 +159,8 @@ class Rank:
     """What puts a request before others in queues."""
 
     priority: int = 0  # higher runs first; 0 for all where the scheduler's priorities are off
-    from_s: float = 0.0  # arrival_s, less what its priority is worth; set by the scheduler
+    waited_s: float = 0.0  # before it arrived here
+    from_s: float = 0.0  # arrival_s, less what it had waited and what its priority is worth; set by the scheduler
     bound: Bound = Bound()  # set once, when it comes to wait
 
 
@@ -246,7 +247,7 @@ class Req:
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
-            rank=Rank(priority=request.priority),
+            rank=Rank(priority=request.priority, waited_s=request.waited_s),
             num_resumed=len(resumed),
             eos_ids=frozenset() if sampling.ignore_eos and sampling.constraint is None else eos_ids,
             return_logprobs=request.return_logprobs,

@@ -261,6 +261,7 @@ class GenerateRequest:
     priority: int = 0  # higher runs first
     deadline_s: float | None = None  # seconds from submit; None waits as long as it takes
     objective_s: float | None = None  # within which its first token should come, from submit; None: it is never late
+    waited_s: float = 0.0  # before submit, at replicas that are gone: it goes before those that came after it
     return_logprobs: bool = False  # logprob of each output token
     top_logprobs: int = 0  # and of this many most likely alternatives, 0 to 20
     prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none

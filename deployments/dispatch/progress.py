@@ -32,10 +32,11 @@ def _cached(usage: Usage) -> tuple[int, int, int]:
 
 
 def left_after(request: GenerateRequest, waited_s: float) -> GenerateRequest:
-    """Return ``request`` with what is left of its times after ``waited_s``."""
+    """Return ``request`` with what is left of its times after ``waited_s``, which count when it queues."""
     deadline_s, objective_s = request.deadline_s, request.objective_s
     return dataclasses.replace(
         request,
+        waited_s=waited_s,
         deadline_s=None if deadline_s is None else max(deadline_s - waited_s, 0.001),
         objective_s=None if objective_s is None else max(objective_s - waited_s, 0.0),
     )

@@ -59,10 +59,11 @@ class WaitingQueue(ReqQueue):
     """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by the policy's order
     (orders.py).
 
-    A request ranks by ``Req.rank``: its arrival, earlier by ``ageing_s`` for each point of its priority. So
-    ageing crosses priorities: a request that arrives more than ``ageing_s`` per point of difference later ranks behind.
-    Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue`` are taken by rank where
-    the order reads prefixes: peeking at every prompt would cost more than it gains.
+    A request ranks by ``Req.rank``: its arrival, at its first replica where that is gone, and earlier by ``ageing_s``
+    for each point of its priority. So ageing crosses priorities: a request that arrives more than ``ageing_s`` per
+    point of difference later ranks behind. Ageing bounds the wait of requests without any prefix. Queues longer than
+    ``lpm_max_queue`` are taken by rank where the order reads prefixes: peeking at every prompt would cost more than it
+    gains.
 
     Under an order by objectives a request ages by work instead: when it comes to wait, it gets a bound, ``late_factor``
     times the prompt tokens that order of arrival puts before its first token. A request is aged when as
@@ -137,7 +138,7 @@ class WaitingQueue(ReqQueue):
             cached_len = self._cached_len(req) if self._order.reads_prefix else 0
         uncached_len = req.num_tokens - cached_len
         return QueueEntry(
-            waited_s=now_s - req.stamps.arrival_s,
+            waited_s=now_s - req.stamps.arrival_s + req.rank.waited_s,
             output_len=req.max_remaining,
             routing_key=req.asked.routing_key,
             uncached_len=uncached_len,

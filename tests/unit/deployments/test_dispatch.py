@@ -170,13 +170,17 @@ async def test_a_client_that_leaves_cancels_its_lease(house: House) -> None:
     house.dispatcher.check()
 
 
-async def test_the_deadline_of_a_resumed_request_is_what_is_left_of_it(house: House) -> None:
+async def test_a_resumed_request_has_what_is_left_of_its_deadline_and_tells_how_long_it_has_waited(
+    house: House,
+) -> None:
     first, second = ScriptedReplica("r0", die_at=1), ScriptedReplica("r1")
     await house.ready(first, second)
     await house.collect(deadline_s=30.0)
-    left_s = second.requests[0].deadline_s
+    left_s, waited_s = second.requests[0].deadline_s, second.requests[0].waited_s
     assert left_s is not None
     assert 0 < left_s < 30.0
+    assert waited_s > first.requests[0].waited_s
+    assert left_s + waited_s == pytest.approx(30.0)
 
 
 async def test_a_late_delta_of_a_replica_that_was_given_up_changes_nothing(house: House) -> None:

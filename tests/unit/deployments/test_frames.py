@@ -103,7 +103,8 @@ def test_a_request_comes_back_as_it_was_and_token_ids_of_another_size_are_refuse
     ticket = PdTicket(room=2**63 - 1, generation=1, prefill=PeerAddress(host="h", port=1, incarnation="i"))
     request = GenerateRequest(
         rid="a.0-b", token_ids=np.array([0, 1, 2**31 - 1], dtype=np.int32), sampling=sampling, cache_salt="\0k\0",
-        deadline_s=1.5, resumed_ids=(4, 5), prompt_logprobs_from=0, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket),
+        deadline_s=1.5, waited_s=2.5, resumed_ids=(4, 5), prompt_logprobs_from=0,
+        hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket),
     )  # fmt: skip
     [body] = FrameReader().feed(encode(RunRequest(request)))
     found = decode_asked(body)

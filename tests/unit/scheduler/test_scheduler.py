@@ -233,6 +233,18 @@ def test_ageing_crosses_priorities_a_point_is_worth_ageing_s(queue: dict[str, ob
     bench.run()
 
 
+@pytest.mark.parametrize("queue", [{"policy": "lpm"}, {"policy": "fcfs"}, {"policy": "hrrn"}])
+def test_what_has_waited_at_a_replica_that_is_gone_goes_before_what_came_after_it(queue: dict[str, object]) -> None:
+    """A request whose replicas were killed one after another stood behind every new one each time, and never ran."""
+    bench = Bench(ageing_s=5.0, **queue)
+    bench.clock.now_s = 100.0
+    new = bench.submit([1, 2, 3])
+    bench.clock.now_s = 106.0
+    moved = [bench.submit([4, 5, i], waited_s=waited_s) for i, waited_s in enumerate((3.0, 30.0, 60.0))]
+    assert bench.scheduler.queues.waiting.ordered(bench.clock()) == [moved[2], moved[1], new, moved[0]]
+    bench.run()
+
+
 def test_priorities_are_off_unless_asked_for() -> None:
     """A client that may send priorities can hold up all others."""
     bench = Bench(max_running=1)
