@@ -3,8 +3,9 @@
     python -m benchmarks chaos                                  all faults, each 20 times: some hours
     python -m benchmarks chaos machine --only replica --times 3     of one machine, those whose name has this
 
-`machine`: two replicas and an observatory on a Ray of their own. `machines`: three replicas, each on a node of its own;
-machines are namespaces (root; tests/cluster).
+`machine`: two replicas and an observatory on a Ray of their own. `ranks`: the same with three ranks a replica.
+`machines`: three replicas, each on a node of its own, router and proxy on the head; `routers`: the same with two
+routers, each on a machine of its own. Machines are namespaces (root; tests/cluster).
 
 A trial: four chats are written, greedily, so that an undisturbed run has told each text; once all have begun, at a
 random token, the fault comes. A stream is then the `same`, or was `cut` (what it said until then is right), or `hung`
@@ -12,8 +13,8 @@ random token, the fault comes. A stream is then the `same`, or was `cut` (what i
 `whole again`: until all replicas take part, nothing runs, and every page is free or evictable. `files`: what the
 processes that were there before and after have more of them.
 
-A further fault is one entry of MACHINE or MACHINES. A fault that does what it must not is a row that says FAILED, and
-the exit status is 1.
+A further fault is one entry of MACHINE, RANKS, MACHINES or ROUTERS. A fault that does what it must not is a row that
+says FAILED, and the exit status is 1.
 """
 
 import argparse
@@ -51,6 +52,7 @@ WHOLE_S = 300.0  # nodes that were declared dead start Ray and their replicas an
 ENDS_S = 60.0
 STOPPED_S = 10.0
 DEAD_S = 20.0  # Ray declares a node dead after 12
+DRAIN_S = 30.0
 
 Undo = Callable[[], object]
 T = TypeVar("T")
@@ -74,14 +76,16 @@ class OneMachine:
 
     num_replicas = 2
 
-    def __init__(self, folder: Path, *, max_wait_s: float = 120.0, max_running: int = 64) -> None:
+    def __init__(self, folder: Path, *, max_wait_s: float = 120.0, max_running: int = 64, num_ranks: int = 1) -> None:
         self._folder, self._max_wait_s, self._max_running = folder, max_wait_s, max_running
+        self._num_ranks = num_ranks
         self._threads = ThreadPoolExecutor()
 
     def start(self) -> None:
         self.running = Running(
             self._folder,
-            replicas={"count": self.num_replicas, "cpus": 1, "health_period_s": 1},
+            replicas={"count": self.num_replicas, "cpus": 0.9 / self._num_ranks, "health_period_s": 1},
+            parallel={"tp": self._num_ranks},
             cache={"max_total_tokens": 16_000},
             observatory=True,
             router={"max_wait_s": self._max_wait_s},
@@ -98,6 +102,9 @@ class OneMachine:
         return answer, self._threads.submit(read_chat, self.running.url, prompt, num_tokens, answer)
 
     def is_whole(self) -> bool:
+        titles = list(self.processes().values())
+        if not all(any(mark in title for title in titles) for mark in (ROUTER, PROXY, MANAGER, CONTROLLER)):
+            return False  # Serve has yet to start it anew
         watched = HTTP.get(f"{self.running.url}/manta/api/state", timeout=LOOK_S).status_code == 200
         return watched and self.running.serves_with(self.num_replicas) and self.running.idle()
 
@@ -108,18 +115,19 @@ class OneMachine:
         return self.running.process_ended
 
     def pids(self, mark: str) -> list[int]:
-        """Those of processes whose title has ``mark``; of replicas only the busiest."""
+        """Those of processes whose title has ``mark``; of replicas only the busiest, of ranks any one."""
         if mark == REPLICA:
             return [int(max(self.running.states(), key=lambda state: int(state["num_open"]))["replica"]["pid"])]
         found = [pid for pid, title in self.processes().items() if mark in title]
         assert found, f"no process is called {mark}"
-        return found
+        return [random.choice(found)] if mark == RANK else found
 
 
 class ManyMachines:
     """Three replicas on three nodes; router and proxy on the head."""
 
     num_replicas = len(NODES)
+    num_routers = 1
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -129,7 +137,7 @@ class ManyMachines:
         for machine in self.cluster.network.machines.values():
             in_machine(machine, "mkdir -p /tmp/ray && mount -t tmpfs -o size=512m none /tmp/ray")
         self.cluster.start()
-        self.cluster.deploy(replicas={"count": self.num_replicas})
+        self.cluster.deploy(num_routers=self.num_routers, replicas={"count": self.num_replicas})
 
     def stop(self) -> None:
         self.cluster.stop()
@@ -138,7 +146,7 @@ class ManyMachines:
         return self.cluster.begin(prompt, num_tokens)
 
     def is_whole(self) -> bool:
-        return self.cluster.is_whole(self.num_replicas)
+        return len(self.cluster.routers()) == self.num_routers and self.cluster.is_whole(self.num_replicas)
 
     def processes(self) -> dict[int, str]:
         return self.cluster.processes()
@@ -149,6 +157,12 @@ class ManyMachines:
     def busiest(self) -> str:
         """The node whose replica has most open requests."""
         return max(self.cluster.replicas(), key=lambda replica: replica.num_open).node
+
+
+class TwoRouters(ManyMachines):
+    """Two routers, each on a machine of its own; the proxy on the head sends to both."""
+
+    num_routers = 2
 
 
 # Faults: each takes the place, and returns what ends it.
@@ -183,9 +197,23 @@ def stop(mark: str) -> Callable[[OneMachine], Undo]:
 
 
 def cut(place: ManyMachines) -> Undo:
-    node, network = place.busiest(), place.cluster.network
-    network.cut(node)
-    return partial(network.mend, node)
+    return cut_off(place, place.busiest())
+
+
+def cut_router(place: ManyMachines) -> Undo:
+    return cut_off(place, random.choice([name for name in place.cluster.routers() if name in NODES]))
+
+
+def cut_off(place: ManyMachines, name: str) -> Undo:
+    place.cluster.network.cut(name)
+    return partial(place.cluster.network.mend, name)
+
+
+def drain(place: ManyMachines) -> Undo:
+    """Tell Ray that the busiest node will be gone, as a cloud does with one that it takes back; then it is."""
+    node, cluster = place.busiest(), place.cluster
+    cluster.drain_node(node, DRAIN_S)
+    return partial(cluster.run_on, node, "ray", "stop", "--force")
 
 
 def at_all_nodes(change: Callable[[ManyMachines, str], Undo]) -> Callable[[ManyMachines], Undo]:
@@ -228,6 +256,7 @@ class Fault:
 
 
 REPLICA, ROUTER, PROXY, MANAGER = "ModelReplica", "manta:Router", "/haproxy -dS -db ", "ray::HAProxyManager"
+RANK = "RankActor"
 CONTROLLER, OBSERVATORY, GCS = "ServeController", ":Observatory", "gcs_server"
 MACHINE = (
     Fault(name="replica killed", begin=kill(REPLICA)),
@@ -244,9 +273,15 @@ MACHINE = (
     Fault(name="GCS stopped", begin=stop(GCS), for_s=STOPPED_S),
     Fault(name="GCS killed", begin=kill(GCS), cuts=True, ends=True),
 )
+RANKS = (
+    Fault(name="rank killed", begin=kill(RANK)),
+    Fault(name="rank stopped", begin=stop(RANK), for_s=STOPPED_S),
+)
 MACHINES = (
     Fault(name="partition of 10 s", begin=cut, for_s=10.0),
     Fault(name="node away until declared dead", begin=cut, for_s=DEAD_S),
+    Fault(name="partition of 90 s", begin=cut, for_s=90.0),
+    Fault(name="ray drain-node", begin=drain, for_s=DRAIN_S),
     Fault(
         name="100 ms later, 1 % lost",
         begin=at_all_nodes(lambda place, node: place.cluster.network.worsen(node, 0.1, 0.01)),
@@ -260,6 +295,7 @@ MACHINES = (
     Fault(name="/dev/shm of the nodes full", begin=at_all_nodes(fill("/dev/shm")), for_s=30.0),
     Fault(name="disk of the nodes full", begin=at_all_nodes(fill("/tmp/ray")), for_s=30.0),
 )
+ROUTERS = (Fault(name="a router's node cut off", begin=cut_router, for_s=DEAD_S, cuts=True),)
 
 
 @dataclass(kw_only=True)
@@ -418,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         section: str, make: Callable[[Path], Place], faults: Sequence[Fault], chosen: argparse.Namespace
     ) -> list[Row]:
         nonlocal failed
-        if make is ManyMachines and (reason := why_none()):
+        if make in (ManyMachines, TwoRouters) and (reason := why_none()):
             return [Row(section=section, name="not tried", value=None, note=reason)]
         wanted = [each for each in faults if chosen.only in each.name]
         found = list(trials(make, wanted, 1 if chosen.quick else chosen.times))
@@ -434,9 +470,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             about="processes of one machine are killed or stopped",
             measure=partial(measure, "one machine", OneMachine, MACHINE),
         ),
+        "ranks": Part(
+            about="the same with three ranks a replica, of which one is killed or stopped",
+            measure=partial(measure, "three ranks a replica", partial(OneMachine, num_ranks=3), RANKS),
+        ),
         "machines": Part(
             about="nodes vanish, their links and disks are bad (root)",
             measure=partial(measure, "three nodes and a head", ManyMachines, MACHINES),
+        ),
+        "routers": Part(
+            about="of two routers one loses its node (root)",
+            measure=partial(measure, "two routers", TwoRouters, ROUTERS),
         ),
     }
     harness.run("chaos", __doc__, parts, argv, options=add_options)

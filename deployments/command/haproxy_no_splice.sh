@@ -18,7 +18,10 @@ if [ -f "$config" ]; then
     [ -z "$MANTA_HAPROXY_STATS_HOST" ] || sed -i -E "s/^( *bind )[*]?:/\\1$MANTA_HAPROXY_STATS_HOST:/" "$config"
     # A head that is not complete after 5 s is cut, however steadily it grows: `timeout client` begins anew with each
     # byte. Serve has no variable for it. Browsers connect ahead of what they ask: those are closed without a 408.
-    sed -i '/^defaults/a\    timeout http-request 5s\n    option http-ignore-probes' "$config"
+    # A router's machine that vanishes ends no connection: the kernels ask each other, and its streams are cut after 14 s,
+    # when Ray has declared it dead too. A router that is only stopped has a kernel that answers.
+    alive='option srvtcpka\n    srvtcpka-idle 6s\n    srvtcpka-intvl 2s\n    srvtcpka-cnt 4'
+    sed -i "/^defaults/a\\    timeout http-request 5s\\n    option http-ignore-probes\\n    $alive" "$config"
     # Serve sends a client's x-request-id back as it came: one that we would not take as a name is left out (rids.py).
     sed -i '/^frontend http_frontend/a\    http-request del-header x-request-id unless { req.fhdr_cnt(x-request-id) eq 1 } { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:/@+=-]{1,128}$ }' "$config"
     # MANTA_HAPROXY_PER_SOURCE: the most connections of one address. Behind a proxy, that is the proxy's.

@@ -138,22 +138,25 @@ class Cluster:
     def address(self, name: str) -> str:
         return self.network.machines[name].address
 
-    def deploy(self, **args: Any) -> None:
-        """`serve deploy` an application with ``args`` beside ours."""
+    def deploy(self, *, num_routers: int = 1, **args: Any) -> None:
+        """`serve deploy` an application with ``args`` beside ours. Of one router the place is the head."""
         ours: dict[str, Any] = {
             "model": {"path": f"models/{MODEL}"},
             "cache": {"page_size": 16, "max_total_tokens": 8192, "device_memory_bytes": 1_200_000_000},
             "scheduler": {"chunked_prefill_size": 64},
-            "router": {"allowed_hosts": ["*"], "retry_wait_s": 60, "count": 1},
+            "router": {"allowed_hosts": ["*"], "retry_wait_s": 60},
             "allow_outage": True,  # one mode follows the other
         }
-        application = {
+        application: dict[str, Any] = {
             "name": "manta",
             "route_prefix": "/",
             "import_path": "deployments.app:build",
             "args": {**ours, **args},
-            "deployments": [{"name": "Router", "ray_actor_options": {"num_cpus": 0, "resources": {"head": 0.1}}}],
         }
+        if num_routers == 1:
+            ours["router"]["count"] = 1
+            on_head = {"num_cpus": 0, "resources": {"head": 0.1}}
+            application["deployments"] = [{"name": "Router", "ray_actor_options": on_head}]
         settings = {
             "proxy_location": "HeadOnly",
             "http_options": {"host": "0.0.0.0", "port": 8000},
@@ -161,6 +164,25 @@ class Cluster:
         }
         (self.network.machines["head"].tmp / "serve.yaml").write_text(yaml.safe_dump(settings))
         self.run_on("head", "serve", "deploy", "--address", f"http://{self.head}:8265", "/tmp/serve.yaml")
+
+    def drain_node(self, name: str, deadline_s: float) -> None:
+        """Tell Ray that the machine will be gone after that time."""
+        nodes = self.ask("/api/v0/nodes?limit=100")["data"]["result"]["result"]
+        [node_id] = [
+            each["node_id"] for each in nodes if each["node_ip"] == self.address(name) and each["state"] == "ALIVE"
+        ]
+        self.run_on("head", "ray", "drain-node", "--address", f"{self.head}:6379", "--node-id", node_id, "--reason",
+                    "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "it is taken back",
+                    "--deadline-remaining-seconds", f"{deadline_s:.0f}")  # fmt: skip
+
+    def routers(self) -> list[str]:
+        """The machines whose routers run, as Serve lists them; [] while the dashboard does not answer."""
+        try:
+            listed = self.ask("/api/serve/applications/")["applications"]["manta"]["deployments"]["Router"]["replicas"]
+        except (httpx.HTTPError, KeyError):
+            return []
+        names = {machine.address: name for name, machine in self.network.machines.items()}
+        return [names[each["node_ip"]] for each in listed if each["state"] == "RUNNING"]
 
     def status(self) -> tuple[str, str]:
         """Serve's state of the application, and what it says of it."""

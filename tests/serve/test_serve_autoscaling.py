@@ -1,13 +1,19 @@
-"""Load makes replicas, idleness takes them away, and no request notices; on a real local Ray, which dies at last."""
+"""Load makes replicas, idleness takes them away, other settings replace them, and no request notices; on a real local
+Ray, which dies at last."""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.serve.running import HTTP, Running
 
@@ -70,6 +76,81 @@ def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_re
     assert set(statuses) == {200}
     assert len(statuses) >= 16
     assert HTTP.post(f"{app.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60).status_code == 200
+
+
+DEPLOY = """
+import sys, time
+import ray, yaml
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+ray.init(namespace="serve", log_to_driver=False)
+_get_global_client().deploy_apps(ServeDeploySchema(**yaml.safe_load(sys.stdin)), _blocking=False)
+while (found := serve.status().applications["manta"]).status == "DEPLOYING":
+    time.sleep(0.2)
+print(found.status.value, found.message)
+"""
+
+
+def deploy(app: Running, **changes: Any) -> str:
+    """Do what `serve deploy` does with the file, some settings changed. Returns: Serve's state of it at the end, and
+    what Serve says of that."""
+    [raylet] = [pid for pid, command in app.processes().items() if command.split()[0].endswith("raylet/raylet")]
+    environ = dict(line.split("=", 1) for line in Path(f"/proc/{raylet}/environ").read_text().split("\0") if line)
+    [address] = [word for word in app.processes()[raylet].split() if word.startswith("--gcs-address=")]
+    config = yaml.safe_load(app.config.read_text())
+    config["applications"][0]["args"].update(changes)
+    # one replica: its successor starts before it stops
+    config["applications"][0]["deployments"] = [{"name": "ModelReplica", "max_surge_percent": 100}]
+    told = subprocess.run(
+        [sys.executable, "-c", DEPLOY], input=yaml.safe_dump(config), capture_output=True, text=True,
+        env=environ | {"RAY_ADDRESS": address.partition("=")[2]},
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    return told.stdout.strip()
+
+
+def under_light_load(app: Running, do: Callable[[], str]) -> tuple[str, list[int]]:
+    """Have two clients ask while ``do`` runs. Returns: its result, and the status of each answer."""
+    stop, statuses = threading.Event(), list[int]()
+
+    def client() -> None:
+        while not stop.is_set():
+            body = {"prompt": "Water is", "max_tokens": 8}
+            statuses.append(HTTP.post(f"{app.url}/v1/completions", json=body, timeout=120).status_code)
+            stop.wait(0.3)
+
+    with ThreadPoolExecutor(2) as pool:
+        clients = [pool.submit(client) for _ in range(2)]
+        try:
+            came = do()
+        finally:
+            stop.set()
+        for each in clients:
+            each.result()
+    return came, statuses
+
+
+def test_another_mode_is_refused_and_other_numbers_replace_replica_and_router_with_no_failed_request(
+    app: Running,
+) -> None:
+    autoscaling = {"min_replicas": 1, "max_replicas": 1}
+    before = app.info()
+    came, statuses = under_light_load(app, lambda: deploy(app, mode="disaggregated"))
+    assert came.startswith("DEPLOY_FAILED"), came
+    assert "mode = 'disaggregated': the application that serves has another mode" in came
+    assert set(statuses) == {200}
+    assert app.info()["internal_states"][0]["replica_id"] == before["internal_states"][0]["replica_id"]
+    changed = {"scheduler": {"max_running_requests": 9}, "replicas": {"cpus": 0.5, "autoscaling": autoscaling}}
+    came, more = under_light_load(app, lambda: deploy(app, **changed))
+    assert came == "RUNNING"
+    app.until(lambda: app.serves_with(1), 60)
+    after = app.info()
+    print(f"{len(statuses)} requests meanwhile, then {len(more)}")
+    assert set(more) == {200}
+    assert after["scheduler"]["max_running_requests"] == 9
+    assert after["router"]["pid"] != before["router"]["pid"]
+    assert after["internal_states"][0]["replica_id"] != before["internal_states"][0]["replica_id"]
 
 
 def test_when_rays_gcs_has_died_it_says_so_and_ends_with_status_1(app: Running) -> None:

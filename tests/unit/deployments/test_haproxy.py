@@ -73,7 +73,7 @@ def test_its_statistics_listen_where_requests_do(tmp_path: Path, host: str, stat
     assert binds == [f"bind {stats.removeprefix('*')}9101", served, f"bind {stats}8404"]  # the first is Serve's ":"
 
 
-def test_a_head_that_grows_steadily_has_5_seconds(tmp_path: Path) -> None:
+def test_a_head_that_grows_steadily_has_5_seconds_and_a_router_whose_machine_is_gone_14(tmp_path: Path) -> None:
     """4,200 of them, a byte each 5 s, shut the server: the bound on silence begins anew with each byte."""
     config = tmp_path / "haproxy.cfg"
     config.write_text("global\n    maxconn 9\ndefaults\n    mode http\nfrontend http_frontend\n    bind :8000\n")
@@ -82,7 +82,10 @@ def test_a_head_that_grows_steadily_has_5_seconds(tmp_path: Path) -> None:
         command = [environ[BINARY], "-f", str(config)]
         told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     _, defaults = told.split("defaults\n")
-    assert defaults.startswith("    timeout http-request 5s\n    option http-ignore-probes\n    mode http\nfrontend")
+    assert [line.strip() for line in defaults.partition("frontend ")[0].splitlines()] == [
+        "timeout http-request 5s", "option http-ignore-probes", "option srvtcpka", "srvtcpka-idle 6s",
+        "srvtcpka-intvl 2s", "srvtcpka-cnt 4", "mode http",
+    ]  # fmt: skip
     assert "stick-table" not in told
 
 
