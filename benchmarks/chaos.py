@@ -257,7 +257,7 @@ class Fault:
 
 REPLICA, ROUTER, PROXY, MANAGER = "ModelReplica", "manta:Router", "/haproxy -dS -db ", "ray::HAProxyManager"
 RANK = "RankActor"
-CONTROLLER, OBSERVATORY, GCS = "ServeController", ":Observatory", "gcs_server"
+CONTROLLER, OBSERVATORY, GCS, RAYLET = "ServeController", ":Observatory", "gcs_server", "raylet/raylet "
 MACHINE = (
     Fault(name="replica killed", begin=kill(REPLICA)),
     Fault(name="router killed", begin=kill(ROUTER), cuts=True),
@@ -272,6 +272,7 @@ MACHINE = (
     Fault(name="observatory stopped", begin=stop(OBSERVATORY), for_s=STOPPED_S),
     Fault(name="GCS stopped", begin=stop(GCS), for_s=STOPPED_S),
     Fault(name="GCS killed", begin=kill(GCS), cuts=True, ends=True),
+    Fault(name="raylet killed", begin=kill(RAYLET), cuts=True, ends=True),
 )
 RANKS = (
     Fault(name="rank killed", begin=kill(RANK)),

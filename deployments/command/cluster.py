@@ -7,8 +7,8 @@ Owns:      the Ray it starts, with all its descendant processes; the handlers of
            each application or deployment has been missing.
 Never:     counts the death of one replica while another one runs: Serve replaces it.
 Invariant: at the end no process of a Ray of our own is left; on a cluster that existed before, only Serve is ended.
-           What Ray restarts (Serve's controller, replicas) has PATIENCE_S to return; Ray's GCS, which nothing restarts,
-           has none.
+           What Ray restarts (Serve's controller, replicas) has PATIENCE_S to return; Ray's GCS and the raylet of a Ray
+           of our own, which nothing restarts, have none.
 Thread:    the main thread.
 """
 
@@ -230,21 +230,22 @@ class Supervision:
     """The state of the applications, which is asked for from time to time."""
 
     def __init__(
-        self, names: Collection[str], *, status: Status, gcs_answers: Callable[[], bool], clock: Callable[[], float]
+        self, names: Collection[str], *, status: Status, ray_lacks: Callable[[], str], clock: Callable[[], float]
     ) -> None:
-        """``names``: the applications that must live; ``status``: asks Serve, and raises if it does not answer."""
+        """``names``: the applications that must live; ``status``: asks Serve, and raises if it does not answer.
+        ``ray_lacks``: names a process of Ray that has died; "" if all live."""
         self._names = names
         self._status = status
-        self._gcs_answers = gcs_answers
+        self._ray_lacks = ray_lacks
         self._clock = clock
         self._since_s: dict[str, float] = {}  # what is wrong -> since when
         self.ray_is_dead = False
 
     def look(self) -> str | None:
         """Say why serving has ended; None while everything runs or may recover."""
-        if not self._gcs_answers() and not self._gcs_answers():
+        if self._ray_lacks() and (dead := self._ray_lacks()):
             self.ray_is_dead = True
-            return "Ray has died: its GCS does not answer"
+            return f"Ray has died: its {dead} does not answer"
         now_s = self._clock()
         wrong = self._wrong()
         self._since_s = {each: self._since_s.get(each, now_s) for each in wrong}
@@ -285,6 +286,18 @@ def status_of_serve() -> Status:
         return dict(ServeInstanceDetails(**details)._get_status().applications)
 
     return status
+
+
+def processes_of_ray(*, ours: bool) -> dict[str, str]:
+    """Return the addresses of the processes without which Ray has died; ``ours``: it is all on this machine."""
+    here = ray._private.worker._global_node
+    found = {"GCS": ray.get_runtime_context().gcs_address}
+    return found | {"raylet": f"{here.node_ip_address}:{here.node_manager_port}"} if ours else found
+
+
+def first_dead(processes: Mapping[str, str]) -> str:
+    """Return the name of the first of ``processes`` (name -> host:port) that accepts no connection; "" if all do."""
+    return next((name for name, address in processes.items() if not listens(address)), "")
 
 
 def listens(address: str) -> bool:

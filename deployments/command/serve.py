@@ -70,7 +70,7 @@ def _run(config_path: Given, progress: startup.StartProgress) -> int:
                 say(f"{shortage}; they start when the cluster has grown")
             opened.serving = _deploy(schema, configs, progress)
             if opened.serving:
-                opened.lost = _until_the_end(configs)
+                opened.lost = _until_the_end(configs, ours=opened.ours)
             return 1
     except cluster.NoCluster as error:
         progress.close()
@@ -192,13 +192,13 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: 
     return True
 
 
-def _until_the_end(names: Collection[str]) -> bool:
+def _until_the_end(names: Collection[str], *, ours: bool) -> bool:
     """Supervise the applications until serving has ended, and print why. Returns: whether Ray itself has died."""
-    gcs = ray.get_runtime_context().gcs_address
+    processes = cluster.processes_of_ray(ours=ours)
     served = cluster.Supervision(
         names,
         status=cluster.status_of_serve(),
-        gcs_answers=lambda: cluster.listens(gcs),
+        ray_lacks=lambda: cluster.first_dead(processes),
         clock=time.monotonic,
     )
     while (reason := served.look()) is None:

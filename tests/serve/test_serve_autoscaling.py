@@ -95,9 +95,10 @@ print(found.status.value, found.message)
 def deploy(app: Running, **changes: Any) -> str:
     """Do what `serve deploy` does with the file, some settings changed. Returns: Serve's state of it at the end, and
     what Serve says of that."""
-    [raylet] = [pid for pid, command in app.processes().items() if command.split()[0].endswith("raylet/raylet")]
+    titles = app.processes()
+    raylet = next(pid for pid, title in titles.items() if title.partition(" ")[0].endswith("raylet/raylet"))
     environ = dict(line.split("=", 1) for line in Path(f"/proc/{raylet}/environ").read_text().split("\0") if line)
-    [address] = [word for word in app.processes()[raylet].split() if word.startswith("--gcs-address=")]
+    [address] = [word for word in titles[raylet].split() if word.startswith("--gcs-address=")]
     config = yaml.safe_load(app.config.read_text())
     config["applications"][0]["args"].update(changes)
     # one replica: its successor starts before it stops

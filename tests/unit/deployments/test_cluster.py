@@ -23,20 +23,20 @@ from ray.serve.schema import (
 )
 
 from deployments.command import cluster, serve, startup
-from deployments.command.cluster import PATIENCE_S, Supervision, listens
+from deployments.command.cluster import PATIENCE_S, Supervision, first_dead
 from tests.harness import Clock
 
 
 class Served:
-    """An application with two deployments, and a GCS."""
+    """An application with two deployments, and a Ray."""
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.gcs, self.answers, self.there = True, True, True
+        self.dead, self.answers, self.there = "", True, True
         self.status = ApplicationStatus.RUNNING
         self.num_running = 2
         self.supervision = Supervision(
-            ["manta"], status=self.applications, gcs_answers=lambda: self.gcs, clock=self.clock
+            ["manta"], status=self.applications, ray_lacks=lambda: self.dead, clock=self.clock
         )
 
     def applications(self) -> Mapping[str, ApplicationStatusOverview]:
@@ -57,11 +57,12 @@ class Served:
         return self.supervision.look()
 
 
-def test_a_dead_gcs_ends_it_at_once() -> None:
+@pytest.mark.parametrize("dead", ["GCS", "raylet"])
+def test_a_process_of_ray_that_nothing_restarts_ends_it_at_once(dead: str) -> None:
     served = Served()
     assert served.after(0) is None
-    served.gcs = False
-    assert served.after(2) == "Ray has died: its GCS does not answer"
+    served.dead = dead
+    assert served.after(2) == f"Ray has died: its {dead} does not answer"
     assert served.supervision.ray_is_dead
 
 
@@ -98,13 +99,14 @@ def test_an_application_that_failed_or_was_deleted_has_died(how: str) -> None:
     assert served.after(PATIENCE_S) == f"application manta {said} for 60 s"
 
 
-def test_a_port_is_asked_whether_a_process_listens() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert listens(address)
-    assert not listens(address)
+def test_a_process_of_ray_is_dead_once_nothing_listens_at_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        processes = {"GCS": f"127.0.0.1:{gcs.getsockname()[1]}"}
+        with socket.create_server(("127.0.0.1", 0)) as raylet:
+            processes["raylet"] = f"127.0.0.1:{raylet.getsockname()[1]}"
+            assert first_dead(processes) == ""
+        assert first_dead(processes) == "raylet"
+    assert first_dead(processes) == "GCS"
 
 
 @pytest.fixture
