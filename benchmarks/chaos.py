@@ -53,6 +53,7 @@ ENDS_S = 60.0
 STOPPED_S = 10.0
 DEAD_S = 20.0  # Ray declares a node dead after 12
 DRAIN_S = 30.0
+AWAY_S = 60.0  # long enough to see how soon the clients of a lost router are told
 
 Undo = Callable[[], object]
 T = TypeVar("T")
@@ -296,7 +297,7 @@ MACHINES = (
     Fault(name="/dev/shm of the nodes full", begin=at_all_nodes(fill("/dev/shm")), for_s=30.0),
     Fault(name="disk of the nodes full", begin=at_all_nodes(fill("/tmp/ray")), for_s=30.0),
 )
-ROUTERS = (Fault(name="a router's node cut off", begin=cut_router, for_s=DEAD_S, cuts=True),)
+ROUTERS = (Fault(name="a router's node cut off", begin=cut_router, for_s=AWAY_S, cuts=True),)
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ class Answer:
     route: str = ""
     rid: str = ""
     at_s: list[float] = field(default_factory=list)  # when each text came
+    ended_s: float = 0.0
 
     @property
     def longest_gap_s(self) -> float:
-        return max((later - earlier for earlier, later in zip(self.at_s, self.at_s[1:], strict=False)), default=0.0)
+        """The longest time in which nothing came, from the first text to the end."""
+        times_s = [*self.at_s, self.ended_s or self.at_s[-1]] if self.at_s else []
+        return max((later - earlier for earlier, later in pairwise(times_s)), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +278,7 @@ def read_chat(url: str, prompt: str, num_tokens: int, answer: Answer, **more: An
             _read(response, answer)
     except httpx.HTTPError as error:
         answer.end = repr(error)
+    answer.ended_s = time.monotonic()
 
 
 def _read(response: httpx.Response, answer: Answer) -> None:

@@ -98,7 +98,7 @@ def deploy(app: Running, **changes: Any) -> str:
     titles = app.processes()
     raylet = next(pid for pid, title in titles.items() if title.partition(" ")[0].endswith("raylet/raylet"))
     environ = dict(line.split("=", 1) for line in Path(f"/proc/{raylet}/environ").read_text().split("\0") if line)
-    [address] = [word for word in titles[raylet].split() if word.startswith("--gcs-address=")]
+    address = next(word for word in titles[raylet].split() if word.startswith("--gcs-address="))
     config = yaml.safe_load(app.config.read_text())
     config["applications"][0]["args"].update(changes)
     # one replica: its successor starts before it stops
