@@ -230,12 +230,20 @@ class Supervision:
     """The state of the applications, which is asked for from time to time."""
 
     def __init__(
-        self, names: Collection[str], *, status: Status, ray_lacks: Callable[[], str], clock: Callable[[], float]
+        self,
+        names: Collection[str],
+        *,
+        status: Status,
+        serves: Callable[[str], bool],
+        ray_lacks: Callable[[], str],
+        clock: Callable[[], float],
     ) -> None:
         """``names``: the applications that must live; ``status``: asks Serve, and raises if it does not answer.
+        ``serves``: whether an application that could not be deployed again goes on with what it had; raises likewise.
         ``ray_lacks``: names a process of Ray that has died; "" if all live."""
         self._names = names
         self._status = status
+        self._serves = serves
         self._ray_lacks = ray_lacks
         self._clock = clock
         self._since_s: dict[str, float] = {}  # what is wrong -> since when
@@ -257,6 +265,8 @@ class Supervision:
     def _wrong(self) -> list[str]:
         try:
             applications = self._status()
+            failed = [name for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED]
+            dead = {name for name in failed if not self._serves(name)}
         except Exception:  # noqa: BLE001 - the edge: any error means that Serve does not answer
             return ["Serve's controller has not answered"]
         wrong = []
@@ -264,11 +274,11 @@ class Supervision:
             application = applications.get(name)
             if application is None:
                 wrong.append(f"application {name} has not been there")
-            elif application.status is ApplicationStatus.DEPLOY_FAILED:
+            elif name in dead:
                 wrong.append(f"application {name} has been failed")
             else:
-                dead = [each for each, overview in application.deployments.items() if _is_dead(overview)]
-                wrong += [f"{each} of application {name} has had no replica that runs" for each in dead]
+                lost = [each for each, overview in application.deployments.items() if _is_dead(overview)]
+                wrong += [f"{each} of application {name} has had no replica that runs" for each in lost]
         return wrong
 
 

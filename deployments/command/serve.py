@@ -198,6 +198,7 @@ def _until_the_end(names: Collection[str], *, ours: bool) -> bool:
     served = cluster.Supervision(
         names,
         status=cluster.status_of_serve(),
+        serves=lambda name: bool(serve_details.serving(name)),
         ray_lacks=lambda: cluster.first_dead(processes),
         clock=time.monotonic,
     )

@@ -144,23 +144,22 @@ class Cluster:
 
     def deploy(self, *, num_routers: int = 1, **args: Any) -> None:
         """`serve deploy` an application with ``args`` beside ours. Of one router the place is the head."""
+        alone = num_routers == 1
         ours: dict[str, Any] = {
             "model": {"path": f"models/{MODEL}"},
             "cache": {"page_size": 16, "max_total_tokens": 8192, "device_memory_bytes": 1_200_000_000},
             "scheduler": {"chunked_prefill_size": 64},
-            "router": {"allowed_hosts": ["*"], "retry_wait_s": 60},
+            "router": {"allowed_hosts": ["*"], "retry_wait_s": 60} | ({"count": 1} if alone else {}),
             "allow_outage": True,  # one mode follows the other
         }
-        application: dict[str, Any] = {
+        on_head = {"name": "Router", "ray_actor_options": {"num_cpus": 0, "resources": {"head": 0.1}}}
+        application = {
             "name": "manta",
             "route_prefix": "/",
             "import_path": "deployments.app:build",
             "args": {**ours, **args},
+            "deployments": [on_head] if alone else [],
         }
-        if num_routers == 1:
-            ours["router"]["count"] = 1
-            on_head = {"num_cpus": 0, "resources": {"head": 0.1}}
-            application["deployments"] = [{"name": "Router", "ray_actor_options": on_head}]
         settings = {
             "proxy_location": "HeadOnly",
             "http_options": {"host": "0.0.0.0", "port": 8000},

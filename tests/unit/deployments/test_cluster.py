@@ -32,11 +32,15 @@ class Served:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.dead, self.answers, self.there = "", True, True
+        self.dead, self.answers, self.there, self.serves = "", True, True, False
         self.status = ApplicationStatus.RUNNING
         self.num_running = 2
         self.supervision = Supervision(
-            ["manta"], status=self.applications, ray_lacks=lambda: self.dead, clock=self.clock
+            ["manta"],
+            status=self.applications,
+            serves=lambda name: self.serves,
+            ray_lacks=lambda: self.dead,
+            clock=self.clock,
         )
 
     def applications(self) -> Mapping[str, ApplicationStatusOverview]:
@@ -97,6 +101,17 @@ def test_an_application_that_failed_or_was_deleted_has_died(how: str) -> None:
     assert served.after(0) is None
     said = {"gone": "has not been there", "failed": "has been failed"}[how]
     assert served.after(PATIENCE_S) == f"application manta {said} for 60 s"
+
+
+def test_a_file_that_cannot_be_deployed_ends_nothing_while_what_was_deployed_before_serves() -> None:
+    """`serve deploy` of a bad file ended, a minute later, what `manta serve` had started on the cluster."""
+    served = Served()
+    served.status, served.serves = ApplicationStatus.DEPLOY_FAILED, True
+    assert served.after(0) is None
+    assert served.after(PATIENCE_S) is None
+    served.serves = False
+    assert served.after(1) is None
+    assert served.after(PATIENCE_S) == "application manta has been failed for 60 s"
 
 
 def test_a_process_of_ray_is_dead_once_nothing_listens_at_its_port() -> None:
