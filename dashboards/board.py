@@ -15,13 +15,22 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dashboards.catalog import CATALOG, IDENTITY, Process
+from dashboards.catalog import CATALOG, Process
 
 WIDTH = 24  # columns of Grafana's grid
 WINDOW = "$__rate_interval"  # Grafana's: long enough for a rate at the board's zoom
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 QUANTILES = ((0.5, "p50"), (0.9, "p90"), (0.99, "p99"))
-NARROWING = {"model": "build_info", "role": "replica_info", "replica": "replica_info"}  # variable -> metric it is from
+# variable -> what it chooses by: the metric that has its values, the label, and the series of the metric that count
+NARROWING = {
+    "model": ("build_info", "model", ""),
+    "instance": ("build_info", "instance", ""),
+    "role": ("replica_info", "role", ""),
+    "replica": ("replica_info", "replica", ""),
+    "router": ("build_info", "replica", 'role="router"'),
+}
+OF_EVERY = ("model", "instance")  # those that narrow every metric
+OF_PROCESS = {Process.REPLICA: (*OF_EVERY, "role", "replica"), Process.ROUTER: (*OF_EVERY, "router")}
 LIVE_VIEW = "http://127.0.0.1:8000/manta"  # the hidden variable ``live``; `python -m dashboards export` replaces it
 SHOW = ("Show in the live view", "${live}/#replica=")  # a link's title, and its address before the replica's id
 OBJECTIVE = "objective"  # the legend of a query that is drawn as a dashed line in red
@@ -88,8 +97,8 @@ def _series(name: str, part: str, where: Mapping[str, str]) -> str:
         values = value.removeprefix("!")
         operator = ("!" if values != value else "") + ("=~" if "|" in values else "=")
         matchers.append(f'{label}{operator.replace("!=~", "!~")}"{values}"')
-    narrowed = IDENTITY if metric.process is Process.REPLICA else ("model",)
-    matchers += [f'{label}=~"${label}"' for label in narrowed if label not in where]
+    chosen = {variable: NARROWING[variable][1] for variable in OF_PROCESS.get(metric.process, OF_EVERY)}
+    matchers += [f'{label}=~"${variable}"' for variable, label in chosen.items() if label not in where]
     return f"{metric.full_name}{part}{{{','.join(matchers)}}}"
 
 
@@ -290,22 +299,22 @@ def _annotation(events: Annotation) -> dict[str, Any]:
 
 
 def _variables() -> list[dict[str, Any]]:
-    """Make datasource, then model, role and replica, each narrowed by those before it."""
+    """Make datasource, then those of NARROWING, each narrowed by the ones before it that its metric has."""
     common = {"allowCustomValue": True, "skipUrlSync": False}
     found: list[dict[str, Any]] = [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "multi": False,
          "includeAll": False, **common}
     ]  # fmt: skip
-    chosen: list[str] = []
-    for name, metric in NARROWING.items():
-        matchers = ",".join(f'{label}=~"${label}"' for label in chosen)
+    for name, (metric, label, where) in NARROWING.items():
+        narrowing = OF_PROCESS.get(CATALOG[metric].process, OF_EVERY)
+        before = [each for each in narrowing if each in [known["name"] for known in found]]
+        matchers = ",".join([*([where] if where else []), *(f'{each}=~"${each}"' for each in before)])
         series = CATALOG[metric].full_name + (f"{{{matchers}}}" if matchers else "")
         found.append({
-            "name": name, "label": name.capitalize(), "type": "query", "query": f"label_values({series}, {name})",
+            "name": name, "label": name.capitalize(), "type": "query", "query": f"label_values({series}, {label})",
             "datasource": SOURCE, "refresh": 2, "sort": 1, "multi": True, "includeAll": True, "allValue": ".*",
             "current": {"selected": True, "text": "All", "value": "$__all"}, **common,
         })  # fmt: skip
-        chosen.append(name)
     value = {"selected": True, "text": LIVE_VIEW, "value": LIVE_VIEW}
     hidden = {"name": "live", "label": "Live view", "type": "textbox", "query": LIVE_VIEW, "hide": 2}
     return [*found, {**hidden, "current": value, "options": [value], **common}]

@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from dashboards.board import WINDOW, Needs
+from dashboards.board import NARROWING, WINDOW, Needs
 from dashboards.files import BOARDS, rules_text
 
 SPAN_S = 120.0  # of the range that is asked for, up to now
 STEP_S = 5
 TIMEOUT_S = 10
-VARIABLES = {"$model": ".*", "$role": ".*", "$replica": ".*"}  # as All on the boards
+VARIABLES = {f"${name}": ".*" for name in NARROWING}  # as All on the boards
 Ask = Callable[[str], list[Any]]  # a query -> its series, each {"metric", "values": [[time, "number"], ...]}
 
 

@@ -126,6 +126,14 @@ def test_an_objective_is_a_dashed_line_and_outcomes_have_their_colours() -> None
     assert {each["matcher"]["options"] for each in outcomes} == set(OUTCOMES)
 
 
+def test_a_board_narrows_a_routers_metrics_by_its_own_variable_and_a_replicas_by_two() -> None:
+    assert rate("requests_total") == (
+        'sum(rate(manta_requests_total{model=~"$model",instance=~"$instance",replica=~"$router"}[$__rate_interval]))'
+    )
+    assert '{model=~"$model",instance=~"$instance",role=~"$role",replica=~"$replica"}' in rate("cache_hit_tokens_total")
+    assert rate("cache_hit_tokens_total", replica="r1").count("replica=") == 1  # a query that chooses for itself
+
+
 def test_the_first_screen_is_open_and_all_else_is_closed() -> None:
     open_rows = [row.title for board in BOARDS for row in board.rows if row.is_open]
     assert open_rows == ["Now", "Latency and outcomes", "Pool use", "Decisions"]
@@ -154,7 +162,7 @@ def test_a_board_has_what_its_readers_expect(uid: str) -> None:
     document = committed_board(uid)
     assert document["graphTooltip"] == 1  # a shared crosshair
     variables = [each["name"] for each in document["templating"]["list"]]
-    assert variables == ["datasource", "model", "role", "replica", "live"]
+    assert variables == ["datasource", "model", "instance", "role", "replica", "router", "live"]
     others = {f"/d/{other}" for other in BOARD_FILES if other != uid}
     *boards, live = document["links"]
     assert {link["url"] for link in boards} == others

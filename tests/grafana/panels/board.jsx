@@ -54,7 +54,8 @@ async function answer(path, query) {
 async function ask(target, pixels) {
   const step = Math.max(Math.ceil((to - from) / pixels), SCRAPE_S);
   const interval = `${Math.max(step + SCRAPE_S, 4 * SCRAPE_S)}s`;
-  const query = target.expr.replaceAll("$__rate_interval", interval).replace(/"\$(model|role|replica)"/g, '".*"');
+  const query = target.expr.replaceAll("$__rate_interval", interval)
+    .replace(/"\$(model|instance|role|replica|router)"/g, '".*"');
   const path = target.instant ? `query?time=${to}` : `query_range?start=${from}&end=${to}&step=${step}`;
   const found = await answer(path, query);
   if (target.format === "table") {

@@ -61,7 +61,7 @@ def test_an_answer_is_fine_or_a_problem(
 def test_queries_are_asked_with_their_variables_filled_in() -> None:
     asked = [query for _, query, _ in queries("30s")]
     assert not [query for query in asked if "$" in query]
-    assert 'sum(rate(manta_requests_total{model=~".*"}[30s]))' in asked
+    assert 'sum(rate(manta_requests_total{model=~".*",instance=~".*",replica=~".*"}[30s]))' in asked
 
 
 def test_the_table_has_one_line_per_query() -> None:
