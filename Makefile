@@ -32,7 +32,7 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-cluster chaos soak install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs pictures \
+.PHONY: help serve test test-all test-cluster chaos soak install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs site pictures \
 	board-pictures model install \
 	install-test tools-test lock clean
 
@@ -54,6 +54,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-plots: $(VENV)/.installed
 	@$(INSTALL) "Installing what draws plots" $(VENV)/install-plots.log --editable '.[plots]'
+	@touch $@
+
+$(VENV)/.installed-site: $(VENV)/.installed
+	@$(INSTALL) "Installing what makes the site" $(VENV)/install-site.log --editable '.[site]'
 	@touch $@
 
 install: $(VENV)/.installed ## Make .venv and install the project
@@ -140,6 +144,12 @@ dashboards: install-test ## Write the boards and docs/metrics.md anew, from dash
 docs: install-test ## Write the tables of docs/api.md, docs/routing.md and docs/metrics.md anew, from the code
 	@$(BIN)/python -m tools.api_doc
 	@$(BIN)/python -m dashboards docs
+
+site: $(VENV)/.installed-site ## Make the documents one searchable site in site/, and check every link; it needs no network
+	@rm -rf .tools/site && mkdir -p .tools/site
+	@git ls-files -z '*.md' docs deploy tools/house.py | xargs -0 cp --parents -t .tools/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site/ is made. To read it: $(BIN)/python -m http.server -d site 8090"
 
 pictures: install-test model ## Draw the house in docs/pictures anew, and take those of the live view from a Manta under load
 	@$(BIN)/python -m tools.house

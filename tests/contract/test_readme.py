@@ -12,7 +12,7 @@ from dashboards.catalog import CATALOG, POOL_STATES, STAGES
 from deployments.command.haproxy import BINARY, FLAGS, WRAPPER
 from deployments.command.settings_doc import table
 from deployments.settings.groups import AutoscalingSettings
-from deployments.settings.places import VERSION
+from deployments.settings.places import ROOT, VERSION
 from deployments.settings.schema import AppConfig, parse
 from deployments.settings.settings_file import OURS
 from routing.terms import CANDIDATE, DECODE_REPLICA
@@ -20,6 +20,12 @@ from routing.terms import CANDIDATE, DECODE_REPLICA
 OPERATE = pathlib.Path("docs/operate.md").read_text()
 SETTINGS = pathlib.Path("docs/settings.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()
+
+
+def tracked(*patterns: str) -> list[pathlib.Path]:
+    """The files of the repository, by the patterns of git."""
+    said = subprocess.run(["git", "ls-files", *patterns], capture_output=True, text=True, check=True).stdout
+    return [pathlib.Path(name) for name in said.splitlines()]
 
 
 def settings() -> set[str]:
@@ -74,9 +80,10 @@ def test_performance_says_what_holds_and_the_log_has_the_rest() -> None:
 def test_nobody_is_told_to_install_manta_from_an_index() -> None:
     """There, that name is somebody else's package, and ours is not published."""
     told = re.compile(r"pip3? install [^\n]*?['\" ]manta\b|['\"]manta(-serve)?\[")
-    tracked = subprocess.run(["git", "ls-files", "*.py", "*.md", "*.sh", "*.toml", "*.yaml", "Makefile"],
-                             capture_output=True, text=True, check=True).stdout.split()  # fmt: skip
-    texts = {name: pathlib.Path(name).read_text() for name in tracked if name != "tests/contract/test_readme.py"}
+    files = set(tracked("*.py", "*.md", "*.sh", "*.toml", "*.yaml", "Makefile")) - {
+        pathlib.Path(__file__).relative_to(ROOT)
+    }
+    texts = {str(name): name.read_text() for name in files}
     assert len(texts) > 300
     assert [name for name, text in texts.items() if told.search(text)] == []
 
@@ -84,7 +91,7 @@ def test_nobody_is_told_to_install_manta_from_an_index() -> None:
 def test_links_between_documents_lead_somewhere() -> None:
     """To files that are there, and to headings by the name that GitHub gives them."""
     dead = []
-    for page in (pathlib.Path("README.md"), *pathlib.Path("docs").rglob("*.md")):
+    for page in tracked("*.md"):
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             name, _, heading = link.partition("#")
             target = page.parent / name if name else page
@@ -100,6 +107,13 @@ def test_every_document_is_in_the_index() -> None:
     index = pathlib.Path("docs/README.md").read_text()
     pages = [path for path in pathlib.Path("docs").glob("*.md") if path.name != "README.md"]
     assert [path.name for path in pages if f"({path.name})" not in index] == []
+
+
+def test_every_document_is_in_the_navigation_of_the_site_and_it_names_no_other() -> None:
+    """As `make site` checks it, which few machines have installed."""
+    navigation = pathlib.Path("mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("not_in_nav:")[0]
+    pages = set(map(str, tracked("*.md"))) - {str(page) for page in tracked("docs/log/20*", "dashboards/*", "tests/*")}
+    assert set(re.findall(r"- (\S+\.md)$", navigation, flags=re.MULTILINE)) == pages
 
 
 def test_every_word_of_metrics_and_of_explain_is_in_the_word_list() -> None:
