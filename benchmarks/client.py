@@ -11,9 +11,10 @@ the server that it measures.
 """
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -158,10 +159,7 @@ class Client:
             for conversation in workload.conversations
         }
         started_s, cpu_s = time.perf_counter(), time.process_time()
-        connector = aiohttp.TCPConnector(limit=0, force_close=not self._dialect.keeps_alive)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session:
-            exchange = Exchange(session, self._url, self._model, self._dialect, started_s)
+        async with self.exchange() as exchange:
             waits = _starts(load, len(workload.conversations))
             gate = asyncio.Semaphore(load.concurrency if isinstance(load, ClosedLoop) else len(waits) or 1)
             tasks = [
@@ -185,6 +183,14 @@ class Client:
             client_cpu_s=time.process_time() - cpu_s,
             answers_known=all(sample.answer_known for sample in flat if sample.error is None),
         )
+
+    @contextlib.asynccontextmanager
+    async def exchange(self) -> AsyncIterator["Exchange"]:
+        """Open a session; the run starts now."""
+        connector = aiohttp.TCPConnector(limit=0, force_close=not self._dialect.keeps_alive)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session:
+            yield Exchange(session, self._url, self._model, self._dialect, time.perf_counter())
 
 
 def _starts(load: ClosedLoop | OpenLoop, num: int) -> Sequence[float]:

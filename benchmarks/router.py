@@ -1,6 +1,7 @@
 """The production router: policy against policy over simulated replicas, and what a decision costs.
 
     python -m benchmarks router simulate --trace FILE --policy estimated_ttft --policy oracle --plot OUT.svg
+    python -m benchmarks router simulate --trace RECORDING --replicas 1 2 3 4 --queue lpm on_time
     python -m benchmarks router cost --tokens 1024 8192
     python -m benchmarks router live --fleet 1000 --stats-period 0.5
 
@@ -28,9 +29,11 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress, TimeElapsedColumn
 
-from benchmarks import harness, live_router, workloads
+from benchmarks import harness, live_router, recorded, workloads
+from benchmarks.calibration import build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
+from benchmarks.sim_engine import EngineCluster
 from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_trace
 from benchmarks.sim_replica import SimPool, Speed
 from benchmarks.sim_routers import SOONEST, Apart, Limits
@@ -44,6 +47,9 @@ from routing.types import Ending, IndexEvent, ReplicaView, RouteOutcome, RouteQu
 WORKLOADS = ("shared-prefix", "multi-turn")
 PAGE_SIZE, POOL_PAGES = 16, 8_192
 REPORT_S = 0.1
+REPLICAS = 8
+OBJECTIVE_S = 5.0
+MakeCluster = Callable[[Callable[[], None]], Cluster]
 INF = float("inf")
 NUM_PREFIXES = 50
 VOCABULARY = 49_152
@@ -59,39 +65,94 @@ def simulate(options: argparse.Namespace) -> list[Row]:
     if options.plot:
         harness.need_plots()
     try:
-        requests = copies(jittered(_load(options), options.jitter, seed=options.seed), options.copies)
-        return _run_all(options, requests)
+        recording = None
+        if options.trace is not None and recorded.is_recording(options.trace):
+            recording = recorded.read(options.trace, limit=200 if options.quick else options.requests)
+        load = _load(options) if recording is None else recorded.sim_requests(recording, rate=options.rate)
+        requests = copies(jittered(load, options.jitter, seed=options.seed), options.copies)
+        return _run_all(options, requests, recording)
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
-def _run_all(options: argparse.Namespace, requests: list[SimRequest]) -> list[Row]:
-    setup = _setup(options)
-    replicas = f"{options.replicas} replicas"
-    if setup.split:
-        replicas = f"{setup.num_replicas} prefill and {setup.split.num_decoders} decode replicas"
-    source = options.trace or options.workload
-    title = f"{source}: {len(requests):,} requests at rate {options.rate:g}, {replicas}"
+def _run_all(
+    options: argparse.Namespace, requests: list[SimRequest], recording: recorded.Recording | None
+) -> list[Row]:
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {}
+    clusters = _clusters(options, requests, recording)
+    sizes = ", ".join(dict.fromkeys(size for _, size, _ in clusters))
+    title = f"{options.trace or options.workload}: {len(requests):,} requests at rate {options.rate:g}, {sizes}"
+    objective_s = options.objective or (recording.facts["objective_s"] if recording else OBJECTIVE_S)
+    if recording is not None:
+        rows += _recorded_rows(title, recording, objective_s)
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=not sys.stderr.isatty()) as progress:
-        for policy in options.policy or ["estimated_ttft"]:
-            task = progress.add_task(policy, total=len(requests))
-            cluster = Cluster(policy, requests, setup, progress=partial(progress.advance, task))
+        for name, _, make in clusters:
+            task = progress.add_task(name, total=len(requests))
+            cluster = make(partial(progress.advance, task))
             records = cluster.run()
             cluster.check()
             apart = cluster.routers.apart() if cluster.routers else None
-            num = setup.num_replicas
-            rows += summary(title, policy, records, num_replicas=num, objective_s=options.objective, apart=apart)
+            num = len(cluster.replicas)
+            rows += summary(title, name, records, num_replicas=num, objective_s=objective_s, apart=apart)
             ttfts = sorted(record.ttft_s for record in records)
             mean_s = sum(ttfts) / len(ttfts)
             shares = range(101)
-            lines[f"{policy} ({mean_s:.2f} s)"] = [(max(percentile(ttfts, q), 0.01), q) for q in shares]
+            lines[f"{name} ({mean_s:.2f} s)"] = [(max(percentile(ttfts, q), 0.01), q) for q in shares]
     if options.plot:
         x = "time to first token, s (mean in brackets)"
         harness.draw(options.plot, lines, title=title, x=x, y="% of the requests", log_x=True)
     return rows
+
+
+def _clusters(
+    options: argparse.Namespace, requests: list[SimRequest], recording: recorded.Recording | None
+) -> list[tuple[str, str, MakeCluster]]:
+    """Return each run's name, its replicas in words, and what makes its cluster."""
+    found = None if recording is None else calibrate(recording)
+    counts = options.replicas or [REPLICAS if recording is None else len(recording.replicas)]
+    queues = options.queue or ["fcfs" if recording is None else None]
+    made: list[tuple[str, str, MakeCluster]] = []
+    for count, queue, policy in itertools.product(counts, queues, options.policy or ["estimated_ttft"]):
+        words = [policy, *([queue] if len(queues) > 1 else []), *([f"{count} replicas"] if len(counts) > 1 else [])]
+        size = f"{count} replicas"
+        if options.split:
+            size = "{} prefill and {} decode replicas".format(*options.split)
+        setup = _setup(options, count, queue or "fcfs")
+        if recording is None or found is None:
+            make: MakeCluster = partial(Cluster, policy, requests, setup)
+        else:
+            make = partial(EngineCluster, policy, requests, setup, build_of(recording, found, queue=queue))
+        made.append((", ".join(words), size, make))
+    return made
+
+
+def _recorded_rows(title: str, recording: recorded.Recording, objective_s: float) -> list[Row]:
+    """Return the line of what was recorded, and the speed that the simulated replicas have from it."""
+    table, found, ttfts = Table(title), calibrate(recording), recording.ttfts_s
+    seen = recording.requests
+
+    def add(figure: str, value: float, unit: str = "", note: str = "") -> None:
+        table.add("as recorded", [value], unit, figure=figure, note=note)
+
+    cached = sum(each.told.get("cached_l1", 0) for each in seen)
+    not_ok = f"{len(seen) - len(ttfts)} not answered, {recording.num_lost} not recorded"
+    add("hit", 100 * cached / sum(each.input_len for each in seen), "%", not_ok)
+    add("TTFT mean", sum(ttfts) / len(ttfts), "s")
+    for q in (50, 90, 95, 99):
+        add(f"TTFT p{q}", percentile(ttfts, q), "s")
+    took_s = max(each.arrival_s + each.told["total_s"] for each in seen)
+    num_in_time = sum(each <= objective_s for each in ttfts)
+    add(f"within {objective_s:g} s", num_in_time / took_s, "1/s")
+    add("in time", 100 * num_in_time / len(seen), "%")
+    speed = Table(f"speed of the replicas, fitted to {found.num_requests} requests (median error {found.error:.0%})")
+    speed.add("a step", [1e3 * found.step.base_s], "ms")
+    speed.add("and for each running request", [1e3 * found.step.row_s], "ms")
+    speed.add("and for each token of a prompt", [1e3 * found.step.prompt_token_s], "ms")
+    speed.add("spread of a step", [100 * found.step.spread], "%")
+    speed.add("way to the engine", [1e3 * found.way_s], "ms")
+    return speed.rows + table.rows
 
 
 def summary(
@@ -101,8 +162,8 @@ def summary(
     """Return the line of a run of at least one request; all but the choice's time depends on the arguments alone.
 
     hit: prompt tokens that were cached where the request went, of all; within x s: requests whose first token
-    came by then, a second from the first arrival to the last end; skew: prompt tokens computed by the busiest replica
-    over the mean of all (1 is even); choice: CPU time on this machine.
+    came by then, a second from the first arrival to the last end; in time: their share; skew: prompt tokens computed by
+    the busiest replica over the mean of all (1 is even); choice: CPU time on this machine.
     """
     table = Table(section)
     computed: Counter[str] = Counter()
@@ -121,7 +182,9 @@ def summary(
     add("TTFT mean", sum(ttfts) / len(ttfts), "s")
     for q in (50, 90, 95, 99):
         add(f"TTFT p{q}", percentile(ttfts, q), "s")
-    add(f"within {objective_s:g} s", sum(each <= objective_s for each in ttfts) / took_s, "1/s")
+    num_in_time = sum(each <= objective_s for each in ttfts)
+    add(f"within {objective_s:g} s", num_in_time / took_s, "1/s")
+    add("in time", 100 * num_in_time / len(ttfts), "%")
     add("skew", max(computed.values()) * num_replicas / computed.total())
     for q in (50, 99):
         add(f"choice p{q}", percentile(choices, q), "us")
@@ -134,7 +197,7 @@ def summary(
     return table.rows
 
 
-def _setup(options: argparse.Namespace) -> Setup:
+def _setup(options: argparse.Namespace, count: int, queue: str) -> Setup:
     base_s, per_request_s = options.decode_step
     split = None
     if options.split:
@@ -143,14 +206,14 @@ def _setup(options: argparse.Namespace) -> Setup:
             num_decoders=num_decoders, bytes_per_token=options.kv_bytes, bytes_per_s=options.transfer_rate
         )
     return Setup(
-        num_replicas=options.split[0] if options.split else options.replicas,
+        num_replicas=options.split[0] if options.split else count,
         pool_tokens=options.pool_tokens,
         page_size=options.page_size,
         speed=Speed(
             prefill_tokens_per_s=options.prefill_rate,
-            queue=options.queue,
+            queue=queue,
             ageing_s=options.ageing,
-            objective_s=options.objective,
+            objective_s=options.objective or OBJECTIVE_S,
             late_factor=options.late_factor,
             decode_base_s=base_s,
             decode_per_request_s=per_request_s,
@@ -179,7 +242,8 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
             num_users=max(1, num // 8), num_turns=min(num, 8), turn_len=1024, output_len=256, vocab_size=32_000,
             seed=seed,
         )  # fmt: skip
-    return of_workload(workload, requests_per_s=options.rate * options.replicas, think_s=options.think, seed=seed)
+    rate = options.rate * (options.replicas or [REPLICAS])[0]
+    return of_workload(workload, requests_per_s=rate, think_s=options.think, seed=seed)
 
 
 def prompts(prompt_len: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int32]]:
@@ -299,7 +363,7 @@ def _options(parse: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parse.add_argument("--tokens", type=int, nargs="+", default=[1_024, 8_192, 32_768], help="cost: prompt lengths")
     load = parse.add_mutually_exclusive_group()
-    load.add_argument("--trace", type=pathlib.Path, help="a trace in Mooncake's format")
+    load.add_argument("--trace", type=pathlib.Path, help="a recording of router.record, or a trace of Mooncake's")
     load.add_argument("--workload", choices=WORKLOADS, default="multi-turn", help="generate the load instead")
     parse.add_argument("--requests", type=int, help="of a trace, from its first; about as many of a workload (2000)")
     parse.add_argument("--plot", type=pathlib.Path, help="write the distribution of TTFT there, as SVG")
@@ -310,12 +374,15 @@ def _options(parse: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=positive)
     add("--copies", 1, "groups of users that do the same, a little later each")
-    add("--queue", "fcfs", "order of a replica's queue, a scheduler.policy", choices=ORDERS)
+    parse.add_argument(
+        "--queue", nargs="+", choices=ORDERS,
+        help="orders of a replica's queue, a scheduler.policy each (fcfs; of a recording its own)",
+    )  # fmt: skip
     add("--ageing", 5.0, "s after which a waiting request goes first, whatever the order", type=_number(0))
     add("--late-factor", 2.0, "on_time: times that a late one may wait of what order of arrival takes", type=_number(1))
     add("--think", 10.0, "s between an answer and the next turn")
     add("--jitter", 0.0, "requests come later at random, by this many s at most", type=_number(0))
-    add("--replicas", 8, "simulated replicas")
+    parse.add_argument("--replicas", type=int, nargs="+", help="simulated replicas (8; of a recording as many)")
     add("--routers", 1, "routers side by side, which take the requests in turn")
     add("--transfer-rate", 25e9, "bytes/s from a prefill to a decode replica", type=positive)
     add("--kv-bytes", 131_072, "K/V bytes of a token that travel")
@@ -332,7 +399,7 @@ def _options(parse: argparse.ArgumentParser) -> None:
     add("--pages", 1_024, "live: that each caches")
     add("--seconds", 20.0, "live: of load", type=positive)
     add("--requests-per-s", 50.0, "live: of 8,192 tokens", type=positive)
-    add("--objective", 5.0, "TTFT in s within which a request counts as goodput")
+    parse.add_argument("--objective", type=positive, help="TTFT in s that is in time (5; of a recording its own)")
 
 
 PARTS = {

@@ -2,6 +2,7 @@
 
     python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
     python -m benchmarks serving                                                      sweep and stalls of Manta
+    python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
 
 Without --url, `sweep` serves serve_config.yaml. Repeats use fresh seeds, so that no repeat finds the one before in a
 cache.
@@ -29,8 +30,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import harness, live_app
-from benchmarks.client import Client, ClosedLoop, OpenLoop, Run
+from benchmarks.client import Client, ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Part, Row, Table, in_turn, percentile, rounds_of, say
+from benchmarks.recorded import Prompts, Recording, Seen, read
 from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
 
 VOCAB_SIZE = 32_000
@@ -344,6 +346,44 @@ def stall_rows(options: argparse.Namespace) -> list[Row]:
     return table.rows
 
 
+async def replayed(recording: Recording, client: Client, options: argparse.Namespace) -> list[Sample]:
+    """Send each request when it was recorded, ``options.speed`` times as fast."""
+    prompts = Prompts(page_size=recording.page_size, vocab_size=options.vocab_size)
+    samples = [Sample(name=str(seen.number)) for seen in recording.requests]
+    async with client.exchange() as exchange:
+
+        async def one(seen: Seen, sample: Sample) -> None:
+            await asyncio.sleep(seen.arrival_s / options.speed)
+            prompt = prompts.of(seen)
+            await exchange.request(prompt, seen.output_len, sample)
+            prompts.answered(seen, prompt, sample.token_ids)
+
+        await asyncio.gather(*map(one, recording.requests, samples))
+    return samples
+
+
+def replay_rows(options: argparse.Namespace) -> list[Row]:
+    """Replay a recording, and hold its times to the first token against those that it tells."""
+    if options.trace is None:
+        raise SystemExit("serving replay: name a recording with --trace")
+    url = options.url or "http://127.0.0.1:8000"
+    recording = read(options.trace, limit=20 if options.quick else None)
+    samples = asyncio.run(replayed(recording, Client(url, options.name or first_model(url)), options))
+    answered = [sample for sample in samples if sample.ttft_s is not None and sample.error is None]
+    table = Table(f"replay of {options.trace.name}: {len(samples)} requests, {options.speed:g} times as fast")
+    failed = [sample.error for sample in samples if sample.error is not None]
+    table.add("requests without an answer", [float(len(failed))], note=failed[0] if failed else "")
+    was = sum(seen.told["outcome"] != "ok" for seen in recording.requests)
+    table.add("  recorded", [float(was)], note=f"{recording.num_lost} more are not in the recording")
+    for q in (50, 95):
+        now_s = percentile([sample.ttft_s for sample in answered if sample.ttft_s is not None], q)
+        was_s = percentile(recording.ttfts_s, q)
+        table.add(f"TTFT p{q}", [now_s], "s", share=now_s / was_s, target="85 to 115 %", note=f"recorded {was_s:.3f}")
+    prompt = sum(sample.prompt_tokens for sample in answered)
+    table.add("cached prompt tokens", [100 * sum(sample.cached_tokens for sample in answered) / prompt], "%")
+    return table.rows
+
+
 def add_options(parse: argparse.ArgumentParser) -> None:
     add = parse.add_argument
     add("--url", help="root of a server that runs already, without /v1")
@@ -355,6 +395,8 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, help="workloads: tokens of an answer")
     add("--spread", type=float, default=0.0, help="random: lengths vary by this share")
     add("--vocab-size", type=int, default=VOCAB_SIZE, help="workloads: prompts use token ids below this")
+    add("--trace", type=Path, help="replay: a recording of router.record")
+    add("--speed", type=float, default=1.0, help="replay: times as fast as recorded")
     add("--max-s", type=float, default=240.0, help="seconds a run may take; the rest is cut off")
     add("--pictures", type=Path, help=f"folder of the sweep's plots; {TRACKED}, or {UNTRACKED} with --quick")
 
@@ -365,6 +407,7 @@ PARTS = {
         about="groups that share a prefix, shuffled", measure=partial(workload_rows, "shared-prefix"), asked=True
     ),
     "multi-turn": Part(about="histories that are resent", measure=partial(workload_rows, "multi-turn"), asked=True),
+    "replay": Part(about="a recording, request by request", measure=replay_rows, asked=True),
     "stalls": Part(about="chats beside long prompts, unified and disaggregated", measure=stall_rows),
     "sweep": Part(about="throughput and TTFT as load grows, with plots", measure=sweep_rows),
 }

@@ -36,7 +36,7 @@ def test_the_json_holds_every_figure_of_every_policy_of_a_trace(tmp_path: pathli
     rows = json.loads(out.read_text())["rows"]
     assert list(dict.fromkeys(row["name"] for row in rows)) == policies
     times = {"TTFT mean", "TTFT p50", "TTFT p90", "TTFT p95", "TTFT p99", "choice p50", "choice p99"}
-    figures = times | {"hit", "within 5 s", "skew"}
+    figures = times | {"hit", "within 5 s", "in time", "skew"}
     assert {row["figure"] for row in rows} == figures
     assert rows[0]["note"] == "next_in_turn 10"
 

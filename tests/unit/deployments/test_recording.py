@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import errno
 import json
 import logging
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import router
 from deployments.dispatch import recording
 from deployments.dispatch.dispatcher import RouteHints
 from deployments.dispatch.recording import Recorder
 from kvtransfer.pages import page_keys
+from replicas.config import SchedulerConfig
 from replicas.types import GenerateRequest, SamplingParams
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 
@@ -35,11 +38,11 @@ async def recorded(
     folder: pathlib.Path, *requests: GenerateRequest, max_bytes: int = MAX_BYTES, hints: RouteHints | None = None
 ) -> tuple[Recorder, list[dict[str, Any]]]:
     """Serve ``requests`` in turn, and return the recorder and the lines of its file."""
-    facts = {"model": "none"}
+    facts = {"model": "none", "objective_s": 2.0, "scheduler": dataclasses.asdict(SchedulerConfig())}
     recorder = Recorder(folder, name="router", page_size=PAGE_SIZE, max_bytes=max_bytes, facts=facts)
     async with House() as house, asyncio.timeout(20):
         house.dispatcher.watch.on_end = recorder.add
-        await house.ready(ScriptedReplica("r0"))
+        await house.ready(ScriptedReplica("r0", token_s=0.002))
         for each in requests:
             deltas = [delta async for delta in house.dispatcher.stream(each, hints or RouteHints(session_id=SESSION))]
             assert deltas[-1].finish is not None
@@ -74,7 +77,7 @@ async def test_nothing_that_was_said_and_no_name_is_in_the_file(tmp_path: pathli
     for word in (SECRET, SESSION, "patient-x", "of a key", "<0>"):
         assert word not in text, word
     said = {*SYSTEM, 41_234, *range(1000, 1020)}
-    values = [value for line in lines for value in line.values()]
+    values = [value for line in lines[1:] for value in line.values()]
     assert not [value for value in values if isinstance(value, list) or value in said]
     hashes = json.loads(text.splitlines()[-1])
     assert {len(hashes[name]) for name in ("session", "tenant")} == {8}
@@ -143,3 +146,16 @@ async def test_what_is_written_too_slowly_is_lost_and_counted_without_waiting(
     monkeypatch.setattr(Recorder, "_run", lambda self: None)
     recorder, _ = await recorded(tmp_path, *(request(at) for at in range(5)))
     assert recorder.num_lost == 3
+
+
+async def test_a_recording_can_be_simulated_with_more_replicas(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder, _ = await recorded(tmp_path, *(request(at % 4, output=4 + at % 5) for at in range(30)))
+    router.main(["simulate", "--trace", str(recorder.path), "--replicas", "1", "2", "--json", str(tmp_path / "rows")])
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    hits = {row["name"]: row["value"] for row in rows if row["figure"] == "hit"}
+    assert list(hits) == ["as recorded", "estimated_ttft, 1 replicas", "estimated_ttft, 2 replicas"]
+    assert hits["as recorded"] == 0  # scripted replicas cache nothing; the production cache that is simulated does
+    assert hits["estimated_ttft, 1 replicas"] == pytest.approx(100 * 29 * 48 / (30 * 49))
+    assert "fitted to 30 requests" in capsys.readouterr().out
