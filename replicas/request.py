@@ -139,11 +139,12 @@ class Stamps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What its client asks of when a request runs; times are absolute, on the engine's clock."""
+    """What decides when a request runs, as it came; times are absolute, on the engine's clock."""
 
     deadline_s: float | None = None  # when it is ended
     first_by_s: float = math.inf  # when its first token is late
     routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
+    waited_s: float = 0.0  # seconds before it arrived, at replicas that are gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,6 @@ class Rank:
     """What puts a request before others in queues."""
 
     priority: int = 0  # higher runs first; 0 for all where the scheduler's priorities are off
-    waited_s: float = 0.0  # before it arrived here
     from_s: float = 0.0  # arrival_s, less what it had waited and what its priority is worth; set by the scheduler
     bound: Bound = Bound()  # set once, when it comes to wait
 
@@ -243,11 +243,12 @@ class Req:
                 deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
                 first_by_s=math.inf if request.objective_s is None else now_s + request.objective_s,
                 routing_key=request.routing_key,
+                waited_s=request.waited_s,
             ),
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
-            rank=Rank(priority=request.priority, waited_s=request.waited_s),
+            rank=Rank(priority=request.priority),
             num_resumed=len(resumed),
             eos_ids=frozenset() if sampling.ignore_eos and sampling.constraint is None else eos_ids,
             return_logprobs=request.return_logprobs,

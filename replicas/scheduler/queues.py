@@ -138,7 +138,7 @@ class WaitingQueue(ReqQueue):
             cached_len = self._cached_len(req) if self._order.reads_prefix else 0
         uncached_len = req.num_tokens - cached_len
         return QueueEntry(
-            waited_s=now_s - req.stamps.arrival_s + req.rank.waited_s,
+            waited_s=now_s - req.stamps.arrival_s + req.asked.waited_s,
             output_len=req.max_remaining,
             routing_key=req.asked.routing_key,
             uncached_len=uncached_len,

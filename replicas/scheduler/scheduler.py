@@ -273,7 +273,7 @@ class Scheduler:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
         if self._config.priorities == "off":
             req.rank.priority = 0
-        req.rank.from_s = req.stamps.arrival_s - req.rank.waited_s - req.rank.priority * self._config.ageing_s
+        req.rank.from_s = req.stamps.arrival_s - req.asked.waited_s - req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
 
     def _wait(self, req: Req) -> None:
