@@ -13,9 +13,9 @@ export const Header = once(({ model, mode, facts, up, link, paused, onPause, onT
     ${told({ model, mode, up, ...facts }).map(([name, text]) => html`<li key=${name} title=${name}>${text}</li>`)}
   </ul>
   <div class="top-end">
-    <p class=${`link ${paused ? "paused" : link.status}`} role="status"><span class="dot" aria-hidden="true"></span>${paused ? "paused" : WORDS[link.status]}</p>
+    <p class=${`link ${paused ? "paused" : link.status}`} role="status"><span class="dot" aria-hidden="true"></span>${paused ? "frozen" : WORDS[link.status]}</p>
     ${facts?.grafana && html`<a href=${`${facts.grafana.replace(/\/$/, "")}/d/manta-fleet`} target="_blank" rel="noreferrer">Grafana</a>`}
-    <button type="button" id="pause" aria-pressed=${paused} onClick=${onPause} title="Space">${paused ? "Resume" : "Pause"}</button>
+    <button type="button" id="pause" aria-pressed=${paused} onClick=${onPause} title="Space">${paused ? "Resume" : "Freeze"}</button>
     <${Theme} onTheme=${onTheme} />
     <button type="button" id="help" class="icon" onClick=${onHelp} aria-label="Keyboard shortcuts" title="Keyboard shortcuts: ?">?</button>
   </div>

@@ -1,4 +1,4 @@
-// The health strip: all well, or the worst that is wrong as a sentence, since when, and where to look.
+// The health strip: all well, or each thing that is wrong as a sentence, since when, and where to look.
 // What is wrong, and what of it comes first, the observatory decides: the state's alerts (dashboards/alerts.py).
 
 import { html, useEffect, useState } from "./vendor/htm/preact_standalone.js";
@@ -7,27 +7,27 @@ import { once } from "./panel.js";
 
 const RECENT_S = 600;
 const MOST_EVENTS = 3;
+const MOST_FINDINGS = 3; // the others on demand
 const BAD = ["lost", "silent", "unhealthy", "shedding"];
 
 export const Health = once(({ state, choose }) => {
   const [all, setAll] = useState(false);
-  const [worst] = state.alerts.filter((each) => each.state !== "pending");
+  const { alerts } = state;
+  const worst = alerts.find((each) => each.state !== "pending");
   const ready = state.replicas.filter((each) => each.state === "accepting").length;
   useEffect(() => {
     document.title = worst ? `! ${worst.summary.slice(0, 60)} – Manta` : "Manta";
   }, [worst?.summary]);
-  const rest = state.alerts.filter((each) => each !== worst);
   const wanted = wantedOf(state);
-  const well = ready >= wanted && !rest.length;
+  const well = ready >= wanted && !alerts.length;
   const level = worst?.severity ?? (!ready ? "waiting" : well ? "well" : "warning");
   const words = !ready ? "No replica is ready" : ready < wanted ? `${ready} of ${plural(wanted, "replica")} ready` : well ? "All well" : "Something may be wrong";
   return html`<section class=${`health ${level}`} aria-label="Health">
     <p class="unseen" role="status">${worst ? `${worst.severity}: ${worst.name}` : words}</p>
-    ${worst ? html`<${Finding} it=${worst} now=${state.time} choose=${choose}>
-        ${rest.length > 0 && html`<button type="button" aria-expanded=${all} onClick=${() => setAll(!all)}>${all ? "Show less" : `and ${rest.length} more`}</button>`}
-      <//>` : html`<p class="finding"><strong>${ready ? words : "No replica is ready yet"}</strong><span class="note">${summary(state, ready, wanted)}</span>
-        ${rest.length > 0 && html`<button type="button" aria-expanded=${all} onClick=${() => setAll(!all)}>${rest.length} pending</button>`}</p>`}
-    ${all && rest.map((each) => html`<${Finding} key=${`${each.name} ${each.replica}`} it=${each} now=${state.time} choose=${choose} />`)}
+    ${!worst && html`<p class="finding"><strong>${ready ? words : "No replica is ready yet"}</strong><span class="note">${summary(state, ready, wanted)}</span></p>`}
+    ${alerts.slice(0, all ? Infinity : MOST_FINDINGS).map((each) => html`<${Finding} key=${`${each.name} ${each.replica}`} it=${each} now=${state.time} choose=${choose} />`)}
+    ${worst && ready < wanted && html`<p class="finding"><strong>${words}</strong></p>`}
+    ${alerts.length > MOST_FINDINGS && html`<button type="button" aria-expanded=${all} onClick=${() => setAll(!all)}>${all ? "Show less" : `and ${alerts.length - MOST_FINDINGS} more`}</button>`}
     <${Events} events=${state.events} now=${state.time} choose=${choose} />
   </section>`;
 });
@@ -50,7 +50,7 @@ function Events({ events, now, choose }) {
   </ol>`;
 }
 
-function Finding({ it, now, choose, children }) {
+function Finding({ it, now, choose }) {
   const { severity, state, summary, since, figure, replica, runbook, name } = it;
   const word = state === "pending" ? "Pending" : severity === "critical" ? "Critical" : "Warning";
   return html`<p class="finding" title=${name}>
@@ -59,13 +59,12 @@ function Finding({ it, now, choose, children }) {
     ${figure && html`<button type="button" onClick=${() => choose({ tile: figure })}>Chart</button>`}
     ${replica && html`<button type="button" onClick=${() => choose({ replica })}>Replica</button>`}
     <a href=${runbook}>Runbook</a>
-    ${children}
   </p>`;
 }
 
 function summary({ replicas, requests, routers }, ready, wanted) {
-  const running = requests.filter((each) => each.outcome === "running").length;
+  const open = requests.filter((each) => each.outcome === "running").length;
   if (!routers.length) return "No router has answered yet.";
   if (!replicas.length) return "No replica has started.";
-  return `${ready >= wanted ? plural(ready, "replica") : `${ready} of ${plural(wanted, "replica")}`} ready · ${plural(running, "request")} running`;
+  return `${ready >= wanted ? plural(ready, "replica") : `${ready} of ${plural(wanted, "replica")}`} ready · ${plural(open, "request")} open`;
 }

@@ -8,7 +8,7 @@ const LIST = [
   ["j, k", "next and previous request"],
   ["Enter", "go to the panel about the chosen request"],
   ["/", "filter the requests"],
-  ["Space", "pause, or resume"],
+  ["Space", "freeze the page, or resume"],
   ["t, w, r", "try, why, replica"],
   ["Esc", "close, or choose nothing"],
   ["?", "this list"],

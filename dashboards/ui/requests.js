@@ -5,9 +5,8 @@
 import { html, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm/preact_standalone.js";
 import { clock, count, percent, plural, seconds, shortId } from "./format.js";
 import { Copy, Notice, Panel, once } from "./panel.js";
-import { Legend } from "./pools.js";
 import { Id } from "./table.js";
-import { STAGES, Waterfall, lengthOf } from "./waterfall.js";
+import { Waterfall, lengthOf } from "./waterfall.js";
 
 const OUTCOMES = ["running", "ok", "error", "invalid", "cancelled", "shed", "timeout", "unknown"];
 const KINDS = {
@@ -45,6 +44,22 @@ export function matches(row, { text = "", outcome = "", replica = "", kinds = []
   return words.every((each) => where.includes(each));
 }
 
+const HEADS = ["time", "request", "replica", "prompt", "cached", "output", "TTFT", "ITL", "total"];
+const FIELDS = { time: "time", prompt: "prompt_tokens", cached: "cached_tokens", output: "output_tokens", TTFT: "ttft_s", ITL: "itl_s", total: "total_s" };
+const NEWEST = ["time", -1]; // the list is ordered by a column, upwards (1) or downwards
+
+// The cached share of a prompt; null where it is not known.
+function reusedOf({ prompt_tokens: prompt, cached_tokens: cached }) {
+  return cached == null || !prompt ? null : cached / prompt;
+}
+
+// `rows`, which come newest first, in an order; those without a value are last. Pure.
+export function ordered(rows, [column, sign]) {
+  if (column === "time" && sign < 0) return rows;
+  const value = (row) => (column === "cached" ? reusedOf(row) : row[FIELDS[column]]) ?? sign * Infinity;
+  return [...rows].sort((a, b) => (value(a) === value(b) ? 0 : sign * (value(a) - value(b))));
+}
+
 // Seconds at the end of a bar: 95 of 100 fit, and one very long request does not make all others thin. Pure.
 export function scaleOf(rows, now) {
   const lengths = rows.slice(0, SCALED_BY).map((each) => lengthOf(each, now)).sort((a, b) => a - b);
@@ -62,8 +77,9 @@ export const Requests = once(({ requests, replicas, model, api, now, chosen, cho
     change({ replica: "" });
   }, [gone]);
   const [held, hold] = useHold(requests);
-  const shown = useMemo(() => (held ?? requests).filter((each) => matches(each, filter, now)), [held ?? requests, filter, filter.kinds.includes("stuck") && now]);
-  const isNew = held && requests.findIndex((each) => each.rid === held[0]?.rid);
+  const [order, setOrder] = useState(NEWEST);
+  const shown = useMemo(() => ordered((held ?? requests).filter((each) => matches(each, filter, now)), order), [held ?? requests, filter, order, filter.kinds.includes("stuck") && now]);
+  const isNew = held && order === NEWEST && requests.findIndex((each) => each.rid === held[0]?.rid);
   const all = (held ?? requests).length;
   const note = requests.length > 0 && `${shown.length === all ? "" : `${count(shown.length)} of `}the newest ${count(all)}`;
   return html`<${Panel} id="requests" title="Requests" note=${note}>
@@ -71,8 +87,7 @@ export const Requests = once(({ requests, replicas, model, api, now, chosen, cho
     <${Filters} filter=${filter} replicas=${replicas} onChange=${(part) => { setLeft(""); change(part); }}
       told=${left && `${shortId(left)} has left: requests of all replicas are shown`} />
     ${shown.length === 0 ? html`<${Notice} title=${`None of the last ${plural(requests.length, "request")} matches.`} />`
-      : html`<${List} rows=${shown} now=${now} chosen=${chosen} choose=${choose} hold=${hold} isNew=${isNew} />`}
-    <${Legend} entries=${[...STAGES, ["first token", "where the mark stands"]]} label="Stages" />`}
+      : html`<${List} rows=${shown} now=${now} chosen=${chosen} choose=${choose} hold=${hold} isNew=${isNew} order=${order} onOrder=${setOrder} />`}`}
   <//>`;
 });
 
@@ -112,7 +127,7 @@ function useHold(requests) {
   return [held, hold];
 }
 
-function List({ rows, now, chosen, choose, hold, isNew }) {
+function List({ rows, now, chosen, choose, hold, isNew, order, onOrder }) {
   const place = useRef(null);
   const [top, setTop] = useState(0); // first line in view
   const at = rows.findIndex((each) => each.rid === chosen);
@@ -153,9 +168,8 @@ function List({ rows, now, chosen, choose, hold, isNew }) {
         onPointerEnter=${() => hold("over", true)} onPointerLeave=${() => hold("over", false)}
         onfocusin=${() => hold("focus", true)} onfocusout=${() => hold("focus", false)}>
       <table class=${drawn.some((each) => each.prefill) ? "requests apart" : "requests"} aria-rowcount=${rows.length + 1}>
-        <thead><tr><th class="c-time">time</th><th class="c-rid">request</th><th class="c-replica">replica</th>
-          <th class="num c-prompt">prompt</th><th class="num c-cached">cached</th><th class="num c-output">output</th>
-          <th class="num c-ttft">TTFT</th><th class="num c-itl">ITL</th><th class="num c-total">total</th><th class="c-stages">stages <span title="at the end of the bars">${seconds(scale)}</span></th></tr></thead>
+        <thead><tr>${HEADS.map((name) => html`<${Head} key=${name} name=${name} order=${order} onOrder=${onOrder} />`)}
+          <th class="c-stages">stages <span title="at the end of the bars; the mark in one is its first token">${seconds(scale)}</span></th></tr></thead>
         <tbody>
           ${from > 0 && html`<tr class="gap" key="above" aria-hidden="true" style=${{ height: `${from * ROW}px` }}></tr>`}
           ${drawn.map((row, index) => html`<${Row} key=${row.rid} row=${row} index=${from + index + 2} chosen=${row.rid === chosen} stop=${row.rid === stop}
@@ -167,9 +181,20 @@ function List({ rows, now, chosen, choose, hold, isNew }) {
   </div>`;
 }
 
+// Of a column that the list can be ordered by: its highest first, then its lowest, then the newest again.
+function Head({ name, order: [column, sign], onOrder }) {
+  const kind = `${FIELDS[name] && name !== "time" ? "num " : ""}c-${name === "request" ? "rid" : name.toLowerCase()}`;
+  if (!FIELDS[name]) return html`<th class=${kind}>${name}</th>`;
+  const steps = name === "time" ? [NEWEST, ["time", 1]] : [[name, -1], [name, 1], NEWEST];
+  const at = steps.findIndex((each) => each[0] === column && each[1] === sign);
+  const mark = column === name && html`<span aria-hidden="true">${sign > 0 ? "▴" : "▾"}</span>`;
+  return html`<th class=${kind} aria-sort=${mark ? (sign > 0 ? "ascending" : "descending") : null}>
+    <button type="button" class="order" onClick=${() => onOrder(steps[(at + 1) % steps.length])}>${name}${mark}</button></th>`;
+}
+
 const Row = once(({ row, index, chosen, stop, choose, scale, now }) => {
-  const { rid, outcome, prompt_tokens: prompt, cached_tokens: cached, missed } = row;
-  const reused = cached == null || !prompt ? null : cached / prompt;
+  const { rid, outcome, missed } = row;
+  const reused = reusedOf(row);
   const silent = silentFor(row, now);
   const slow = (what) => (missed?.includes(what) ? " warn" : "");
   return html`<tr class=${chosen ? "chosen" : ""} aria-rowindex=${index} onClick=${() => choose({ request: rid })}>
@@ -177,7 +202,7 @@ const Row = once(({ row, index, chosen, stop, choose, scale, now }) => {
     <td class="c-rid"><button type="button" class="request-name" data-rid=${rid} tabindex=${stop ? 0 : -1} aria-pressed=${chosen} title=${`${rid}, ${row.endpoint}, ${row.outcome}`}>
       <span class=${`dot ${outcome}`} aria-hidden="true"></span>${rid}${outcome !== "ok" && html`<span class=${`outcome ${outcome}`}>${outcome}</span>`}</button></td>
     <td class="c-replica">${row.prefill && html`<${Id} id=${row.prefill} /> → `}<${Id} id=${row.replica} />${row.tries > 1 && html` <span class="warn" title=${`${row.tries} tries`}>×${row.tries}</span>`}</td>
-    <td class="num c-prompt">${count(prompt)}</td>
+    <td class="num c-prompt">${count(row.prompt_tokens)}</td>
     <td class="num c-cached"><span class="reused" style=${{ width: percent(reused ?? 0).replace(" ", "") }}></span>${percent(reused)}</td>
     <td class=${`num c-output${isStuck(row, now) ? " warn" : ""}`} title=${silent == null ? null : `last token ${seconds(silent)} ago`}>${count(row.output_tokens)}</td>
     <td class=${`num c-ttft${slow("ttft")}`}>${seconds(row.ttft_s)}</td>

@@ -41,10 +41,10 @@ export const River = once(({ state, selection, choose, theme, paused }) => {
   const running = new Map(state.replicas.map((each) => [each.id, each.running]));
   return html`<${Panel} id="river" title="Requests over time" note=${summary(state, lanes)}>
     <div class="controls river-controls">
-      <button type="button" aria-pressed=${!following} onClick=${() => stage.current.follow(!following)}>${following ? "Pause" : "Follow"}</button>
+      <button type="button" aria-pressed=${!following} onClick=${() => stage.current.follow(!following)}>${following ? "Hold timeline" : "Follow"}</button>
       <${Choice} label="Time shown" options=${SPANS_S.map((each) => [each, each < 60 ? `${each} s` : `${each / 60} min`])} value=${span}
         onChoose=${(each) => stage.current.zoomTo(each)} />
-      <span class="note" role="status">${following ? "" : `Paused at ${clock(shown.to)}, ${seconds(shown.span)} shown`}</span>
+      <span class="note" role="status">${following ? "" : `Held at ${clock(shown.to)}, ${seconds(shown.span)} shown`}</span>
       ${shown.all > FEW_LANES && html`<button type="button" aria-pressed=${shown.most > FEW_LANES} onClick=${() => stage.current.showMost()}>
           ${shown.most > FEW_LANES ? `Fewer replicas` : `${Math.min(shown.all, MOST_LANES)} replicas`}</button>
         <span class="note">${count(lanes.length)} of ${count(shown.all)} shown: those in trouble, then those with requests</span>`}
@@ -78,11 +78,11 @@ function noteOf({ id, role, state, dead }, running) {
 function summary({ requests, time }, lanes) {
   const since = requests.filter((each) => each.time > time - 60);
   if (since.length === 0) return "no request in the last minute";
-  const running = requests.filter((each) => each.outcome === "running").length;
+  const open = requests.filter((each) => each.outcome === "running").length;
   const moved = since.filter((each) => each.tries > 1).length;
   const failed = since.filter(isBad).length;
   const lost = lanes.filter((each) => each.state === "gone" && each.dead).length;
-  return [`last minute: ${count(since.length)} ${since.length === 1 ? "request" : "requests"}`, `${count(running)} running`,
+  return [`last minute: ${count(since.length)} ${since.length === 1 ? "request" : "requests"}`, `${count(open)} open`,
     moved && `${count(moved)} went on with another replica`, failed && `${count(failed)} failed`,
     lost && `${count(lost)} ${lost === 1 ? "replica" : "replicas"} lost`].filter(Boolean).join(", ");
 }

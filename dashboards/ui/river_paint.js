@@ -2,7 +2,7 @@
 // Owns:      the colours as a canvas takes them, and what covers what.
 // Never:     keeps anything between two pictures, or knows a pointer.
 
-import { clock } from "./format.js";
+import { clock, count, percent } from "./format.js";
 import { isBad, stagesAt, ticks } from "./river_layout.js";
 
 export const AXIS = 20; // px, above the lanes
@@ -124,14 +124,20 @@ function paintPieces(paint, view, palette) {
     if (piece.failure != null || (ends && isBad(row))) box(palette.bad, right - 3, y - 1, 3, high + 2);
     else if (ends && row.outcome === "cancelled") box(palette.ink, right - 2, y, 2, high);
     if (ends && row.missed?.length && high >= 4) box(palette.warn, left, y + high - 2, right - left, 2);
-    if (high >= 10 && room > 40) labels.push([row.rid, text, y + high / 2 + 0.5, Math.floor((room - 4) / 6.6)]);
+    if (high >= 10 && room > 40) labels.push([labelsOf(row).find((each) => each.length * 6.6 < room) ?? "", text, y + high / 2 + 0.5]);
   }
   for (const [style, each] of boxes) {
     paint.fillStyle = style;
     for (let at = 0; at < each.length; at += 4) paint.fillRect(each[at], each[at + 1], each[at + 2], each[at + 3]);
   }
   paint.fillStyle = ON_BARS;
-  for (const [text, at, y, fits] of labels) paint.fillText(text.length > fits ? `${text.slice(0, fits - 1)}…` : text, at, y);
+  for (const label of labels) paint.fillText(...label);
+}
+
+// What came of a request, the longest first: its name is told where one points at it.
+function labelsOf({ prompt_tokens: prompt, output_tokens: output, cached_tokens: cached }) {
+  const short = `${count(prompt)} → ${count(output)}`;
+  return cached > 0 ? [`${short}, ${percent(cached / prompt)} cached`, short] : [short];
 }
 
 // Hand-offs and retries, from where a piece ends to where the next begins; retries stand out.

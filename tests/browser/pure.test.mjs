@@ -10,7 +10,7 @@ import * as decision from "../../dashboards/ui/decision.js";
 import { worstFirst } from "../../dashboards/ui/fleet.js";
 import * as format from "../../dashboards/ui/format.js";
 import * as painted from "../../dashboards/ui/painted.js";
-import { isStuck, matches, scaleOf } from "../../dashboards/ui/requests.js";
+import { isStuck, matches, ordered, scaleOf } from "../../dashboards/ui/requests.js";
 import * as river from "../../dashboards/ui/river_layout.js";
 import { paintRiver } from "../../dashboards/ui/river_paint.js";
 import { sparkOf } from "../../dashboards/ui/tiles.js";
@@ -99,6 +99,15 @@ test("requests are found by words, outcome, replica and kind, all at once", () =
   for (const filter of [{ text: "req-7 embeddings" }, { outcome: "error" }, { replica: "R#z" }]) assert.ok(!matches(one, filter), JSON.stringify(filter));
   assert.ok(!matches({ ...one, missed: [], tries: 1 }, { kinds: ["slow"] }));
   assert.ok(!matches({ ...one, cached_tokens: null }, { kinds: ["mispredicted"] }), "not known yet is not missed");
+});
+
+test("requests are ordered by a column, those without a value last, and by time as they are", () => {
+  const rows = [["d", null, 0.2, null], ["c", 100, null, 50], ["b", 300, 0.1, 30], ["a", 200, 0.3, 200]]
+    .map(([rid, prompt_tokens, ttft_s, cached_tokens], at) => ({ rid, time: 9 - at, prompt_tokens, ttft_s, cached_tokens }));
+  const names = (...order) => ordered(rows, order).map((each) => each.rid).join("");
+  assert.deepEqual([names("time", -1), names("time", 1), names("prompt", -1), names("prompt", 1), names("TTFT", -1), names("TTFT", 1), names("cached", -1)],
+    ["dcba", "abcd", "bacd", "cabd", "adbc", "bdac", "acbd"]);
+  assert.equal(rows[0].rid, "d", "what is held is not changed");
 });
 
 test("a request is stuck when its last token is old beside its own gaps, never when it is quick or over", () => {

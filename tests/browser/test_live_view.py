@@ -2,7 +2,9 @@
 
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 
 from tests.browser.chromium import Page, rids
 from tests.fake_fleet import SHED, FakeFleet
@@ -214,10 +216,9 @@ def test_the_strip_names_what_is_wrong_and_leads_to_it(page: Page, served: FakeO
     page.says(".health.warning", "Warning 45 % of the requests miss the ITL objective of 100 ms.")
     assert page.js("return document.title").startswith("! 45 % of the requests miss")
     assert page.one(".health a").get_attribute("href") == f"{served.url}/burning/runbook#itlobjectiveburn"
-    chart, more = page.all(".health button")
-    more.click()
-    page.says(".health", "Pending 6 % of the requests are refused")
-    chart.click()
+    first, second = page.all(".health .finding")  # the worst first; what is pending is told too
+    assert "Pending 6 % of the requests are refused" in " ".join(second.text.split())
+    first.find_element(By.TAG_NAME, "button").click()
     page.says("#chart h2", "ITL")
     assert page.all('.tile.warning[aria-pressed="true"]') != []
     page.open(f"{served.url}/many/?snapshot=1")
@@ -246,6 +247,46 @@ def test_the_strip_is_not_green_with_fewer_than_wanted_or_something_pending_and_
     page.open(f"{served.url}/short/?snapshot=1")
     page.says(".health.warning strong", "Something may be wrong")
     assert page.axe() == []
+
+
+def test_the_strip_tells_three_things_and_how_many_ready_and_the_others_on_demand(
+    page: Page, served: FakeObservatory
+) -> None:
+    served.fleets["worse"] = fleet = FakeFleet(unified=3, requests_per_tick=4, ticks=8)
+    fleet.kill(min(fleet.roles))
+    fleet.tick()
+    since = {"since": fleet.state["time"] - 20}
+    fleet.state["alerts"] = [SHED | since | {"state": "firing", "name": f"Shed{number}"} for number in range(5)]
+    page.open(f"{served.url}/worse/?snapshot=1")
+    page.says(".health", "2 of 3 replicas ready")
+    assert len(page.all(".health .finding")) == 4  # three alerts, and how many are ready
+    more = page.one(".health > button")
+    assert more.text == "and 2 more"
+    more.click()
+    page.until(lambda: len(page.all(".health .finding")) == 6, "all of them")
+    assert page.axe() == []
+
+
+def test_the_list_is_ordered_by_a_column_and_again_by_time(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/burning/?snapshot=1")
+    by_time = rids(page)[:10]
+
+    def head() -> WebElement:
+        return next(each for each in page.all("#requests th button") if each.text.startswith("TTFT"))
+
+    def sort() -> str | None:
+        return head().find_element(By.XPATH, "..").get_attribute("aria-sort")
+
+    head().click()
+    page.until(lambda: sort() == "descending", "the slowest first")
+    known = [row["ttft_s"] for row in served.fleets["burning"].state["requests"] if row["ttft_s"] is not None]
+    slowest = {row["rid"] for row in served.fleets["burning"].state["requests"] if row["ttft_s"] == max(known)}
+    assert rids(page)[0] in slowest
+    assert page.axe() == []
+    head().click()
+    page.until(lambda: sort() == "ascending", "the quickest first")
+    head().click()
+    page.until(lambda: rids(page)[:10] == by_time, "the newest first again")
 
 
 def test_tiles_show_the_figures_and_open_their_chart(page: Page, served: FakeObservatory) -> None:
@@ -314,7 +355,7 @@ def test_keys_do_what_their_list_says(page: Page, served: FakeObservatory) -> No
     press(page, "r")
     page.until(lambda: page.one("#tab-replica").get_attribute("aria-selected") == "true", "the tab of the replica")
     press(page, " ")
-    page.says(".link", "paused")
+    page.says(".link", "frozen")
     served.tick("keys")
     newest = served.fleets["keys"].state["requests"][0]["rid"]
     asked = len(served.calls)

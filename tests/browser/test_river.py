@@ -89,7 +89,7 @@ def test_space_holds_the_river_alone_and_keys_zoom_and_go_back(
     served.tick("river")
     page.until(lambda: page.js(MOVES) == 1, "a river that moves")
     press(page, " ")
-    page.until(lambda: status(page).startswith("Paused at"), "a pause")
+    page.until(lambda: status(page).startswith("Held at"), "a pause")
     assert page.js(MOVES) == 0
     assert "live" in page.text(".link")  # the page goes on
     press(page, "+")

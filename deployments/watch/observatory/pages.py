@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within WRONG_S; further ones are told to wait
 ABSENT = "The live view's files (dashboards/ui) are not installed; api/state, sd and metrics are served all the same."
-NOTE = re.compile(r'(<p [^>]*id="about">)[^<]*')  # of the login page
+NOTE = re.compile(r' aria-describedby="about">\n<p class="note" id="about">[^<]*')  # of the login page
+WRONG = ' aria-invalid="true" aria-describedby="about">\n<p class="bad" role="alert" id="about">'
 
 pages = APIRouter()  # routes behind the key
 open_pages = APIRouter()  # routes before it
@@ -88,7 +89,9 @@ def _refuse(request: Request) -> Response:
     parts.wrong_s.append(now_s)
     if len(parts.wrong_s) == MOST_WRONG:
         log.warning("%d logins with a wrong key came within %g s", MOST_WRONG, WRONG_S)
-    return _login(request, "That is not the key.", status=401)
+    return _login(
+        request, "That is not the key: it is the value of MANTA_ADMIN_KEY where Manta was started.", status=401
+    )
 
 
 def _login(request: Request, said: str = "", *, status: int = 200) -> Response:
@@ -99,7 +102,7 @@ def _login(request: Request, said: str = "", *, status: int = 200) -> Response:
         return Response(said or ABSENT, status_code=status, media_type="text/plain", headers=headers)
     page = file.body.decode()
     if said:
-        page = NOTE.sub(lambda found: found[1] + html.escape(said), page)
+        page = NOTE.sub(lambda _: WRONG + html.escape(said), page)
     return Response(page, status_code=status, headers=headers, media_type=file.content_type)
 
 

@@ -413,7 +413,8 @@ async def test_a_login_gives_a_cookie_that_opens_everything_for_a_while_and_does
     async with site.client() as client:
         refused = await client.post("/login", data={"key": "wrong <b>"})
         assert refused.status_code == 401
-        assert "That is not the key." in refused.text
+        assert "That is not the key: it is the value of MANTA_ADMIN_KEY" in refused.text
+        assert refused.text.count('aria-invalid="true"') == refused.text.count('role="alert"') == 1
         assert (await client.post("/login", content=b"key=" + b"x" * 5000)).status_code == 413
         answer = await client.post("/login", data={"key": KEY})
         assert (answer.status_code, answer.headers["location"]) == (303, "/manta/")
