@@ -99,6 +99,7 @@ log = logging.getLogger(__name__)
 
 LAST_TRY = "the last try stays on one replica"
 LOOK_AGAIN_S = 0.1  # for a replica that can take over a request
+MEET_S = 5.0  # how long a new request waits for a replica that Serve has started and that has not reported yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,14 +246,15 @@ class Dispatcher:
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
         """Return a decision and when choosing began; after a failed try, wait for a replica that can take over. A new
         request waits for one that is about to report: Serve stops the last old replica once a new one runs."""
-        give_up_s = self._clock() + self._limits.retry_wait_s
+        began_s = self._clock()
+        give_up_s = began_s + self._limits.retry_wait_s
         while True:
             since_s = self._clock()
             try:
                 return self._router.choose(query), since_s
             except NoReplica as error:
                 if failure is None:
-                    if not self._expects_one():
+                    if self._clock() - began_s >= MEET_S or not self._expects_one():
                         raise
                 elif isinstance(failure, Overloaded) or self._clock() > give_up_s:
                     raise failure from error

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_S = 10.0  # a replica that does not answer its own node for so long, after all of its silence, hangs
 FORGET_S = 600.0  # of silence, after which one that is no member is forgotten: its connection may never end
-MEET_S = 5.0  # after Serve lists a replica it reports, or something is wrong with it
+FIRST_WORD_S = 30.0  # after Serve lists a replica, on a busy machine; one that has not reported by then may never do so
 DEAD_S = 5.0  # a replica that leaves after such a silence has died
 MOST_GONE = 32
 AGAIN_S = 30.0  # between two questions about one replica
@@ -103,9 +103,9 @@ class LastWords:
 
     @property
     def expects_one(self) -> bool:
-        """Tell whether a member that joined less than MEET_S ago has not reported yet."""
+        """Tell whether a member that joined less than FIRST_WORD_S ago has not reported yet."""
         now_s, reported = self._clock(), {each for each, word in self.of.items() if word.report is not None}
-        return any(now_s - joined_s < MEET_S for each, joined_s in self.as_of_s.items() if each not in reported)
+        return any(now_s - joined_s < FIRST_WORD_S for each, joined_s in self.as_of_s.items() if each not in reported)
 
     @property
     def draining(self) -> list[LastWord]:

@@ -17,7 +17,7 @@ from deployments.dispatch.attempt import Tries
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
 from deployments.fleet import silence
 from deployments.fleet.fleet import LOOK_AGAIN_S, SETTLED_STEPS, STALE_S, Fleet, Hangs
-from deployments.fleet.silence import AGAIN_S, ANSWERS, DEAD_S, GONE, HEALTH_S, KILLED, MEET_S, HangKiller
+from deployments.fleet.silence import AGAIN_S, ANSWERS, DEAD_S, FIRST_WORD_S, GONE, HEALTH_S, KILLED, HangKiller
 from replicas.errors import EngineDead
 from replicas.types import TokenDelta
 from routing.router import Router
@@ -94,14 +94,14 @@ async def test_a_replica_that_has_left_and_says_nothing_more_is_not_seen_to_drai
     assert fleet.num_draining == 0
 
 
-async def test_a_member_that_never_reports_is_waited_for_once_and_not_by_each_request() -> None:
+async def test_a_member_that_never_reports_is_waited_for_once_and_not_by_every_request_to_come() -> None:
     clock = Clock()
     fleet = Fleet(router=House().router, leases=LocalLeases(), clock=clock)
     fleet.set_members(BOTH)
     fleet.on_report("r0", report())
-    clock.now_s = 0.9 * MEET_S
+    clock.now_s = 0.9 * FIRST_WORD_S
     assert fleet.expects_one
-    clock.now_s = 1.1 * MEET_S
+    clock.now_s = 1.1 * FIRST_WORD_S
     fleet.set_members(BOTH)
     assert not fleet.expects_one
     fleet.set_members((*BOTH, "r2"))
