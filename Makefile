@@ -19,6 +19,8 @@ UV := uv==0.13.9
 UNLOCKED := ^(torch|triton|nvidia-|cuda-)
 # of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
 BENCHES := kernels engine hand_off overhead serving
+# what kernels that are kept on disk are made of
+KERNELS := $(wildcard replicas/kernels/*.py replicas/kernels/*/*.py replicas/attention/cpu*.py)
 # trials of each fault; of the soak
 TIMES := 20
 MINUTES := 60
@@ -27,7 +29,7 @@ BENCHES_AVX2 := kernels:limits:products engine:speed:formats
 
 # A machine with a GPU often has a Python with PyTorch, and no network: it is taken as it is.
 GPU_PYTHON = $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
-GPU_NEEDS := torch transformers numba psutil xxhash msgspec
+GPU_NEEDS := torch transformers numba psutil xxhash msgspec filelock
 LACKS := import sys; from importlib.util import find_spec; lacks = [name for name in sys.argv[1:] if not find_spec(name)]; \
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
@@ -83,7 +85,11 @@ lock: ## Write constraints.txt anew: the newest that pyproject.toml allows, on a
 model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 	@$(BIN)/python -m tools.embedded_model
 
-serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
+$(VENV)/.kernels: $(VENV)/.installed $(KERNELS)
+	@$(BIN)/python -m tools.kernels && touch $@ || true
+
+serve: ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
+	@$(MAKE) --no-print-directory -j 2 model $(VENV)/.kernels
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
 test: install-test tools-test model ## Run the tests that every change is checked with; those with Ray run beside the others

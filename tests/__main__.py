@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.kernels import compile_all
+
 PYTEST = [sys.executable, "-m", "pytest"]
 LAST = ["nice", "-n", "19"]
 COMPILED_ONCE = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -22,11 +24,6 @@ SHARED = [
     "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread",
     "--max-worker-restart", "0",
 ]  # fmt: skip
-KERNELS = [  # those that take seconds to compile, so that two processes take about as long
-    "from replicas.attention.cpu_decode import decode; decode.address",
-    "from replicas.attention.cpu_extend import extend; from replicas.kernels.linear import product_float32 as product; "
-    "extend.address, product.address",
-]
 TESTS = Path(__file__).parent
 MARKED = {"quick": "not slow", "slow": "slow and not cluster"}
 
@@ -34,14 +31,8 @@ MARKED = {"quick": "not slow", "slow": "slow and not cluster"}
 def main(wanted: Sequence[str]) -> int:
     if unknown := set(wanted) - set(MARKED):
         sys.exit(f"there are no {', '.join(unknown)} tests: name {' or '.join(MARKED)}, or none for all")
-    compile_kernels()
+    compile_all()  # what fails here fails in a test that says more
     return max([run(which) for which in wanted or MARKED])
-
-
-def compile_kernels() -> None:
-    """Compile, once for a clean checkout, what every process of tests would else: four at once, 30 s of CPU each."""
-    for process in [subprocess.Popen([sys.executable, "-c", program], env=ONE_THREAD) for program in KERNELS]:
-        process.wait()  # what fails here fails in a test that says more
 
 
 def run(which: str) -> int:

@@ -8,16 +8,18 @@ Invariant: a kernel runs to its end before `Team.run` returns; results do not de
 Thread:    any; the interpreter lock is released while a kernel runs. Each calling thread has its own OpenMP team.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+import filelock
 import llvmlite.binding  # type: ignore[import-untyped]
 import numba
 import numpy as np
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 _OPTIONS: dict[str, Any] = {"nopython": True, "error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}
+COMPILING_S = 120.0  # of another process; the slowest kernel takes 17 s of a core
 
 thread_id = types.ExternalFunction("omp_get_thread_num", types.int32())
 team_size = types.ExternalFunction("omp_get_num_threads", types.int32())
@@ -65,15 +68,30 @@ class Kernel:
         record = numba.from_dtype(np.dtype(self.arguments))
         signature = types.void(types.CPointer(record))  # type: ignore[attr-defined]
         compiled: Any = CFunc(self.function, sigutils.normalize_signature(signature), locals={}, options=_OPTIONS)
+        alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         try:
             compiled.enable_caching()
             # numba looks at the file of this function alone; what it calls lies in others
             compiled._cache._cache_file._source_stamp = _sources()
+            alone = _alone(f"{compiled._cache.cache_path}/.{self.function.__qualname__}.lock")
         except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
             log.warning("%s: compiled anew at every start; set NUMBA_CACHE_DIR to a folder that can be written", error)
-        compiled.compile()
+        with alone:
+            compiled.compile()
         self._compiled = compiled  # owns the code: keep it
         return int(compiled.address)
+
+
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """Let one process compile a kernel; others wait, COMPILING_S at most, and then read what it has kept."""
+    lock = filelock.FileLock(path, timeout=COMPILING_S)
+    with contextlib.suppress(filelock.Timeout, OSError):  # it hangs, or its file system has no locks
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Kernels run where nothing can be kept on disk, and say so."""
+"""Kernels are compiled once and kept, by one process of several; where nothing can be kept on disk they say so."""
 
 import logging
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from numba.core.ccallback import CFunc
@@ -50,3 +51,34 @@ def test_code_that_was_kept_is_of_the_same_sources_or_is_compiled_anew(monkeypat
         assert hits() == 0
         assert hits() == 1
     assert hits() == 0
+
+
+def test_of_two_processes_that_want_a_kernel_one_compiles_it(tmp_path: Path) -> None:
+    """Both have what they need for it before either may begin."""
+    program = (
+        "import sys; from replicas.kernels.elementwise import argmax_rows as kernel\n"
+        "print(flush=True); sys.stdin.readline(); kernel.address; print(kernel._compiled.cache_hits)"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert sorted(process.communicate()[0] for process in processes) == ["0\n", "1\n"]
+
+
+def test_a_process_that_hangs_while_it_compiles_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(team, "COMPILING_S", 0.01)
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    kernel = Kernel(elementwise.silu_mul_rows.function, elementwise.silu_mul_rows.arguments)
+    assert kernel.address
+    [folder] = {file.parent for file in tmp_path.rglob("*.nbi")}
+    with filelock.FileLock(folder / ".silu_mul_rows.lock"):
+        again = Kernel(elementwise.silu_mul_rows.function, elementwise.silu_mul_rows.arguments)
+        assert again.address
+    assert (kernel._compiled.cache_hits, again._compiled.cache_hits) == (0, 1)
