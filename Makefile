@@ -88,7 +88,7 @@ model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 $(VENV)/.kernels: $(VENV)/.installed $(KERNELS)
 	@$(BIN)/python -m tools.kernels && touch $@ || true
 
-serve: ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
+serve: $(VENV)/.installed ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
 	@$(MAKE) --no-print-directory -j 2 model $(VENV)/.kernels
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
