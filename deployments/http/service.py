@@ -1,7 +1,8 @@
 """The value that all HTTP routes use: facts about the model, the dispatcher to the replicas, the limits.
 
 Owns:      the bounded executors for long texts and bodies.
-Never:     imports torch: a router reads config.json and the tokenizer, and loads no weights.
+Never:     imports torch, but where config.json leaves its context to its family: a router reads that file and the
+           tokenizer, and loads no weights.
 Thread:    the router's event loop; long texts and bodies on the executors' threads.
 """
 
@@ -21,7 +22,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
@@ -37,7 +38,7 @@ from deployments.output.tools import ToolUse
 from deployments.settings.keys import CALLER
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
-from replicas.errors import InvalidConfig, PromptTooLong
+from replicas.errors import InvalidConfig, PromptTooLong, UnsupportedModel
 from replicas.hf_config import contexts, named_context
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import TokenIds
@@ -295,14 +296,13 @@ def _config_json(model: ModelSettings) -> dict[str, Any]:
 
 def _with_defaults(model: ModelSettings, config: dict[str, Any]) -> dict[str, Any]:
     """Fill in what the model's family says: defaults, numbers of the text part of a model that also sees, the context
-    under the name that all share. Takes Transformers' classes, 3 s of a start."""
-    from transformers import AutoConfig
+    under the name that all share. Takes Transformers' classes, 3 s of a start, and torch."""
+    from replicas.runner.model_files import family_config
 
     try:
-        full = AutoConfig.from_pretrained(str(config_folder(model)), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError):
+        filled = family_config(config_folder(model))
+    except UnsupportedModel:
         return config
-    filled = {**full.to_dict(), **full.get_text_config(decoder=True).to_dict()}
     filled |= {key: config[key] for key in ("architectures", "model_type") if key in config}
     own = named_context(filled)
     return filled if own is None else filled | {"max_position_embeddings": own}

@@ -135,8 +135,7 @@ def _outlined(name: str, folder: Path, dtype: DType | None, device: Device) -> t
     """
     from replicas.models.outline import outline, read
 
-    config = read(folder)
-    hf = config.to_dict() | config.get_text_config(decoder=True).to_dict()
+    config, hf = read(folder), family_config(folder)
     architecture = architecture_of(folder)
     return model_config_from_outline(
         name,
@@ -146,6 +145,17 @@ def _outlined(name: str, folder: Path, dtype: DType | None, device: Device) -> t
         eos_ids=_eos_ids(folder, hf),
         dtype=dtype or _default_dtype(folder, hf, device),
     )
+
+
+def family_config(folder: Path) -> dict[str, Any]:
+    """Read config.json with its family's defaults; of a model that also sees or hears, the text part's numbers.
+
+    Raises: UnsupportedModel where Transformers has no code of its own for it.
+    """
+    from replicas.models.outline import read
+
+    config = read(folder)
+    return {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
 
 
 def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:

@@ -166,6 +166,7 @@ HOST = (
 # the modules that import others of ours in functions, and why
 LATE: dict[str, str] = {
     "deployments.__main__": "a command loads what it runs: `manta settings` needs no Ray",
+    "deployments.http.service": "only a config.json that leaves its context to its family needs Transformers and torch",
     "deployments.settings.places": "only the path of a GGUF file needs Transformers and gguf",
     "replicas.attention.registry": "a backend's libraries may be missing, and settings are checked without torch",
     "replicas.checkpoints.checkpoint": "only a GGUF file needs gguf",
