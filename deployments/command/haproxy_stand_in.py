@@ -5,7 +5,7 @@ Owns:      one watch for each HAProxy that the wrapper script starts; the stand-
            with the socket, Serve would keep the stand-in, and no change of routers would reach it.
 Never:     outlives the raylet; imports anything but the standard library (any Python may run it).
 Invariant: when Serve itself ends HAProxy (the manager kills it, and is killed next), there is no stand-in, or not for
-           long.
+           long. No HAProxy holds its port after the raylet has ended.
 Thread:    a process in a session of its own, since Ray ends a dead worker's process group.
 
     HAProxy ends ─┬─ its manager ends within MANAGER_S after it: Serve's stop ─────> the end
@@ -50,7 +50,9 @@ def watch(haproxy: int, manager: int, command: list[str], config: Path) -> None:
     at_once = managers_end in first or _ended(managers_end, within_s=AT_ONCE_S)
     if not at_once and _ended(managers_end, within_s=MANAGER_S):
         return
-    select.select([its_end], [], [])
+    if its_end not in select.select([its_end, raylets_end], [], [])[0]:
+        signal.pidfd_send_signal(its_end, signal.SIGUSR1)  # it lets go of the port, and drains
+        return
     text = config.read_text() if config.is_file() else ""  # its folder is removed with the application
     admin = re.search(r"stats socket (\S+)", text)
     if admin is None or _ended(raylets_end) or _asked(admin[1], "show info"):

@@ -121,6 +121,31 @@ def front(tmp_path: Path) -> Iterator[Front]:
         front.stop()
 
 
+def test_one_whose_raylet_has_ended_lets_go_of_its_port(tmp_path: Path) -> None:
+    """It was left behind: all processes of Ray end with the raylet, and HAProxy is none of them."""
+    raylet = subprocess.Popen(
+        [sys.executable, "-c", STARTS, "sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert raylet.stdout is not None
+    manager, served = int(raylet.stdout.readline()), subprocess.Popen(["sleep", "60"])
+    config = str(tmp_path / "haproxy.cfg")
+    watch = subprocess.Popen(
+        [sys.executable, "-I", haproxy_stand_in.__file__, str(served.pid), str(manager), str(BINARY), config]
+    )
+    try:
+        fds = Path(f"/proc/{watch.pid}/fd")
+        until(lambda: sum("pidfd" in os.readlink(file) for file in fds.iterdir()) == 3)
+        raylet.kill()
+        raylet.wait()
+        os.kill(manager, signal.SIGKILL)
+        assert served.wait(30) == -signal.SIGUSR1, "HAProxy lets go of its port then, and drains"
+        assert watch.wait(30) == 0
+    finally:
+        for each in (raylet, served, watch):
+            each.kill()
+            each.wait()
+
+
 def test_one_that_is_killed_is_stood_in_for_without_its_admin_socket_until_the_next_has_a_router(
     front: Front,
 ) -> None:
