@@ -7,7 +7,7 @@ import { once } from "./panel.js";
 const WORDS = { connecting: "connecting", live: "live", snapshot: "snapshot", lost: "connection lost" };
 const THEMES = { auto: ["Theme: system", "M8 2a6 6 0 0 1 0 12z"], light: ["Theme: light", ""], dark: ["Theme: dark", "M8 2a6 6 0 1 0 0 12A6 6 0 1 0 8 2z"] }; // filled: dark
 
-export const Header = once(({ model, mode, facts, up, link, paused, onPause, onTheme, onHelp }) => html`<header class="top">
+export const Header = once(({ model, mode, facts, up, link, paused, onPause, onTheme, onHelp, onTry }) => html`<header class="top">
   <h1 class="brand"><svg viewBox="0 0 32 32" aria-hidden="true"><path d="M2 9c7 0 11 3 14 8 3-5 7-8 14-8-3 7-7 11-11 13l-3 9-3-9C9 20 5 16 2 9z" /></svg>Manta</h1>
   <ul class="facts-line" aria-label="What is served">
     ${told({ model, mode, up, ...facts }).map(([name, text]) => html`<li key=${name} title=${name}>${text}</li>`)}
@@ -15,6 +15,7 @@ export const Header = once(({ model, mode, facts, up, link, paused, onPause, onT
   <div class="top-end">
     <p class=${`link ${paused ? "paused" : link.status}`} role="status"><span class="dot" aria-hidden="true"></span>${paused ? "frozen" : WORDS[link.status]}</p>
     ${facts?.grafana && html`<a href=${`${facts.grafana.replace(/\/$/, "")}/d/manta-fleet`} target="_blank" rel="noreferrer">Grafana</a>`}
+    <button type="button" id="to-try" onClick=${onTry}>Try</button>
     <button type="button" id="pause" aria-pressed=${paused} onClick=${onPause} title="Space">${paused ? "Resume" : "Freeze"}</button>
     <${Theme} onTheme=${onTheme} />
     <button type="button" id="help" class="icon" onClick=${onHelp} aria-label="Keyboard shortcuts" title="Keyboard shortcuts: ?">?</button>

@@ -30,13 +30,20 @@ function App({ state, link, paused }) {
   const stable = useRef({}).current; // functions that stay the same, so that nothing is drawn for them
   stable.selection = selection;
   stable.theme ??= () => setTheme((count) => count + 1);
+  stable.tryIt ??= () => {
+    stable.choose({ tab: "try" });
+    requestAnimationFrame(() => {
+      toSide();
+      document.querySelector("#pane-try textarea")?.focus({ preventScroll: true });
+    });
+  };
   stable.help ??= () => setHelp((before) => !before);
   stable.choose ??= (change) => {
     const { request, replica, tab = request ? "why" : replica ? "replica" : undefined, stay, ...rest } = change;
     // a request brings its own replica, unless one is named with it
     const named = Object.entries({ request, replica: request && !replica ? null : replica, tab }).filter(([, value]) => value !== undefined);
     select({ ...rest, ...Object.fromEntries(named) });
-    if ((request || replica) && !stay && !matchMedia("(min-width: 1280px)").matches) requestAnimationFrame(() => document.getElementById("side")?.scrollIntoView());
+    if ((request || replica) && !stay && !matchMedia("(min-width: 1280px)").matches) requestAnimationFrame(toSide);
   };
   useLayoutEffect(() => {
     const system = matchMedia("(prefers-color-scheme: dark)");
@@ -56,7 +63,7 @@ function App({ state, link, paused }) {
   return html`
     <button type="button" class="skip" onClick=${() => document.querySelector("#requests tbody button, #requests input")?.focus()}>Skip to the requests</button>
     <${Header} model=${state?.model} mode=${state?.mode} facts=${state?.facts} up=${upOf(state)} link=${link} paused=${paused}
-      onPause=${pause} onTheme=${stable.theme} onHelp=${stable.help} />
+      onPause=${pause} onTheme=${stable.theme} onHelp=${stable.help} onTry=${stable.tryIt} />
     ${link.status === "lost" && html`<${LostBanner} link=${link} known=${state} onRetry=${retry} />`}
     ${help && html`<${Keys} onClose=${stable.help} />`}
     ${state
@@ -81,6 +88,12 @@ function Page({ state, selection, choose, theme, paused, old }) {
   return html`<main class=${old ? "page old" : "page"}>
     <${Health} state=${state} choose=${choose} />
     <${Tiles} figures=${state.figures} history=${state.history} time=${state.time} tile=${selection.tile} choose=${choose} />
+    <div class="column">
+      <${River} state=${state} selection=${selection} choose=${choose} theme=${theme} paused=${paused} />
+      <${Fleet} mode=${state.mode} replicas=${replicas} ended=${state.ended} routers=${state.routers} links=${state.links} autoscaling=${state.autoscaling}
+        chosen=${selection.replica} choose=${choose} />
+      <${Requests} requests=${requests} replicas=${replicas} model=${state.model} api=${state.api} now=${now} chosen=${selection.request} choose=${choose} />
+    </div>
     <${Side} tab=${tabOf(selection)} choose=${choose}>
       ${{
         try: html`<${Playground} state=${state} selection=${selection} choose=${choose} />`,
@@ -88,17 +101,11 @@ function Page({ state, selection, choose, theme, paused, old }) {
         replica: html`<${ReplicaDrawer} state=${state} replica=${wanted ?? worstFirst(replicas)[0]?.id} choose=${choose} />`,
       }}
     <//>
-    <div class="column">
-      <${River} state=${state} selection=${selection} choose=${choose} theme=${theme} paused=${paused} />
-      <${Fleet} mode=${state.mode} replicas=${replicas} ended=${state.ended} routers=${state.routers} links=${state.links} autoscaling=${state.autoscaling}
-        chosen=${selection.replica} choose=${choose} />
-      <${Requests} requests=${requests} replicas=${replicas} model=${state.model} api=${state.api} now=${now} chosen=${selection.request} choose=${choose} />
-      ${replica && html`<${CacheTree} replicas=${replicas} chosen=${replica} onChoose=${byReplica} pageKeys=${details.keys} />`}
-    </div>
+    <div class="below">${replica && html`<${CacheTree} replicas=${replicas} chosen=${replica} onChoose=${byReplica} pageKeys=${details.keys} />`}</div>
   </main>`;
 }
 
-// The right third: tabs. The playground stays in place while another is shown, so that a conversation is not lost.
+// The right third, or where there is no room for one below the requests, where a choice and the header's Try lead to: tabs. The playground stays in place while another is shown, so that a conversation is not lost.
 function Side({ tab, choose, children }) {
   const names = Object.keys(TABS);
   const onKey = (event) => {
@@ -116,6 +123,10 @@ function Side({ tab, choose, children }) {
     ${names.map((name) => html`<div class="pane" role="tabpanel" key=${name} id=${`pane-${name}`} aria-labelledby=${`tab-${name}`}
       tabindex="-1" hidden=${name !== tab}>${(name === tab || name === "try") && children[name]}</div>`)}
   </aside>`;
+}
+
+function toSide() {
+  document.getElementById("side")?.scrollIntoView();
 }
 
 function tabOf({ tab, request, replica }) {

@@ -124,7 +124,7 @@ function paintPieces(paint, view, palette) {
     if (piece.failure != null || (ends && isBad(row))) box(palette.bad, right - 3, y - 1, 3, high + 2);
     else if (ends && row.outcome === "cancelled") box(palette.ink, right - 2, y, 2, high);
     if (ends && row.missed?.length && high >= 4) box(palette.warn, left, y + high - 2, right - left, 2);
-    if (high >= 10 && room > 40) labels.push([labelsOf(row).find((each) => each.length * 6.6 < room) ?? "", text, y + high / 2 + 0.5]);
+    if (high >= 10 && room > 40 && row.outcome !== "running") labels.push([labelsOf(row).find((each) => each.length * 6.6 < room) ?? "", text, y + high / 2 + 0.5]);
   }
   for (const [style, each] of boxes) {
     paint.fillStyle = style;

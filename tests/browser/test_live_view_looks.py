@@ -58,7 +58,7 @@ def test_no_width_needs_a_scroll_sideways(page: Page, served: FakeObservatory, f
         assert side["left"] > column["right"]
         assert side["top"] == column["top"]
     else:
-        assert tiles["bottom"] < side["top"] < side["bottom"] < column["top"]  # one below the other
+        assert tiles["bottom"] < column["top"] < column["bottom"] < side["top"]  # what an operator looks at is first
     page.picture(f"{fleet}_{width}")
 
 
@@ -67,6 +67,10 @@ def test_on_a_phone_a_chosen_request_scrolls_to_its_answer(page: Page, served: F
     page.js("document.querySelector('#requests [data-rid]').click()")
     top = "return Math.round(document.getElementById('side').getBoundingClientRect().top)"
     page.until(lambda: 0 <= page.js(top) < 20, "the answer at the top")
+    page.js("window.scrollTo(0, 0)")
+    page.one("#to-try").click()
+    page.until(lambda: 0 <= page.js(top) < 20, "the playground at the top")
+    page.until(lambda: page.js("return document.activeElement.closest('#pane-try') != null"), "the focus in it")
     small = page.js("""return [...document.querySelectorAll("button, select, input:not([type=checkbox])")]
         .filter((each) => each.offsetHeight > 0 && each.offsetHeight < 24).map((each) => each.className || each.id)""")
     assert small == []  # WCAG 2.2's least size of a target
