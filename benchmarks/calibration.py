@@ -11,10 +11,14 @@ seconds while its replica made ``R`` tokens and computed ``P`` tokens of prompts
 
 ``R`` and ``P`` follow from the times of all requests of the replica, each taken as even over its own interval. Least
 squares over all requests, weighted by 1 / sqrt(D), no coefficient below zero.
+
+Machines are not always as fast: what else runs on them comes and goes. Each ``PACE_S`` of the recording has its own
+pace, by which steps took longer or shorter than the fit over all says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +30,7 @@ from replicas.config import SchedulerConfig
 
 Floats = npt.NDArray[np.float64]
 LEAST_S = 1e-4  # the recording's grain
+PACE_S, PACE_ROUNDS = 10.0, 5
 CPU_CHUNK = 512
 
 
@@ -34,6 +39,7 @@ class Calibrated:
     """The speed of the replicas of a recording."""
 
     step: StepTime
+    pace: tuple[float, ...]  # by which steps are longer, in each PACE_S of the recording
     way_s: float  # from arrival to the engine, where nothing waits
     num_requests: int  # that were fitted
     error: float  # median of |fitted / measured - 1| over them
@@ -66,32 +72,42 @@ def calibrate(recording: Recording) -> Calibrated:
     by_replica: dict[str, list[Seen]] = {}
     for seen in fitted:
         by_replica.setdefault(seen.told["model_replica"], []).append(seen)
-    parts = [_equations(each, chunk=chunk_of(recording)) for each in by_replica.values()]
-    terms, took_s = (np.concatenate(each) for each in zip(*parts, strict=True))
+    chunk = int(settings_of(recording)["chunked_prefill_size"])
+    parts = [_equations(each, chunk=chunk) for each in by_replica.values()]
+    begin_s, terms, took_s = (np.concatenate(each) for each in zip(*parts, strict=True))
     if not len(took_s):
         raise ValueError("no request of the recording took long enough to calibrate")
-    rates = _nonnegative(terms / np.sqrt(took_s)[:, None], np.sqrt(took_s))
-    ratio = took_s / (terms @ rates)
+    pace = np.ones(int((begin_s + took_s).max() // PACE_S) + 1)
+    for _ in range(PACE_ROUNDS):
+        paced = terms * _mean_pace(pace, begin_s, took_s)[:, None]
+        rates = _nonnegative(paced / np.sqrt(took_s)[:, None], np.sqrt(took_s))
+        ratio = took_s / (paced @ rates)
+        pace *= _pace(begin_s, took_s, ratio, num=len(pace))
     one_step = ratio[terms[:, 0] == 1]
     spread = float(np.std(np.log(one_step))) if len(one_step) else 0.0
     base_s, row_s, prompt_token_s = rates.tolist()
     routes, queues = ([float(seen.told[name]) for seen in fitted] for name in ("route_s", "queue_s"))
     return Calibrated(
         step=StepTime(base_s=base_s, row_s=row_s, prompt_token_s=prompt_token_s, spread=spread),
+        pace=tuple(pace.tolist()),
         way_s=percentile(routes, 50) + percentile(queues, 5),
         num_requests=len(fitted),
         error=float(np.median(np.abs(1 / ratio - 1))),
     )
 
 
-def build_of(recording: Recording, found: Calibrated, *, queue: str | None) -> Build:
-    """Return what its replicas were, with another order of the queue where ``queue`` names one."""
-    told = recording.facts["scheduler"]
-    scheduler = SchedulerConfig(**{**told, "chunked_prefill_size": chunk_of(recording)})
+def build_of(recording: Recording, found: Calibrated, *, queue: str | None, rate: float = 1.0) -> Build:
+    """Return what its replicas were, with another order of the queue where ``queue`` names one.
+
+    Args: rate: how many times as fast the recording is replayed.
+    """
     sizes = list(recording.replicas.values())
+    scheduler = SchedulerConfig(**settings_of(recording))
     longest = max(seen.input_len + seen.output_len for seen in recording.requests)
     return Build(
         step=found.step,
+        pace=found.pace,
+        pace_s=PACE_S / rate,
         way_s=found.way_s,
         page_size=recording.page_size,
         pool_pages=min(int(each["pool_pages"]) for each in sizes),
@@ -101,13 +117,19 @@ def build_of(recording: Recording, found: Calibrated, *, queue: str | None) -> B
     )
 
 
-def chunk_of(recording: Recording) -> int:
-    """Return the most prompt tokens of a step; where the settings left it open, a CPU's."""
-    return int(recording.facts["scheduler"]["chunked_prefill_size"] or CPU_CHUNK)
+def settings_of(recording: Recording) -> dict[str, Any]:
+    """Return the scheduler's settings, with what the replicas filled in of those left open."""
+    filled_in = [each.get("scheduler", {}) for each in recording.replicas.values()]
+    return {"chunked_prefill_size": CPU_CHUNK, **_given(recording.facts["scheduler"]), **_given(filled_in[0])}
 
 
-def _equations(requests: Sequence[Seen], *, chunk: int) -> tuple[Floats, Floats]:
-    """Return [2 n, 3] steps, tokens of running requests and tokens of prompts; and [2 n] seconds: decodes, prefills."""
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _equations(requests: Sequence[Seen], *, chunk: int) -> tuple[Floats, Floats, Floats]:
+    """Return of decodes, then of prefills, [2 n] when they began; [2 n, 3] steps, tokens of running requests, tokens of
+    prompts; [2 n] seconds."""
 
     def of(*numbers: float) -> Floats:
         return np.array(numbers, dtype=np.float64)
@@ -119,7 +141,7 @@ def _equations(requests: Sequence[Seen], *, chunk: int) -> tuple[Floats, Floats]
     steps = of(*(seen.output_len - 1 for seen in requests))
     decodes = _Spans(first_s, first_s + np.maximum(decode_s, LEAST_S), np.maximum(decode_s, LEAST_S))
     prefills = _Spans(first_s - prefill_s, first_s, uncached)
-    terms, took_s = [], []
+    begin_s, terms, took_s = [], [], []
     for spans, measured_s in ((decodes, decode_s), (prefills, prefill_s)):
         running = decodes.within(spans.begin_s, spans.end_s) / (spans.end_s - spans.begin_s)  # on average
         prompts = prefills.within(spans.begin_s, spans.end_s)
@@ -129,7 +151,25 @@ def _equations(requests: Sequence[Seen], *, chunk: int) -> tuple[Floats, Floats]
         known = measured_s >= 10 * LEAST_S
         terms.append(np.stack([count, count * running, prompts], axis=1)[known])
         took_s.append(measured_s[known])
-    return np.concatenate(terms), np.concatenate(took_s)
+        begin_s.append(spans.begin_s[known])
+    return np.concatenate(begin_s), np.concatenate(terms), np.concatenate(took_s)
+
+
+def _mean_pace(pace: Floats, begin_s: Floats, took_s: Floats) -> Floats:
+    """Return the mean pace of each interval."""
+    at_s, total = np.arange(len(pace) + 1) * PACE_S, np.concatenate([[0.0], np.cumsum(pace) * PACE_S])
+    mean: Floats = (np.interp(begin_s + took_s, at_s, total) - np.interp(begin_s, at_s, total)) / took_s
+    return mean
+
+
+def _pace(begin_s: Floats, took_s: Floats, ratio: Floats, *, num: int) -> Floats:
+    """Return by how much what was measured is longer than fitted in each of ``num`` stretches of time, where little
+    was measured less."""
+    at_s = np.arange(num, dtype=np.float64) * PACE_S
+    measured, fitted = (
+        _Spans(begin_s, begin_s + took_s, amount).within(at_s, at_s + PACE_S) for amount in (took_s, took_s / ratio)
+    )
+    return (measured + PACE_S / 4) / (fitted + PACE_S / 4)
 
 
 def _nonnegative(terms: Floats, wanted: Floats) -> Floats:

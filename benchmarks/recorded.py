@@ -4,16 +4,16 @@ Owns:      the reading of a recording's lines; which tokens stand for a page tha
 Invariant: two prompts share a prefix of tokens exactly as far as their hashes agree, answers included: a prompt that
            repeats an earlier answer has the pages of that answer.
 
-What is not known is assumed: a request that was refused or failed would have had an answer of the median length; of
-several choices, the request counts as one of their mean length. Arrivals are those of the day, whatever would have
-been answered sooner or later.
+A request whose prompt repeats an earlier answer follows it: it comes as long after the end of that answer as it did,
+whenever that is. All others come when they came. What is not known is assumed: a request that was refused would have
+had an answer of the median length; of several choices, the request counts as one of their mean length.
 """
 
 import json
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -31,10 +31,16 @@ class Seen:
 
     number: int
     arrival_s: float  # since the first
+    after: int | None = None  # number of the request whose answer it repeats
+    gap_s: float = 0.0  # from the end of that one to this one's arrival
     input_len: int
     output_len: int  # at least 1; what was not answered has the median
     blocks: tuple[str, ...]  # of prompt and answer
     told: Mapping[str, Any]  # its line
+
+    @property
+    def ended_s(self) -> float:
+        return self.arrival_s + float(self.told["total_s"])
 
     @property
     def ttft_s(self) -> float | None:
@@ -95,9 +101,27 @@ def read(path: pathlib.Path, *, limit: int | None = None) -> Recording:
     return Recording(
         facts=facts,
         replicas=replicas,
-        requests=tuple(_seen(number, each, told[0]["time_s"], median_len) for number, each in enumerate(told)),
+        requests=_chained(
+            [_seen(number, each, told[0]["time_s"], median_len) for number, each in enumerate(told)],
+            page_size=int(facts["page_size"]),
+        ),
         num_lost=num_lost,
     )
+
+
+def _chained(requests: Sequence[Seen], *, page_size: int) -> tuple[Seen, ...]:
+    """Find for each request the last one that had ended and whose answer it repeats."""
+    last: dict[str, Seen] = {}  # by the last page of an answer
+    chained = []
+    for seen in requests:
+        pages = seen.blocks[: seen.input_len // page_size]
+        asked = [last[block] for block in pages if block in last and last[block].ended_s <= seen.arrival_s]
+        if asked:
+            seen = replace(seen, after=asked[-1].number, gap_s=seen.arrival_s - asked[-1].ended_s)
+        chained.append(seen)
+        if len(seen.blocks) > seen.input_len // page_size:
+            last[seen.blocks[-1]] = seen
+    return tuple(chained)
 
 
 def _answer_len(told: Mapping[str, Any]) -> int:
@@ -118,7 +142,7 @@ def _seen(number: int, told: Mapping[str, Any], begin_s: float, median_len: int)
 
 
 def sim_requests(recording: Recording, *, rate: float) -> list[SimRequest]:
-    """Return the requests for the simulator, ``rate`` times as fast as recorded: a token id for each page."""
+    """Return the requests for the simulator, conversations ``rate`` times as fast: a token id for each page."""
     ids: dict[str, int] = {}
     size = recording.page_size
     requests = []
@@ -131,8 +155,8 @@ def sim_requests(recording: Recording, *, rate: float) -> list[SimRequest]:
         requests.append(
             SimRequest(
                 number=seen.number,
-                arrival_s=seen.arrival_s / rate,
-                after=None,
+                arrival_s=seen.arrival_s / rate if seen.after is None else seen.gap_s,
+                after=seen.after,
                 input_len=seen.input_len,
                 output_len=seen.output_len,
                 prompt=np.array(pages[: -(-seen.input_len // size)], dtype=np.int32),

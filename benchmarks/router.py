@@ -30,7 +30,7 @@ import numpy.typing as npt
 from rich.progress import Progress, TimeElapsedColumn
 
 from benchmarks import harness, live_router, recorded, workloads
-from benchmarks.calibration import build_of, calibrate
+from benchmarks.calibration import PACE_S, build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
 from benchmarks.sim_engine import EngineCluster
@@ -115,15 +115,16 @@ def _clusters(
     queues = options.queue or ["fcfs" if recording is None else None]
     made: list[tuple[str, str, MakeCluster]] = []
     for count, queue, policy in itertools.product(counts, queues, options.policy or ["estimated_ttft"]):
-        words = [policy, *([queue] if len(queues) > 1 else []), *([f"{count} replicas"] if len(counts) > 1 else [])]
-        size = f"{count} replicas"
+        size = f"{count} replica{'s' * (count != 1)}"
+        words = [policy, *([queue] if len(queues) > 1 else []), *([size] if len(counts) > 1 else [])]
         if options.split:
             size = "{} prefill and {} decode replicas".format(*options.split)
         setup = _setup(options, count, queue or "fcfs")
         if recording is None or found is None:
             make: MakeCluster = partial(Cluster, policy, requests, setup)
         else:
-            make = partial(EngineCluster, policy, requests, setup, build_of(recording, found, queue=queue))
+            build = build_of(recording, found, queue=queue, rate=options.rate)
+            make = partial(EngineCluster, policy, requests, setup, build)
         made.append((", ".join(words), size, make))
     return made
 
@@ -151,6 +152,7 @@ def _recorded_rows(title: str, recording: recorded.Recording, objective_s: float
     speed.add("and for each running request", [1e3 * found.step.row_s], "ms")
     speed.add("and for each token of a prompt", [1e3 * found.step.prompt_token_s], "ms")
     speed.add("spread of a step", [100 * found.step.spread], "%")
+    speed.add(f"pace, by {PACE_S:g} s", found.pace, note="times as long")
     speed.add("way to the engine", [1e3 * found.way_s], "ms")
     return speed.rows + table.rows
 

@@ -347,16 +347,22 @@ def stall_rows(options: argparse.Namespace) -> list[Row]:
 
 
 async def replayed(recording: Recording, client: Client, options: argparse.Namespace) -> list[Sample]:
-    """Send each request when it was recorded, ``options.speed`` times as fast."""
+    """Send each request when it was recorded, conversations ``options.speed`` times as fast."""
     prompts = Prompts(page_size=recording.page_size, vocab_size=options.vocab_size)
     samples = [Sample(name=str(seen.number)) for seen in recording.requests]
+    ends = [asyncio.Event() for _ in samples]
     async with client.exchange() as exchange:
 
         async def one(seen: Seen, sample: Sample) -> None:
-            await asyncio.sleep(seen.arrival_s / options.speed)
+            if seen.after is None:
+                await asyncio.sleep(seen.arrival_s / options.speed)
+            else:
+                await ends[seen.after].wait()
+                await asyncio.sleep(seen.gap_s)
             prompt = prompts.of(seen)
             await exchange.request(prompt, seen.output_len, sample)
             prompts.answered(seen, prompt, sample.token_ids)
+            ends[seen.number].set()
 
         await asyncio.gather(*map(one, recording.requests, samples))
     return samples

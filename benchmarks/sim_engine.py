@@ -12,7 +12,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -66,6 +66,12 @@ class Build:
     context_len: int
     scheduler: SchedulerConfig
     way_s: float = 0.002  # from the router to the engine
+    pace: Sequence[float] = (1.0,)  # by which steps are longer in each ``pace_s`` of time, and at the last from then on
+    pace_s: float = math.inf
+
+    def step_s(self, plan: StepPlan, now_s: float, rng: Random) -> float:
+        """Return how long a step takes that begins now."""
+        return self.step.of(plan, rng) * self.pace[min(int(now_s / self.pace_s), len(self.pace) - 1)]
 
 
 class TimedEngine:
@@ -121,7 +127,7 @@ class TimedEngine:
         plan = self.scheduler.schedule()
         if plan is not None:
             self._in_step = True
-            step_s = self._build.step.of(plan, self._rng)
+            step_s = self._build.step_s(plan, self._events.now_s, self._rng)
             self._events.after(step_s, functools.partial(self._end, plan, step_s))
 
     def _end(self, plan: StepPlan, step_s: float) -> None:
@@ -237,8 +243,12 @@ class EngineCluster(Cluster):
         self, policy: str, requests: Sequence[SimRequest], setup: Setup, build: Build,
         progress: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        """``setup``: the number of replicas, the routers and what they know; the rest of it is ``build``'s."""
         self._build = build
-        super().__init__(policy, requests, setup, progress)
+        size = build.page_size
+        super().__init__(
+            policy, requests, replace(setup, page_size=size, pool_tokens=build.pool_pages * size), progress
+        )
 
     def _replica(self, index: int, setup: Setup) -> SimReplica:
         rng = Random(f"{setup.seed}/replica {index}")

@@ -106,7 +106,7 @@ class RouterIngress:
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id, guard=keys.guard)
         self.metrics_target = None if self._metrics is None else self._metrics.target  # None if metrics are off
-        self._recorder = _recorder(config, router_id)
+        self._recorder = _recorder(config, router_id, self._fleet)
         if self._recorder is not None:
             metrics.watch.on_end = self._recorder.add
         self._fleet.start(address, leave=self._channel.leave, send=self._channel.send)
@@ -212,7 +212,7 @@ def _page_size(config: AppConfig) -> int:
     return config_of(config, roles_of(config)[0]).cache.page_size
 
 
-def _recorder(config: AppConfig, router_id: str) -> Recorder | None:
+def _recorder(config: AppConfig, router_id: str, fleet: Fleet) -> Recorder | None:
     """Return what records the requests of this router, if that is asked for."""
     if config.router.record is None:
         return None
@@ -220,7 +220,6 @@ def _recorder(config: AppConfig, router_id: str) -> Recorder | None:
         "model": config.model.name,
         "policy": config.router.policy,
         "objective_s": config.observability.ttft_objective_s,
-        "context_len": config.model.context_len,
         "scheduler": dataclasses.asdict(config.scheduler),
     }
     return Recorder(
@@ -229,6 +228,7 @@ def _recorder(config: AppConfig, router_id: str) -> Recorder | None:
         page_size=_page_size(config),
         max_bytes=config.router.record_bytes,
         facts=facts,
+        info_of=fleet.info_of,
     )
 
 

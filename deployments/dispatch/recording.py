@@ -21,11 +21,12 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from deployments.dispatch.leases import ReplicaInfo
 from deployments.dispatch.rids import owner_of
 from deployments.dispatch.route_log import Ended, RouteRecord, told_of
 from kvtransfer.pages import page_keys
@@ -35,6 +36,7 @@ MOST_WAITING = 1000  # requests whose lines are still to be written
 BATCH = 100  # lines written at once
 HASH_BYTES = 6  # eight characters a page; among ten million pages two have the same by chance once in six recordings
 CLOSE_S = 5.0
+SCHEDULER = "scheduler."
 UNTOLD = ("rid", "key")  # of what the log says of a request
 
 log = logging.getLogger(__name__)
@@ -44,12 +46,20 @@ class Recorder:
     """The recording of one router."""
 
     def __init__(
-        self, folder: pathlib.Path, *, name: str, page_size: int, max_bytes: int, facts: Mapping[str, Any]
+        self,
+        folder: pathlib.Path,
+        *,
+        name: str,
+        page_size: int,
+        max_bytes: int,
+        facts: Mapping[str, Any],
+        info_of: Callable[[str], ReplicaInfo | None],
     ) -> None:
         """``facts``: of the fleet, for the first line. The file is made with the first request."""
         self.path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{name}.jsonl"
         self._facts = {"recording": VERSION, "page_size": page_size, **facts}
         self._page_size = page_size
+        self._info_of = info_of
         self._max_bytes = max_bytes
         self._salt = secrets.token_bytes(32)
         self._waiting: queue.Queue[Ended | None] = queue.Queue(MOST_WAITING)
@@ -113,7 +123,7 @@ class Recorder:
         if num_lost != self._num_told:
             told.append({"lost": num_lost - self._num_told})
         new = {each.record.tries[-1].decision.replica_id: each.record for each in batch if each.record is not None}
-        told += [_described(new[name], name) for name in new if name not in self._described]
+        told += [_described(new[name], name, self._info_of(name)) for name in new if name not in self._described]
         told += [self.line(each) for each in batch]
         data = b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in told)
         if self._size + len(data) > self._max_bytes:
@@ -177,8 +187,9 @@ class Recorder:
             log.error("requests are missing in the recording %s, which says how many: %s", self.path, error)
 
 
-def _described(record: RouteRecord, replica_id: str) -> dict[str, Any]:
-    """Return the line of a replica, as the decision of ``record`` saw it."""
+def _described(record: RouteRecord, replica_id: str, info: ReplicaInfo | None) -> dict[str, Any]:
+    """Return the line of a replica, as the decision of ``record`` saw it, with what it filled in of the scheduler."""
+    filled_in = {} if info is None else info.filled_in
     view = next(each.view for each in record.tries[-1].decision.candidates if each.replica_id == replica_id)
     return {
         "replica": replica_id,
@@ -188,4 +199,9 @@ def _described(record: RouteRecord, replica_id: str) -> dict[str, Any]:
         "rate_step_tokens": view.rate_step_tokens,
         "prefill_tokens_per_s": round(view.prefill_tokens_per_s, 1),
         "decode_step_s": round(view.decode_step_s, 6),
+        "scheduler": {
+            name.removeprefix(SCHEDULER): filled["value"]
+            for name, filled in filled_in.items()
+            if name.startswith(SCHEDULER)
+        },
     }

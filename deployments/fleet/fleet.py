@@ -325,9 +325,13 @@ class Fleet:
         self._update()
         return sum(view.may_take and view.role is not Role.PREFILL for view in self._router.views)
 
+    def info_of(self, replica_id: str) -> ReplicaInfo | None:
+        """Return what an attached replica said of itself. Any thread may ask."""
+        return self._infos.get(replica_id)
+
     def transfer_address(self, replica_id: str) -> PeerAddress | None:
         """Return where the transfer service of an attached replica listens."""
-        info = self._infos.get(replica_id)
+        info = self.info_of(replica_id)
         return None if info is None else info.transfer
 
     def cache_pages(self) -> dict[str, tuple[int, int]]:

@@ -30,7 +30,7 @@ SCHEDULER = SchedulerConfig(chunked_prefill_size=256)
 BUILD = Build(
     step=STEP, page_size=PAGE_SIZE, pool_pages=400, max_running=32, context_len=2048, scheduler=SCHEDULER, way_s=0.005
 )  # fmt: skip
-SETUP = Setup(num_replicas=2, pool_tokens=400 * PAGE_SIZE, page_size=PAGE_SIZE, speed=Speed(prefill_tokens_per_s=1.0))
+SETUP = Setup(num_replicas=2, pool_tokens=1 << 20, speed=Speed(prefill_tokens_per_s=1.0))
 
 
 def line(at_s: float, blocks: str, prompt: int, output: int = 4, **more: Any) -> dict[str, Any]:
@@ -93,6 +93,29 @@ def test_a_replayed_prompt_repeats_the_answer_that_came(tmp_path: pathlib.Path) 
     assert prompts.of(second)[:32] == [*mine, *range(12)]
 
 
+def test_a_prompt_that_repeats_an_answer_follows_it(tmp_path: pathlib.Path) -> None:
+    """Each takes a second. The third repeats the first one's answer, the fourth came before that had ended."""
+    lines = [line(0, A + B, 20, output=13), line(0.5, C, 20), line(3, A + B + C, 48), line(0.8, A + B + C, 48)]
+    recording = written(tmp_path / "r.jsonl", *lines)
+    assert [(seen.after, seen.gap_s) for seen in recording.requests] == [(None, 0), (None, 0), (None, 0), (0, 2.0)]
+    load = sim_requests(recording, rate=2.0)
+    assert [(each.after, each.arrival_s) for each in load] == [
+        (None, 0.0),
+        (None, 0.25),
+        (None, pytest.approx(0.4)),
+        (0, 2.0),
+    ]
+
+
+def test_a_machine_that_was_slower_for_a_while_is_found(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = dataclasses.replace(BUILD, pace=(1.0, 1.0, 3.0, 3.0, 1.0), pace_s=5.0)
+    found = calibrate(written(tmp_path / "r.jsonl", *simulated(monkeypatch, slow, rate=3.0)))
+    assert found.pace[1] / found.pace[3] == pytest.approx(3.0, rel=0.15)
+    assert found.pace[0] / found.pace[3] == pytest.approx(1.0, rel=0.15)
+
+
 async def test_a_replay_sends_each_request_when_it_was_recorded(tmp_path: pathlib.Path) -> None:
     recording = written(tmp_path / "r.jsonl", line(0, A, 20, output=3), line(0.4, A, 18, output=5))
     endpoint = Endpoint()
@@ -103,7 +126,7 @@ async def test_a_replay_sends_each_request_when_it_was_recorded(tmp_path: pathli
     assert [sample.error for sample in samples] == [None, None]
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, *, rate: float) -> list[dict[str, Any]]:
+def simulated(monkeypatch: pytest.MonkeyPatch, build: Build, *, rate: float) -> list[dict[str, Any]]:
     """The lines that two simulated engines would record of 60 conversations of three turns."""
     prefill_s: dict[int, float] = {}
     begun = EngineReplica._begun
@@ -115,7 +138,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, rate: float) -> list[dict[str,
     monkeypatch.setattr(EngineReplica, "_begun", note)
     workload = multi_turn(num_users=60, num_turns=3, turn_len=80, output_len=24, vocab_size=32_000, seed=1)
     requests = of_workload(workload, requests_per_s=rate, think_s=2.0, seed=1)
-    cluster = EngineCluster("estimated_ttft", requests, SETUP, BUILD)
+    cluster = EngineCluster("estimated_ttft", requests, SETUP, build)
     records = cluster.run()
     cluster.check()
     lines = []
@@ -137,7 +160,7 @@ def test_the_speed_of_a_fleet_is_found_in_its_recording_and_gives_its_times_agai
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
     """At 6 requests a second some wait."""
-    recording = written(tmp_path / "r.jsonl", *simulated(monkeypatch, rate=rate))
+    recording = written(tmp_path / "r.jsonl", *simulated(monkeypatch, BUILD, rate=rate))
     found = calibrate(recording)
     for name in ("base_s", "row_s", "prompt_token_s"):
         assert getattr(found.step, name) == pytest.approx(getattr(STEP, name), rel=0.05), name
