@@ -165,6 +165,7 @@ class Cluster:
         self._progress = progress
         self._followers: dict[int, list[SimRequest]] = {}
         self._open: dict[int, Routed | None] = {}  # by request; None: routed by the oracle
+        self.on_sent: Callable[[SimJob, RouteQuery, Routed], None] = lambda job, query, routed: None  # a request is out
         self.hand_offs = HandOffs(setup.split, setup, self.events, self._ended) if setup.split else None
         self.replicas = [self._replica(index, setup) for index in range(setup.num_replicas)]
         self._by_id = {replica.replica_id: replica for replica in self.replicas}
@@ -235,19 +236,33 @@ class Cluster:
             replica = self._by_id[routed.decision.replica_id]
         self._open[request.number] = routed
         replica.submit(job)
+        if routed is not None:
+            self.on_sent(job, query, routed)
+
+    def replica(self, replica_id: str) -> SimReplica:
+        return self._by_id[replica_id]
+
+    def move(self, job: SimJob, routed: Routed) -> None:
+        """Send ``job``, which its replica gave back, where ``routed`` says."""
+        before = self._open[job.request.number]
+        assert self.routers is not None
+        assert before is not None
+        self.routers.done(before, RouteOutcome(ending=Ending.CANCELLED))
+        self._open[job.request.number] = routed
+        self._by_id[routed.decision.replica_id].submit(job)
 
     def _ended(self, replica: SimReplica, job: SimJob) -> None:
         request = job.request
         routed = self._open.pop(request.number)
         if self.routers is not None and routed is not None:
-            outcome = RouteOutcome(ending=Ending.OK, cached_tokens=job.cached_tokens, ttft_s=job.ttft_s)
+            outcome = RouteOutcome(ending=Ending.OK, cached_tokens=job.cached_tokens, ttft_s=job.ttft_s - job.waited_s)
             self.routers.done(routed, outcome)
         self.records.append(
             Record(
                 number=request.number,
                 replica_id=replica.replica_id,
                 reason=routed.decision.reason.value if routed else ORACLE,
-                arrival_s=job.came_s,
+                arrival_s=job.arrived_s,
                 ttft_s=job.ttft_s,
                 ended_s=self.events.now_s,
                 input_len=request.input_len,

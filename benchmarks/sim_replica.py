@@ -191,7 +191,7 @@ class SimJob:
 
     __slots__ = (
         "bound", "cached_tokens", "came_s", "keys", "num_pages", "num_prompt_pages", "request", "ttft_s",
-        "uncached_seen",
+        "uncached_seen", "waited_s",
     )  # fmt: skip
 
     def __init__(self, request: SimRequest, page_size: int) -> None:
@@ -203,8 +203,14 @@ class SimJob:
         self.cached_tokens = 0  # once started
         self.uncached_seen = 0  # prompt tokens that no page held when it came
         self.bound = 0.0  # when the replica has computed so many prompt tokens, it must be through
-        self.came_s = 0.0
+        self.came_s = 0.0  # to the replica where it is
+        self.waited_s = 0.0  # before that, at others
         self.ttft_s = 0.0  # once it has its first token
+
+    @property
+    def arrived_s(self) -> float:
+        """When it came to the router: by that it queues."""
+        return self.came_s - self.waited_s
 
     @property
     def routing_key(self) -> str:
@@ -237,6 +243,8 @@ class SimReplica:
         """
         self.replica_id = replica_id
         self.pool = pool
+        self.joins_s = 0.0  # when routers learn of it
+        self.still_until_s = 0.0
         self._speed = speed
         self._page_size = page_size
         self._events = events
@@ -268,8 +276,26 @@ class SimReplica:
         job.came_s = self._events.now_s
         ahead = self._waiting_uncached() + self._prefill_rest()
         job.bound = self._computed + self._speed.late_factor * (ahead + job.uncached_seen)
-        self._waiting.append(job)
+        behind = [other.arrived_s > job.arrived_s for other in self._waiting]
+        self._waiting.insert(behind.index(True) if any(behind) else len(behind), job)
         self._start_next()
+
+    def take_back(self, job: SimJob) -> bool:
+        """Give ``job`` back if it waits. Returns: whether it did."""
+        if job not in self._waiting:
+            return False
+        self._waiting.remove(job)
+        job.waited_s += self._events.now_s - job.came_s
+        return True
+
+    def stand_still(self, seconds: float) -> None:
+        """Begin no prompt, report nothing and answer nothing for ``seconds``; what runs goes on."""
+        self.still_until_s = self._events.now_s + seconds
+        self._events.at(self.still_until_s, self._start_next)
+
+    @property
+    def is_still(self) -> bool:
+        return self._events.now_s < self.still_until_s
 
     def view(self, time_s: float) -> ReplicaView:
         """Return the replica's report of itself; ``time_s`` is when the router will get it."""
@@ -325,6 +351,8 @@ class SimReplica:
     def _start_next(self) -> None:
         if self._prefilling is not None or not self._waiting or self.num_running >= self._speed.max_running:
             return
+        if self.is_still:
+            return
         job = self._next()
         keys = job.reusable(self._page_size)
         matched = self.pool.match_len(keys)
@@ -345,7 +373,7 @@ class SimReplica:
         if self._hand_off is not None:
             self._hand_off(self, job)
         else:
-            job.ttft_s = self._events.now_s - job.came_s
+            job.ttft_s = job.waited_s + self._events.now_s - job.came_s
             self._decode.join(job.request.output_len - 1, lambda: self._finish(job))
         self._start_next()
 

@@ -24,7 +24,9 @@ from benchmarks.sim_load import Events
 from benchmarks.sim_replica import SimReplica
 from routing.policies import Candidates, PolicyChoice, Turn, estimated_ttft
 from routing.router import Router
-from routing.types import Decision, IndexEvent, IndexSnapshot, Reason, RouteOutcome, RouteQuery
+from routing.types import Decision, IndexEvent, IndexSnapshot, Reason, ReplicaView, RouteOutcome, RouteQuery
+
+SILENT_S = 1.0  # as deployments/fleet/fleet.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Reports:
         self._router = router
         self._replicas = {replica.replica_id: replica for replica in replicas}
         self._sent = dict.fromkeys(self._replicas, 0)  # of the page events of each replica
+        self._said: dict[str, ReplicaView] = {}  # the last report of each replica
         self._limits = limits
         self._events = events
         self._rng = rng
@@ -54,14 +57,15 @@ class Reports:
 
     def start(self, late_s: float = 0.0) -> None:
         """Report every replica to the router now, and then every period; its periods begin ``late_s`` later."""
-        self._router.update([replica.view(self._events.now_s) for replica in self._replicas.values()])
+        self._router.update(self._views(self._events.now_s))
         self._events.after(late_s + self._limits.period_s, self._report)
 
     def _report(self) -> None:
         heard_s = self._events.now_s + self._limits.delay_s
-        views = [replica.view(heard_s) for replica in self._replicas.values()]
+        views = self._views(heard_s)
         self._events.at(heard_s, lambda: self._router.update(views))
-        for replica_id, replica in self._replicas.items():
+        for replica_id in self._said:
+            replica = self._replicas[replica_id]
             batch = replica.pool.events[self._sent[replica_id] :]
             self._sent[replica_id] += len(batch)
             if batch and self._rng.random() < self._limits.event_loss:
@@ -69,6 +73,16 @@ class Reports:
             elif batch:
                 self._events.at(heard_s, partial(self._apply, replica_id, batch))
         self._events.after(self._limits.period_s, self._report)
+
+    def _views(self, heard_s: float) -> list[ReplicaView]:
+        """Return the reports that come at ``heard_s``; of a replica that stands still the last one, silent in time."""
+        for replica in self._replicas.values():
+            if replica.joins_s <= self._events.now_s and not replica.is_still:
+                self._said[replica.replica_id] = replica.view(heard_s)
+        return [
+            replace(view, silent=True, healthy=False) if heard_s - view.time_s >= SILENT_S else view
+            for view in self._said.values()
+        ]
 
     def _apply(self, replica_id: str, batch: Sequence[IndexEvent]) -> None:
         if not self._router.apply(replica_id, batch) and replica_id not in self._asked:

@@ -302,6 +302,9 @@ _ROUTING = [
     Metric(ROUTER, COUNTER, "router_retries_total",
             "Attempts that failed and were retried on another replica, by error.",
             {"reason": ("replica_gone", "replica_hangs", "engine_dead", "overloaded", "prefill_lost")}),
+    Metric(ROUTER, COUNTER, "requests_moved_total", "Requests that waited and went to a replica that begins them "
+            "sooner: join: it has come since; freed: it is free; silent, behind: the other one says nothing, or is "
+            "slower than was estimated.", {"reason": ("join", "freed", "silent", "behind")}),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),
     Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; error: the decode replica "

@@ -70,6 +70,7 @@ class RouterIngress:
     ) -> None:
         self._metrics: ServedMetrics | None = None
         self._tracing: tracing.Tracing | None = None
+        self._moving: asyncio.Task[None] | None = None
         self._recorder: Recorder | None = None
         logs.into_serve()
         self._config = config = parse(settings)
@@ -127,6 +128,8 @@ class RouterIngress:
             expects_one=lambda: self._fleet.expects_one,
             watch=metrics.watch,
         )
+        if config.router.move_waiting:
+            self._moving = asyncio.create_task(dispatcher.move_forever())
         self._service = _service(config, settings, dispatcher, self._fleet, leases, _peers(config), metrics.shown)
         self._tracing = tracing.of_router(
             config.observability, model=config.model.name, router_id=router_id, version=self._service.version
@@ -180,6 +183,8 @@ class RouterIngress:
 
     async def __del__(self) -> None:
         """Stop; Serve calls it, also after a constructor that failed half-way."""
+        if self._moving is not None:
+            self._moving.cancel()
         if self._metrics is not None:
             self._metrics.close()
         for name in ("_fleet", "_channel"):

@@ -262,6 +262,12 @@ class Req:
         return self.leg is not None and self.leg.role is PdLeg.PREFILL
 
     @property
+    def was_admitted(self) -> bool:
+        """Whether it has ever held memory here, or a peer may know of it."""
+        started = self.stamps.admitted_s is not None or self.holding is not None
+        return started or (self.leg is not None and (self.leg.exposed or self.leg.granted_s is not None))
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end it: end of sequence (unless ignored) and its own stop ids."""
         stop = self.sampling.stop_token_ids

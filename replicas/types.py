@@ -42,7 +42,8 @@ class Finish:
     matched: int | str | None = None  # stop token id or stop string, for STOP
     message: str | None = None  # for ABORT and ERROR: one sentence that says what happened
     http_status: int = 200  # what a client that has received nothing yet should get
-    retry_as: Literal["overloaded", "engine_dead"] | None = None  # an ERROR that another replica may mend
+    # an end that another replica may mend; taken back: the router asked for it before it was admitted
+    retry_as: Literal["overloaded", "engine_dead", "taken_back"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, Unit, headings, parts, written
-from routing.types import Candidate, Decision, Pair, PairReason, Reason, RouteOutcome
+from routing.types import Candidate, Decision, Ending, Pair, PairReason, Reason, RouteOutcome
 
 _BECAUSE = {
     Reason.ONLY: "it was the only replica that may take the request",
@@ -186,6 +186,8 @@ def _pair_clause(decision: Decision, pair: Pair) -> str:
 
 
 def _ending(decision: Decision, outcome: RouteOutcome) -> str:
+    if outcome.ending is Ending.MOVED:
+        return "Outcome: it waited there, and moved to begin sooner."
     first = "no token came" if outcome.ttft_s is None else f"the first token came after {outcome.ttft_s:.3f} s"
     return (
         f"Outcome: {outcome.ending.value}; {first}; "

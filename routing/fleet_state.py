@@ -15,9 +15,11 @@ Thread:    the router's own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+
+import numpy as np
 
 from kvtransfer.pages import PageKeys, Tier
 from routing.index import TierIndex, pages_of
@@ -163,13 +165,26 @@ class FleetState:
         return self._feeds.get(replica_id)
 
     def candidates(
-        self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
+        self,
+        query: RouteQuery,
+        eligible: Eligible,
+        usable: Pages,
+        now_s: float,
+        *,
+        max_new_tokens: int,
+        waits: Sequence[RouteLeg] = (),
     ) -> Candidates:
-        """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``."""
+        """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``.
+
+        Args: waits: its open legs, if it was sent before and waits: where they are it would keep its place.
+        """
         reach = self._index.reach(usable, eligible.columns)
-        load = self.load.estimate(eligible, now_s)
+        load = self.load.estimate(eligible, now_s, before=[leg.number for leg in waits])
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
+        for leg in waits:  # the index expects that all of its prompt will be there: by itself
+            at = eligible.columns == self.load.column(leg.replica_id)
+            held.device[at] = np.minimum(held.device[at], leg.overlap_tokens)
         terms = estimate(
             load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens, way_s=self.way.seconds,
             objective_s=query.objective_s,

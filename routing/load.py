@@ -16,7 +16,7 @@ reports the same one again and again. From RATE_FRESH_S on it fades likewise tow
 What a replica reports after it was silent was measured before or across the silence: it counts once it changes.
 """
 
-from collections.abc import Iterable, KeysView
+from collections.abc import Collection, Iterable, KeysView
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -199,10 +199,12 @@ def _measured(values: Floats, prior: float) -> Floats:
     return np.where(known, values, values[known].mean() if known.any() else prior)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Open:
     sent_s: float
     uncached_tokens: int  # predicted
+    begun: bool = False  # its first token has come
+    leaves: bool = False  # its replica was asked to give it back: those behind it need not wait for it
 
 
 @dataclass(slots=True)
@@ -216,6 +218,26 @@ class _Replica:
         """Open requests sent at ``time_s`` or later, oldest first."""
         newest_first = reversed(self.open.values())  # the clock never runs back
         return list(takewhile(lambda request: request.sent_s >= time_s, newest_first))[::-1]
+
+
+def _keep_ahead(load: LoadEstimate[Floats], at: npt.NDArray[np.intp], replica: _Replica, number: int) -> None:
+    """Leave in the estimate of ``replica``, at position ``at``, what goes before its request ``number`` in order of
+    arrival.
+
+    What the replica reports counts a prefix that several wait for once for each. What this router predicted does not,
+    but lacks the requests of other routers, which are taken as average ones before ours. The lower one counts.
+    """
+    ours = {other: each for other, each in replica.open.items() if not each.begun}
+    gone = [each for other, each in ours.items() if other >= number or each.leaves]
+    gone_tokens = sum(each.uncached_tokens for each in gone)
+    queued, num_others = load.queued_tokens[at], np.maximum(load.num_waiting[at] - len(ours), 0.0)
+    others_tokens = num_others * queued / np.maximum(load.num_waiting[at], 1.0)
+    ahead_tokens = sum(each.uncached_tokens for each in ours.values()) - gone_tokens + others_tokens
+    load.queued_tokens[at] = np.maximum(np.minimum(queued - gone_tokens, ahead_tokens), 0.0)
+    load.late_tokens[at] = np.minimum(load.late_tokens[at], load.queued_tokens[at])
+    load.num_requests[at] = np.maximum(load.num_requests[at] - len(gone), 0.0)
+    load.num_busy[at] = np.maximum(load.num_busy[at] - sum(each.uncached_tokens > 0 for each in gone), 0.0)
+    load.num_waiting[at] = np.maximum(load.num_waiting[at] - len(gone), 0.0)
 
 
 class Load:
@@ -341,8 +363,23 @@ class Load:
         """Tell whether the request of decision ``number`` is still open."""
         return number in self._where
 
-    def eligible(self) -> Eligible:
-        """Return the replicas that may take a request."""
+    def may_take(self, replica_ids: Iterable[str]) -> bool:
+        """Tell whether all of these known replicas may take a request."""
+        return all(self._replicas[each].view.may_take for each in replica_ids)
+
+    def note(self, number: int, *, begun: bool | None = None, leaves: bool | None = None) -> None:
+        """Note of a request, if it is still open, whether its first token has come, or whether it is about to leave."""
+        if number in self._where:
+            request = self._replicas[self._where[number]].open[number]
+            request.begun = request.begun if begun is None else begun
+            request.leaves = request.leaves if leaves is None else leaves
+
+    def eligible(self, *, also: Collection[str] = ()) -> Eligible:
+        """Return the replicas that may take a request, and those of ``also``."""
+        if not self.may_take(also):
+            able = [each for name, each in self._replicas.items() if each.view.may_take or name in also]
+            columns = np.array([replica.column for replica in able], dtype=np.intp)
+            return eligible_of(self._data, [replica.view for replica in able], columns, self._priors)
         if self._able is None:
             self._able = [replica for replica in self._replicas.values() if replica.view.may_take]
             self._columns = np.array([replica.column for replica in self._able], dtype=np.intp)
@@ -352,9 +389,14 @@ class Load:
             self._eligible = eligible_of(self._data, views, self._columns, self._priors)
         return self._eligible
 
-    def estimate(self, eligible: Eligible, now_s: float) -> LoadEstimate[Floats]:
-        """Estimate the load of ``eligible`` at ``now_s``."""
-        return load_estimate_of(self._data, eligible, now_s)
+    def estimate(self, eligible: Eligible, now_s: float, *, before: Iterable[int] = ()) -> LoadEstimate[Floats]:
+        """Estimate the load of ``eligible`` at ``now_s``; ``before``: as if these open requests, and what was sent to
+        their replicas after them or leaves, were not there."""
+        load = load_estimate_of(self._data, eligible, now_s)
+        for number in before:
+            replica = self._replicas[self._where[number]]
+            _keep_ahead(load, np.flatnonzero(eligible.columns == replica.column), replica, number)
+        return load
 
     @property
     def num_open(self) -> int:

@@ -13,8 +13,8 @@ Thread:    one event loop; no call blocks.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -38,6 +38,31 @@ from routing.types import (
 )
 
 MAX_SESSIONS = 10_000  # a session is only a tie-break: the oldest are forgotten
+# What a request that waits must gain to move. Estimates are wrong by more than a tie; a move costs a place in a queue.
+MOVE_GAIN_S = 0.25
+MOVE_GAIN = 0.2
+FULL = 0.9  # share of a pool in use from which requests may wait for pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Second:
+    """The answer of `Router.choose_again`: whether a request that waits should move, and where to."""
+
+    wait_s: float  # until its prompt begins where it is
+    begins_s: float = 0.0  # and by ``decision``
+    ttft_s: float = 0.0  # until its first token where it is
+    decision: Decision | None = None  # None: it does not gain enough
+
+
+def _expected(made: Decision, where: Decision) -> tuple[float, float]:
+    """Return the wait and the time to first token at the replicas of ``where``, by the candidates of ``made``."""
+    there = made.candidates[made.compared.index(where.prefill_id or where.replica_id)]
+    silent_s = made.time_s - there.view.time_s if there.view.silent else 0.0  # as long again as it has been
+    wait_s, ttft_s = there.terms.wait_s + silent_s, there.terms.ttft_s + silent_s
+    if where.prefill_id is not None and made.pair is not None:
+        row = next(terms for replica_id, terms in made.pair.rows() if replica_id == where.replica_id)
+        return wait_s + row.pressure_s, ttft_s + row.receive_cost_s - row.slower_s
+    return wait_s, ttft_s
 
 
 class Router:
@@ -102,17 +127,61 @@ class Router:
     def choose(self, query: RouteQuery) -> Decision:
         """Choose where ``query`` goes; it counts as open there until ``done``. Raises NoReplica if none may take it."""
         decision, pages = self._decide(query, dry_run=False)
-        replica_id = decision.replica_id
-        for leg in legs(decision):
-            self._fleet.send(leg, pages, now_s=decision.time_s)
-            self._num_decisions = leg.number + 1
-        self._last = replica_id
-        if query.session_id:
-            self._sessions[query.session_id] = replica_id
-            self._sessions.move_to_end(query.session_id)
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+        self._open(decision, pages, query)
+        self._last = decision.replica_id
         return decision
+
+    def choose_again(self, decision: Decision, query: RouteQuery, *, not_before_s: float = 0.0) -> Second:
+        """Look where the request of ``decision``, which waits, would begin sooner than where it keeps its place.
+
+        Returns: how long it still waits there. And a decision, open as `choose`'s beside the first one, if by that its
+                 first token comes sooner by more than MOVE_GAIN_S and the share MOVE_GAIN, and its prompt begins no
+                 sooner than in ``not_before_s``: the first one's replica is to be asked. `done` of the first one closes
+                 that, or `stays`.
+        """
+        waits = legs(decision)
+        if not self.is_open(decision) or not all(query.permits(leg.replica_id) for leg in waits):
+            return Second(wait_s=0.0)
+        second, pages = self._decide(query, dry_run=False, again=decision)
+        wait_s, ttft_s = _expected(second, decision)
+        begins_s, _ = _expected(second, second)
+        enough = ttft_s - second.predicted_ttft_s > max(MOVE_GAIN_S, MOVE_GAIN * ttft_s) and begins_s >= not_before_s
+        chosen = {leg.replica_id for leg in legs(second)}
+        stays = chosen == {leg.replica_id for leg in waits}
+        if stays or not enough or not self._fleet.load.may_take(chosen):
+            return Second(wait_s=wait_s)
+        self._open(second, pages, query)
+        for leg in waits:
+            self._fleet.load.note(leg.number, leaves=True)
+        return Second(wait_s=wait_s, begins_s=begins_s, ttft_s=ttft_s, decision=second)
+
+    def stays(self, decision: Decision) -> None:
+        """Note that the request of ``decision`` does not leave its replica, which had admitted it."""
+        for leg in legs(decision):
+            self._fleet.load.note(leg.number, leaves=False)
+
+    def is_open(self, decision: Decision) -> bool:
+        """Tell whether the request of ``decision`` is open, at replicas that still exist."""
+        return all(self._fleet.load.is_open(leg.number) for leg in legs(decision))
+
+    @property
+    def moves(self) -> bool:
+        """Whether requests that wait may move: other policies than `estimated_ttft` do not say that it gains."""
+        return self.policy == "estimated_ttft" or self._fleet.apart
+
+    @property
+    def spread_s(self) -> float:
+        """How much longer the longest queue is than the shortest; infinite while a replica is silent, or has hardly a
+        page or a place left, so that queues say little."""
+        if any(view.silent for view in self.views):
+            return float("inf")
+        eligible = self._fleet.load.eligible()
+        if len(eligible.views) < 2:
+            return 0.0
+        load = self._fleet.load.estimate(eligible, self._clock())
+        wait_s = load.queued_tokens / load.prefill_tokens_per_s
+        full = (load.utilization > FULL) | (load.num_requests >= load.max_requests)
+        return float("inf") if full.any() else float(wait_s.max() - wait_s.min())
 
     def explain_only(self, query: RouteQuery) -> Decision:
         """Return what `choose` would answer now, the draw included. Changes nothing; the decision is never open."""
@@ -125,6 +194,8 @@ class Router:
     def began(self, decision: Decision, ttft_s: float) -> None:
         """Note that the first token of ``decision`` has come, after ``ttft_s``."""
         self.overrun.record(decision.predicted_ttft_s, ttft_s)
+        for leg in legs(decision):
+            self._fleet.load.note(leg.number, begun=True)
 
     def done(self, decision: Decision, outcome: RouteOutcome) -> bool:
         """Close the request of ``decision``, however it ended. Return False if it was not open.
@@ -180,20 +251,38 @@ class Router:
             return False
         return sum(self._fleet.end(leg, decision.keys, begun=begun) for leg in ended) > 0  # each of them: no `any`
 
-    def _decide(self, query: RouteQuery, *, dry_run: bool) -> tuple[Decision, Pages]:
-        eligible = self._fleet.load.eligible().permitted(query)
+    def _open(self, decision: Decision, pages: Pages, query: RouteQuery) -> None:
+        for leg in legs(decision):
+            self._fleet.send(leg, pages, now_s=decision.time_s)
+            self._num_decisions = leg.number + 1
+        if query.session_id:
+            self._sessions[query.session_id] = decision.replica_id
+            self._sessions.move_to_end(query.session_id)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+
+    def _decide(self, query: RouteQuery, *, dry_run: bool, again: Decision | None = None) -> tuple[Decision, Pages]:
+        """Decide for ``query``; ``again``: its open decision, whose replicas are among the candidates."""
+        waits = () if again is None else legs(again)
+        eligible = self._fleet.load.eligible(also={leg.replica_id for leg in waits}).permitted(query)
         views = eligible.views
         if not views:
             raise NoReplica(self._why_none(query))
         now_s, num_tokens = self._clock(), len(query.token_ids)
-        keys = page_keys(np.asarray(query.token_ids, dtype=np.int32), self.page_size, query.salt)
+        if again is None:
+            keys = page_keys(np.asarray(query.token_ids, dtype=np.int32), self.page_size, query.salt)
+        else:
+            keys = again.keys
         pages = pages_of(keys)
         usable = pages[: (num_tokens - 1) // self.page_size]  # the last token is always computed
         if self._fleet.apart:
-            return self._decide_pair(query, eligible, keys, usable, now_s=now_s, dry_run=dry_run), pages
-        candidates = self._fleet.candidates(query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens)
+            turn = self._turn(query, again)
+            return self._decide_pair(query, eligible, keys, usable, waits, turn, now_s=now_s, dry_run=dry_run), pages
+        candidates = self._fleet.candidates(
+            query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits
+        )
         overlap_tokens = candidates.overlap_tokens
-        turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
+        turn = self._turn(query, again)
         choice = self._policy(query, candidates, turn)
         compared = range(len(views)) if choice.compared is None else choice.compared
         best, terms = int(overlap_tokens.argmax()), candidates.terms
@@ -221,20 +310,28 @@ class Router:
         )
         return decision, pages
 
+    def _turn(self, query: RouteQuery, again: Decision | None) -> Turn:
+        """Make the turn; a look at ``again`` does not change what `choose` draws next."""
+        rng = self._rng if again is None else Random(again.number)
+        return Turn(rng=rng, last=self._last, session=self._sessions.get(query.session_id))
+
     def _decide_pair(
-        self, query: RouteQuery, eligible: Eligible, keys: PageKeys, usable: Pages, *, now_s: float, dry_run: bool
-    ) -> Decision:
+        self, query: RouteQuery, eligible: Eligible, keys: PageKeys, usable: Pages, waits: Sequence[RouteLeg],
+        turn: Turn, *, now_s: float, dry_run: bool,
+    ) -> Decision:  # fmt: skip
         """Decide for a decode replica and maybe a prefill replica before it."""
         prefills, decodes = prefill_side(eligible, num_tokens=len(query.token_ids)), decode_side(eligible)
         if not decodes.views:
             raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")
         before = None
         if prefills.views:
-            before = with_pressure(self._fleet.candidates(query, prefills, usable, now_s, max_new_tokens=1))
-        after = self._fleet.candidates(query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens)
+            found = self._fleet.candidates(query, prefills, usable, now_s, max_new_tokens=1, waits=waits[1:])
+            before = with_pressure(found)
+        after = self._fleet.candidates(
+            query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits[:1]
+        )
         link = self.link
         costs = costs_of(after, query, link_bytes_per_s=link.bytes_per_s, page_size=self.page_size)
-        turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
         number = self._num_decisions
         choice = choose_pair(
             query, before, after, costs, turn, link_bytes_per_s=link.bytes_per_s, link_measured=link.measured,

@@ -360,11 +360,12 @@ class Decision:
 
 
 class Ending(enum.Enum):
-    """How a decision's request has ended, in the words of the metrics (dashboards/catalog.py, OUTCOMES)."""
+    """How a decision's request has ended."""
 
     OK = "ok"
     CANCELLED = "cancelled"
     ERROR = "error"  # the replica died or refused; the request may be tried elsewhere
+    MOVED = "moved"  # it waited, and its replica gave it back for another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

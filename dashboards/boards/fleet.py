@@ -205,7 +205,7 @@ ENGINE = Row("Engine steps", (
         "Divided by Tokens per second: the time that the next request waits. Above the objective, add replicas."),
     Panel("Attempts by outcome", rate("scheduler_finished_requests_total", "outcome"), Unit.REQUESTS_PER_S,
         "Attempts that ended in replicas, by outcome; a request that was retried counts twice.",
-        "error: the replica's log says why. aborted: clients left, or a retry took over.", shape=Shape.STACKED),
+        "error: the replica's log says why. aborted: clients left, or another replica took over.", shape=Shape.STACKED),
 ))  # fmt: skip
 
 REPLICAS = Row("Replicas", (

@@ -52,6 +52,10 @@ DECISIONS = Row("Decisions", (
         "Attempts that failed and were retried on another replica, by error.",
         "replica_gone and engine_dead: a replica died; replica_hangs: it was silent, or in a step, too long. See its "
           "log. overloaded: queues are full.", shape=Shape.STACKED),
+    Panel("Moved requests", rate("requests_moved_total", "reason"), Unit.PER_S,
+        "Requests that waited and were taken back for a replica that begins them sooner, by reason.",
+        "join: a replica came. behind, without end: replicas are slower than they report; see TTFT prediction error.",
+        shape=Shape.STACKED),
 ), is_open=True)  # fmt: skip
 
 KNOWLEDGE = Row("Router state", (

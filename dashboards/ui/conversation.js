@@ -198,8 +198,8 @@ export function figuresOf({ arrivals, usage, explained, guess, route }) {
 export function jumps(arrivals, triesAt) {
   return (triesAt ?? []).slice(1).map((each, before) => {
     const next = arrivals.find(([ms]) => ms >= each.start_s * 1e3);
-    const { replica, prefill, failure = null } = triesAt[before];
+    const { replica, prefill, failure = null, moved = null } = triesAt[before];
     const from = failure?.startsWith("PrefillLost") ? prefill : replica;
-    return { at: next ? next[1] : null, from, how: failure?.startsWith("Overloaded") ? "refused it" : "was lost", to: each.replica };
+    return { at: next ? next[1] : null, from, how: moved ? "had not begun it" : failure?.startsWith("Overloaded") ? "refused it" : "was lost", to: each.replica };
   });
 }

@@ -87,11 +87,11 @@ function summary({ requests, time }, lanes) {
     lost && `${count(lost)} ${lost === 1 ? "replica" : "replicas"} lost`].filter(Boolean).join(", ");
 }
 
-function describe({ row, replica, failure }, now) {
+function describe({ row, replica, failure, moved }, now) {
   const stages = stagesAt(row, now).filter(([, start, end]) => end - start >= 0.0005);
   return [
     `${row.rid}: ${row.outcome}${row.missed?.length ? `, missed ${row.missed.join(" and ").toUpperCase()}` : ""}`,
-    failure == null ? `${replica && shortId(replica)}${row.tries > 1 ? `, ${row.tries} tries` : ""}` : `${shortId(replica)} failed: ${failure}`,
+    failure == null ? `${replica && shortId(replica)}${row.tries > 1 ? `, ${row.tries} tries` : ""}${moved ? `, where it waited until it moved (${moved})` : ""}` : `${shortId(replica)} failed: ${failure}`,
     `${count(row.cached_tokens)} of ${count(row.prompt_tokens)} prompt tokens cached, ${count(row.output_tokens)} made`,
     `TTFT ${seconds(row.ttft_s)}${row.total_s == null ? "" : `, ${seconds(row.total_s)} in all`}`,
     stages.map(([name, start, end]) => `${name} ${seconds(end - start)}`).join(", "),

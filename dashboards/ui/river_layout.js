@@ -27,6 +27,7 @@ export function stagesAt(row, now) {
 
 // What a request looks like: a piece for each replica that it was at, in order. A try with a hand-off that worked has
 // two: until the prompt was computed, and from there. `why` says how a piece leads to the next: "transfer" or "retry".
+// `moved`: why a request that waited there was given back.
 // `end` of a piece that goes on is Infinity.
 export function piecesOf(row) {
   const { time } = row;
@@ -34,8 +35,8 @@ export function piecesOf(row) {
   const whole = row.outcome === "running" ? Infinity : (row.total_s ?? told);
   const tries = row.tries_at?.length ? row.tries_at : [{ replica: row.replica, prefill: row.prefill, start_s: 0, end_s: null, failure: null }];
   const pieces = [];
-  const add = (replica, start, end, why, failure) =>
-    pieces.push({ rid: row.rid, row, replica, start: time + start, end: time + end, why, failure, slot: -1 });
+  const add = (replica, start, end, why, failure, moved = null) =>
+    pieces.push({ rid: row.rid, row, replica, start: time + start, end: time + end, why, failure, moved, slot: -1 });
   tries.forEach((each, index) => {
     const start = index ? each.start_s : 0;
     const end = Math.max(start, each.end_s ?? whole);
@@ -47,7 +48,7 @@ export function piecesOf(row) {
       add(each.replica, Math.min(handed, end), end, why, each.failure);
     } else {
       const waits = each.prefill && row.ttft_s == null && (each.failure == null || each.failure.startsWith("PrefillLost"));
-      add(waits ? each.prefill : each.replica, start, end, why, each.failure);
+      add(waits ? each.prefill : each.replica, start, end, why, each.failure, each.moved);
     }
   });
   return pieces;

@@ -60,6 +60,11 @@ export const Why = once(({ rid, row, details, state }) => {
   <//>`;
 });
 
+// Why a request that waited moved, by `moved` of its try (routing/moves.py).
+const MOVED = {
+  join: "a replica had come", freed: "another one was free", silent: "this one was silent", behind: "this one was slower than estimated",
+};
+
 // The last try, or the one chosen of several.
 function Decision({ route, row, time }) {
   const [picked, setPicked] = useState(null);
@@ -70,6 +75,7 @@ function Decision({ route, row, time }) {
     ${last > 0 && html`<${Tries} route=${route} row=${row} time=${time} at=${at} onPick=${setPicked} />`}
     <p class="sentence">${verdict(each)}</p>
     ${each.failure && html`<p class="sentence failed">This try failed: ${each.failure.replace(each.replica, shortId(each.replica))}${at < last ? "; the next one went on from there" : ""}.</p>`}
+    ${each.moved && html`<p class="sentence">It waited there, and moved to begin sooner: ${MOVED[each.moved]}.</p>`}
     ${each.pair ? html`<${Ways} each=${each} />` : html`<${Candidates} each=${each} />`}
     <${Outcome} each=${each} row=${row} />`;
 }

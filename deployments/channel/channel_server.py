@@ -30,6 +30,7 @@ from deployments.channel.frames import (
     ChannelHello,
     Deltas,
     FrameReader,
+    KeptRequest,
     Message,
     ReplicaReport,
     decode,
@@ -78,6 +79,7 @@ class Stream:
         self.replica_id = replica_id
         self.stays = stays  # returns whether it waits for a replica that hangs
         self.straight: Callable[[TokenDelta], bool] = _by_take
+        self.kept: Callable[[], object] = lambda: None  # called when the replica does not give a request back
         self._awaited = False  # the consumer is in `take`
         self._waiting = Pending()
         self._parts: dict[tuple[str, int], TokenDelta] = {}  # of deltas whose last part has not arrived
@@ -294,6 +296,9 @@ class ChannelServer:
             self._listener.on_events(replica_id, message.events())
         elif isinstance(message, CacheKeys):
             self._listener.on_snapshot(replica_id, message.snapshot())
+        elif isinstance(message, KeptRequest):
+            if (kept := self._streams.get((replica_id, message.rid))) is not None:
+                kept.kept()
         else:
             raise BadFrame("a second ChannelHello")
 

@@ -15,6 +15,8 @@ Invariant: ``decode`` of what `encode` framed equals the message; a frame longer
     CacheKeys      replica -> router, when asked: everything in its prefix cache
     RunRequest     router -> replica: a request to run; its lease comes by Ray, beside it
     EndRequest     router -> replica: the lease of a request has failed, or its client has left
+    TakeBack       router -> replica: a request that waits could start sooner elsewhere
+    KeptRequest    replica -> router: the answer, if it was admitted; else its deltas end with ``retry_as`` "taken_back"
     PushCache      router -> replica: it leaves, and is to give others what it has cached
 """
 
@@ -134,6 +136,18 @@ class EndRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="end"):
     rid: str
 
 
+class TakeBack(Struct, frozen=True, forbid_unknown_fields=True, tag="back"):
+    """The request that the replica must end unless it has been admitted."""
+
+    rid: str
+
+
+class KeptRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="kept"):
+    """The request that the replica goes on with: it was admitted before it was asked for, or has ended."""
+
+    rid: str
+
+
 class PushCache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="push"):
     """The order to push cached pages to ``targets``, the most valuable first."""
 
@@ -155,8 +169,8 @@ def _from_bytes(_: type, data: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, dtype="<i4").astype(np.int32)
 
 
-Message = ChannelHello | Deltas | ReplicaReport | CacheChanges | CacheKeys
-Asked = RunRequest | EndRequest | PushCache
+Message = ChannelHello | Deltas | ReplicaReport | CacheChanges | CacheKeys | KeptRequest
+Asked = RunRequest | EndRequest | TakeBack | PushCache
 T = TypeVar("T")
 _ENCODER = Encoder(enc_hook=_to_bytes)
 _DECODER: Decoder[Message] = Decoder(Message)

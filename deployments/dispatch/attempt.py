@@ -3,9 +3,10 @@
 Owns:      the stream and the leases of the try; the number of the try, and which replicas later tries leave out.
 Never:     chooses a replica or starts another try (dispatcher.py).
 Invariant: however a try ends, nothing of it is left open but leases about to return, its outcome is noted, and its
-           decision is reported done. At most ``max_tries`` tries fail in a row that each brought fewer than GOES_ON
-           tokens of one choice: an answer outlives any number of replicas, and a request that kills each replica
-           before it decodes kills ``max_tries``.
+           decision is reported done; so is the second one of `ask_back`, unless it is for the next try. At most
+           ``max_tries`` tries fail in a row that each brought fewer than GOES_ON tokens of one choice: an answer
+           outlives any number of replicas, and a request that kills each replica before it decodes kills
+           ``max_tries``.
 Thread:    the router's event loop.
 """
 
@@ -15,12 +16,15 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from deployments.dispatch.leases import LeaseHolder, ReplicaHangs
+from deployments.channel.channel_server import Stream
+from deployments.channel.frames import TakeBack
+from deployments.dispatch.leases import LeaseHolder, ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
 from deployments.dispatch.route_log import Try
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import HandOffReport, TokenDelta
+from routing.moves import Move
 from routing.router import Router
 from routing.types import Ending, RouteOutcome
 
@@ -28,6 +32,16 @@ from routing.types import Ending, RouteOutcome
 # the prefill of what was delivered: a request that ends each replica in its next decode step brings one in every try.
 # A grammar may force many tokens after one, so of a constrained request deltas count; merged ones as one.
 GOES_ON = 2
+
+
+class TakenBack(MantaError):
+    """The replica gave the request back before it was admitted; another one begins it sooner."""
+
+    http_status = 503
+
+    def __init__(self, message: str, move: Move | None) -> None:
+        super().__init__(message)
+        self.move = move  # for which it was asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +94,10 @@ class Tries:
             self._brought[choice] = self._brought.get(choice, 0) + (1 if constrained else len(delta.token_ids))
             self._went_on = self._brought[choice] >= GOES_ON
 
+    def moved(self) -> None:
+        """Note that this try ended with nothing wrong and nothing brought."""
+        self.number += 1
+
     def failed(self, replica_id: str, error: MantaError) -> bool:
         """Note that this try failed at ``replica_id``. Returns: whether there is another one."""
         if self._went_on:
@@ -121,6 +139,9 @@ class Attempt:
         self._progress = progress
         self._tries = tries
         self._on_report = on_report
+        self._stream: Stream | None = None  # while it runs
+        self._kept = False  # the replica has admitted the request, or so it says
+        self.move: Move | None = None  # where the request goes if its replica gives it back; it was asked
 
     async def run(
         self, saw: Callable[[TokenDelta], object], straight: StraightWay | None
@@ -131,6 +152,7 @@ class Attempt:
         stream, leases = self._holder.begin(
             self._decision.replica_id, self._parts.values(), stays=lambda: self._tries.is_last
         )
+        self._stream, stream.kept = stream, self._keep
         if straight is not None:
             stream.straight = lambda delta: self._send(delta, saw, straight)
         prefill: PrefillLeg | None = None
@@ -140,7 +162,7 @@ class Attempt:
         try:
             while not self._progress.done:
                 for delta in await stream.take():
-                    _raise_if_retryable(delta)
+                    self._raise_if_retryable(delta)
                     self._note(delta, prefill)
                     if delta.is_report:
                         continue
@@ -148,18 +170,23 @@ class Attempt:
                     saw(delta)
                     yield delta
             ending = Ending.OK
+        except TakenBack:
+            ending = Ending.MOVED
+            raise
         except MantaError:
             ending = Ending.ERROR
             raise
         finally:
             self._holder.channel.close(stream)
+            if ending is not Ending.MOVED:
+                self._keep()
             if prefill is not None:
                 prefill.stop()
                 if self._noted.hand_off is None or not self._noted.hand_off.transferred:
                     prefill.lease.cancel()  # also where the decode leg ended well: its pages have no receiver
                 leases.append(prefill.lease)
             for lease in leases:
-                if ending is not Ending.OK:
+                if ending not in (Ending.OK, Ending.MOVED):
                     lease.cancel()
                 self._holder.let_end(lease)
             report = self._noted.hand_off
@@ -171,6 +198,41 @@ class Attempt:
                 hand_off_failed=report is not None and not report.transferred,
             )
             self._router.done(self._decision, self._noted.outcome)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether its replica may not have admitted the request: it has not said so, and nothing has come of it."""
+        began = self._noted.ttft_s is not None or self._noted.hand_off is not None or self._progress.started
+        return self._stream is not None and not (began or self._kept)
+
+    def ask_back(self, move: Move) -> None:
+        """Ask the replica for the request. The try goes on until it is given back: then it ends with `TakenBack`, and
+        ``move`` is for the next one. Where it ends otherwise, or goes on, the decision of ``move`` is closed here."""
+        self.move = move
+        try:
+            for rid in self._parts:
+                self._holder.channel.send(self._decision.replica_id, TakeBack(rid))
+        except ReplicaGone:
+            self._keep()  # the stream has failed, or is about to
+
+    def _keep(self) -> None:
+        """The request stays: close the second decision, if there is one."""
+        self._kept = True
+        if self.move is not None:
+            self._router.stays(self._decision)
+            self._router.done(self.move.decision, RouteOutcome(ending=Ending.CANCELLED))
+            self.move = None
+
+    def _raise_if_retryable(self, delta: TokenDelta) -> None:
+        """Raise the error of a finish that another replica may mend; every other finish is the client's."""
+        finish = delta.finish
+        if finish is None or finish.retry_as is None:
+            return
+        if finish.retry_as == "taken_back":
+            raise TakenBack(f"replica {self._decision.replica_id} gave it back before it began", self.move)
+        if finish.retry_as == "overloaded":
+            raise Overloaded(finish.message or "the replica's waiting queue is full")
+        raise EngineDead(finish.message or "the engine died")
 
     def _send(self, delta: TokenDelta, saw: Callable[[TokenDelta], object], straight: StraightWay) -> bool:
         """Do with ``delta`` as `run` does, if it is text alone and the client takes it. Returns: whether it was."""
@@ -193,6 +255,7 @@ class Attempt:
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
             self._router.began(self._decision, self._noted.ttft_s)
+            self._keep()
             usage = delta.usage
             self._noted.cached_tokens = usage.cached_tokens
             self._noted.host_tokens, self._noted.store_tokens = usage.host_tokens, usage.store_tokens
@@ -209,13 +272,3 @@ class Attempt:
             self._router.link.record(report.num_bytes, report.transfer_s)
         elif prefill is not None:
             prefill.lease.cancel()  # the decode replica computes the prompt itself
-
-
-def _raise_if_retryable(delta: TokenDelta) -> None:
-    """Raise the error of a finish that another replica may mend; every other finish is the client's."""
-    finish = delta.finish
-    if finish is None or finish.retry_as is None:
-        return
-    if finish.retry_as == "overloaded":
-        raise Overloaded(finish.message or "the replica's waiting queue is full")
-    raise EngineDead(finish.message or "the engine died")

@@ -10,6 +10,7 @@ Thread:    the router's event loop.
     parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done      queue too long: Saturated
             ^                              │ replica gone, engine dead, overloaded: excluded, reason kept; or it hangs
             └──────────────────────────────┘ at most ``max_tries`` times since tokens came (attempt.py)
+                                             or it waits, and `move_waiting` takes it back: no try has failed
 
 A pair's decode leg is the request; its prefill leg runs beside it (prefill_leg.py) and can only end the try.
 """
@@ -23,7 +24,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from deployments.dispatch.attempt import Attempt, StraightWay, Tries, TryLimits
+from deployments.dispatch.attempt import Attempt, StraightWay, TakenBack, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress, left_after
@@ -33,6 +34,7 @@ from deployments.dispatch.timeline import Arrival
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
+from routing.moves import LOOK_S, Waiting, moves
 from routing.router import Router
 from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
 
@@ -143,6 +145,7 @@ class Dispatcher:
         self.num_retries = 0
         self.num_open = 0
         self._choices: collections.Counter[str] = collections.Counter()  # that run or wait, by the key's name
+        self._running: dict[Attempt, Waiting] = {}  # the tries that run
         self.watch = watch if watch is not None else RequestWatch()
 
     async def stream(
@@ -168,18 +171,25 @@ class Dispatcher:
                 while True:
                     last = LAST_TRY if tries.is_last_of_several else ""
                     now = left_after(progress.so_far(), self._clock() - started_s)
-                    query = query_of(now, hints, tries.excluded, one_replica=last)
                     held_out = self._hold_out.now()
-                    decision, since_s = await self._choose(self._bounded(query, held_out), failure)
+                    query = self._bounded(query_of(now, hints, tries.excluded, one_replica=last), held_out)
+                    decision, since_s = await self._choose(query, failure)
                     noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
-                    if failure is None:
+                    if tries.number == 0:
                         self._refuse_if_saturated(noted)
                     attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
+                    self._running[attempt] = Waiting(
+                        query=query, decision=decision, arrived_s=started_s, key=owner_of(request.rid)
+                    )
                     try:
                         async with contextlib.aclosing(attempt.run(following.saw, straight)) as deltas:
                             async for delta in deltas:
                                 yield delta
                         return
+                    except TakenBack as error:
+                        failure = error
+                        following.moved("freed" if error.move is None else error.move.cause)
+                        tries.moved()
                     except MantaError as error:
                         noted.failure = f"{type(error).__name__}: {error}"
                         if not error.retryable:
@@ -191,6 +201,8 @@ class Dispatcher:
                         self._record(request, tries.number, lost, error, progress)
                         if not tries.failed(lost, error):
                             raise
+                    finally:
+                        del self._running[attempt]
         finally:
             self.num_open -= 1
 
@@ -198,6 +210,23 @@ class Dispatcher:
         """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""
         asked_s = hints.objective_s
         return replace(request, objective_s=self._limits.objective_s if asked_s is None else asked_s)
+
+    async def move_forever(self) -> None:
+        """Call `move_waiting` again and again."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.move_waiting()
+            except Exception:  # the edge: requests go on where they are
+                log.exception("moving requests that wait failed; trying again")
+
+    def move_waiting(self) -> None:
+        """Ask replicas for the requests that wait there and would begin sooner elsewhere (routing/moves.py)."""
+        waiting = {of: attempt for attempt, of in self._running.items() if attempt.may_wait}
+        for of, attempt in waiting.items():
+            of.is_asked = attempt.move is not None
+        for move in moves(self._router, waiting, self._clock()):
+            waiting[move.waiting].ask_back(move)
 
     def explain_only(self, query: RouteQuery) -> Decision:
         """Return the decision that `stream` would make now; nothing is sent or remembered. Raises: NoReplica."""
@@ -212,6 +241,7 @@ class Dispatcher:
             num_streams = self._holder.channel.num_streams
             assert num_streams == 0, f"{num_streams} streams are open, no request is"
             assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
+            assert not self._running, f"{len(self._running)} tries run, no request is open"
             assert not self._choices, f"choices are counted for {self._choices}, no request is open"
 
     def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
@@ -245,9 +275,13 @@ class Dispatcher:
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
         """Return a decision and when choosing began; after a failed try, wait for a replica that can take over. A new
-        request waits for one that is about to report: Serve stops the last old replica once a new one runs."""
+        request waits for one that is about to report: Serve stops the last old replica once a new one runs. One that
+        was taken back goes where it was to go, if that replica is still there."""
         began_s = self._clock()
         give_up_s = began_s + self._limits.retry_wait_s
+        move = failure.move if isinstance(failure, TakenBack) else None
+        if move is not None and self._router.is_open(move.decision):
+            return move.decision, began_s
         while True:
             since_s = self._clock()
             try:

@@ -25,7 +25,8 @@ def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "replica": last.decision.replica_id,
         "outcome": record.outcome,
         **times_body(record),
-        "num_retries": len(record.tries) - 1,
+        "num_retries": record.num_tries - 1,
+        "num_moves": record.num_moves,
         "tries": [_try_body(each, record.name) for each in record.tries],
         "explanation": "\n".join(explain(each.decision, each.outcome) for each in record.tries),
     }
@@ -43,6 +44,7 @@ def _try_body(each: Try, name: str) -> dict[str, Any]:
         },
         "outcome": "running" if each.outcome is None else each.outcome.ending.value,
         "failure": each.failure,
+        "moved": each.moved,
         **hand_off_body(each),
     }
 
@@ -123,7 +125,7 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "prefill": decision.prefill_id,
         "policy": decision.policy,
         "reason": decision.reason.value,
-        "tries": len(record.tries),
+        "tries": record.num_tries,
         "prompt_tokens": decision.num_tokens,
         **progress_of(record),
         "cached_tokens": last.cached_tokens,
@@ -150,6 +152,7 @@ def _try_at(each: Try, arrived_s: float) -> dict[str, Any]:
         "start_s": max(0.0, each.decision.time_s - arrived_s),
         "end_s": None if each.ended_s is None else each.ended_s - arrived_s,
         "failure": each.failure,
+        "moved": each.moved,
     }
 
 

@@ -27,6 +27,7 @@ from deployments.dispatch.timeline import Arrival, LegTimes, Timeline
 from replicas.distributions import Tally
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta
+from routing.moves import Cause
 from routing.types import Decision, RouteOutcome
 
 MOST_TOLD = 1000  # records in one answer to the observatory
@@ -45,6 +46,7 @@ class Try:
     ended_s: float | None = None  # on the router's clock; None while it runs
     outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
+    moved: str | None = None  # it waited, and was given back for another replica: why that one begins it sooner
     hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
     held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replica left out -> why (prefill_leg.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
@@ -65,6 +67,15 @@ class RouteRecord:
     def time_s(self) -> float:
         """When the request arrived, in seconds since 1970."""
         return self.timeline.arrival.time_s
+
+    @property
+    def num_tries(self) -> int:
+        """The tries but those from which a request that waited has moved."""
+        return len(self.tries) - self.num_moves
+
+    @property
+    def num_moves(self) -> int:
+        return sum(each.moved is not None for each in self.tries)
 
     @property
     def name(self) -> str:
@@ -223,6 +234,9 @@ class RequestWatch:
         self.counts["predicted"] += predicted_tokens(noted)
         self.counts["actual"] += noted.cached_tokens or 0
 
+    def moved(self, cause: Cause) -> None:
+        """Note that a request that waited goes to another replica."""
+
     def tried(self, noted: Try) -> None:
         """Note that a try has ended, well or not."""
 
@@ -296,6 +310,14 @@ class Following:
         self.timeline.sent(self._try.times, now_s)
         tell(self._watch.decided, decision, took_s=now_s - since_s, failure=failure)
         return self._try
+
+    def moved(self, cause: Cause) -> None:
+        """Note that the replica gave the request back while it waited; another try follows. ``cause``: of
+        routing/moves.py."""
+        assert self._try is not None
+        self._try.moved = cause
+        tell(self._watch.moved, cause)
+        self.failed()
 
     def failed(self) -> None:
         """Note that the try has failed; another one may follow once there is a replica for it."""
@@ -381,7 +403,8 @@ def told_of(
         "total_s": rounded(timeline.total_s),
         "finish": ",".join(timeline.finish_reasons) or None,
         "outcome": outcome,
-        "tries": 0 if record is None else len(record.tries),
+        "tries": 0 if record is None else record.num_tries,
+        "moves": (record and record.num_moves) or None,
     }
     return {name: value for name, value in told.items() if value is not None}
 

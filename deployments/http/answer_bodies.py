@@ -587,6 +587,9 @@ class RouteTryBody(RouteDecisionBody):
     actual: dict[str, Any] = Field(description="What came true: cached tokens, seconds to the first token.")
     outcome: str = Field(description="How it ended, or `running`.")
     failure: str | None = Field(description="Why the try failed; null if it did not.")
+    moved: str | None = Field(
+        description="Why the request, which waited there, moved: `join`, `freed`, `silent`, `behind`; null if not."
+    )
 
 
 class RouteBody(AnswerBody):
@@ -600,6 +603,7 @@ class RouteBody(AnswerBody):
     outcome: str = Field(description="How it ended, or `running`.")
     total_s: float | None = Field(description="Seconds from arrival to end.")
     stages: dict[str, float] | None = Field(description="Seconds of route, queue, prefill, transfer, decode.")
-    num_retries: int = Field(description="How often it went to another replica.")
+    num_retries: int = Field(description="How often it went to another replica after a failure.")
+    num_moves: int = Field(description="How often it went to another replica that begins it sooner.")
     tries: list[RouteTryBody]
     explanation: str = Field(description="The same for people.")

@@ -213,7 +213,8 @@ def header_part(record: RouteRecord) -> str:
         **_tier_fields(last),
         "policy": decision.policy,
         "reason": decision.reason.value,
-        "tries": len(record.tries),
+        "tries": record.num_tries,
+        "moves": record.num_moves or None,
         **_pair_fields(last),
     }
     return "; ".join(f"{name}={value}" for name, value in fields.items() if value is not None)

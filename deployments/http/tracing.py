@@ -132,7 +132,8 @@ def _route(record: RouteRecord, last: Try) -> Attributes:
         "manta.route.candidates": len(decision.candidates),
         "manta.route.predicted_tokens": decision.overlap_tokens,
         "manta.route.best_tokens": decision.best_overlap[1],
-        "manta.route.tries": len(record.tries),
+        "manta.route.tries": record.num_tries,
+        "manta.route.moves": record.num_moves,
     }
 
 

@@ -23,7 +23,17 @@ from urllib.parse import urlsplit
 from deployments import logs
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import Asked, CacheChanges, CacheKeys, PushCache, ReplicaReport, RunRequest, encode
+from deployments.channel.frames import (
+    Asked,
+    CacheChanges,
+    CacheKeys,
+    KeptRequest,
+    PushCache,
+    ReplicaReport,
+    RunRequest,
+    TakeBack,
+    encode,
+)
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.dispatch.rids import client_rid, owner_of
 from deployments.replica.cache_moves import ReplicaMoves
@@ -265,9 +275,11 @@ class ServedEngine:
         assert all(run.client is None or not run.client.lost for run in self._runs.values())
 
     def _asked(self, client: ChannelClient, asked: Asked) -> None:
-        """Do what a router asks; its lease tells it how that went."""
+        """Do what a router asks; its lease, or the channel, tells it how that went."""
         if isinstance(asked, RunRequest):
             self._start(client, asked.request)
+        elif isinstance(asked, TakeBack):
+            self._take_back(client, asked.rid)
         elif isinstance(asked, PushCache):
             if self._moves is not None:
                 self._moves.order(asked)
@@ -290,6 +302,15 @@ class ServedEngine:
             except Exception as error:  # noqa: BLE001 - the lease returns or raises it; the connection goes on
                 run.error = error
                 run.ended.set()
+
+    def _take_back(self, client: ChannelClient, rid: str) -> None:
+        event_loop, answer = asyncio.get_running_loop(), encode(KeptRequest(rid))
+
+        def kept() -> None:  # engine thread
+            with contextlib.suppress(RuntimeError):  # as in `_start`
+                event_loop.call_soon_threadsafe(client.send, answer)
+
+        self.loop.take_back(rid, kept)
 
     def _router_lost(self, client: ChannelClient) -> None:
         """Abort the requests of a connection that has ended; a newer connection of the router stays."""

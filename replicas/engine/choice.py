@@ -131,7 +131,7 @@ class OpenRequests:
     """The choices that have not ended, by request id and by sequence."""
 
     def __init__(self) -> None:
-        self._choices: dict[str, list[Choice]] = {}
+        self._choices: dict[str, list[Choice]] = {}  # all of each request of which one is open
         self._by_req: dict[Req, Choice] = {}  # the same choices, for a lookup per token
 
     def __len__(self) -> int:
@@ -151,11 +151,16 @@ class OpenRequests:
 
     def choices(self, rid: str) -> list[Choice]:
         """List the open choices of a request; none if it is not open."""
-        return list(self._choices.get(rid, ()))
+        return [choice for choice in self._choices.get(rid, ()) if choice.req in self._by_req]
+
+    def unadmitted(self, rid: str) -> list[Choice]:
+        """List the choices of a request none of which was ever admitted; none for any other request."""
+        choices = self._choices.get(rid, [])
+        return [] if any(choice.req.was_admitted for choice in choices) else list(choices)
 
     def find(self, rid: str, index: int) -> Req | None:
         """Return choice ``index`` of an open request."""
-        return next((choice.req for choice in self._choices.get(rid, ()) if choice.req.index == index), None)
+        return next((choice.req for choice in self.choices(rid) if choice.req.index == index), None)
 
     def of(self, req: Req) -> Choice:
         """Return the open choice of ``req``."""
@@ -165,9 +170,7 @@ class OpenRequests:
         """Make the next delta of an open choice; a choice that has ended leaves with it."""
         delta = choice.delta(token, text)
         if delta.finish is not None:
-            choices = self._choices[choice.req.rid]
-            choices.remove(choice)
             del self._by_req[choice.req]
-            if not choices:
+            if not self.choices(choice.req.rid):
                 del self._choices[choice.req.rid]
         return delta

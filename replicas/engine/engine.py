@@ -349,6 +349,19 @@ class Engine:
         self._settle()
         return deltas
 
+    def take_back(self, rid: str) -> list[TokenDelta]:
+        """End ``rid`` if none of its choices has been admitted, so that its router gives it to another replica.
+
+        Returns: the final deltas; none, with nothing done, if it was admitted (also if it was retracted since), or is
+                 not open.
+        """
+        finish = Finish(
+            reason=FinishReason.ABORT, message="its router took it back", http_status=503, retry_as="taken_back"
+        )
+        deltas = [self._end(choice, finish) for choice in self._open.unadmitted(rid)]
+        self._settle()
+        return deltas
+
     def commit_running(self) -> list[TokenDelta]:
         """Give the prefix cache what the running requests have computed so far, for others to reuse now. Returns: what
         the step that was under way added."""

@@ -142,6 +142,17 @@ class EngineLoop:
         """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
         self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
 
+    def take_back(self, rid: str, kept: Callable[[], object]) -> None:
+        """End a request that has not been admitted, or call ``kept`` on the engine thread; thread-safe."""
+
+        def take(engine: Engine | None) -> None:
+            deltas = [] if engine is None else engine.take_back(rid)
+            self._sinks.deliver(deltas)
+            if not deltas:
+                kept()
+
+        self._command(take)
+
     async def hand_over(self, before: Callable[[], Awaitable[object]]) -> int:
         """Give the cache what running requests have computed, await ``before``, and end them so that their routers go
         on with them elsewhere. Returns: how many there were. Raises: EngineDead."""

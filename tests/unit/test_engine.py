@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
+from replicas.request import ReqState
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
 from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenIds
 from tests.fakes import continuation
-from tests.harness import ask, at_once, fake_engine, finish_all
+from tests.harness import ask, at_once, fake_engine, finish_all, retract
 
 pytestmark = pytest.mark.model
 PROMPT = [5, 6, 7, 8, 9]
@@ -240,3 +241,41 @@ def test_flush_forgets_prefixes_but_not_under_an_open_request() -> None:
     assert engine.stats().pool.evictable_pages == 6  # 20 prompt + 7 of 8 output tokens
     assert engine.flush_cache()
     assert engine.stats().pool.free_pages == 64
+
+
+def test_a_request_that_waits_is_given_back_and_leaves_nothing() -> None:
+    engine, _ = fake_engine(max_running=1)
+    engine.submit(ask("runs", [1, 2, 3], max_new_tokens=2))
+    engine.submit(ask("waits", [4, 5, 6], max_new_tokens=2))
+    engine.step()
+    [delta] = engine.take_back("waits")
+    assert delta.finish is not None
+    assert (delta.token_ids, delta.finish.retry_as) == ((), "taken_back")
+    assert engine.take_back("waits") == []  # it is not open
+    assert {each.rid for each in finish_all(engine)} == {"runs"}
+    engine.kv.check_idle()
+
+
+def test_a_request_that_was_admitted_is_never_given_back() -> None:
+    engine, _ = fake_engine(max_running=1)
+    engine.submit(ask("long", list(range(40)), max_new_tokens=3))
+    engine.step()  # a chunk of 16: mid-prompt
+    assert engine.take_back("long") == []
+    while not (req := engine.find("long")).num_output:  # type: ignore[union-attr]
+        engine.step()
+    assert engine.take_back("long") == []
+    engine.land()
+    retract(engine.scheduler, req)
+    assert req.state is ReqState.WAITING
+    assert engine.take_back("long") == []
+    assert len([token for delta in finish_all(engine) for token in delta.token_ids]) == 2
+
+
+def test_a_request_of_which_one_choice_has_run_is_not_given_back_in_part() -> None:
+    engine, _ = fake_engine(max_running=1)
+    engine.submit(ask("two", [1, 2, 3], max_new_tokens=1, n=2))
+    while not [delta for delta in engine.step() if delta.finish is not None]:
+        pass
+    assert engine.open_rids == ["two"]  # the other choice waits for the place
+    assert engine.take_back("two") == []
+    finish_all(engine)

@@ -22,6 +22,7 @@ from deployments.dispatch.route_log import RequestWatch, Try, predicted_tokens
 from deployments.dispatch.timeline import Timeline
 from deployments.watch.metrics.emitter import Emitter
 from replicas.errors import EngineDead, Overloaded
+from routing.moves import CAUSES, Cause
 from routing.types import Decision
 
 RETRIES: Mapping[type, str] = {
@@ -63,6 +64,7 @@ class RouterEvents(RequestWatch):
         for slo in ("ttft", "itl"):
             emitter.gauge("slo_objective_seconds", slo=slo).set(objectives[f"{slo}_objective_s"])
         self._decision_s = histogram("router_decision_duration_seconds")
+        self._moves = {each: counter("requests_moved_total", reason=each) for each in CAUSES}
         self._retries = {each: counter("router_retries_total", reason=each) for each in RETRIES.values()}
         self._tokens = {
             kind: counter(f"router_{kind}_tokens_total")
@@ -106,6 +108,9 @@ class RouterEvents(RequestWatch):
         if noted.ttft_s is not None:
             error_s = decision.predicted_ttft_s - noted.ttft_s
             self._ttft_error["over" if error_s >= 0 else "under"].observe(abs(error_s))
+
+    def moved(self, cause: Cause) -> None:
+        self._moves[cause].inc()
 
     def tried(self, noted: Try) -> None:
         if noted.hand_off is not None and noted.decision.prefill_id is not None and self._hand_offs:

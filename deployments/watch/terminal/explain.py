@@ -123,6 +123,8 @@ def _end(each: Mapping[str, Any]) -> str:
     actual, predicted = each["actual"], each["predicted"]
     if each["failure"]:
         return f"It failed: {each['failure']}"
+    if each.get("moved"):
+        return f"It waited there, and moved to begin sooner ({each['moved']})."
     if actual["ttft_s"] is None:
         return f"Outcome: {each['outcome']}; no token {'yet' if each['outcome'] == 'running' else 'came'}."
     return (
