@@ -25,7 +25,7 @@ from tests.unit.deployments.in_process import House
 from tests.unit.deployments.sample_values import ids
 from tests.unit.deployments.slow_replica import SlowReplica
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200 if ALL else 300)
 MOVES = 10_000 if ALL else 300
 CLIENTS, SHARED = 32, 12
 
