@@ -437,3 +437,28 @@ def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
     pair.run()
     assert pair.at_rest
     assert all(pair.decode.end(f"r{i}") is not None and pair.prefill.end(f"r{i}") is not None for i in range(30))
+
+
+def test_a_decode_leg_without_a_grant_is_given_back_and_its_prefill_leg_never_begins() -> None:
+    pair = Pair(decode={"max_running": 1})
+    pair.ask("runs", [1, 2, 3], max_new_tokens=20)
+    pair.until(pair.decode, "runs", ReqState.RUNNING)
+    pair.ask("waits", [4, 5, 6], max_new_tokens=4)
+    pair.turn()
+    assert pair.decode.engine.take_back("runs") == []
+    pair.decode.take(pair.decode.engine.take_back("waits"))
+    assert pair.decode.end("waits") is FinishReason.ABORT
+    pair.prefill.abort("waits")  # as the router does with the rest of the try
+    pair.until(pair.decode, "runs", None)
+    assert (pair.prefill.ids("waits"), pair.decode.ids("waits")) == ([], [])
+    assert pair.prefill.at_rest
+    assert pair.decode.at_rest
+
+
+def test_a_decode_leg_with_a_grant_is_kept() -> None:
+    pair = Pair()
+    pair.ask("asks", [1, 2, 3], max_new_tokens=4)
+    pair.until(pair.decode, "asks", ReqState.RECEIVING, pump=0)
+    assert pair.decode.engine.take_back("asks") == []
+    pair.until(pair.decode, "asks", None)
+    assert len(pair.decode.ids("asks")) == 4
