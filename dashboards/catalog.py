@@ -305,6 +305,11 @@ _ROUTING = [
     Metric(ROUTER, COUNTER, "requests_moved_total", "Requests that waited and went to a replica that begins them "
             "sooner: join: it has come since; freed: it is free; silent, behind: the other one says nothing, or is "
             "slower than was estimated.", {"reason": ("join", "freed", "silent", "behind")}),
+    Metric(ROUTER, GAUGE, "router_streams_detached", "Streams without a connection that wait for their clients."),
+    Metric(ROUTER, COUNTER, "router_streams_resumed_total", "Clients that came back to a stream: it was kept, or its "
+            "request runs again.", {"how": ("kept", "again")}),
+    Metric(ROUTER, COUNTER, "router_streams_expired_total", "Streams that were given up, with something for a client "
+            "that did not come back within router.reconnect_s."),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),
     Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; error: the decode replica "

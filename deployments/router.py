@@ -31,6 +31,7 @@ from deployments.channel.channel_server import ChannelServer
 from deployments.dispatch import ray_leases
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import Dispatcher
+from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
 from deployments.dispatch.recording import Recorder
@@ -265,6 +266,7 @@ def _service(
         leases=leases,
         settings=shown_settings(config, settings),
         peers=peers,
+        streams=KeptStreams(reconnect_s=config.router.reconnect_s, watch=dispatcher.watch),
         registry=registry,
         max_body_bytes=config.router.max_body_bytes,
         max_schema_bytes=config.router.max_schema_bytes,

@@ -56,6 +56,14 @@ DECISIONS = Row("Decisions", (
         "Requests that waited and were taken back for a replica that begins them sooner, by reason.",
         "join: a replica came. behind, without end: replicas are slower than they report; see TTFT prediction error.",
         shape=Shape.STACKED),
+    Panel("Clients that come back", {
+        "waiting": gauge("router_streams_detached", over="sum"),
+        "resumed per second, {{how}}": rate("router_streams_resumed_total", "how"),
+        "given up per second": rate("router_streams_expired_total"),
+    }, Unit.NUMBER,
+        "Streams that wait for their clients, clients that resumed one, and streams whose clients did not come back.",
+        "again: the router that had the stream died, or the client came to another one. Given up and growing: clients "
+          "leave for good; they should abort, or leave x-manta-reconnect out.", needs=Needs.EVENT),
 ), is_open=True)  # fmt: skip
 
 KNOWLEDGE = Row("Router state", (

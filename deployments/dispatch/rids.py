@@ -14,8 +14,13 @@ _NAME = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
 _NUM_DIGITS = 16
 
 
+def new_digits() -> str:
+    """Make what begins an id, and no other one of the application."""
+    return secrets.token_hex(_NUM_DIGITS // 2)
+
+
 def new_rid(client_rid: str) -> str:
-    return f"{secrets.token_hex(_NUM_DIGITS // 2)}.0-{client_rid}"
+    return f"{new_digits()}.0-{client_rid}"
 
 
 def owned(rid: str, owner: str) -> str:

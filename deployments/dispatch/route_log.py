@@ -251,6 +251,15 @@ class RequestWatch:
         """Note an HTTP request without a prompt: refused before, or for no generation."""
         self._count(outcome, judged(None, None, outcome) if endpoint in ANSWERING else {})
 
+    def streams_detached(self, num: int) -> None:
+        """Note how many streams wait for their clients now."""
+
+    def stream_resumed(self, how: str) -> None:
+        """Note a client that came back: its stream was ``kept``, or its request runs ``again``."""
+
+    def stream_expired(self) -> None:
+        """Note a stream that was given up, with something for a client that did not come back in time."""
+
     def _count(self, outcome: str, met: Mapping[str, bool]) -> None:
         counts = self.counts
         counts["requests"] += 1

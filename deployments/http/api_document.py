@@ -32,6 +32,7 @@ STATUSES = {
     404: "There is no such thing",
     408: "The body did not come in time",
     409: "A replica is busy, or cannot do this",
+    410: "The stream is not kept any more, or cannot be made again as it was",
     413: "The body is too large",
     415: "The body is not JSON",
     429: "Too much waits; `Retry-After` says for how long",

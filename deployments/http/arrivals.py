@@ -4,11 +4,15 @@
          x-manta-session: ID            among equally good replicas, the one that had this session last
          x-manta-replicas: ID, ID       only these replicas
          x-manta-objective: 2.5         seconds within which its first token should come
+         x-manta-reconnect: 1           its stream outlives the connection: events have ids (kept_streams.py)
+         last-event-id: ID              the client has had a stream of this name up to that event
+         x-manta-resume: ...            as the answer said when that stream was opened
     out  x-request-id: NAME            of Anthropic's routes also request-id, which its SDK reads
          x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
          where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
          with mode: disaggregated also prefill=ID or local; pair=why; hand_off=ok or error
+         x-manta-resume: CREATED.DIGITS.SEED of a stream that can be resumed: what its bytes depend on beside the body
          x-manta-dropped: what of the body was left out: the attribution of Claude Code, tools that only OpenAI runs
 
 Owns:      which path is which endpoint of the catalogue; which generations belong to the HTTP request.
@@ -18,9 +22,10 @@ Thread:    the router's event loop; pure ASGI, so that streams pass through unto
 """
 
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -29,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments import logs
 from deployments.dispatch.attempt import StraightWay
 from deployments.dispatch.dispatcher import NO_HINTS, RouteHints
-from deployments.dispatch.rids import check_name, clean_name
+from deployments.dispatch.rids import check_name, clean_name, new_digits
 from deployments.dispatch.route_log import (
     CLIENT_CLOSED,
     RequestWatch,
@@ -52,9 +57,13 @@ ROUTE = "x-manta-route"
 SESSION = "x-manta-session"
 REPLICAS = "x-manta-replicas"
 OBJECTIVE = "x-manta-objective"
+RECONNECT = "x-manta-reconnect"
+RESUME = "x-manta-resume"
+LAST_EVENT = "last-event-id"
 DROPPED = "x-manta-dropped"
 MOST_PARTS = 8  # prompts of one request that the route header describes
 MOST_REPLICAS = 1024
+_OPENING = re.compile(r"(\d{1,12})\.([0-9a-f]{16})\.(\d{1,20})")
 
 # end of the path, behind the application's route prefix -> endpoint
 ENDPOINTS: Mapping[str, str] = {
@@ -170,6 +179,39 @@ def generations_of(request: Request, answer_id: str | None) -> Generations:
 def name_of(request: Request, rid: str | None = None) -> str:
     """Choose the client's name of this request: the ``rid`` of its body, or its X-Request-Id."""
     return check_name(rid) if rid else str(request.state.request_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the bytes of an answer depend on beside the body of its request."""
+
+    created: int  # seconds since 1970
+    digits: str  # in the ids of its calls
+    seed: int | None = None  # None: as the body says, or drawn
+
+    def __str__(self) -> str:
+        return f"{self.created}.{self.digits}.{self.seed}"
+
+
+def opening_of(request: Request) -> Opening:
+    """Read how a stream was opened that its client resumes, or open this request. Raises: InvalidRequest."""
+    state, given = request.state, request.headers.get(RESUME)
+    if not hasattr(state, "opening"):
+        state.opening = Opening(created=int(state.arrival.time_s), digits=new_digits())
+        if given is not None:
+            found = _OPENING.fullmatch(given)
+            if found is None or int(found[3]) >= 2**64:
+                raise InvalidRequest(f"{RESUME}: {given[:64]!r} is not what an answer of this server said")
+            state.opening = Opening(created=int(found[1]), digits=found[2], seed=int(found[3]))
+    assert isinstance(state.opening, Opening)
+    return state.opening
+
+
+def last_event_of(headers: Headers) -> str | None:
+    """Read whether a client asks for a stream that outlives its connection, and what it has had of it: "" nothing yet;
+    None: it does not ask."""
+    last = headers.get(LAST_EVENT, "")
+    return last if last or headers.get(RECONNECT, "0") not in ("", "0", "false") else None
 
 
 def hints_of(headers: Headers) -> RouteHints:

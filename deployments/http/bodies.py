@@ -10,6 +10,7 @@ Never:     answers a malformed body with a 422 or a 500: every error in it is an
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from hashlib import blake2b
 from inspect import iscoroutinefunction
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -22,6 +23,7 @@ from starlette.responses import Response
 
 from deployments.http.access import read_bytes
 from deployments.http.api_document import about, body_like, said, shape, shown
+from deployments.http.arrivals import last_event_of
 from deployments.http.service import service_of
 from deployments.output.tools import MAX_TOOLS
 from replicas.errors import InvalidRequest
@@ -72,6 +74,8 @@ async def read_body(request: Request, wire: type[WireT]) -> WireT:
     service = service_of(request)
     within = asyncio.timeout(service.body_timeout_s)
     data = await read_bytes(request, max_bytes=service.max_body_bytes, within=within)
+    if last_event_of(request.headers) is not None:
+        request.state.body_digest = blake2b(data).digest()
     if len(data) <= LONG_BODY:
         return _parse(data, wire)
     return await service.parsing.run(lambda: _parse(data, wire), size=len(data))

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from deployments.dispatch.rids import new_rid
 from deployments.http.answer_bodies import ChatCompletionBody, ChatCompletionChunkBody
 from deployments.http.api_document import RUN, gives
-from deployments.http.arrivals import name_of
+from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import ChatRequest, Route, TemplateFields
 from deployments.http.constraints import form_asked, tools_asked
 from deployments.http.convert import (
@@ -48,7 +48,7 @@ _TAKEN = frozenset({"self", "messages", "tools", "check", "marks", "use"})
 _PROMPT_END = 16  # tokens that tell whether the prompt leaves reasoning open
 
 
-@router.post("/v1/chat/completions", **gives(ChatCompletionBody, *RUN, event=ChatCompletionChunkBody))
+@router.post("/v1/chat/completions", **gives(ChatCompletionBody, *RUN, 410, event=ChatCompletionChunkBody))
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Continue a chat, streaming or not."""
     answer = await _answer(request, body, name_of(request, body.rid))
@@ -64,6 +64,7 @@ class Prepared:
     # of each choice; None where the answer is all text, whatever it says
     new_reading: Callable[[], ChoiceReading] | None = None
     promise: SchemaPromise | None = None  # of the content, if it was asked for by a schema
+    calls_of: str  # what the ids of calls are made of
 
     def answer(self, form: Form, answer_id: str) -> Answer:
         """Return the answer to it in ``form``."""
@@ -144,7 +145,7 @@ class ChatForm(OpenAIForm):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def _call(self, change: Change, part: CallPart) -> dict[str, Any]:
-        name = call_id(self.prepared.request.rid, change.delta.index, part.index)
+        name = call_id(self.prepared.calls_of, change.delta.index, part.index)
         return {"id": name, "type": "function", "function": {"name": part.name, "arguments": ""}}
 
     def _choice(self, change: Change, delta: TokenDelta, content: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     )
     checked(service, asked, names={"prompt": "messages", "max_tokens": limit_name})
     output = service.prompting.output
-    prepared = Prepared(request=asked, use=use, promise=promise)
+    prepared = Prepared(request=asked, use=use, promise=promise, calls_of=f"{opening_of(request).digits}-{name}")
     return prepared if use is None and output.reasoning is None else await _read_in_parts(request, body, prepared)
 
 
@@ -234,6 +235,7 @@ async def _answer(request: Request, body: ChatRequest, name: str) -> Answer:
         service=service_of(request),
         body=body,
         answer_id=answer_id,
+        created=opening_of(request).created,
         has_logprobs=prepared.request.return_logprobs,
         prepared=prepared,
     )

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from deployments.dispatch.rids import new_rid
 from deployments.http.answer_bodies import CompletionBody
 from deployments.http.api_document import RUN, gives
-from deployments.http.arrivals import name_of
+from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import CompletionRequest, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
@@ -42,7 +42,7 @@ router = APIRouter(route_class=Route)
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", **gives(CompletionBody, *RUN, event=CompletionBody))
+@router.post("/v1/completions", **gives(CompletionBody, *RUN, 410, event=CompletionBody))
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts, streaming or not."""
     answer = await _answer(request, body, name_of(request, body.rid))
@@ -130,6 +130,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
         service=service,
         body=body,
         answer_id=answer_id,
+        created=opening_of(request).created,
         has_logprobs=body.logprobs is not None,
         requests=requests,
         prompts=prompts,

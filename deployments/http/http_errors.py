@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 CLIENT_CLOSED = 499
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-          405: "invalid_request_error", 408: "timeout", 413: "invalid_request_error", 415: "invalid_request_error",
-          429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable", 504: "timeout"}  # fmt: skip
+          405: "invalid_request_error", 408: "timeout", 410: "not_found_error", 413: "invalid_request_error",
+          415: "invalid_request_error", 429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable",
+          504: "timeout"}  # fmt: skip
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # the paths whose errors have Anthropic's form
 _MESSAGES_TYPES = {408: "timeout_error", 413: "request_too_large", 499: "api_error", 500: "api_error",
                    503: "overloaded_error", 504: "timeout_error"}  # others as above  # fmt: skip

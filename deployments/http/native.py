@@ -47,7 +47,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # name on the OpenAI routes -> name here
 
 
-@router.post("/generate", **gives(GeneratedBody | list[GeneratedBody], *RUN, event=GeneratedBody))
+@router.post("/generate", **gives(GeneratedBody | list[GeneratedBody], *RUN, 410, event=GeneratedBody))
 async def generate(request: Request, body: NativeRequest) -> Response:
     """Continue texts in SGLang's native form, streaming or not."""
     answer = await _answer(request, body, name_of(request))

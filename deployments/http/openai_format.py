@@ -4,10 +4,9 @@ Never: emits a number that JSON has no form for (a token that is masked out has 
 """
 
 import codecs
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from deployments.http.bodies import GeneratingFields
@@ -29,7 +28,7 @@ class OpenAIForm(Form):
     service: Service
     body: GeneratingFields
     answer_id: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int  # seconds since 1970
     has_logprobs: bool  # choices carry the logprobs of their tokens
 
     @abstractmethod

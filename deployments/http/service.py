@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
 from deployments.dispatch.dispatcher import Dispatcher
+from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.leases import Leases
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RouterPeers
@@ -107,6 +108,7 @@ class Service:
     leases: Leases
     settings: dict[str, Any]  # the configuration as given, for /get_server_info
     peers: RouterPeers = field(default_factory=NoPeers)
+    streams: KeptStreams = field(default_factory=KeptStreams)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
     max_schema_bytes: int = 1 << 20

@@ -1,9 +1,11 @@
 """The answers of the generating endpoints: server-sent events or one body, until the client disconnects.
 
 Owns:      the race between an answer and the client's disconnect; which deltas become which events; the parts and the
-           token counts of an answer, which every form shows in its own words.
+           token counts of an answer, which every form shows in its own words; which streams outlive their connection:
+           those whose client says that it comes back (arrivals.py), of one prompt and few choices.
 Never:     knows the JSON of an endpoint: its `Form` does.
-Invariant: the answer's generators are closed on every path, so that a disconnect aborts the client's requests.
+Invariant: the answer's generators are closed on every path, so that a disconnect aborts the client's requests; of a
+           client that comes back, kept_streams.py does it in time.
 Thread:    the router's event loop; bodies with many logprobs are encoded on another thread.
 """
 
@@ -34,12 +36,31 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from deployments.http.arrivals import Generations, generations_of
-from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
+from deployments.dispatch.kept_streams import (
+    MOST_CHOICES,
+    Connection,
+    Cursor,
+    Event,
+    KeptStream,
+    KeptStreams,
+    Numbering,
+)
+from deployments.dispatch.rids import client_rid
+from deployments.http.access import caller_of
+from deployments.http.arrivals import (
+    LAST_EVENT,
+    RESUME,
+    Generations,
+    generations_of,
+    last_event_of,
+    opening_of,
+)
+from deployments.http.http_errors import CLIENT_CLOSED, Busy, GenerationFailed, body_of, error_body
+from deployments.http.service import service_of
 from deployments.output.parts import Part, TextPart
 from deployments.output.reading import ChoiceReading
 from deployments.output.validation import SchemaPromise
-from replicas.errors import RequestAborted
+from replicas.errors import InvalidRequest, RequestAborted
 from replicas.types import GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -64,9 +85,11 @@ FEW_LOGPROBS = 100  # rows, each of a token and up to 20 alternatives
 _MARK = "\0the text\0"  # never part of a model's name or an id
 
 
-def sse(payload: dict[str, Any], *, named: bool = False) -> bytes:
+def sse(payload: dict[str, Any], *, named: bool = False, event_id: str = "") -> bytes:
     """Encode ``payload`` as one server-sent event; ``named``: by its type, as OpenAI's Responses and Anthropic do."""
     name = f"event: {payload['type']}\n".encode() if named else b""
+    if event_id:
+        name = f"id: {event_id}\n".encode() + name
     return name + b"data: " + _ENCODER.encode(payload).encode() + b"\n\n"
 
 
@@ -189,7 +212,15 @@ class Answer:
     new_reading: Callable[[], ChoiceReading] | None = None  # of each choice; None where each is all text
 
     async def respond(self, request: Request, *, streams: bool | None) -> Response:
-        """Run the requests and answer in events or in one body. Raises: InvalidRequest for bad routing headers."""
+        """Run the requests and answer in events or in one body.
+
+        Raises: InvalidRequest for bad routing headers, or for the id of an event of another stream; StreamGone.
+        """
+        last_event = last_event_of(request.headers) if streams else None
+        if last_event is not None:
+            resumable = await self._resumable(request, last_event)
+            if resumable is not None:
+                return resumable
         generations = generations_of(request, self.answer_id)
         if streams:
             straight = Straight()
@@ -199,6 +230,81 @@ class Answer:
                 response.headers[SCHEMA_HEADER] = self.promise.at_first
             return response
         return await answer(request, self._whole(generations))
+
+    @property
+    def _can_resume(self) -> bool:
+        """Whether ids of events can say how far a stream has come."""
+        [asked, *others] = self.requests
+        return not others and asked.sampling.n <= MOST_CHOICES and asked.prompt_logprobs_from is None
+
+    async def _resumable(self, request: Request, last_event: str) -> Response | None:
+        """Answer with a stream that outlives its connection: the rest of one that is kept, or a new one. None: this one
+        cannot, and its client has had nothing yet.
+
+        Args: last_event: the id of the last event that the client has had, "" without one.
+        """
+        if not self._can_resume:
+            if last_event:
+                raise InvalidRequest(
+                    f"{LAST_EVENT}: a stream of several prompts, of more than {MOST_CHOICES} choices, or with logprobs "
+                    "of its prompt cannot be resumed"
+                )
+            return None
+        [asked] = self.requests
+        streams, key = service_of(request).streams, (caller_of(request).name, client_rid(asked.rid))
+        kept, body = streams.find(key), request.state.body_digest
+        if kept is not None and kept.body == body and (last_event or kept.connection is None):
+            index = kept.index_after(last_event)
+            if index is not None:
+                streams.resumed("kept")
+                return await kept_answer(request, streams, streams.attach(kept, index))
+        after = Cursor.read(last_event, num_choices=asked.sampling.n) if last_event else None
+        if not streams.has_room(key):
+            if last_event:
+                raise Busy("as many streams as a router keeps are being read: try again later")
+            return None
+        generations = generations_of(request, self.answer_id)
+        if after is not None:
+            streams.resumed("again")
+        opening = opening_of(request)
+        if opening.seed is None:
+            opening = replace(opening, seed=asked.sampling.seed)
+        asked = replace(asked, sampling=replace(asked.sampling, seed=cast(int, opening.seed)))
+        headers = {RESUME: str(opening)}
+        if self.promise is not None:
+            headers[SCHEMA_HEADER] = self.promise.at_first
+        numbering = Numbering(after, num_choices=asked.sampling.n)
+        batches = self._batches(generations.stream(asked), numbering)
+        stream = KeptStream(batches, self._error_events, after=last_event, body=body, headers=headers)
+        return await kept_answer(request, streams, streams.add(key, stream))
+
+    async def _batches(
+        self, deltas: AsyncGenerator[TokenDelta, None], numbering: Numbering
+    ) -> AsyncGenerator[list[Event], None]:
+        """Yield the events that the client lacks, with their ids, piece by piece of the deltas."""
+        form, so_far = self.form, AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
+        said: dict[int, list[str]] = {}
+        validates = self.promise is not None and self.promise.at_first == "partial" and not form.names_events
+        async for _, delta in merged([deltas]):
+            for piece, num_had in numbering.pieces(delta):
+                beside = await self._verdict(piece, said.setdefault(piece.index, [])) if validates else {}
+                change = so_far.add(0, piece)
+                payloads = await made(partial(self._payloads, change, so_far, beside), [change.delta])
+                ids = numbering.ids(len(payloads), num_had)
+                if ids:
+                    yield [self._event(*each) for each in zip(ids, payloads[num_had:], strict=True)]
+        last = form.last_events(so_far)
+        ids = numbering.last_ids(len(last) + (not form.names_events))
+        events = [self._event(*each) for each in zip(ids, last[numbering.num_last_had :], strict=False)]
+        if len(ids) > len(events):
+            events.append(Event(ids[-1], f"id: {ids[-1]}\n".encode() + DONE))
+        if events:
+            yield events
+
+    def _event(self, event_id: str, payload: dict[str, Any]) -> Event:
+        if "sequence_number" in payload:  # one for each event, from 0 on
+            payload = {**payload, "sequence_number": int(event_id.partition(":")[0]) - 1}
+        return Event(event_id, sse(payload, named=self.form.names_events, event_id=event_id))
 
     async def _whole(self, generations: Generations) -> Response:
         deltas = await collected(merged([generations.stream(each) for each in self.requests]))
@@ -234,9 +340,12 @@ class Answer:
             yield last
 
     def _encoded(self, change: Change, so_far: AnswerSoFar, beside: dict[str, Any]) -> bytes:
+        return self._joined(self._payloads(change, so_far, beside))
+
+    def _payloads(self, change: Change, so_far: AnswerSoFar, beside: dict[str, Any]) -> list[dict[str, Any]]:
         payloads = self.form.events(change, so_far)
         payloads[-1:] = [payload | beside for payload in payloads[-1:]]
-        return self._joined(payloads)
+        return payloads
 
     async def _verdict(self, delta: TokenDelta, said: list[str]) -> dict[str, Any]:
         """What the last event of a choice says of its schema, which the header could not know."""
@@ -294,6 +403,19 @@ async def answer(request: Request, work: Awaitable[Response]) -> Response:
         return await until_gone(request.receive, work)
     except ClientGone as error:
         return JSONResponse(error_body(str(error), status=CLIENT_CLOSED), status_code=CLIENT_CLOSED)
+
+
+async def kept_answer(request: Request, streams: KeptStreams, connection: Connection) -> Response:
+    """Answer with the rest of a kept stream. Raises: the error that came instead of its first event."""
+    try:
+        await until_gone(request.receive, connection.begun())
+    except ClientGone:
+        streams.detach(connection)
+        return Response(status_code=CLIENT_CLOSED)
+    except BaseException:
+        streams.detach(connection)
+        raise
+    return KeptResponse(streams, connection)
 
 
 async def stream(
@@ -362,14 +484,28 @@ def _resumed(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any,
     yield from begun
 
 
-class SseResponse(Response):
-    """A response that sends ``first``, then ``events``; an error between them becomes events too.
+class EventsResponse(Response):
+    """A response of server-sent events.
 
     Its start passes the middlewares. Events go past them to what `Arrivals` was given: with 16 streams of 20 tokens a
     second their code is out of the caches each time.
     """
 
     media_type = "text/event-stream"
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+
+    async def start(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+
+class SseResponse(EventsResponse):
+    """A response that sends ``first``, then ``events``; an error between them becomes events too."""
 
     def __init__(
         self,
@@ -378,15 +514,11 @@ class SseResponse(Response):
         straight: Straight,
         error_events: Callable[[Exception], bytes],
     ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.body = b""
+        super().__init__({})
         self._first = first
         self._events = events
         self._straight = straight
         self._error_events = error_events
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events):
@@ -394,7 +526,7 @@ class SseResponse(Response):
                 await until_gone(receive, self._send(send, scope["state"]["send_body"]))
 
     async def _send(self, start: Send, send: Send) -> None:
-        await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self.start(start)
         await send({"type": BODY, "body": self._first, "more_body": True})
         self._straight.open(send)
         try:
@@ -402,6 +534,28 @@ class SseResponse(Response):
                 await send({"type": BODY, "body": event, "more_body": True})
         except Exception as error:  # noqa: BLE001 - the status is sent: only an event can carry the error
             await send({"type": BODY, "body": self._error_events(error), "more_body": True})
+        await send({"type": BODY, "body": b"", "more_body": False})
+
+
+class KeptResponse(EventsResponse):
+    """A response that sends what its connection gets of a kept stream, which goes on without it."""
+
+    def __init__(self, streams: KeptStreams, connection: Connection) -> None:
+        super().__init__(connection.stream.headers)
+        self._streams = streams
+        self._connection = connection
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGone, OSError):
+                await until_gone(receive, self._send(send, scope["state"]["send_body"]))
+        finally:
+            self._streams.detach(self._connection)
+
+    async def _send(self, start: Send, send: Send) -> None:
+        await self.start(start)
+        while events := await self._connection.more():
+            await send({"type": BODY, "body": events, "more_body": True})
         await send({"type": BODY, "body": b"", "more_body": False})
 
 

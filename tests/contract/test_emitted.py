@@ -37,6 +37,7 @@ QUIET = {
     "scheduler_constrained_requests_total", "scheduler_forced_tokens_total",
     "kv_pool_alloc_failures_total", "kv_pool_failed_checks_total",
     "router_retries_total", "requests_moved_total", "router_cache_event_gaps_total",
+    "router_streams_resumed_total", "router_streams_expired_total",  # test_resumed_streams.py
     *(metric.name for metric in METRICS if metric.name.startswith("tier_")),  # test_replica_figures.py
     "inter_token_latency_seconds",  # a fake device makes all tokens before the router looks
 }  # fmt: skip

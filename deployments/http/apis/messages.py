@@ -85,7 +85,7 @@ class MessagesRequest(CountTokensRequest):
     timeout: bodies.Timeout = None
 
 
-@router.post("/v1/messages", **gives(MessageBody, *RUN, event=MessageEventBody, named=True))
+@router.post("/v1/messages", **gives(MessageBody, *RUN, 410, event=MessageEventBody, named=True))
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Continue a conversation."""
     service = service_of(request)
@@ -103,7 +103,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
         max_tokens=body.max_tokens,
         stop=sampling.stop,
         is_text=prepared.new_reading is None,
-        blocks=ContentBlocks(functools.partial(call_id, asked.rid, 0, prefix="toolu_")),
+        blocks=ContentBlocks(functools.partial(call_id, prepared.calls_of, 0, prefix="toolu_")),
     )
     answer = dataclasses.replace(prepared, request=asked).answer(form, form.answer_id)
     return _told(await answer.respond(request, streams=body.stream), dropped)

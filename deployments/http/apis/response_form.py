@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.http.apis.response_input import ENCRYPTED, ResponsesRequest, ToolSet, sealed
+from deployments.http.arrivals import Opening
 from deployments.http.bodies import WireType
 from deployments.http.http_errors import body_of
 from deployments.http.openai_format import chat_logprobs
@@ -21,7 +22,7 @@ from deployments.http.service import Service
 from deployments.http.streaming import AnswerSoFar, AnswerTokens, Change, Form
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import call_id
-from replicas.types import FinishReason, GenerateRequest
+from replicas.types import FinishReason, SamplingParams
 
 Event = dict[str, Any]
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -65,12 +66,12 @@ class OutputItem:
 class ResponseWriter:
     """Writes one response, part by part, and its events."""
 
-    def __init__(self, response: dict[str, Any], name: str, *, rid: str, tools: ToolSet, seals: bool) -> None:
-        """``response``: without an output; ``name``: of the request, in the ids of all items; ``rid``: its own one,
-        for the ids of calls, which no other request of a conversation may have."""
+    def __init__(self, response: dict[str, Any], name: str, *, calls_of: str, tools: ToolSet, seals: bool) -> None:
+        """``response``: without an output; ``name``: of the request, in the ids of all items; ``calls_of``: what the
+        ids of calls are made of, which no other request of a conversation may have."""
         self.response = {**response, "output": []}
         self._name = name
-        self._rid = rid
+        self._calls_of = calls_of
         self._spaced = tools.spaced
         self._seals = seals
         self._done: list[dict[str, Any]] = []
@@ -116,7 +117,7 @@ class ResponseWriter:
         match part:
             case CallPart(index, name):
                 space, own_name = self._spaced.get(name, (None, name))
-                call = {"call_id": call_id(self._rid, 0, index), "name": own_name}
+                call = {"call_id": call_id(self._calls_of, 0, index), "name": own_name}
                 return self._begin("function_call", call if space is None else {**call, "namespace": space})
             case ArgumentsPart(_, text):
                 return self._add(text)
@@ -214,14 +215,13 @@ def usage_of(tokens: AnswerTokens) -> dict[str, Any]:
 
 
 def new_writer(
-    body: ResponsesRequest, tools: ToolSet, name: str, *, model: str, request: GenerateRequest
+    body: ResponsesRequest, tools: ToolSet, name: str, *, model: str, sampling: SamplingParams, opening: Opening
 ) -> ResponseWriter:
     """Begin the response to ``body``, with its own fields or what was taken in their place."""
-    sampling = request.sampling
     response = {
         "id": f"resp_{name}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": opening.created,
         "completed_at": None,
         "status": "in_progress",
         "error": None,
@@ -246,7 +246,8 @@ def new_writer(
         "background": False,
         "previous_response_id": None,
     }
-    return ResponseWriter(response, name, rid=request.rid, tools=tools, seals=body.includes(ENCRYPTED))
+    calls_of = f"{opening.digits}-{name}"
+    return ResponseWriter(response, name, calls_of=calls_of, tools=tools, seals=body.includes(ENCRYPTED))
 
 
 def _given(options: WireType | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from deployments.http.answer_bodies import ResponseBody, ResponseEventBody
 from deployments.http.api_document import RUN, gives
 from deployments.http.apis.response_form import ResponseForm, new_writer
 from deployments.http.apis.response_input import ResponsesRequest, ToolSet, chat_of, renamed, tools_of
-from deployments.http.arrivals import DROPPED, name_of
+from deployments.http.arrivals import DROPPED, name_of, opening_of
 from deployments.http.bodies import PathName, Route
 from deployments.http.chat import prepare
 from deployments.http.http_errors import error_body
@@ -22,7 +22,7 @@ from replicas.errors import InvalidRequest
 router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/responses", **gives(ResponseBody, *RUN, event=ResponseEventBody))
+@router.post("/v1/responses", **gives(ResponseBody, *RUN, 410, event=ResponseEventBody))
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation of items, streaming or not."""
     tools = tools_of(body)
@@ -47,6 +47,7 @@ async def _answer(request: Request, body: ResponsesRequest, tools: ToolSet, name
     except InvalidRequest as error:
         raise renamed(error) from error
     asked = prepared.request
-    writer = new_writer(body, tools, name, model=service.model.name, request=asked)
+    opening = opening_of(request)
+    writer = new_writer(body, tools, name, model=service.model.name, sampling=asked.sampling, opening=opening)
     num_top = body.top_logprobs or 0 if asked.return_logprobs else None
     return prepared.answer(ResponseForm(service=service, writer=writer, num_top=num_top), writer.response["id"])

@@ -74,11 +74,14 @@ class RouterEvents(RequestWatch):
             sign: histogram("router_overlap_error_ratio", sign=sign) for sign in ("over", "under", "exact")
         }
         self._ttft_error = {sign: histogram("router_ttft_error_seconds", sign=sign) for sign in ("over", "under")}
+        emitter.gauge("router_streams_detached")
+        for how in ("kept", "again"):
+            counter("router_streams_resumed_total", how=how)
+        counter("router_streams_expired_total")
         self._hand_offs = {}
         if disaggregated:
             self._hand_offs = {
-                came: counter("router_hand_offs_total", outcome="ok" if came else "error")
-                for came in (True, False)
+                came: counter("router_hand_offs_total", outcome="ok" if came else "error") for came in (True, False)
             }
 
     def opened(self, endpoint: str) -> None:
@@ -142,6 +145,15 @@ class RouterEvents(RequestWatch):
         if outcome == "ok":
             self._duration[endpoint].observe(total_s)
         super().answered(endpoint, outcome=outcome, total_s=total_s)
+
+    def streams_detached(self, num: int) -> None:
+        self._emitter.gauge("router_streams_detached").set(num)
+
+    def stream_resumed(self, how: str) -> None:
+        self._emitter.counter("router_streams_resumed_total", how=how).inc()
+
+    def stream_expired(self) -> None:
+        self._emitter.counter("router_streams_expired_total").inc()
 
     def _count(self, outcome: str, met: Mapping[str, bool]) -> None:
         super()._count(outcome, met)

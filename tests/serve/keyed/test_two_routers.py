@@ -1,14 +1,23 @@
 """Two routers side by side on a real local Ray, over replicas with short queues: they agree, and nothing gets lost."""
 
+import asyncio
+import itertools
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.keyed.conftest import QUEUED, RUNNING, SHOWN, routers
+from deployments.client import ServerEvent, events
+from tests.joined_stream import equal
+from tests.serve.keyed.conftest import API_KEY, QUEUED, RUNNING, SHOWN, routers
 from tests.serve.running import HTTP, Running
+from tests.unit.deployments.test_failover import CHAT, COMPLETIONS, DOCUMENT, TOOLS
+from tests.unit.deployments.test_resumed_streams import answer_of, numbers
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
@@ -129,3 +138,55 @@ def until_served(app: Running, text: str) -> int:
             return tries
         threading.Event().wait(float(answer.headers["retry-after"]))
     raise AssertionError("refused for a minute")
+
+
+ASKED = [{"role": "user", "content": "Order three bolts and two nuts, and say why in a long story."}]
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+STREAMS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": prompt("pages"), "max_tokens": 150, "temperature": 0, "ignore_eos": True}),
+    (COMPLETIONS, {"prompt": prompt("trees"), "max_tokens": 150, "ignore_eos": True, **SEEDED}),
+    (COMPLETIONS, {"prompt": prompt("engines"), "max_tokens": 80, "n": 2, "ignore_eos": True, **SEEDED}),
+    (CHAT, {"messages": ASKED, "max_tokens": 150, "response_format": DOCUMENT, **SEEDED}),
+    (CHAT, {"messages": ASKED, "max_tokens": 150, "tools": TOOLS, "tool_choice": "required", **SEEDED}),
+]
+
+
+async def test_clients_come_back_to_the_same_bytes_when_their_router_is_killed(app: Running) -> None:
+    """Eight streams at a time; one of the two routers is killed in their midst, twice."""
+    streams = (STREAMS * 2)[:8]
+    async with httpx.AsyncClient(base_url=app.url, timeout=120) as http:
+        calm = [await whole(http, f"calm-{at}", *each) for at, each in enumerate(STREAMS)]
+        for kill in range(2):
+            came: list[float] = []
+            running = [
+                asyncio.create_task(whole(http, f"back-{kill}-{at}", *each, came=came))
+                for at, each in enumerate(streams)
+            ]
+            while len(came) < 60:
+                await asyncio.sleep(0.02)
+            pid = next(iter((await asyncio.to_thread(routers, app)).values()))["router"]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            for at, got in enumerate(await asyncio.gather(*running)):
+                path = streams[at][0]
+                assert numbers(got) == list(range(1, len(got) + 1))
+                assert equal(answer_of(path, got), answer_of(path, calm[at % len(STREAMS)]))
+            gap_s = max(after - before for before, after in itertools.pairwise(came))
+            print(f"router {pid} was killed after 60 events of 8 streams; longest time without any event {gap_s:.2f} s")
+            await asyncio.to_thread(app.until, lambda: len(routers(app)) == 2, 60)
+        other = {"Authorization": f"Bearer {API_KEY}"}
+        codes = [(await http.get(f"/v1/streams/back-1-{at}", headers=other)).status_code for at in range(8)]
+        assert codes == [404] * 8
+    await asyncio.to_thread(app.until, app.idle, 60)
+
+
+async def whole(
+    http: httpx.AsyncClient, name: str, path: str, body: dict[str, Any], *, came: list[float] | None = None
+) -> list[ServerEvent]:
+    """All events of an answer; ``came``: gets the time of each."""
+    got = []
+    sent = {**body, "stream_options": {"include_usage": True}}
+    async for event in events(http, path, sent, headers={**SHOWN, "x-request-id": name}):
+        got.append(event)
+        if came is not None:
+            came.append(time.monotonic())
+    return got

@@ -33,7 +33,7 @@ def form_of(tool_choice: Any = "auto", **options: Any) -> ChatForm:
         return ChoiceReading(OUTPUT.reader(schemas=use.schemas), count, **options)
 
     request = GenerateRequest(rid="a", token_ids=[1])  # type: ignore[arg-type]
-    prepared = Prepared(request=request, use=use, new_reading=new_reading)
+    prepared = Prepared(request=request, use=use, new_reading=new_reading, calls_of="r")
     service: Any = SimpleNamespace(model=SimpleNamespace(name="m"))
     body = ChatRequest(messages=[])
     return ChatForm(

@@ -20,7 +20,7 @@ def written(
     parts: list[Part], reason: FinishReason = FinishReason.STOP, *, seals: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of ``parts``, each written by itself, and the response."""
-    writer = ResponseWriter(EMPTY, "a", rid="r", tools=SPACED, seals=seals)
+    writer = ResponseWriter(EMPTY, "a", calls_of="r", tools=SPACED, seals=seals)
     events = writer.begin()
     for part in parts:
         events += writer.write([part], [])
@@ -93,7 +93,7 @@ def test_where_the_parts_are_cut_shows_in_the_deltas_alone() -> None:
 
 
 def test_an_event_is_not_changed_by_those_after_it() -> None:
-    writer = ResponseWriter(EMPTY, "a", rid="r", tools=ToolSet(), seals=False)
+    writer = ResponseWriter(EMPTY, "a", calls_of="r", tools=ToolSet(), seals=False)
     begun = writer.begin() + writer.write([TextPart("Hello")], [])
     before = repr(begun)
     writer.write([TextPart(" there")], [])
@@ -110,7 +110,7 @@ def test_an_answer_that_was_cut_is_incomplete_and_so_is_its_last_item() -> None:
 
 
 def test_an_error_in_the_middle_ends_the_response_as_failed_with_what_there_is() -> None:
-    writer = ResponseWriter(EMPTY, "a", rid="r", tools=ToolSet(), seals=False)
+    writer = ResponseWriter(EMPTY, "a", calls_of="r", tools=ToolSet(), seals=False)
     writer.begin()
     writer.write([TextPart("Hel")], [])
     error, failed = writer.fail(RuntimeError("of ours"))
@@ -138,7 +138,7 @@ def test_reasoning_is_also_given_in_the_form_that_clients_send_back_if_they_ask_
 
 
 def test_logprobs_wait_for_the_text_of_their_tokens() -> None:
-    writer = ResponseWriter(EMPTY, "a", rid="r", tools=ToolSet(), seals=False)
+    writer = ResponseWriter(EMPTY, "a", calls_of="r", tools=ToolSet(), seals=False)
     assert writer.write([], [{"token": "He"}]) == []
     *_, delta = writer.write([TextPart("Hello")], [{"token": "llo"}])
     assert delta["logprobs"] == [{"token": "He"}, {"token": "llo"}]

@@ -1,0 +1,406 @@
+"""Clients that come back: connections are cut at random bytes and routers die, over real engines, sockets and HTTP;
+what the client of deployments/client.py gets is to the byte what it gets undisturbed.
+
+The model and the ways to ask are test_failover.py's.
+"""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from openai import AsyncOpenAI
+
+from deployments.client import ServerEvent, events
+from deployments.dispatch.kept_streams import KeptStreams
+from deployments.dispatch.route_log import RequestWatch
+from deployments.http.http_app import make_app
+from deployments.replica.served_engine import ServedEngine
+from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from tests.joined_stream import equal, joined, named_events
+from tests.pairwise import ALL
+from tests.unit.deployments.in_process import House, LocalLeases
+from tests.unit.deployments.listening import listening
+from tests.unit.deployments.test_failover import CHAT, COMPLETIONS, WAYS, chat, engines, numbered
+from tests.unit.deployments.two_engines import Engines
+from tests.waiting import until_async
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
+__all__ = ["engines"]  # a fixture
+KILLS = 20 if ALL else 3  # of each way, at least
+NOBODY = 1  # a port on which nothing listens
+WAYS = {
+    **{name: way for name, way in WAYS.items() if name not in ("echo and logprobs", "stop strings", "reasoning")},
+    "unseeded": chat(temperature=1.0, seed=None, n=2),
+    "generate": ("/generate", {"text": "Once", "sampling_params": {"max_new_tokens": 60, "temperature": 0}}),
+}
+
+OVER_ROUTERS = ("three choices", "json_schema", "tools", "responses", "messages", "unseeded", "generate")
+
+
+class Routers:
+    """Routers over the same two replicas, one at a time, each on a port of its own."""
+
+    def __init__(self, engines: Engines, *, keys: KeyDigests = NO_KEYS, **options: Any) -> None:
+        """``options``: of what they keep."""
+        self._engines = engines
+        self._keys = keys
+        self._options = options
+        self._leases = LocalLeases()
+        self._stack = contextlib.AsyncExitStack()
+        self.num_made = 0
+        self.port = 0
+        self.house: House
+        self.app: FastAPI
+
+    async def __aenter__(self) -> "Routers":
+        for number, loop in enumerate(self._engines.both):
+            self._leases.replicas[f"r{number}"] = ServedEngine(loop, replica_id=f"r{number}", node_id="here")
+        await self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        self.house = House(router_id=f"router{self.num_made}", leases=self._leases, policy="estimated_ttft")
+        self.num_made += 1
+        await self._stack.enter_async_context(self.house)
+        self.house.fleet.set_members(self._leases.replicas)
+        await until_async(lambda: len(self.house.router.views) == 2)
+        self._streams = KeptStreams(**self._options)
+        service = self.house.service(self._engines.prefill.engine.tokenizer, streams=self._streams)
+        self.app = make_app(service, keys=self._keys)
+        self.port = await self._stack.enter_async_context(listening(self.app))
+        self._stack.callback(self._streams.stop)
+
+    async def die(self) -> None:
+        """End this router, with all that it keeps and all connections to it; another one serves from now on."""
+        self.port = NOBODY
+        await self._stack.aclose()
+        await self._start()
+
+
+class Wire(httpx.AsyncHTTPTransport):
+    """Connections to whatever router there is, each of which breaks after so many bytes as ``lives`` says."""
+
+    def __init__(
+        self, routers: Routers, lives: Random | None = None, *, most: int = 0, routers_die: bool = False
+    ) -> None:
+        """``most``: bytes of the longest life."""
+        super().__init__()
+        self._most = most
+        self._routers = routers
+        self._lives = lives
+        self._routers_die = routers_die
+        self.num_kills = 0
+        self.num_bytes = 0
+        self.lost_s: float | None = None
+        self.slowest_s = 0.0  # from a loss, and a new router, to the next byte
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        request.url = request.url.copy_with(port=self._routers.port)
+        response = await super().handle_async_request(request)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = Frail(self, response.stream, self._lives.randrange(20, self._most) if self._lives else None)
+        return response
+
+    async def broken(self) -> None:
+        self.num_kills += 1
+        if self._routers_die:
+            await self._routers.die()
+        self.lost_s = time.monotonic()
+
+
+class Frail(httpx.AsyncByteStream):
+    def __init__(self, wire: Wire, stream: httpx.AsyncByteStream, life: int | None) -> None:
+        self._wire, self._stream, self._life = wire, stream, life
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._stream:
+            if self._wire.lost_s is not None:
+                self._wire.slowest_s = max(self._wire.slowest_s, time.monotonic() - self._wire.lost_s)
+                self._wire.lost_s = None
+            self._wire.num_bytes += len(piece)
+            if self._life is None:
+                yield piece
+                continue
+            yield piece[: self._life]
+            self._life -= len(piece)
+            if self._life <= 0:
+                await self._stream.aclose()
+                await self._wire.broken()
+                raise httpx.ReadError("cut")
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def asked(wire: Wire, path: str, body: dict[str, Any], name: str = "me") -> list[ServerEvent]:
+    if path in (CHAT, COMPLETIONS):
+        body = {**body, "stream_options": {"include_usage": True}}
+    async with httpx.AsyncClient(transport=wire, base_url="http://127.0.0.1", timeout=30) as http:
+        return [event async for event in events(http, path, body, headers={"x-request-id": name})]
+
+
+def answer_of(path: str, got: list[ServerEvent]) -> Any:
+    """The answer that events add up to, without the counts of what was cached, which a second run finds more of."""
+    lines = numbered("\n".join(f"data: {event.data}" for event in got)).split("\n")
+    if path == "/generate":
+        return lines[-2].partition('"meta_info"')[0], lines[-1]
+    whole = joined(lines) if path in (CHAT, COMPLETIONS) else dict(enumerate(named_events(lines)))
+    return without_cached(whole)
+
+
+def without_cached(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_cached(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    counts = ("cached_tokens", "cache_read_input_tokens", "input_tokens")
+    return {name: without_cached(each) for name, each in value.items() if name not in counts}
+
+
+def numbers(got: list[ServerEvent]) -> list[int]:
+    return [int(event.id.partition(":")[0]) for event in got]
+
+
+@pytest.mark.parametrize(
+    ("way", "routers_die"), [*((way, False) for way in WAYS), *((way, True) for way in (WAYS if ALL else OVER_ROUTERS))]
+)
+async def test_a_client_that_comes_back_gets_the_same_bytes(engines: Engines, way: str, routers_die: bool) -> None:
+    (path, body), random, num_kills, slowest_s = WAYS[way], Random(way), 0, 0.0
+    async with Routers(engines) as routers:
+        calm = await asked(Wire(routers), path, body)
+        undisturbed, num_bytes = answer_of(path, calm), sum(len(event.data) for event in calm)
+        while num_kills < KILLS:
+            wire = Wire(routers, random, most=num_bytes, routers_die=routers_die)
+            got = await asked(wire, path, body, name=f"me-{num_kills}" if way == "unseeded" else "me")
+            num_kills += wire.num_kills
+            slowest_s = max(slowest_s, wire.slowest_s)
+            assert numbers(got) == list(range(1, len(got) + 1))
+            if way != "unseeded":
+                assert equal(answer_of(path, got), undisturbed), f"{answer_of(path, got)} is not {undisturbed}"
+        print(f"{way}: {num_kills} kills, at most {slowest_s:.2f} s until the next byte")
+    await engines.settle()
+
+
+def has_come(wires: list[Wire], num_bytes: int) -> bool:
+    return sum(wire.num_bytes for wire in wires) >= num_bytes
+
+
+async def test_eight_streams_come_back_when_their_router_dies(engines: Engines) -> None:
+    ways = ("greedy", "seeded", "three choices", "json_schema", "tools", "greedy", "seeded", "logprobs")
+    random, slowest_s = Random(29), 0.0
+    async with Routers(engines) as routers:
+        calm = [await asked(Wire(routers), *WAYS[way]) for way in ways]
+        for number in range(KILLS):
+            wires = [Wire(routers) for _ in ways]
+            named = zip(ways, wires, range(8), strict=True)
+            streams = [asyncio.create_task(asked(wire, *WAYS[way], name=f"{number}-{at}")) for way, wire, at in named]
+            await until_async(functools.partial(has_come, wires, random.randrange(200, 20_000)), 60.0)
+            await routers.die()
+            died_s = time.monotonic()
+            for way, stream, before in zip(ways, streams, calm, strict=True):
+                got = await stream
+                assert numbers(got) == list(range(1, len(got) + 1))
+                assert equal(answer_of(WAYS[way][0], got), answer_of(WAYS[way][0], before)), way
+            slowest_s = max(slowest_s, time.monotonic() - died_s)
+    print(f"{KILLS} routers died under 8 streams; they had ended {slowest_s:.2f} s after the next was there")
+    await engines.settle()
+
+
+class Client:
+    """One app over the two engines, with what tests need of it."""
+
+    def __init__(self, routers: Routers, *, key: str = "") -> None:
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{routers.port}", timeout=30, headers=self._headers)
+
+    async def begin(
+        self, name: str, *, cut_after: int = 0, max_tokens: int = 1500, **headers: str
+    ) -> tuple[list[str], httpx.Headers]:
+        """Ask for a long answer, and leave after so many events. Returns: their ids."""
+        body = {"prompt": "Once", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        sent = {"x-request-id": name, **{each.replace("_", "-"): value for each, value in headers.items()}}
+        async with self.http.stream("POST", COMPLETIONS, json=body, headers=sent) as response:
+            assert response.status_code == 200, await response.aread()
+            ids = []
+            async for line in response.aiter_lines():
+                if line.startswith("id: "):
+                    ids.append(line.removeprefix("id: "))
+                if line.startswith("data: ") and len(ids) >= cut_after:
+                    break
+        return ids, response.headers
+
+    async def rest(self, name: str, last_event: str = "") -> httpx.Response:
+        headers = {"last-event-id": last_event} if last_event else {}
+        return await self.http.get(f"/v1/streams/{name}", headers=headers)
+
+
+async def test_only_a_stream_whose_client_asked_for_it_outlives_its_connection(engines: Engines) -> None:
+    async with Routers(engines) as routers:
+        client = Client(routers)
+        ids, headers = await client.begin("mine")
+        assert not ids
+        assert "x-manta-resume" not in headers
+        await until_async(lambda: not routers.house.dispatcher.num_open, 2.0)  # aborted, and its pages are free
+        assert (await client.rest("mine")).status_code == 404
+        ids, headers = await client.begin("mine", cut_after=3, x_manta_reconnect="1")
+        assert [each.partition(":")[0] for each in ids] == ["1", "2", "3"]
+        assert headers["x-manta-resume"]
+        await asyncio.sleep(0.2)
+        assert routers.house.dispatcher.num_open == 1
+        aborted = await client.http.post("/abort_request", json={"rid": "mine"})
+        assert aborted.json()["num_aborted"] == 1
+        await until_async(lambda: not routers.house.dispatcher.num_open, 5.0)
+        rest = await client.rest("mine", ids[-1])
+        assert rest.status_code == 200
+        assert '"finish_reason":"abort"' in rest.text
+        assert rest.text.endswith("data: [DONE]\n\n")
+    await engines.settle()
+
+
+async def test_a_stream_is_found_by_its_own_key_alone(engines: Engines) -> None:
+    both = {"MANTA_API_KEYS": "the-first-clients-key, the-other-clients-key"}
+    keys = read_keys(api_key_file=None, admin_key=None, environ=both)
+    async with Routers(engines, keys=keys) as routers:
+        mine, other = Client(routers, key="the-first-clients-key"), Client(routers, key="the-other-clients-key")
+        ids, _ = await mine.begin("shared-name", cut_after=2, max_tokens=100, x_manta_reconnect="1")
+        assert (await other.rest("shared-name", ids[-1])).status_code == 404
+        assert (await other.rest("shared-name")).status_code == 404
+        assert (await mine.http.head("/v1/streams/shared-name")).status_code == 200
+        again, _ = await other.begin("shared-name", cut_after=1, max_tokens=100, x_manta_reconnect="1")
+        assert again[0].startswith("1:")
+        whole = await mine.rest("shared-name")
+        assert whole.text.endswith("data: [DONE]\n\n")
+        rest = await mine.rest("shared-name", ids[-1])
+        assert whole.text.endswith(rest.text)  # byte for byte
+        assert whole.text.count("\n\n") == rest.text.count("\n\n") + 2
+    await engines.settle()
+
+
+async def test_a_stream_expires_and_says_so(engines: Engines) -> None:
+    watch = Heard()
+    async with Routers(engines, reconnect_s=0.3, watch=watch) as routers:
+        client = Client(routers)
+        ids, _ = await client.begin("mine", cut_after=2, x_manta_reconnect="1")
+        await until_async(lambda: watch.heard == ["detached 0", "detached 1", "expired", "detached 0"], 5.0)
+        await until_async(lambda: not routers.house.dispatcher.num_open, 5.0)
+        gone = await client.rest("mine", ids[-1])
+        assert (gone.status_code, gone.json()["error"]["code"]) == (410, "stream_gone")
+        assert "away for more than 0.3 s (router.reconnect_s)" in gone.json()["error"]["message"]
+        unknown = await client.http.post(
+            COMPLETIONS, json={"prompt": "x", "stream": True}, headers={"last-event-id": "what"}
+        )
+        assert (unknown.status_code, "Last-Event-ID" in unknown.text) == (400, True)
+    await engines.settle()
+
+
+async def test_a_retry_with_the_same_name_gets_the_stream_that_runs(engines: Engines) -> None:
+    """What the openai SDK does when a connection breaks before the answer begins."""
+    async with Routers(engines) as routers:
+        client = Client(routers)
+        ids, _ = await client.begin("mine", cut_after=2, x_manta_reconnect="1")
+        again, _ = await client.begin("mine", cut_after=4, x_manta_reconnect="1")
+        assert again[:2] == ids
+        assert routers.house.dispatcher.num_open == 1
+        body = {"prompt": "Another", "max_tokens": 2, "stream": True}
+        other = await client.http.post(
+            COMPLETIONS, json=body, headers={"x-request-id": "mine", "x-manta-reconnect": "1"}
+        )
+        assert other.text.endswith("data: [DONE]\n\n")
+        await until_async(lambda: not routers.house.dispatcher.num_open, 5.0)  # the name is another's now
+    await engines.settle()
+
+
+async def test_an_answer_that_comes_out_differently_is_refused(engines: Engines) -> None:
+    async with Routers(engines) as routers:
+        client = Client(routers)
+        ids, headers = await client.begin("mine", cut_after=5, x_manta_reconnect="1")
+        number, _, place = ids[-1].partition(":")
+        tokens, characters, _ = place.split(".")
+        wrong = f"{number}:{tokens}.{characters}.00000000"
+        body = {"prompt": "Once", "max_tokens": 50, "temperature": 0, "ignore_eos": True, "stream": True}
+        sent = {"x-request-id": "mine", "last-event-id": wrong, "x-manta-resume": headers["x-manta-resume"]}
+        refused = await client.http.post(COMPLETIONS, json=body, headers=sent)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (410, "stream_gone")
+    await engines.settle()
+
+
+class LosesItsAnswer:
+    """An app behind a proxy that loses the first answer, once it has begun, and says 502."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.num_lost = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or self.num_lost:
+            await self._app(scope, receive, send)
+            return
+        self.num_lost += 1
+        begun = asyncio.Event()
+
+        async def until_begun() -> Any:
+            message = await receive()
+            if message["type"] == "http.request" and not scope.get("read"):
+                scope["read"] = True
+                return message
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def lose(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun.set()
+
+        await self._app(scope, until_begun, lose)
+        await send({"type": "http.response.start", "status": 502, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def test_the_openai_sdk_reads_events_with_ids_and_its_retry_gets_the_stream_that_runs(engines: Engines) -> None:
+    async with Routers(engines) as routers:
+        app = LosesItsAnswer(routers.app)
+        async with listening(app) as port:
+            client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=2)
+            back = {"x-manta-reconnect": "1", "x-request-id": "sdk"}
+            options: dict[str, Any] = {"model": "", "max_tokens": 30, "temperature": 0, "stream": True}
+            stream = await client.completions.create(prompt="Once", **options, extra_headers=back)
+            texts: list[str] = [chunk.choices[0].text async for chunk in stream]
+            assert app.num_lost == 1
+            plain = await client.completions.create(prompt="Once", **{**options, "stream": False})
+            assert "".join(texts) == plain.choices[0].text
+            assert [each.name for each in routers.house.dispatcher.routes.recent()].count("sdk") == 1
+            turns: Any = [{"role": "user", "content": "Once"}]
+            chat = await client.chat.completions.create(messages=turns, **options, extra_headers=back)
+            assert [chunk.choices[0].finish_reason async for chunk in chat][-1] == "length"
+            async with client.responses.stream(
+                model="", input="Once", max_output_tokens=30, extra_headers={"x-manta-reconnect": "1"}
+            ) as response:
+                kinds = [event.type async for event in response]
+            assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
+    await engines.settle()
+
+
+class Heard(RequestWatch):
+    """What a watch was told of streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def streams_detached(self, num: int) -> None:
+        self.heard.append(f"detached {num}")
+
+    def stream_resumed(self, how: str) -> None:
+        self.heard.append(f"resumed {how}")
+
+    def stream_expired(self) -> None:
+        self.heard.append("expired")
