@@ -59,13 +59,17 @@ class ContentBlocks:
         return [*self._release(), *([] if self._num else self._begin("text")), *self._end()]
 
     def _hold(self, part: ArgumentsPart) -> list[Event]:
+        """Hold the input of a call whose block has not begun. Whether it begins depends on the text alone, and not on
+        where that was cut: a client may come back to another run of its request."""
         assert self._held is not None
         self._held[1].append(part.text)
-        length = sum(map(len, self._held[1]))
-        if length < self._try_at:
-            return []
-        self._held[1][:], self._try_at = ["".join(self._held[1])], length + length // 4 + 1
-        return self._release() if _says(self._held[1][0]) else []
+        text = ""
+        while sum(map(len, self._held[1])) >= self._try_at:
+            text = text or "".join(self._held[1])
+            if _says(text[: self._try_at]):
+                return self._release()
+            self._held[1][:], self._try_at = [text], self._try_at + self._try_at // 4 + 1
+        return []
 
     def _release(self) -> list[Event]:
         """Begin the block of the held call, with what has come of its input."""

@@ -403,6 +403,20 @@ def test_a_long_input_is_parsed_seldom_while_its_block_is_held() -> None:
     assert len(delta["delta"]["partial_json"]) == 20_010 + 9_002
 
 
+def test_what_of_an_input_has_come_does_not_depend_on_where_its_text_was_cut() -> None:
+    """A client that comes back gets the rest of another run (kept_streams.py)."""
+
+    def come(*pieces: str) -> str:
+        blocks = ContentBlocks(str)
+        found = blocks.events([CallPart(0, "write"), *(ArgumentsPart(0, each) for each in pieces)])
+        return "".join(each["delta"]["partial_json"] for each in found if each["type"] == "content_block_delta")
+
+    text = '{"path": "a.txt", "lines": [1, 2]}'
+    for end in range(1, len(text) + 1):
+        assert come(text[:end]) == come(*text[:end]) == come(text[: end // 2], text[end // 2 : end])
+    assert come(text) == text
+
+
 def test_an_answer_without_content_has_an_empty_text() -> None:
     assert whole()["content"] == streamed()["content"] == [{"type": "text", "text": ""}]
     assert whole(ReasoningPart("Hm"), finish=FinishReason.LENGTH)["stop_reason"] == "max_tokens"

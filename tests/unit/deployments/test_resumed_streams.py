@@ -41,7 +41,7 @@ WAYS = {
     "generate": ("/generate", {"text": "Once", "sampling_params": {"max_new_tokens": 60, "temperature": 0}}),
 }
 
-OVER_ROUTERS = ("three choices", "json_schema", "tools", "responses", "messages", "unseeded", "generate")
+OVER_ROUTERS = ("three choices", "tools", "responses", "messages", "unseeded")
 
 
 class Routers:
@@ -179,7 +179,7 @@ async def test_a_client_that_comes_back_gets_the_same_bytes(engines: Engines, wa
     async with Routers(engines) as routers:
         calm = await asked(Wire(routers), path, body)
         undisturbed, num_bytes = answer_of(path, calm), sum(len(event.data) for event in calm)
-        while num_kills < KILLS:
+        while num_kills < (KILLS if ALL or not routers_die else 1):
             wire = Wire(routers, random, most=num_bytes, routers_die=routers_die)
             got = await asked(wire, path, body, name=f"me-{num_kills}" if way == "unseeded" else "me")
             num_kills += wire.num_kills
@@ -200,7 +200,7 @@ async def test_eight_streams_come_back_when_their_router_dies(engines: Engines) 
     random, slowest_s = Random(29), 0.0
     async with Routers(engines) as routers:
         calm = [await asked(Wire(routers), *WAYS[way]) for way in ways]
-        for number in range(KILLS):
+        for number in range(KILLS if ALL else 1):
             wires = [Wire(routers) for _ in ways]
             named = zip(ways, wires, range(8), strict=True)
             streams = [asyncio.create_task(asked(wire, *WAYS[way], name=f"{number}-{at}")) for way, wire, at in named]
