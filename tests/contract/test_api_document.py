@@ -39,6 +39,7 @@ from tests.unit.tokenizer_folders import byte_level_folder
 CONTEXT_LEN = 48  # no request generates more tokens than that
 LONGEST_RUN_S = 500.0  # with much else on the machine; alone it takes half a minute
 RESPONSE = "/v1/responses/{response_id}"  # none is kept
+STREAM = "/v1/streams/{name}"
 ALIASES = ("/v1/tokenize", "/v1/detokenize", "/model_info", "/server_info", "/ready", "/prometheus/metrics")
 CHECKS = [
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
@@ -198,7 +199,7 @@ def test_what_the_document_says_is_what_the_routes_do(url: str, tmp_path: Path) 
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2000:]
     statuses = statuses_of(report)
     assert sum(map(len, statuses.values())) > 2000
-    of_an_id = {f"{method} {path}" for method in ("GET", "HEAD") for path in ("/route/{rid}", RESPONSE)}
+    of_an_id = {f"{method} {path}" for method in ("GET", "HEAD") for path in ("/route/{rid}", RESPONSE, STREAM)}
     reranks = ("/v1/rerank", "/v2/rerank", "/rerank")  # whose prompt alone is longer than this context
     too_long = {f"POST {path}" for path in reranks}
     assert {name for name, seen in statuses.items() if 200 not in seen} == of_an_id | too_long
