@@ -1,10 +1,11 @@
 """A client of streams that comes back by itself: when its connection or its router dies, it goes on where it was.
 
-    async with httpx.AsyncClient(base_url="http://127.0.0.1:8000") as http:
-        async for event in events(http, "/v1/chat/completions", {"messages": [...], "stream": True}):
+    async with httpx.AsyncClient(base_url="http://127.0.0.1:8000", timeout=60) as http:
+        async for event in events(http, "/v1/chat/completions", {"messages": [...]}):
             print(event.data)
 
-Never:     gives an event twice or leaves one out; imports anything of Manta, so that the file can be copied.
+Never:     gives an event twice or leaves one out: a stream without ids (docs/api.md says of which) that is cut is an
+           error. Imports anything of Manta, so that the file can be copied.
 Invariant: a caller that stops early aborts its request: a stream that outlives its connection does not end with it.
 """
 
@@ -48,10 +49,11 @@ async def events(
 
     Args:   headers: of the request, such as Authorization; X-Request-Id, by default a made-up one, names the stream.
             within_s: how long to try after a connection is lost; ``router.reconnect_s`` or less.
-    Raises: httpx.HTTPStatusError for a refusal; httpx.TransportError if no router answered in time.
+    Raises: httpx.HTTPStatusError for a refusal; httpx.TransportError if no router answered in time, or a stream without
+            ids was cut.
     """
     sent = httpx.Headers({"x-request-id": secrets.token_hex(8), **(headers or {}), "x-manta-reconnect": "1"})
-    give_up_s, pauses, ended = None, iter(PAUSES_S), False
+    give_up_s, pauses, ended, resumable = None, iter(PAUSES_S), False, True
     try:
         while not ended:
             try:
@@ -64,7 +66,8 @@ async def events(
                         sent[RESUME] = response.headers[RESUME]
                     async for event in _read(response):
                         give_up_s, pauses, ended = None, iter(PAUSES_S), event.is_last
-                        if event.id:
+                        resumable = bool(event.id)
+                        if resumable:
                             sent["last-event-id"] = event.id
                         yield event
                 if not ended:
@@ -72,10 +75,11 @@ async def events(
             except (httpx.TransportError, httpx.HTTPStatusError) as error:
                 now_s = time.monotonic()
                 give_up_s = now_s + within_s if give_up_s is None else give_up_s
-                if ended or now_s > give_up_s:
+                if ended or not resumable or now_s > give_up_s:
                     raise
-                told_s = error.response.headers.get("retry-after", 0) if isinstance(error, httpx.HTTPStatusError) else 0
-                await asyncio.sleep(max(next(pauses, PAUSES_S[-1]), float(told_s)))
+                told = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
+                pause_s = max(next(pauses, PAUSES_S[-1]), float(told) if told.isdecimal() else 0.0)
+                await asyncio.sleep(min(pause_s, give_up_s - now_s))
     finally:
         if not ended:
             with contextlib.suppress(httpx.HTTPError):

@@ -280,8 +280,10 @@ class Dispatcher:
         began_s = self._clock()
         give_up_s = began_s + self._limits.retry_wait_s
         move = failure.move if isinstance(failure, TakenBack) else None
-        if move is not None and self._router.is_open(move.decision):
-            return move.decision, began_s
+        if move is not None:
+            if self._router.is_open(move.decision):
+                return move.decision, began_s
+            self._router.done(move.decision, RouteOutcome(ending=Ending.CANCELLED))  # one of a pair may be there
         while True:
             since_s = self._clock()
             try:

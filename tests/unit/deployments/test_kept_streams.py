@@ -174,6 +174,36 @@ async def test_the_key_with_most_streams_makes_room_and_those_that_are_read_do_n
     await until_async(lambda: sources[2].ended)
 
 
+async def test_a_key_with_half_of_all_streams_has_room_in_the_place_of_its_own_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_streams, "MOST_STREAMS", 4)
+    streams, sources = KeptStreams(), [Source() for _ in range(2)]
+    connections = [streams.add(("many", name), source.stream()) for name, source in zip("ab", sources, strict=True)]
+    assert streams.has_room(("few", "a"))
+    assert not streams.has_room(("many", "c"))
+    sources[1].give()
+    await connections[1].begun()
+    streams.detach(connections[1])
+    assert streams.has_room(("many", "c"))
+    assert streams.find(("many", "b")) is None
+    streams.stop()
+
+
+async def test_a_failure_is_the_answer_of_one_client_and_no_event_has_no_name() -> None:
+    streams, source = KeptStreams(), Source()
+    connection = streams.add(("me", "a"), source.stream())
+    assert connection.stream.is_for(b"", "")  # nothing was sent: a retry that overtakes the end of its connection
+    source.give(3)
+    await connection.begun()
+    assert await connection.more()
+    assert not connection.stream.is_for(b"", "")
+    assert connection.stream.is_for(b"", "1")
+    connection.stream.failure = RuntimeError("no room")
+    assert not connection.stream.is_for(b"", "1")
+    streams.stop()
+
+
 async def test_without_a_time_to_come_back_a_stream_ends_with_its_connection() -> None:
     streams, source = KeptStreams(reconnect_s=0), Source()
     connection = streams.add(("me", "a"), source.stream())
