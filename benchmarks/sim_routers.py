@@ -49,7 +49,7 @@ class Reports:
         self._router = router
         self._replicas = {replica.replica_id: replica for replica in replicas}
         self._sent = dict.fromkeys(self._replicas, 0)  # of the page events of each replica
-        self._said: dict[str, ReplicaView] = {}  # the last report of each replica
+        self._said: dict[str, tuple[float, ReplicaView]] = {}  # the last report of each replica, and when it was heard
         self._limits = limits
         self._events = events
         self._rng = rng
@@ -78,10 +78,10 @@ class Reports:
         """Return the reports that come at ``heard_s``; of a replica that stands still the last one, silent in time."""
         for replica in self._replicas.values():
             if replica.joins_s <= self._events.now_s and not replica.is_still:
-                self._said[replica.replica_id] = replica.view(heard_s)
+                self._said[replica.replica_id] = heard_s, replica.view(heard_s)
         return [
-            replace(view, silent=True, healthy=False) if heard_s - view.time_s >= SILENT_S else view
-            for view in self._said.values()
+            replace(view, silent=True, healthy=False) if heard_s - said_s >= SILENT_S else view
+            for said_s, view in self._said.values()
         ]
 
     def _apply(self, replica_id: str, batch: Sequence[IndexEvent]) -> None:

@@ -13,8 +13,8 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
     told = tries[-1]["sentence"]
     return {
         "rid": row["rid"], "internal_rid": internal, "router": row["router"], "time": row["time"],
-        "replica": row["replica"], "outcome": row["outcome"], "num_retries": len(tries) - 1, "tries": tries,
-        "total_s": row["total_s"], "stages": row["stages"],
+        "replica": row["replica"], "outcome": row["outcome"], "num_retries": len(tries) - 1, "num_moves": 0,
+        "tries": tries, "total_s": row["total_s"], "stages": row["stages"],
         "explanation": f"{internal}{told.removeprefix(row['rid'])}\n  replica   TTFT = queue\n> {row['replica']}  0.1",
     }  # fmt: skip
 
@@ -44,7 +44,7 @@ def _try(row: Json, roles: dict[str, str], at: int) -> Json:
         "best_overlap": {"replica": best, "cached_tokens": row["best_tokens"], "given_up": 160 if others else 0},
         "candidates": candidates,
         "actual": {"cached_tokens": row["cached_tokens"], "host_tokens": 0, "store_tokens": 0, "ttft_s": row["ttft_s"]},
-        "outcome": row["outcome"] if last else "error", "failure": failure,
+        "outcome": row["outcome"] if last else "error", "failure": failure, "moved": None,
     }  # fmt: skip
     if row["prefill"]:
         attempt |= _pair(row, [each["replica"] for each in candidates if each["role"] != "prefill"])
