@@ -117,7 +117,10 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
 
 def test_every_command_of_the_tutorial_prints_what_the_page_says(blocks: list[tuple[str, str]]) -> None:
     """Else: `python -m tests.serve.test_tutorial`, and read what it changed."""
-    assert [actual for wanted, actual in blocks if formed(actual, {}) != formed(wanted, {})] == []
+    pairs = [(formed(wanted, {}), formed(actual, {})) for wanted, actual in blocks]
+    lines = [f"-{line}" for wanted, actual in pairs for line in wanted if line not in actual]
+    lines += [f"+{line}" for wanted, actual in pairs for line in actual if line not in wanted]
+    assert all(wanted == actual for wanted, actual in pairs), "\n".join(lines)
     assert len(blocks) >= 10
 
 
