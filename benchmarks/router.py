@@ -32,7 +32,7 @@ import numpy.typing as npt
 from rich.progress import Progress, TimeElapsedColumn
 
 from benchmarks import harness, live_router, recorded, sim_moves, workloads
-from benchmarks.calibration import PACE_S, build_of, calibrate
+from benchmarks.calibration import PACE_S, Calibrated, build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
 from benchmarks.sim_engine import EngineCluster
@@ -83,12 +83,13 @@ def _run_all(
 ) -> list[Row]:
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {}
-    clusters = _clusters(options, requests, recording)
+    found = None if recording is None else calibrate(recording)
+    clusters = _clusters(options, requests, recording, found)
     sizes = ", ".join(dict.fromkeys(size for _, size, _ in clusters))
     title = f"{options.trace or options.workload}: {len(requests):,} requests at rate {options.rate:g}, {sizes}"
     objective_s = options.objective or (recording.facts["objective_s"] if recording else OBJECTIVE_S)
-    if recording is not None:
-        rows += _recorded_rows(title, recording, objective_s)
+    if recording is not None and found is not None:
+        rows += _recorded_rows(title, recording, found, objective_s)
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=not sys.stderr.isatty()) as progress:
         for name, _, make in clusters:
             task = progress.add_task(name, total=len(requests))
@@ -109,10 +110,12 @@ def _run_all(
 
 
 def _clusters(
-    options: argparse.Namespace, requests: list[SimRequest], recording: recorded.Recording | None
+    options: argparse.Namespace,
+    requests: list[SimRequest],
+    recording: recorded.Recording | None,
+    found: Calibrated | None,
 ) -> list[tuple[str, str, MakeCluster]]:
     """Return each run's name, its replicas in words, and what makes its cluster."""
-    found = None if recording is None else calibrate(recording)
     counts = options.replicas or [REPLICAS if recording is None else len(recording.replicas)]
     queues = options.queue or ["fcfs" if recording is None else None]
     made: list[tuple[str, str, MakeCluster]] = []
@@ -131,9 +134,9 @@ def _clusters(
     return made
 
 
-def _recorded_rows(title: str, recording: recorded.Recording, objective_s: float) -> list[Row]:
+def _recorded_rows(title: str, recording: recorded.Recording, found: Calibrated, objective_s: float) -> list[Row]:
     """Return the line of what was recorded, and the speed that the simulated replicas have from it."""
-    table, found, ttfts = Table(title), calibrate(recording), recording.ttfts_s
+    table, ttfts = Table(title), recording.ttfts_s
     seen = recording.requests
 
     def add(figure: str, value: float, unit: str = "", note: str = "") -> None:

@@ -49,10 +49,11 @@ class Move:
 
 def moves(router: Router, waiting: Iterable[Waiting], now_s: float) -> Iterator[Move]:
     """Yield what should move now, the oldest first."""
-    if not router.moves or router.spread_s <= MOVE_GAIN_S:
+    looked_at = sorted(waiting, key=lambda each: each.arrived_s)[:MOST_LOOKED_AT]
+    if not looked_at or not router.moves or router.spread_s <= MOVE_GAIN_S:
         return
     begins_s: dict[tuple[str, str], float] = {}  # of each session and key: when the last of its older ones begins
-    for each in sorted(waiting, key=lambda each: each.arrived_s)[:MOST_LOOKED_AT]:
+    for each in looked_at:
         groups = [group for group in (("session", each.query.session_id), ("key", each.key)) if group[1]]
         too_soon = now_s - max(each.asked_s, each.decision.time_s) < ASK_AGAIN_S
         if each.is_asked or (too_soon and not groups):

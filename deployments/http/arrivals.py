@@ -4,7 +4,7 @@
          x-manta-session: ID            among equally good replicas, the one that had this session last
          x-manta-replicas: ID, ID       only these replicas
          x-manta-objective: 2.5         seconds within which its first token should come
-         x-manta-reconnect: 1           its stream outlives the connection: events have ids (kept_streams.py)
+         x-manta-reconnect: 1           its stream outlives the connection: events have ids (event_ids.py)
          last-event-id: ID              the client has had a stream of this name up to that event
          x-manta-resume: ...            as the answer said when that stream was opened
     out  x-request-id: NAME            of Anthropic's routes also request-id, which its SDK reads

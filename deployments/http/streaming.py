@@ -36,15 +36,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from deployments.dispatch.kept_streams import (
-    MOST_CHOICES,
-    Connection,
-    Cursor,
-    Event,
-    KeptStream,
-    KeptStreams,
-    Numbering,
-)
+from deployments.dispatch.event_ids import MOST_CHOICES, Cursor, Numbering
+from deployments.dispatch.kept_streams import Connection, Event, KeptStream, KeptStreams
 from deployments.dispatch.rids import client_rid
 from deployments.http.access import caller_of
 from deployments.http.arrivals import (
@@ -282,9 +275,8 @@ class Answer:
         self, deltas: AsyncGenerator[TokenDelta, None], numbering: Numbering
     ) -> AsyncGenerator[list[Event], None]:
         """Yield the events that the client lacks, with their ids, piece by piece of the deltas."""
-        form, so_far = self.form, AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
+        form, so_far, validates = self.form, self._so_far(), self._validates
         said: dict[int, list[str]] = {}
-        validates = self.promise is not None and self.promise.at_first == "partial" and not form.names_events
         async for _, delta in merged([deltas]):
             for piece, num_had in numbering.pieces(delta):
                 beside = await self._verdict(piece, said.setdefault(piece.index, [])) if validates else {}
@@ -316,11 +308,10 @@ class Answer:
         return response
 
     async def _events(self, generations: Generations, straight: "Straight") -> AsyncGenerator[bytes, None]:
-        form, so_far = self.form, AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
+        form, so_far, validates = self.form, self._so_far(), self._validates
         texts: dict[Key, TextEvents] = {}
         alone = straight if len(self.requests) == 1 else None  # those of several wait for each other in a queue
         said: dict[Key, list[str]] = {}  # what is to be validated
-        validates = self.promise is not None and self.promise.at_first == "partial" and not form.names_events
         async for number, delta in merged([generations.stream(each, alone) for each in self.requests]):
             key = (number, delta.index)
             if key in texts and delta.finish is None:
@@ -338,6 +329,14 @@ class Answer:
         last = self._joined(form.last_events(so_far)) + (b"" if form.names_events else DONE)
         if last:
             yield last
+
+    def _so_far(self) -> AnswerSoFar:
+        return AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
+
+    @property
+    def _validates(self) -> bool:
+        """Whether the last event of a choice says what became of its schema."""
+        return self.promise is not None and self.promise.at_first == "partial" and not self.form.names_events
 
     def _encoded(self, change: Change, so_far: AnswerSoFar, beside: dict[str, Any]) -> bytes:
         return self._joined(self._payloads(change, so_far, beside))

@@ -271,6 +271,18 @@ def test_a_request_that_was_admitted_is_never_given_back() -> None:
     assert len([token for delta in finish_all(engine) for token in delta.token_ids]) == 2
 
 
+def test_a_request_of_which_one_choice_has_failed_in_the_queue_gives_back_the_other() -> None:
+    engine, _ = fake_engine(max_running=1)
+    engine.submit(ask("runs", [1, 2, 3], max_new_tokens=2))
+    engine.submit(ask("two", [4, 5, 6], max_new_tokens=2, n=2))
+    engine.step()
+    engine._end(engine._open.choices("two")[0], Finish(reason=FinishReason.ERROR))
+    [delta] = engine.take_back("two")
+    assert (delta.rid, delta.index) == ("two", 1)
+    assert {each.rid for each in finish_all(engine)} == {"runs"}
+    engine.kv.check_idle()
+
+
 def test_a_request_of_which_one_choice_has_run_is_not_given_back_in_part() -> None:
     engine, _ = fake_engine(max_running=1)
     engine.submit(ask("two", [1, 2, 3], max_new_tokens=1, n=2))

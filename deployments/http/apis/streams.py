@@ -7,7 +7,7 @@ Invariant: a stream is there for the key that opened it; to any other it does no
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from deployments.dispatch.kept_streams import StreamGone
+from deployments.dispatch.event_ids import StreamGone
 from deployments.http.access import caller_of
 from deployments.http.api_document import gives
 from deployments.http.arrivals import LAST_EVENT

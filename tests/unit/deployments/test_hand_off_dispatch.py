@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deployments.channel.channel_client import ChannelClient
+from deployments.dispatch.attempt import TakenBack
 from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import HoldOut
@@ -21,7 +22,8 @@ from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, TokenDelta
-from routing.types import NoReplica, Pair, PairReason, Role
+from routing.moves import Move, Waiting
+from routing.types import Ending, NoReplica, Pair, PairReason, Role, RouteOutcome
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
@@ -437,3 +439,20 @@ def test_a_failure_long_past_is_forgotten() -> None:
     hold_out.take("p0", FAILED)
     assert not held(hold_out, clock, 132.0)  # 2 s again
     assert held(hold_out, clock, 131.9)
+
+
+async def test_a_pair_that_was_reserved_for_a_move_is_closed_where_half_of_it_has_left(pairs: Pairs) -> None:
+    await pairs.add(pairs.prefill(), pairs.decode(), pairs.decode("d1"))
+    dispatcher, router = pairs.house.dispatcher, pairs.house.router
+    query = query_of(ask(), NO_HINTS, {})
+    first, second = router.choose(query), router.choose(query)
+    assert second.prefill_id == "p0"
+    pairs.house.remove("p0")
+    await until_async(lambda: "p0" not in {view.replica_id for view in router.views})
+    waiting = Waiting(query=query, decision=first, arrived_s=0.0)
+    taken_back = TakenBack("", Move(waiting=waiting, decision=second, cause="freed", wait_s=1.0))
+    third, _ = await dispatcher._choose(query, taken_back)
+    assert third.number != second.number
+    for decision in (first, third):
+        router.done(decision, RouteOutcome(ending=Ending.CANCELLED))
+    dispatcher.check()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from deployments.dispatch import kept_streams
-from deployments.dispatch.kept_streams import Cursor, Event, KeptStream, KeptStreams, Numbering, StreamGone
+from deployments.dispatch.event_ids import Cursor, Numbering, StreamGone
+from deployments.dispatch.kept_streams import Event, KeptStream, KeptStreams
 from deployments.dispatch.route_log import RequestWatch
 from replicas.errors import InvalidRequest
 from replicas.types import Finish, FinishReason, TokenDelta, Usage
@@ -188,6 +189,19 @@ async def test_a_key_with_half_of_all_streams_has_room_in_the_place_of_its_own_a
     assert streams.has_room(("many", "c"))
     assert streams.find(("many", "b")) is None
     streams.stop()
+
+
+async def test_a_stream_that_its_client_left_unread_is_kept_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One event may be larger than all that is kept for a client that is away."""
+    monkeypatch.setattr(kept_streams, "MOST_BYTES", 400)
+    streams, source = KeptStreams(), Source()
+    connection = streams.add(("me", "a"), source.stream())
+    source.give(size=500)
+    await connection.begun()
+    streams.detach(connection)
+    await until_async(lambda: source.ended)
+    assert streams.find(("me", "a")) is None
+    assert "waited for this stream's client" in (streams.why_gone(("me", "a")) or "")
 
 
 async def test_a_failure_is_the_answer_of_one_client_and_no_event_has_no_name() -> None:

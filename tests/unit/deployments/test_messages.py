@@ -404,7 +404,7 @@ def test_a_long_input_is_parsed_seldom_while_its_block_is_held() -> None:
 
 
 def test_what_of_an_input_has_come_does_not_depend_on_where_its_text_was_cut() -> None:
-    """A client that comes back gets the rest of another run (kept_streams.py)."""
+    """A client that comes back gets the rest of another run (event_ids.py)."""
 
     def come(*pieces: str) -> str:
         blocks = ContentBlocks(str)

@@ -409,3 +409,16 @@ class Heard(RequestWatch):
 
     def stream_expired(self) -> None:
         self.heard.append("expired")
+
+
+async def test_a_stream_without_ids_that_is_cut_is_an_error_and_does_not_begin_again() -> None:
+    asked: list[httpx.Request] = []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, content=b'data: {"object": "text_completion"}\n\n')
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answered), base_url="http://here") as http:
+        with pytest.raises(httpx.RemoteProtocolError, match="before its last event"):
+            _ = [event async for event in events(http, COMPLETIONS, {"prompt": "Once"})]
+    assert [request.url.path for request in asked] == [COMPLETIONS, "/abort_request"]
