@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -134,21 +135,29 @@ class Case:
         sampling = replace(SAMPLING, max_new_tokens=400) if state == "handed over" else SAMPLING
         prompt = LONG if state == "first pages written" else PROMPT
         self.leg = decode_leg(prefill, rid, abs(hash(rid)) % 2**40, prompt=prompt, sampling=sampling)
-        if state == "opened":
-            self._meet(f"{rid} first")
+        tries = count()
+        until(lambda: self._meet(f"{rid} first {next(tries)}"), "a hand-off while both live")
         self.others = [self._other(f"{rid} other {i}") for i in range(4)] if state == "opened" else []
         self._advance()
 
-    def _meet(self, rid: str) -> None:
+    def _meet(self, rid: str) -> bool:
         """Hand another request over, to its end: the two know each other then. To connect may take longer, beside other
-        processes, than the others run."""
+        processes, than the others run; and a side that missed the other before is between two dials at times.
+
+        Returns: whether the pages came; if not, the other side dials again within seconds.
+        """
         leg = decode_leg(
             self.prefill, rid, abs(hash(rid)) % 2**40, prompt=PROMPT[::-1], sampling=replace(SAMPLING, max_new_tokens=1)
         )
         self.prefill.submit(prefill_leg(leg))
         self.decode.submit(leg)
-        for each in (self.prefill, self.decode):
-            assert ended(each.finish(rid)).reason in (FinishReason.HANDED_OFF, FinishReason.LENGTH)
+        told = self.decode.finish(rid)
+        assert ended(told).reason is FinishReason.LENGTH, ended(told)
+        if not transferred(told):
+            self.prefill.abort(rid)
+        met = ended(self.prefill.finish(rid))
+        assert met.reason is (FinishReason.HANDED_OFF if transferred(told) else FinishReason.ABORT), met
+        return transferred(told)
 
     def _other(self, rid: str) -> GenerateRequest:
         """One of the four that P may run at a time; until they end it has no row for the leg."""
