@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -21,8 +20,6 @@ from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, new_key
 from deployments.settings.places import ROOT, VERSION
 from deployments.settings.settings_file import ALL_ADDRESSES, Given, SettingsFile, check_port, refuse, setting_of
 from replicas.errors import InvalidConfig
-
-WORKLOADS = ("random", "shared-prefix", "multi-turn")  # of `manta bench`: the first two unless some are named
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -80,7 +77,10 @@ def _run(args: argparse.Namespace) -> int:
 
             return dashboards.main(args.rest)
         case "bench":
-            return _bench(args.rest)
+            from deployments.watch.terminal import bench, chat
+
+            asked = chat.ChatOptions(model=args.model, system=None, max_tokens=args.max_tokens, temperature=None)
+            return bench.run(args.url, _client_key(args), asked, users=args.concurrency, for_s=args.for_s)
         case "serve" if args.print_config:
             return _print(args.config)
     return _serve_or_check(args.command, args.config)
@@ -131,8 +131,11 @@ def _chat(args: argparse.Namespace, url: str, model: str | None) -> int:
     from deployments.watch.terminal import chat
 
     asked = chat.ChatOptions(model=model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature)
-    admin_key = os.environ.get(KEY_VARIABLE)
-    return chat.run(url, args.key or os.environ.get(arguments.API_KEY_VARIABLE) or admin_key, admin_key, asked)
+    return chat.run(url, _client_key(args), os.environ.get(KEY_VARIABLE), asked)
+
+
+def _client_key(args: argparse.Namespace) -> str | None:
+    return args.key or os.environ.get(arguments.API_KEY_VARIABLE) or os.environ.get(KEY_VARIABLE)
 
 
 def _own(args: argparse.Namespace) -> int:
@@ -148,17 +151,6 @@ def _own(args: argparse.Namespace) -> int:
     except ask.Unanswered as error:
         print(error, file=sys.stderr)
         return error.status
-
-
-def _bench(rest: Sequence[str]) -> int:
-    """Run the benchmark of clients in a process of its own: benchmarks stand above this house, in the checkout only."""
-    if not (ROOT / "benchmarks" / "serving.py").exists():
-        print(f"there are no benchmarks in {ROOT}: run this from a checkout of Manta", file=sys.stderr)
-        return 1
-    parts = [] if {*WORKLOADS} & {*rest} else [*WORKLOADS[:2], "--quick"]
-    command = [sys.executable, "-m", "benchmarks", "serving", *parts, *rest]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    return subprocess.run(command, check=False, env=environment).returncode
 
 
 def _versions() -> str:

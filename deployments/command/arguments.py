@@ -23,7 +23,7 @@ FILES = (".yaml", ".yml", ".json")  # endings of settings files; anything else i
 URL = f"http://127.0.0.1:{PORT}"
 API_KEY_VARIABLE = "MANTA_API_KEY"
 CONFIGURED = ("serve", "run", "check", "doctor")  # commands that take settings
-PASSED_ON = ("bench", "dashboards")  # commands with command lines of their own
+PASSED_ON = ("dashboards",)  # commands with command lines of their own
 EXAMPLES = {
     "serve": "manta serve models/SmolLM2-135M-Instruct --port 8001",
     "run": "echo 'Name three colours.' | manta run models/SmolLM2-135M-Instruct",
@@ -32,7 +32,7 @@ EXAMPLES = {
     "explain": "manta explain chatcmpl-4f2a",
     "chat": "echo 'Name three colours.' | manta chat --max-tokens 32",
     "logs": "manta logs router --follow",
-    "bench": "manta bench --rate 2 --num 4 shared-prefix",
+    "bench": "manta bench --for 60s --concurrency 8",
     "dashboards": "manta dashboards export watch",
     "doctor": "manta doctor --json",
     "key": "manta key new",
@@ -106,7 +106,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; what follows a command of PASSED_ON is in ``rest``, unread."""
     given = list(sys.argv[1:] if words is None else words)
-    if given and given[0] in PASSED_ON and (given[0] == "dashboards" or not {"-h", "--help"} & {*given}):
+    if given and given[0] in PASSED_ON:
         return argparse.Namespace(version=False, command=given[0], rest=given[1:])
     parser = _parser()
     args = parser.parse_args(given or ["--help"])
@@ -137,7 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     explain = add("explain", "explain why a recent request went to its replica, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
     chat = add("chat", "talk to a served model, and see after each answer what was cached and how fast it was")
-    chat.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
     for command in (run, chat):
         command.add_argument("--system", metavar="TEXT", help="system message")
         command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)")
@@ -154,20 +153,24 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--gpu", action="store_true", help="look at what a GPU needs; with one, compile for minutes")
     key = add("key", "make a random key, for clients or for the operator")
     key.add_argument("action", choices=["new"], help="print a new key, and on standard error where it belongs")
-    bench = add("bench", "put a short load on a running Manta and print latencies and throughput (from a checkout)")
-    bench.add_argument("workload", nargs="*", help="random, shared-prefix, multi-turn (default: the first two, small); "
-                       "`python -m benchmarks serving --help` has all options, which are passed on")  # fmt: skip
+    bench = add("bench", "put a load of chats on a running Manta; print latencies, throughput and what was cached")
+    bench.add_argument("--for", type=_duration, default=60.0, dest="for_s", metavar="TIME", help="such as 90s or 5m "
+                       "(default 60s); what then runs is waited for")  # fmt: skip
+    bench.add_argument("--concurrency", type=_number, default=8, metavar="N", help="users who chat at once (default 8)")
+    bench.add_argument("--max-tokens", type=_number, default=64, metavar="N", help="longest answer (default 64)")
     add("dashboards", "write Prometheus settings, rules and Grafana boards, or check them")
     add("settings", "print the table of all settings in Markdown (docs/settings.md)")
     serve.add_argument("--print-config", action="store_true", help="print the settings as a file, and start nothing")
     for command in (serve, run, check, doctor):
         _add_settings(command)
+    for command in (chat, bench):
+        command.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
     for command in (top, explain, chat, bench):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
     for command in (top, explain, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
-    keys = {top: KEY_VARIABLE, explain: KEY_VARIABLE, chat: API_KEY_VARIABLE, run: API_KEY_VARIABLE}
-    for command, variable in keys.items():
+    theirs = dict.fromkeys((chat, run, bench), API_KEY_VARIABLE)
+    for command, variable in {top: KEY_VARIABLE, explain: KEY_VARIABLE, **theirs}.items():
         told = f"file that holds the key (default: {variable} in the environment)"
         command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=told)
     return parser
@@ -228,6 +231,21 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
+
+
+def _number(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError("must be 1 or more, got 0")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    """Read 90, 90s, 5m or 1h, as seconds."""
+    unit_s = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    number = text if unit_s is None else text[:-1]
+    if not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(f"must be a time such as 90s or 5m, got {text!r}")
+    return float(int(number) * (unit_s or 1))
 
 
 def _interval(text: str) -> float:

@@ -168,29 +168,14 @@ def test_flags_change_a_file_and_are_named_where_they_are_wrong(
     assert (status, "flags change the settings of one application, and it has 0" in err) == (2, True), err
 
 
-def test_bench_passes_its_words_to_the_benchmarks_of_the_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[list[str]] = []
-
-    class Done:
-        returncode = 7
-
-    def run(command: list[str], **_: object) -> Done:
-        ran.append(command)
-        return Done()
-
-    monkeypatch.setattr(command_line.subprocess, "run", run)
-    assert told(capsys, "bench", "--url", "http://h:1")[0] == 7
-    assert told(capsys, "bench", "--rate", "2", "multi-turn")[0] == 7
-    python = [sys.executable, "-m", "benchmarks", "serving"]
-    assert ran == [
-        [*python, "random", "shared-prefix", "--quick", "--url", "http://h:1"],
-        [*python, "--rate", "2", "multi-turn"],
-    ]
-    monkeypatch.setattr(command_line, "ROOT", tmp_path)
-    assert told(capsys, "bench")[0] == 1
-    assert len(ran) == 2
+def test_bench_takes_a_time_in_seconds_minutes_or_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    told_s = {word: arguments.parse(["bench", "--for", word]).for_s for word in ("90", "90s", "5m", "1h")}
+    assert told_s == {"90": 90.0, "90s": 90.0, "5m": 300.0, "1h": 3600.0}
+    for word in ("", "s", "0s", "-5s", "1.5m", "5d"):
+        status, _, err = told(capsys, "bench", f"--for={word}")
+        assert (status, "must be a time such as 90s or 5m" in err) == (2, True), err
+    status, _, err = told(capsys, "bench", "--concurrency", "0")
+    assert (status, "must be 1 or more, got 0" in err) == (2, True), err
 
 
 def test_the_box_of_a_start_names_the_command_as_it_can_be_called(
