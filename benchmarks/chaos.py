@@ -4,6 +4,7 @@
     python -m benchmarks chaos machine --only replica --times 3     of one machine, those whose name has this
 
 `machine`: two replicas and an observatory on a Ray of their own. `ranks`: the same with three ranks a replica.
+`clients`: the same with two routers, and eight answers of many kinds whose clients come back (deployments/client.py).
 `machines`: three replicas, each on a node of its own, router and proxy on the head; `routers`: the same with two
 routers, each on a machine of its own. Machines are namespaces (root; tests/cluster).
 
@@ -13,11 +14,12 @@ random token, the fault comes. A stream is then the `same`, or was `cut` (what i
 `whole again`: until all replicas take part, nothing runs, and every page is free or evictable. `files`: what the
 processes that were there before and after have more of them.
 
-A further fault is one entry of MACHINE, RANKS, MACHINES or ROUTERS. A fault that does what it must not is a row that
-says FAILED, and the exit status is 1.
+A further fault is one entry of MACHINE, RANKS, CLIENTS, MACHINES or ROUTERS. A fault that does what it must not is a
+row that says FAILED, and the exit status is 1.
 """
 
 import argparse
+import asyncio
 import os
 import random
 import signal
@@ -37,9 +39,12 @@ import httpx
 
 from benchmarks import harness
 from benchmarks.harness import Part, Row, say
+from deployments.client import events
 from tests.cluster.cluster import NODES, Answer, Cluster, read_chat
 from tests.cluster.machines import Machine, why_none
 from tests.serve.running import HTTP, Running
+from tests.unit.deployments.test_failover import CHAT, COMPLETIONS, DOCUMENT, TOOLS
+from tests.unit.deployments.test_resumed_streams import answer_of, numbers
 
 PROMPTS = [f"Tell me of the city number {number}." for number in range(4)]
 TOKENS = 160
@@ -63,6 +68,7 @@ class Place(Protocol):
     """A running Manta, and what happens to it."""
 
     num_replicas: int
+    prompts: Sequence[str]
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -75,12 +81,13 @@ class Place(Protocol):
 class OneMachine:
     """Two replicas and an observatory, as `manta serve` runs them."""
 
-    num_replicas = 2
+    num_replicas, num_routers = 2, 1
+    prompts: Sequence[str] = PROMPTS
 
     def __init__(self, folder: Path, *, max_wait_s: float = 120.0, max_running: int = 64, num_ranks: int = 1) -> None:
         self._folder, self._max_wait_s, self._max_running = folder, max_wait_s, max_running
         self._num_ranks = num_ranks
-        self._threads = ThreadPoolExecutor()
+        self._threads = ThreadPoolExecutor(32)
 
     def start(self) -> None:
         self.running = Running(
@@ -89,7 +96,7 @@ class OneMachine:
             parallel={"tp": self._num_ranks},
             cache={"max_total_tokens": 16_000},
             observatory=True,
-            router={"max_wait_s": self._max_wait_s},
+            router={"max_wait_s": self._max_wait_s, "count": self.num_routers},
             scheduler={"max_running_requests": self._max_running},
         )
         self.running.start()
@@ -104,8 +111,10 @@ class OneMachine:
 
     def is_whole(self) -> bool:
         titles = list(self.processes().values())
-        if not all(any(mark in title for title in titles) for mark in (ROUTER, PROXY, MANAGER, CONTROLLER)):
+        if not all(any(mark in title for title in titles) for mark in (PROXY, MANAGER, CONTROLLER)):
             return False  # Serve has yet to start it anew
+        if sum(ROUTER in title for title in titles) < self.num_routers:
+            return False
         watched = HTTP.get(f"{self.running.url}/manta/api/state", timeout=LOOK_S).status_code == 200
         return watched and self.running.serves_with(self.num_replicas) and self.running.idle()
 
@@ -116,12 +125,54 @@ class OneMachine:
         return self.running.process_ended
 
     def pids(self, mark: str) -> list[int]:
-        """Those of processes whose title has ``mark``; of replicas only the busiest, of ranks any one."""
+        """Those of processes whose title has ``mark``; of replicas only the busiest, of ranks and routers any one."""
         if mark == REPLICA:
             return [int(max(self.running.states(), key=lambda state: int(state["num_open"]))["replica"]["pid"])]
         found = [pid for pid, title in self.processes().items() if mark in title]
         assert found, f"no process is called {mark}"
-        return [random.choice(found)] if mark == RANK else found
+        return [random.choice(found)] if mark in (RANK, ROUTER) else found
+
+
+LONG = [{"role": "user", "content": "Order three bolts and two nuts, and say why in a long story."}]
+SEEDED: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 1.0, "seed": 7}
+ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (COMPLETIONS, {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}),
+    "greedy chat": (CHAT, {"messages": LONG, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}),
+    "seeded": (COMPLETIONS, {"prompt": PROMPTS[1], "ignore_eos": True, **SEEDED}),
+    "seeded chat": (CHAT, {"messages": LONG, "ignore_eos": True, "top_p": 0.9, **SEEDED}),
+    "two choices": (COMPLETIONS, {"prompt": PROMPTS[2], "n": 2, "ignore_eos": True, **SEEDED}),
+    "two choices of a chat": (CHAT, {"messages": LONG, "n": 2, "ignore_eos": True, **SEEDED}),
+    "json_schema": (CHAT, {"messages": LONG, "response_format": DOCUMENT, **SEEDED}),
+    "tools": (CHAT, {"messages": LONG, "tools": TOOLS, "tool_choice": "required", **SEEDED}),
+}
+
+
+class ComingBack(OneMachine):
+    """Two routers, and clients that come back by themselves."""
+
+    num_routers = 2
+    prompts: Sequence[str] = tuple(ANSWERS)
+
+    def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
+        if prompt not in ANSWERS:
+            return super().begin(prompt, num_tokens)
+        answer = Answer()
+        return answer, self._threads.submit(asyncio.run, read_to_the_end(self.running.url, *ANSWERS[prompt], answer))
+
+
+async def read_to_the_end(url: str, path: str, body: dict[str, Any], answer: Answer) -> None:
+    """Fill in ``answer``; its text is what all events add up to."""
+    got = []
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            async for event in events(http, path, {**body, "stream_options": {"include_usage": True}}):
+                answer.at_s.append(time.monotonic())
+                got.append(event)
+        assert numbers(got) == list(range(1, len(got) + 1)), f"events are {numbers(got)}"
+        answer.text, answer.end = repr(answer_of(path, got)), "DONE"
+    except (httpx.HTTPError, AssertionError) as error:
+        answer.end = repr(error)
+    answer.ended_s = time.monotonic()
 
 
 class ManyMachines:
@@ -129,6 +180,7 @@ class ManyMachines:
 
     num_replicas = len(NODES)
     num_routers = 1
+    prompts: Sequence[str] = PROMPTS
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -279,6 +331,7 @@ RANKS = (
     Fault(name="rank killed", begin=kill(RANK)),
     Fault(name="rank stopped", begin=stop(RANK), for_s=STOPPED_S),
 )
+CLIENTS = (Fault(name="one of two routers killed", begin=kill(ROUTER)),)
 MACHINES = (
     Fault(name="partition of 10 s", begin=cut, for_s=10.0),
     Fault(name="node away until declared dead", begin=cut, for_s=DEAD_S),
@@ -341,8 +394,8 @@ def num_files(pids: Iterable[int]) -> dict[int, int]:
 def try_once(place: Place, fault: Fault, expected: Sequence[str]) -> Trial:
     """Run one trial over ``place``, which is whole. Afterwards it is whole again, or the trial says that it is not."""
     trial, files = Trial(), num_files(place.processes())
-    streams = [place.begin(prompt, TOKENS) for prompt in PROMPTS]
-    at = random.randrange(len(PROMPTS), len(PROMPTS) * TOKENS // 2)
+    streams = [place.begin(prompt, TOKENS) for prompt in place.prompts]
+    at = random.randrange(len(streams), len(streams) * TOKENS // 2)
     Running.until(lambda: all(each.at_s for each, _ in streams) and num_texts(streams) >= at, BEGUN_S)
     undo = fault.begin(place)
     began_s = time.monotonic()
@@ -422,7 +475,7 @@ def trials(make: Callable[[Path], Place], faults: Sequence[Fault], times: int) -
 def undisturbed(place: Place) -> list[str]:
     """The texts, each written while nothing else is."""
     found = []
-    for prompt in PROMPTS:
+    for prompt in place.prompts:
         answer, done = place.begin(prompt, TOKENS)
         done.result()
         assert answer.end == "DONE", answer
@@ -475,6 +528,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ranks": Part(
             about="the same with three ranks a replica, of which one is killed or stopped",
             measure=partial(measure, "three ranks a replica", partial(OneMachine, num_ranks=3), RANKS),
+        ),
+        "clients": Part(
+            about="one of two routers is killed under clients that come back",
+            measure=partial(measure, "clients that come back", ComingBack, CLIENTS),
         ),
         "machines": Part(
             about="nodes vanish, their links and disks are bad (root)",
