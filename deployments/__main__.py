@@ -1,4 +1,4 @@
-"""The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, chat, logs, bench,
+"""The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, kill, chat, logs, bench,
 dashboards, doctor, key.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
@@ -46,6 +46,10 @@ def _run(args: argparse.Namespace) -> int:
             from deployments.watch.terminal import explain
 
             return explain.run(args.url, args.rid, args.key or admin_key, as_json=args.json)
+        case "kill":
+            from deployments.watch.terminal import kill
+
+            return kill.run(args.url, args.replica, args.key or admin_key, sure=args.yes, for_s=args.for_s)
         case "chat":
             return _chat(args, args.url, args.model)
         case "run":

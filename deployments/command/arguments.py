@@ -30,6 +30,7 @@ EXAMPLES = {
     "check": "manta check other.yaml",
     "top": "manta top --once",
     "explain": "manta explain chatcmpl-4f2a",
+    "kill": "manta kill 1 --yes",
     "chat": "echo 'Name three colours.' | manta chat --max-tokens 32",
     "logs": "manta logs router --follow",
     "bench": "manta bench --for 60s --concurrency 8",
@@ -136,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
     explain = add("explain", "explain why a recent request went to its replica, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
+    kill = add("kill", "end the process of a replica at once: its requests go on elsewhere, and it is replaced")
+    kill.add_argument("replica", metavar="REPLICA", help="its id or a part of it, or its place in the table of `top`")
+    kill.add_argument("--yes", action="store_true", help="do not ask first, as is done on a terminal")
+    kill.add_argument("--wait", type=_duration, default=300.0, dest="for_s", metavar="TIME", help="for the replica "
+                      "that takes its place (default 5m)")  # fmt: skip
     chat = add("chat", "talk to a served model, and see after each answer what was cached and how fast it was")
     for command in (run, chat):
         command.add_argument("--system", metavar="TEXT", help="system message")
@@ -165,12 +171,12 @@ def _parser() -> argparse.ArgumentParser:
         _add_settings(command)
     for command in (chat, bench):
         command.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
-    for command in (top, explain, chat, bench):
+    for command in (top, explain, kill, chat, bench):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
     for command in (top, explain, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
     theirs = dict.fromkeys((chat, run, bench), API_KEY_VARIABLE)
-    for command, variable in {top: KEY_VARIABLE, explain: KEY_VARIABLE, **theirs}.items():
+    for command, variable in (dict.fromkeys((top, explain, kill), KEY_VARIABLE) | theirs).items():
         told = f"file that holds the key (default: {variable} in the environment)"
         command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=told)
     return parser

@@ -61,6 +61,19 @@ def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
     raise Unanswered(f"no router of Manta answers under {' or '.join(bases)}: give its address with --url", NOT_THERE)
 
 
+def replica(url: str, replica_id: str, key: str | None, *, action: str = "") -> dict[str, Any]:
+    """Return what the observatory knows of one replica, or have it do ``action`` there. Raises: Unanswered."""
+    path = f"{_observatory(url)}/api/replicas/{urllib.parse.quote(replica_id, safe='')}"
+    try:
+        return _get(f"{path}/{action}", key, {}) if action else _get(path, key)
+    except urllib.error.HTTPError as error:
+        code, said = _error(error)
+        if code in ("admin_key_not_set", "replica_not_found", "not_done", "not_readable"):
+            status = REFUSED if error.code == 403 else UNREACHABLE if error.code == 503 else NOT_THERE
+            raise Unanswered(f"{url}: {said}", status) from error
+        raise _refused(error, url, key) from error
+
+
 def first_model(url: str, key: str | None) -> str:
     """Return the name of the model that is served. Raises: Unanswered."""
     try:
@@ -119,13 +132,14 @@ def _observatory(url: str) -> str:
     return server + (path or "/manta")
 
 
-def _get(url: str, key: str | None = None) -> dict[str, Any]:
-    """Fetch JSON. Raises: HTTPError for an error answer; Unanswered for none, or one that is not Manta's."""
-    with _understood(url), _open(url, key) as answer:
-        body = json.load(answer)
-    if not isinstance(body, dict):
+def _get(url: str, key: str | None = None, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fetch JSON, with a ``body`` by POST. Raises: HTTPError for an error answer; Unanswered for none, or one that is
+    not Manta's."""
+    with _understood(url), _open(url, key, body) as answer:
+        found = json.load(answer)
+    if not isinstance(found, dict):
         raise _not_manta(url)
-    return body
+    return found
 
 
 def _not_manta(url: str) -> Unanswered:
