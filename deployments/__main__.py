@@ -1,5 +1,5 @@
-"""The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, kill, chat, logs, bench,
-dashboards, doctor, key.
+"""The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, kill, chat, logs, list,
+pull, bench, dashboards, doctor, key.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
 """
@@ -59,6 +59,14 @@ def _run(args: argparse.Namespace) -> int:
 
             folder = args.folder or log_files.link_of(args.port)
             return log_files.run(folder, args.replica, num_lines=args.num_lines, follow=args.follow)
+        case "list":
+            from deployments.command import models
+
+            return models.show()
+        case "pull":
+            from deployments.command import models
+
+            return models.pull(args.model, args.revision)
         case "doctor":
             from deployments.command import doctor
 

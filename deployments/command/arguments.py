@@ -33,6 +33,8 @@ EXAMPLES = {
     "kill": "manta kill 1 --yes",
     "chat": "echo 'Name three colours.' | manta chat --max-tokens 32",
     "logs": "manta logs router --follow",
+    "list": "manta list",
+    "pull": "manta pull Qwen/Qwen3-0.6B",
     "bench": "manta bench --for 60s --concurrency 8",
     "dashboards": "manta dashboards export watch",
     "doctor": "manta doctor --json",
@@ -155,6 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("-n", type=_count, default=20, dest="num_lines", metavar="N", help="last lines (default 20)")
     logs.add_argument("--port", type=int, default=PORT, help=f"its HTTP port (default {PORT})")
     logs.add_argument("--folder", type=Path, metavar="DIR", help="the logs' folder (default: the last of that port)")
+    add("list", "list the models of this machine, in models/ and the hub's cache, and whether each can be served")
+    pull = add("pull", "fetch a model of the Hugging Face hub if it can be served")
+    pull.add_argument("model", metavar="MODEL", help="its hub id, owner/name")
+    pull.add_argument("--revision", metavar="COMMIT", help="commit, branch or tag (default: the main branch)")
     doctor = add("doctor", "look at this machine and a settings file for what would keep Manta from starting")
     doctor.add_argument("--gpu", action="store_true", help="look at what a GPU needs; with one, compile for minutes")
     key = add("key", "make a random key, for clients or for the operator")

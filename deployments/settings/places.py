@@ -31,7 +31,7 @@ def local_path(path: str) -> str:
 
 def local_model(path: str) -> Path | None:
     """Find a folder or a GGUF file; None for a hub id."""
-    for each in (root / Path(path).expanduser() for root in _roots()):
+    for each in (root / Path(path).expanduser() for root in roots()):
         if each.is_dir() or (each.suffix == ".gguf" and each.is_file()):
             return each.resolve()
     return None
@@ -50,7 +50,7 @@ def check_model_path(path: str) -> None:
         return
     looks_like_folder = path.startswith((".", "/", "~", "models/")) or path.count("/") != 1
     if looks_like_folder:
-        places = "" if Path(path).expanduser().is_absolute() else f" in {' or '.join(map(str, _roots()))}"
+        places = "" if Path(path).expanduser().is_absolute() else f" in {' or '.join(map(str, roots()))}"
         raise InvalidConfig(
             f"model.path = {path!r}: there is no such folder{places}{nearest_folder(path)}; {MODEL_ADVICE}"
         )
@@ -59,7 +59,7 @@ def check_model_path(path: str) -> None:
 def nearest_folder(path: str) -> str:
     """Suggest a folder with a similar name, in words that follow ``path``; "" if there is none."""
     given = Path(path).expanduser()
-    for root in _roots():
+    for root in roots():
         beside = (root / given).parent  # an absolute path stays what it is
         names = [each.name for each in beside.iterdir() if each.is_dir()] if beside.is_dir() else []
         near = difflib.get_close_matches(given.name, names, n=1)
@@ -68,7 +68,7 @@ def nearest_folder(path: str) -> str:
     return ""
 
 
-def _roots() -> list[Path]:
+def roots() -> list[Path]:
     """List the folders in which a relative path is searched, without repeats."""
     return list(dict.fromkeys([Path.cwd(), *([ROOT] if IS_CHECKOUT else [])]))
 

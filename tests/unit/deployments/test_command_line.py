@@ -19,7 +19,9 @@ from deployments.settings.schema import parse
 from deployments.settings.settings_file import CommandLine, SettingChange
 from replicas.errors import InvalidConfig
 
-COMMANDS = ["serve", "check", "top", "explain", "kill", "chat", "logs", "doctor", "key", "bench", "dashboards"]
+COMMANDS = (
+    "serve", "check", "top", "explain", "kill", "chat", "logs", "list", "pull", "doctor", "key", "bench", "dashboards",
+)  # fmt: skip
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int | str | None, str, str]:
