@@ -49,9 +49,7 @@ def show() -> int:
     rows, reasons = list[dict[str, Cell]](), list[str]()
     for name, path in at_hand().items():
         problems = _problems(path, available_bytes=available_ram())
-        weights, context = _form(path)
-        rows.append({"model": name, ">size": f"{count(weights_bytes(str(path)))}B", "weights": weights,
-                     ">context": context, "can be served": "no" if problems else "yes"})  # fmt: skip
+        rows.append({"model": name, **_form(path), "can be served": "no" if problems else "yes"})
         reasons += [f"{name}: {each}" for each in problems]
     print(plain(Table(rows)) if rows else f"there is no model here: `manta pull MODEL` fetches one; {MODEL_ADVICE}")
     if reasons:
@@ -59,15 +57,18 @@ def show() -> int:
     return 0
 
 
-def _form(path: Path) -> tuple[str, str]:
-    """Say in what format the weights are stored, and how long the context is, as far as it can be read."""
+def _form(path: Path) -> dict[str, Cell]:
+    """Say how large the weights are and in what format, and how long the context is, as far as it can be read."""
+    form: dict[str, Cell] = dict.fromkeys((">size", "weights", ">context"), NOTHING)
     with contextlib.suppress(InvalidConfig, OSError, ValueError):
         folder = Path(local_path(str(path)))
+        form[">size"] = f"{count(weights_bytes(str(folder)))}B"
         config = load_model_config(str(folder), device="cpu")
         hf = json.loads((folder / "config.json").read_text())
         plain_dtype = str(hf.get("dtype") or hf.get("torch_dtype") or NOTHING)
-        return plain_dtype if config.stored is None else config.stored.about, f"{config.context_len:,}"
-    return NOTHING, NOTHING
+        form["weights"] = plain_dtype if config.stored is None else config.stored.about
+        form[">context"] = f"{config.context_len:,}"
+    return form
 
 
 def pull(name: str, revision: str | None) -> int:

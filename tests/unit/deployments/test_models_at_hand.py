@@ -57,18 +57,21 @@ def test_the_list_has_folders_and_the_hubs_cache_with_the_judgement_of_check(
     copied(here / "models" / "tiny", dtype="bfloat16", max_position_embeddings=4096)
     copied(here / "models" / "odd", architectures=["NobodysForCausalLM"], model_type="nobodys")
     (here / "models" / "notes").mkdir()
+    (here / "models" / "broken.gguf").write_text("garbage")
     fetched(here, "owner/whole", COMMITS["new"])
     fetched(here, "owner/half", COMMITS["new"], weights=False)
     assert models.show() == 0
     table, _, reasons = capsys.readouterr().out.partition("\n\n")
     assert [line.split() for line in table.splitlines()] == [
         ["model", "size", "weights", "context", "can", "be", "served"],
+        ["models/broken.gguf", "-", "-", "-", "no"],
         ["models/odd", "170MB", "-", "-", "no"],
         ["models/tiny", "170MB", "bfloat16", "4,096", "yes"],
         ["owner/half", "0B", "float32", "8,192", "no"],
         ["owner/whole", "170MB", "float32", "8,192", "yes"],
     ]
-    odd, half = reasons.splitlines()
+    broken, odd, half = reasons.splitlines()
+    assert broken.endswith("broken.gguf is no GGUF file: it begins otherwise")
     assert odd.startswith("models/odd: ")
     assert "NobodysForCausalLM" in odd
     assert half.startswith("owner/half: ")

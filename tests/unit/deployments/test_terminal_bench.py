@@ -97,6 +97,21 @@ def test_a_refused_request_counts_as_failed_and_is_the_exit_status(capsys: pytes
     assert f"2 failed\n           2 x {url} answers 429: queues are too long\n" in said.out
 
 
+def test_a_load_that_is_stopped_is_reported_as_far_as_it_came(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(load: bench.Load, **_: object) -> None:
+        load.answered.append(answered(0.5, 0.01))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.Load, "run", stopped)
+    with answering(Server(wanted=0).respond) as port:
+        assert bench.run(f"http://127.0.0.1:{port}", None, OPTIONS, users=1, for_s=60.0) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("requests   1 in ")
+    assert "stopped: these are the requests that had ended" in said.err
+
+
 def test_without_a_manta_nothing_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("127.0.0.1:1", None, OPTIONS, users=1, for_s=60.0) == ask.UNREACHABLE
     assert "nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
