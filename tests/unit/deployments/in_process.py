@@ -79,8 +79,9 @@ class House:
         drain_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock``: of the fleet, which tells who hangs. ``fill_s``, ``drain_s``: of `CacheMoves`."""
-        self.router = Router(policy, Random(0), time.monotonic, page_size=PAGE_SIZE, always_hand_off=always_hand_off)
+        """``clock``: by which queues get shorter, and by which is found who hangs. ``fill_s``, ``drain_s``: of
+        `CacheMoves`."""
+        self.router = Router(policy, Random(0), clock, page_size=PAGE_SIZE, always_hand_off=always_hand_off)
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
         # scripted replicas report when they attach and when told: with a period of 10 s that is no silence for 50 s
@@ -100,6 +101,7 @@ class House:
             limits=TryLimits(max_tries=max_tries, retry_wait_s=retry_wait_s, max_wait_s=max_wait_s),
             transfer_address=self.fleet.transfer_address,
             expects_one=lambda: self.fleet.expects_one,
+            clock=clock,
         )
         self.address: ChannelAddress | None = None
 

@@ -22,6 +22,7 @@ from deployments.http.service import Service
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest
 from routing.types import Decision, NoReplica, RouteQuery
+from tests.harness import Clock
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
 from tests.unit.deployments.sample_values import ask, ids, stats
@@ -30,7 +31,8 @@ from tests.waiting import until_async
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[House]:
-    async with House(max_wait_s=10.0) as house:
+    """Its clock stands still: what waits does not get less while a test is held up."""
+    async with House(max_wait_s=10.0, clock=Clock()) as house:
         yield house
 
 
