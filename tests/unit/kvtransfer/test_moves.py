@@ -121,13 +121,13 @@ async def test_one_that_does_not_know_the_secret_is_told_nothing() -> None:
 
 async def test_a_target_that_hangs_costs_its_own_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts and says nothing; the other target gets all."""
-    monkeypatch.setattr(wire, "PEER_S", 0.05)
+    monkeypatch.setattr(wire, "PEER_S", 1.0)  # of the other one too, which a busy machine may hold up
     source, target = FakePageHome(HOT, CHILD), FakePageHome()
     mute = await asyncio.start_server(lambda reader, writer: asyncio.sleep(0), "127.0.0.1", 0)
     port = mute.sockets[0].getsockname()[1]
     hung = MoveAddress(peer=PeerAddress(host="127.0.0.1", port=port, incarnation="x"), token="t")
     async with movers(source, target) as [(mover, _), (_, address)]:
-        stats = await mover.push([hung, address], most_s=5)
+        stats = await mover.push([hung, address], most_s=60)
     mute.close()
     assert len(target.pages) == 5
     assert stats.failed == 1
