@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -61,18 +62,17 @@ class Front:
         self.started.append(manager)
         assert manager.stdout is not None
         pid = int(manager.stdout.readline())
-        until(lambda: self.admin_answers and self.watched().get(pid, 0) == 3)
+        until(lambda: self.admin_answers and pid in self.watched() and num_watched(self.watched()[pid]) == 3)
         return manager.pid, pid
 
     def watched(self) -> dict[int, int]:
-        """The HAProxies that are watched, each with the number of processes whose end is waited for."""
+        """The HAProxies that are watched, each with the process that does it."""
         found = {}
         for each in Path("/proc").glob("[0-9]*"):
             try:
                 words = (each / "cmdline").read_bytes().decode().split("\0")
                 if "-I" in words and words[-2] == str(self.config):
-                    ends = [file for file in (each / "fd").iterdir() if "pidfd" in str(file.readlink())]
-                    found[int(words[3])] = len(ends)
+                    found[int(words[3])] = int(each.name)
             except OSError:
                 continue
         return found
@@ -128,6 +128,14 @@ def num_watched(pid: int) -> int:
         with contextlib.suppress(OSError):
             count += "pidfd" in os.readlink(file)
     return count
+
+
+def num_waits(pid: int) -> int:
+    """Count how often ``pid`` has gone to sleep until something happens; 0 while it does not sleep."""
+    state, waits = re.findall(
+        r"^(?:State:\t|voluntary_ctxt_switches:\t)(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
+    return int(waits) if state == "S" else 0
 
 
 def test_one_whose_raylet_has_ended_lets_go_of_its_port(tmp_path: Path) -> None:
@@ -193,8 +201,18 @@ def test_two_that_end_together_in_a_reload_are_stood_in_for_once_and_so_is_the_o
 def test_what_serve_ends_is_not_stood_in_for(front: Front) -> None:
     """It kills HAProxy, and the manager next."""
     manager, first = front.start()
+    watch = front.watched()[first]
+    until(lambda: num_waits(watch) > 0)
+    waits = num_waits(watch)
+
+    def waits_for_the_manager() -> bool:
+        """It sleeps for longer than it waits for an end at once."""
+        before = num_waits(watch)
+        threading.Event().wait(3 * haproxy_stand_in.AT_ONCE_S)
+        return before > waits and num_waits(watch) == before
+
     os.kill(first, signal.SIGKILL)
-    threading.Event().wait(0.3)  # what watches has woken up by then
+    until(waits_for_the_manager)
     os.kill(manager, signal.SIGKILL)
     until(lambda: not front.watched())
     assert (front.status, front.haproxies()) == (0, {})
