@@ -306,8 +306,9 @@ _ROUTING = [
             "sooner: join: it has come since; freed: it is free; silent, behind: the other one says nothing, or is "
             "slower than was estimated.", {"reason": ("join", "freed", "silent", "behind")}),
     Metric(ROUTER, GAUGE, "router_streams_detached", "Streams without a connection that wait for their clients."),
-    Metric(ROUTER, COUNTER, "router_streams_resumed_total", "Clients that came back to a stream: it was kept, or its "
-            "request runs again.", {"how": ("kept", "again")}),
+    Metric(ROUTER, COUNTER, "router_streams_resumed_total", "Clients that came back to a stream: it was kept, its "
+            "request goes on where a replica remembers it to have been (recalled), or runs again.",
+            {"how": ("kept", "recalled", "again")}),
     Metric(ROUTER, COUNTER, "router_streams_expired_total", "Streams that were given up, with something for a client "
             "that did not come back within router.reconnect_s."),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",

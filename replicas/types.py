@@ -268,6 +268,7 @@ class GenerateRequest:
     prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none
     resumed_ids: tuple[int, ...] = ()  # output already delivered by a replica that died; continue after it
     hand_off: HandOff | None = None  # None: this replica does all of it
+    recall: str = ""  # by which another router asks for its output, should this one die; "" for no such request
     routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
 
     def __post_init__(self) -> None:

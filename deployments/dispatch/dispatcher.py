@@ -21,7 +21,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deployments.dispatch.attempt import Attempt, StraightWay, TakenBack, Tries, TryLimits
@@ -154,15 +154,18 @@ class Dispatcher:
         hints: RouteHints = NO_HINTS,
         arrival: Arrival | None = None,
         straight: StraightWay | None = None,
+        made: Mapping[int, Sequence[int]] | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of ``request``, but those that ``straight`` takes; closing the iterator aborts it.
 
-        Args: arrival: of its HTTP request; None: now.
+        Args: arrival: of its HTTP request; None: now. made: output ids of choices from a run of another router; the
+              deltas go on behind them.
 
         Raises: the error of the replica that refused it; NoReplica; Saturated; the last try's error if all failed.
         """
         request = self.with_objective(request, hints)
         progress, started_s = Progress(request), self._clock()
+        progress.restore(made or {})
         tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
         self.num_open += 1

@@ -122,6 +122,11 @@ class ReplicaCalls(Protocol):
         """Push cached pages to other replicas as ``order`` says. Returns: what has been pushed since the start."""
         ...
 
+    async def recall(self, key: str) -> dict[int, list[int]]:
+        """Return what choices of the request with this `GenerateRequest.recall` have made, by number, and end it, so
+        that another router goes on with it. Choices that had ended before its router was lost are not remembered."""
+        ...
+
     async def abort(self, name: str | None, owner: str | None) -> int:
         """Abort the open requests that clients call ``name`` (None: all). Returns: how many there were.
 

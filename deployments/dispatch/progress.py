@@ -6,6 +6,7 @@ Invariant: an id is delivered once, in order; text follows from ids alone, so th
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,11 @@ class Progress:
         # per choice, by the replica that sent its first token; a resumed choice reuses its own output
         self._first_usage: list[Usage | None] = [None] * request.sampling.n
         self._prompt_logprobs_seen = [False] * request.sampling.n
+
+    def restore(self, made: Mapping[int, Sequence[int]]) -> None:
+        """Count ``made``, the output ids of choices from a run of another router, as delivered."""
+        for choice, ids in made.items():
+            self._ids[choice] += ids
 
     @property
     def done(self) -> bool:

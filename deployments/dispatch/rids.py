@@ -41,6 +41,12 @@ def with_try(rid: str, number: int, choice: int | None = None) -> str:
     return f"{digits}.{number}{'' if choice is None else f'c{choice}'}-{client_rid}"
 
 
+def choice_of(rid: str) -> int | None:
+    """Return the choice that ``rid`` is of alone; None for a whole request."""
+    found = re.match(r"[^.]*\.\d+c(\d+)-", rid)
+    return None if found is None else int(found[1])
+
+
 def client_rid(rid: str) -> str:
     """Return the name that the client gave."""
     return rid.partition("-")[2]

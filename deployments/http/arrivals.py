@@ -24,7 +24,8 @@ Thread:    the router's event loop; pure ASGI, so that streams pass through unto
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -34,6 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments import logs
 from deployments.dispatch.attempt import StraightWay
 from deployments.dispatch.dispatcher import NO_HINTS, RouteHints
+from deployments.dispatch.leases import ReplicaCalls
 from deployments.dispatch.rids import check_name, clean_name, new_digits
 from deployments.dispatch.route_log import (
     CLIENT_CLOSED,
@@ -50,7 +52,9 @@ from deployments.http.http_errors import MESSAGES
 from deployments.http.service import Service, service_of
 from deployments.settings.keys import ANYBODY, Caller
 from replicas.errors import InvalidRequest
-from replicas.types import MAX_DEADLINE_S, GenerateRequest, TokenDelta
+from replicas.text.detokenizer import Detokenizer
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import MAX_DEADLINE_S, GenerateRequest, TokenDelta, Usage
 
 REQUEST_ID = "x-request-id"
 ROUTE = "x-manta-route"
@@ -63,6 +67,7 @@ LAST_EVENT = "last-event-id"
 DROPPED = "x-manta-dropped"
 MOST_PARTS = 8  # prompts of one request that the route header describes
 MOST_REPLICAS = 1024
+RECALL_S = 2.0  # for replicas to say what they remember of a request, between two steps
 _OPENING = re.compile(r"(\d{1,12})\.([0-9a-f]{16})\.(\d{1,20})")
 
 # end of the path, behind the application's route prefix -> endpoint
@@ -156,12 +161,56 @@ class Generations:
         self._caller = caller
         self.rids: list[str] = []
 
-    def stream(self, request: GenerateRequest, straight: StraightWay | None = None) -> AsyncGenerator[TokenDelta, None]:
-        """Start ``request`` for this caller. Returns: its deltas, but those that ``straight`` takes."""
+    def stream(
+        self, request: GenerateRequest, straight: StraightWay | None = None, *, resumes: bool = False
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Start ``request`` for this caller. Returns: its deltas, but those that ``straight`` takes.
+
+        Args: resumes: another router may have run it: what that has made is not made again.
+        """
         request = replace(request, routing_key=self._hints.session_id) if self._hints.session_id else request
         request = scoped(request, self._caller, isolates=self._service.isolates_keys)
         self.rids.append(request.rid)
+        if resumes:
+            return self._resumed(request)
         return self._service.dispatcher.stream(request, self._hints, self._arrival, straight)
+
+    async def _resumed(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the deltas of ``request``, the first of which hold what a replica remembers of it."""
+        service, deltas = self._service, list[TokenDelta]()
+        if not request.return_logprobs:  # a replica remembers none
+            answers = await service.fleet.ask_all(
+                lambda replica_id: service.leases.call(replica_id, ReplicaCalls.recall, request.recall),
+                timeout_s=RECALL_S,
+            )
+            outputs = [each for answer in answers.values() for each in answer.items()]
+            longest = dict(sorted(outputs, key=lambda each: len(each[1])))  # of each choice
+            deltas = [made_before(request, choice, ids, service.tokenizer) for choice, ids in longest.items() if ids]
+        service.streams.resumed("recalled" if deltas else "again")
+        made = {delta.index: delta.token_ids for delta in deltas}
+        async with aclosing(service.dispatcher.stream(request, self._hints, self._arrival, made=made)) as rest:
+            async for delta in rest:
+                while deltas:  # behind what may be refused
+                    yield deltas.pop()
+                yield delta
+
+
+def made_before(request: GenerateRequest, choice: int, ids: Sequence[int], tokenizer: Tokenizer) -> TokenDelta:
+    """Make the delta of ``ids``, what ``choice`` of ``request`` has made elsewhere; text follows from ids alone."""
+    sampling = request.sampling
+    detokenizer = Detokenizer(
+        tokenizer,
+        stop=sampling.stop,
+        include_stop=sampling.include_stop,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
+    return TokenDelta(
+        rid=request.rid,
+        index=choice,
+        token_ids=tuple(ids),
+        text=detokenizer.push(ids).text,
+        usage=Usage(prompt_tokens=len(request.token_ids), completion_tokens=len(ids), cached_tokens=0),
+    )
 
 
 def generations_of(request: Request, answer_id: str | None) -> Generations:

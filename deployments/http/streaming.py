@@ -28,6 +28,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -257,17 +258,17 @@ class Answer:
                 raise Busy("as many streams as a router keeps are being read: try again later")
             return None
         generations = generations_of(request, self.answer_id)
-        if after is not None:
-            streams.resumed("again")
         opening = opening_of(request)
         if opening.seed is None:
             opening = replace(opening, seed=asked.sampling.seed)
-        asked = replace(asked, sampling=replace(asked.sampling, seed=cast(int, opening.seed)))
+        same = blake2b(f"{key} {opening.seed} ".encode() + body, digest_size=16)  # these, and the answer is the same
+        sampling = replace(asked.sampling, seed=cast(int, opening.seed))
+        asked = replace(asked, sampling=sampling, recall=same.hexdigest())
         headers = {RESUME: str(opening)}
         if self.promise is not None:
             headers[SCHEMA_HEADER] = self.promise.at_first
         numbering = Numbering(after, num_choices=asked.sampling.n)
-        batches = self._batches(generations.stream(asked), numbering)
+        batches = self._batches(generations.stream(asked, resumes=after is not None), numbering)
         stream = KeptStream(batches, self._error_events, after=last_event, body=body, headers=headers)
         return await kept_answer(request, streams, streams.add(key, stream))
 

@@ -4,7 +4,8 @@ Owns:      the engine loop and the channel to each router. Every period, one rep
            the cache's events since the last and the statistics; nothing of it happens on a request's way.
 Never:     imports Ray (model_replica.py makes it an actor; tests run it in their own process).
 Invariant: a lease ends exactly when its request has; a router has one connection, and when that ends, the requests
-           that came over it are aborted.
+           that came over it are aborted. Of requests whose clients said that they come back, what they had made is
+           remembered for the router that they come back to.
 Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.
 
     attach ── connect ──> channel ── start: submit ─> sink per step ─> channel ... last finish ─┐
@@ -17,6 +18,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -35,7 +37,7 @@ from deployments.channel.frames import (
     encode,
 )
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
-from deployments.dispatch.rids import client_rid, owner_of
+from deployments.dispatch.rids import choice_of, client_rid, owner_of
 from deployments.replica.cache_moves import ReplicaMoves
 from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
@@ -44,7 +46,7 @@ from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.kernels.simd import instruction_set
-from replicas.types import EngineStats, GenerateRequest
+from replicas.types import EngineStats, GenerateRequest, PdLeg
 from routing.types import Role
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ REPORT_PERIOD_S = 0.1
 FLUSH_POLL_S = 0.05
 STATS_S = 1.0  # how long a report waits for the step that runs
 START_S = 5.0  # how long a lease waits for its request: the two travel apart
+MOST_LEFT = 256  # requests that have ended early whose output is remembered
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
 
 
@@ -61,6 +64,7 @@ class _Run:
     """A request of a router, from its start or its lease, whichever comes first, until the lease returns."""
 
     client: ChannelClient | None = None  # over which it came; None: only its lease has come
+    recall: str = ""  # of the request; "" for a prefill leg, which makes no output
     error: Exception | None = None  # that it was refused with
     began: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,6 +94,8 @@ class ServedEngine:
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
         self._runs: dict[str, _Run] = {}  # by rid
+        # by `GenerateRequest.recall` and rid, the oldest first: what requests had made when they ended early
+        self._left: OrderedDict[str, dict[str, asyncio.Future[dict[int, list[int]]]]] = OrderedDict()
         self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
         self._flush: asyncio.Task[bool] | None = None  # the running attempt, or the last
@@ -147,7 +153,7 @@ class ServedEngine:
         except TimeoutError:
             return ReplicaGone(f"replica {self.replica_id} has the lease of {rid}, the request has not come")
         except asyncio.CancelledError:
-            self.loop.abort(rid)
+            self._end(rid)
             raise
         finally:
             self._runs.pop(rid, None)
@@ -247,6 +253,24 @@ class ServedEngine:
             self.loop.abort(rid)
         return len(rids)
 
+    async def recall(self, key: str) -> dict[int, list[int]]:
+        """Return what choices of the request with this `GenerateRequest.recall` have made, by number, and end it.
+
+        It may still run: a router whose machine has vanished closes no connection.
+        """
+        for rid in [rid for rid, run in self._runs.items() if run.recall == key]:
+            self._end(rid)
+        left = self._left.get(key, {})
+        if left:
+            await asyncio.wait(left.values())
+        made: dict[int, list[int]] = {}
+        for rid, output in left.items():
+            for index, ids in output.result().items():
+                choice = choice_of(rid)
+                choice = index if choice is None else choice
+                made[choice] = max(made.get(choice, []), ids, key=len)
+        return made
+
     async def check_health(self) -> None:
         """Raise EngineDead when a step crashed or hangs, a rank is gone, or the transfer thread has failed; and
         ReplicaGone when it drains, since Serve replaces a replica by name for no other reason."""
@@ -284,12 +308,14 @@ class ServedEngine:
             if self._moves is not None:
                 self._moves.order(asked)
         else:
-            self.loop.abort(asked.rid)
+            self._end(asked.rid)
             self._runs.pop(asked.rid, None)  # its lease has failed: none comes
 
     def _start(self, client: ChannelClient, request: GenerateRequest) -> None:
         event_loop, run = asyncio.get_running_loop(), self._runs.setdefault(request.rid, _Run())
         run.client = client
+        if request.hand_off is None or request.hand_off.leg is PdLeg.DECODE:
+            run.recall = request.recall
         run.began.set()
 
         def on_end() -> None:  # engine thread
@@ -318,8 +344,29 @@ class ServedEngine:
         if self._clients.get(router_id) is client:
             del self._clients[router_id]
         for rid in self.loop.open_rids(client.sink):
-            self.loop.abort(rid)
+            self._end(rid)
         self._runs = {rid: run for rid, run in self._runs.items() if run.client is not client}
+
+    def _end(self, rid: str) -> None:
+        """End a request whose router gives it up, or is gone. If its client may come back to another router, remember
+        what it has made."""
+        run = self._runs.get(rid)
+        if run is None or not run.recall or run.ended.is_set():
+            self.loop.abort(rid)
+            return
+        recall, run.recall = run.recall, ""  # once
+        event_loop = asyncio.get_running_loop()
+        output: asyncio.Future[dict[int, list[int]]] = event_loop.create_future()
+        self._left.setdefault(recall, {})[rid] = output
+        self._left.move_to_end(recall)
+        if len(self._left) > MOST_LEFT:
+            self._left.popitem(last=False)
+
+        def told(made: dict[int, list[int]]) -> None:  # engine thread
+            with contextlib.suppress(RuntimeError):  # as in `_start`
+                event_loop.call_soon_threadsafe(output.set_result, made)
+
+        self.loop.abandon(rid, told)
 
     async def _report_forever(self) -> None:
         activity = logs.ActivityLog(self.loop.stats(), time.monotonic)

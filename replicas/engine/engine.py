@@ -349,6 +349,10 @@ class Engine:
         self._settle()
         return deltas
 
+    def output_of(self, rid: str) -> dict[int, list[int]]:
+        """Return the output ids so far of the open choices of ``rid``, by index; none where it is not open."""
+        return {choice.req.index: choice.req.output_ids.tolist() for choice in self._open.choices(rid)}
+
     def take_back(self, rid: str) -> list[TokenDelta]:
         """End ``rid`` if none of its choices has been admitted, so that its router gives it to another replica.
 

@@ -142,6 +142,17 @@ class EngineLoop:
         """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
         self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
 
+    def abandon(self, rid: str, told: Callable[[dict[int, list[int]]], object]) -> None:
+        """End a request as `abort` does, after calling ``told`` on the engine thread with what `Engine.output_of` says
+        (nothing, of an engine that is dead); thread-safe."""
+
+        def end(engine: Engine | None) -> None:
+            told({} if engine is None else engine.output_of(rid))
+            if engine is not None:
+                self._sinks.deliver(engine.abort(rid))
+
+        self._command(end)
+
     def take_back(self, rid: str, kept: Callable[[], object]) -> None:
         """End a request that has not been admitted, or call ``kept`` on the engine thread; thread-safe."""
 

@@ -106,6 +106,44 @@ async def test_a_kept_connection_keeps_its_requests_and_a_renewed_one_ends_them(
         assert (await run(house, served, ask(rid="a2.0-me", max_new_tokens=4))) is None
 
 
+@pytest.mark.parametrize("how", ["its router is lost", "its router gives it up", "its router is silent"])
+async def test_what_a_request_has_made_is_remembered_for_the_router_that_goes_on_with_it(
+    house: House, served: ServedEngine, steps: threading.Event, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Of all choices that run, also where a failure had made each a request of its own; a further one is its own."""
+    allowed, steps_begun = threading.Semaphore(40), list[float]()  # of a hundred that it takes
+
+    def next_step(timeout_s: float) -> None:
+        steps_begun.append(time.monotonic())
+        allowed.acquire(timeout=timeout_s)
+
+    monkeypatch.setattr(steps, "wait", next_step)
+    house.add(served)
+    assert await house.fleet.wait_ready(30)
+    first = served._clients["router"]
+    rids = ("a1.1c0-me", "a1.1c3-me", "a2.0-other")
+    requests = [dataclasses.replace(ask(rid=rid, max_new_tokens=100), recall=rid[:2]) for rid in rids]
+    leases = [asyncio.create_task(run(house, served, request)) for request in requests]
+    await until_async(lambda: len(steps_begun) > 8)
+    if how == "its router is lost":
+        first.close()
+        await until_async(lambda: first.lost)
+    elif how == "its router gives it up":
+        house.channel.send("r0", EndRequest(rids[0]))
+        await until_async(lambda: rids[0] not in served._runs)
+    recalled = asyncio.create_task(served.recall("a1"))
+    await asyncio.sleep(0)
+    allowed.release(1000)
+    made = await asyncio.wait_for(recalled, 60)
+    assert made.keys() == {0, 3}
+    assert min(map(len, made.values())) >= 2
+    assert await served.recall("unknown") == {}
+    again = await served.recall("a1")
+    assert again == made, "a router that dies meanwhile is no loss"
+    served.loop.abort(rids[2])
+    await asyncio.wait_for(asyncio.gather(*leases), 60)
+
+
 async def test_a_request_runs_before_its_lease_comes(house: House, served: ServedEngine) -> None:
     await house.ready(served)
     stream = house.channel.open(["a1.0-me"], replica_id="r0")
