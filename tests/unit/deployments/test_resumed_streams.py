@@ -23,6 +23,7 @@ from deployments.dispatch.route_log import RequestWatch
 from deployments.http.http_app import make_app
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from routing.types import Role
 from tests.joined_stream import equal, joined, named_events
 from tests.pairwise import ALL
 from tests.unit.deployments.in_process import House, LocalLeases
@@ -47,8 +48,9 @@ OVER_ROUTERS = ("three choices", "tools", "responses", "messages", "unseeded")
 class Routers:
     """Routers over the same two replicas, one at a time, each on a port of its own."""
 
-    def __init__(self, engines: Engines, *, keys: KeyDigests = NO_KEYS, **options: Any) -> None:
-        """``options``: of what they keep."""
+    def __init__(self, engines: Engines, *, keys: KeyDigests = NO_KEYS, apart: bool = False, **options: Any) -> None:
+        """``apart``: one replica hands every prompt over to the other. ``options``: of what they keep."""
+        self._apart = apart
         self._engines = engines
         self._keys = keys
         self._options = options
@@ -60,8 +62,10 @@ class Routers:
         self.app: FastAPI
 
     async def __aenter__(self) -> "Routers":
-        for number, loop in enumerate(self._engines.both):
-            self._leases.replicas[f"r{number}"] = ServedEngine(loop, replica_id=f"r{number}", node_id="here")
+        roles = (Role.PREFILL, Role.DECODE) if self._apart else (Role.UNIFIED, Role.UNIFIED)
+        for number, (loop, role) in enumerate(zip(self._engines.both, roles, strict=True)):
+            served = ServedEngine(loop, replica_id=f"r{number}", node_id="here", role=role)
+            self._leases.replicas[served.replica_id] = served
         await self._start()
         return self
 
@@ -69,7 +73,8 @@ class Routers:
         await self._stack.aclose()
 
     async def _start(self) -> None:
-        self.house = House(router_id=f"router{self.num_made}", leases=self._leases, policy="estimated_ttft")
+        name = f"router{self.num_made}"
+        self.house = House(router_id=name, leases=self._leases, policy="estimated_ttft", always_hand_off=self._apart)
         self.num_made += 1
         await self._stack.enter_async_context(self.house)
         self.house.fleet.set_members(self._leases.replicas)
@@ -222,9 +227,9 @@ async def test_eight_streams_come_back_when_their_router_dies(engines: Engines) 
 
 
 RECALLED = {
-    "greedy": chat(temperature=0, max_tokens=200, ignore_eos=True),
     "two choices": chat(n=2, max_tokens=200, ignore_eos=True),
     "stop strings": chat(stop=["\0 never", "e" * 40], max_tokens=200, ignore_eos=True),
+    "apart": chat(max_tokens=200, ignore_eos=True),
 }
 
 
@@ -232,7 +237,7 @@ RECALLED = {
 async def test_what_was_made_before_a_router_died_is_not_made_again(engines: Engines, way: str) -> None:
     """The replica remembers the ids, whose text is made at once."""
     (path, body), watch = RECALLED[way], Heard()
-    async with Routers(engines, watch=watch) as routers:
+    async with Routers(engines, watch=watch, apart=way == "apart") as routers:
         at_first = num_made(engines)
         undisturbed = await asked(Wire(routers), path, body)
         alone = num_made(engines) - at_first
