@@ -35,23 +35,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.version:
         print(_versions())
         return 0
-    admin_key = os.environ.get(KEY_VARIABLE)
     match args.command:
-        case "top":
-            from deployments.watch.terminal import top
-
-            options = top.Options(once=args.once, as_json=args.json, interval_s=args.interval)
-            return top.run(args.url, args.key or admin_key, options)
-        case "explain":
-            from deployments.watch.terminal import explain
-
-            return explain.run(args.url, args.rid, args.key or admin_key, as_json=args.json)
-        case "kill":
-            from deployments.watch.terminal import kill
-
-            return kill.run(args.url, args.replica, args.key or admin_key, sure=args.yes, for_s=args.for_s)
-        case "chat":
-            return _chat(args, args.url, args.model)
+        case "top" | "explain" | "kill" | "chat" | "bench":
+            return _ask(args)
         case "run":
             return _own(args)
         case "logs":
@@ -88,14 +74,34 @@ def _run(args: argparse.Namespace) -> int:
             from dashboards import __main__ as dashboards
 
             return dashboards.main(args.rest)
+        case "serve" if args.print_config:
+            return _print(args.config)
+    return _serve_or_check(args.command, args.config)
+
+
+def _ask(args: argparse.Namespace) -> int:
+    """Run a command that asks a running Manta."""
+    admin_key = args.key or os.environ.get(KEY_VARIABLE)
+    match args.command:
+        case "top":
+            from deployments.watch.terminal import top
+
+            options = top.Options(once=args.once, as_json=args.json, interval_s=args.interval)
+            return top.run(args.url, admin_key, options)
+        case "explain":
+            from deployments.watch.terminal import explain
+
+            return explain.run(args.url, args.rid, admin_key, as_json=args.json)
+        case "kill":
+            from deployments.watch.terminal import kill
+
+            return kill.run(args.url, args.replica, admin_key, sure=args.yes, for_s=args.for_s)
         case "bench":
             from deployments.watch.terminal import bench, chat
 
             asked = chat.ChatOptions(model=args.model, system=None, max_tokens=args.max_tokens, temperature=None)
             return bench.run(args.url, _client_key(args), asked, users=args.concurrency, for_s=args.for_s)
-        case "serve" if args.print_config:
-            return _print(args.config)
-    return _serve_or_check(args.command, args.config)
+    return _chat(args, args.url, args.model)
 
 
 def _print(config: Given) -> int:

@@ -134,22 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = add("serve", "start Ray and serve the models of a settings file until Ctrl-C")
     run = add("run", "serve a model, chat with it, and stop serving it")
     check = add("check", "check a settings file, list all errors, and start nothing")
-    top = add("top", "watch replicas, KV pools and requests; press ? there for its keys")
-    top.add_argument("--once", action="store_true", help="print one snapshot as plain text and exit")
-    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
-    explain = add("explain", "explain why a recent request went to its replica, and where its time went")
-    explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
-    kill = add("kill", "end the process of a replica at once: its requests go on elsewhere, and it is replaced")
-    kill.add_argument("replica", metavar="REPLICA", help="its id or a part of it, or its place in the table of `top`")
-    kill.add_argument("--yes", action="store_true", help="do not ask first, as is done on a terminal")
-    kill.add_argument("--wait", type=_duration, default=300.0, dest="for_s", metavar="TIME", help="for the replica "
-                      "that takes its place (default 5m)")  # fmt: skip
-    chat = add("chat", "talk to a served model, and see after each answer what was cached and how fast it was")
-    for command in (run, chat):
-        command.add_argument("--system", metavar="TEXT", help="system message")
-        command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)")
-        command.add_argument("--temperature", type=float, metavar="T", help="0: the same answer each time (default: "
-                             "model's)")  # fmt: skip
+    _add_clients(add)
     logs = add("logs", "print the logs of a Manta of this machine, which may have ended, and follow them")
     logs.add_argument("replica", nargs="?", default="", metavar="REPLICA", help="a replica's id, or another part of a "
                       "log's name, such as router (default: all)")  # fmt: skip
@@ -163,29 +148,59 @@ def _parser() -> argparse.ArgumentParser:
     pull.add_argument("--revision", metavar="COMMIT", help="commit, branch or tag (default: the main branch)")
     doctor = add("doctor", "look at this machine and a settings file for what would keep Manta from starting")
     doctor.add_argument("--gpu", action="store_true", help="look at what a GPU needs; with one, compile for minutes")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     key = add("key", "make a random key, for clients or for the operator")
     key.add_argument("action", choices=["new"], help="print a new key, and on standard error where it belongs")
-    bench = add("bench", "put a load of chats on a running Manta; print latencies, throughput and what was cached")
-    bench.add_argument("--for", type=_duration, default=60.0, dest="for_s", metavar="TIME", help="such as 90s or 5m "
-                       "(default 60s); what then runs is waited for")  # fmt: skip
-    bench.add_argument("--concurrency", type=_number, default=8, metavar="N", help="users who chat at once (default 8)")
-    bench.add_argument("--max-tokens", type=_number, default=64, metavar="N", help="longest answer (default 64)")
     add("dashboards", "write Prometheus settings, rules and Grafana boards, or check them")
     add("settings", "print the table of all settings in Markdown (docs/settings.md)")
     serve.add_argument("--print-config", action="store_true", help="print the settings as a file, and start nothing")
     for command in (serve, run, check, doctor):
         _add_settings(command)
+    _add_talk(run)
+    return parser
+
+
+def _add_clients(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add the commands that ask a running Manta."""
+    top = add("top", "watch replicas, KV pools and requests; press ? there for its keys")
+    top.add_argument("--once", action="store_true", help="print one snapshot as plain text and exit")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
+    explain = add("explain", "explain why a recent request went to its replica, and where its time went")
+    explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
+    kill = add("kill", "end the process of a replica at once: its requests go on elsewhere, and it is replaced")
+    kill.add_argument("replica", metavar="REPLICA", help="its id or a part of it, or its place in the table of `top`")
+    kill.add_argument("--yes", action="store_true", help="do not ask first, as is done on a terminal")
+    kill.add_argument("--wait", type=_duration, default=300.0, dest="for_s", metavar="TIME", help="for the replica "
+                      "that takes its place (default 5m)")  # fmt: skip
+    chat = add("chat", "talk to a served model, and see after each answer what was cached and how fast it was")
+    _add_talk(chat)
+    bench = add("bench", "put a load of chats on a running Manta; print latencies, throughput and what was cached")
+    bench.add_argument("--for", type=_duration, default=60.0, dest="for_s", metavar="TIME", help="such as 90s or 5m "
+                       "(default 60s); what then runs is waited for")  # fmt: skip
+    bench.add_argument("--concurrency", type=_number, default=8, metavar="N", help="users who chat at once (default 8)")
+    bench.add_argument("--max-tokens", type=_number, default=64, metavar="N", help="longest answer (default 64)")
+    _add_key(bench, API_KEY_VARIABLE)
     for command in (chat, bench):
         command.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
+    for command in (top, explain, kill):
+        _add_key(command, KEY_VARIABLE)
     for command in (top, explain, kill, chat, bench):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
-    for command in (top, explain, doctor):
+    for command in (top, explain):
         command.add_argument("--json", action="store_true", help="print JSON")
-    theirs = dict.fromkeys((chat, run, bench), API_KEY_VARIABLE)
-    for command, variable in (dict.fromkeys((top, explain, kill), KEY_VARIABLE) | theirs).items():
-        told = f"file that holds the key (default: {variable} in the environment)"
-        command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=told)
-    return parser
+
+
+def _add_talk(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--system", metavar="TEXT", help="system message")
+    command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)")
+    command.add_argument("--temperature", type=float, metavar="T", help="0: the same answer each time (default: "
+                         "model's)")  # fmt: skip
+    _add_key(command, API_KEY_VARIABLE)
+
+
+def _add_key(command: argparse.ArgumentParser, variable: str) -> None:
+    told = f"file that holds the key (default: {variable} in the environment)"
+    command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=told)
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ class Answered:
     gaps_s: tuple[float, ...]  # between the parts of its text
 
 
-class Load:
+class ChatLoad:
     """Users who chat until the time is over, and what came of their requests."""
 
     def __init__(self, url: str, key: str | None, options: ChatOptions) -> None:
@@ -116,7 +116,7 @@ def run(url: str, key: str | None, options: ChatOptions, *, users: int, for_s: f
         return error.status
     print(f"{options.model} at {url}: chats for {seconds(for_s)}, concurrency {users}, {TURNS} turns a conversation, "
           f"answers of up to {options.max_tokens} tokens", file=sys.stderr)  # fmt: skip
-    load, started_s = Load(url, key, options), time.monotonic()
+    load, started_s = ChatLoad(url, key, options), time.monotonic()
     try:
         load.run(users=users, for_s=for_s)
     except KeyboardInterrupt:

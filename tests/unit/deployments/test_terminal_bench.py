@@ -64,9 +64,9 @@ class Server:
         return 200, b"".join(b"data: %s\n\n" % json.dumps(each).encode() for each in events) + b"data: [DONE]\n\n"
 
 
-def loaded(server: Server, *, users: int) -> bench.Load:
+def loaded(server: Server, *, users: int) -> bench.ChatLoad:
     with answering(server.respond) as port:
-        load = bench.Load(f"http://127.0.0.1:{port}", None, OPTIONS)
+        load = bench.ChatLoad(f"http://127.0.0.1:{port}", None, OPTIONS)
         load.over = server.over
         load.run(users=users, for_s=60.0)
     return load
@@ -100,11 +100,11 @@ def test_a_refused_request_counts_as_failed_and_is_the_exit_status(capsys: pytes
 def test_a_load_that_is_stopped_is_reported_as_far_as_it_came(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(load: bench.Load, **_: object) -> None:
+    def stopped(load: bench.ChatLoad, **_: object) -> None:
         load.answered.append(answered(0.5, 0.01))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench.Load, "run", stopped)
+    monkeypatch.setattr(bench.ChatLoad, "run", stopped)
     with answering(Server(wanted=0).respond) as port:
         assert bench.run(f"http://127.0.0.1:{port}", None, OPTIONS, users=1, for_s=60.0) == 0
     said = capsys.readouterr()
