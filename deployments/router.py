@@ -30,6 +30,7 @@ from deployments import logs
 from deployments.channel.channel_server import ChannelServer
 from deployments.dispatch import ray_leases
 from deployments.dispatch.attempt import TryLimits
+from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
@@ -38,10 +39,11 @@ from deployments.dispatch.recording import Recorder
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
-from deployments.fleet.peers import NoPeers, RayPeers, RouterPeers
+from deployments.fleet.peers import NoPeers, RayPeers, ResponseAsk, RouterPeers
 from deployments.fleet.silence import HangKiller
 from deployments.http import tracing
 from deployments.http.access import browser_rules
+from deployments.http.apis.responses import asked_of
 from deployments.http.http_app import make_app
 from deployments.http.routes import own_route
 from deployments.http.service import Service, read_face, tokenizer_folder
@@ -163,6 +165,10 @@ class RouterIngress:
         """Find a route; the other routers call it (peers.py)."""
         return own_route(self._service.dispatcher, name)
 
+    async def ask_response(self, ask: ResponseAsk) -> dict[str, Any] | None:
+        """Do what a client of another router asks of a response; the other routers call it."""
+        return await asked_of(self._service.background, ask)
+
     async def find_request(self, name: str) -> dict[str, Any] | None:
         """Find a request; the observatory calls it, and the next two methods."""
         return request_body(self._service.dispatcher, name)
@@ -267,6 +273,9 @@ def _service(
         settings=shown_settings(config, settings),
         peers=peers,
         streams=KeptStreams(reconnect_s=config.router.reconnect_s, watch=dispatcher.watch),
+        background=BackgroundStreams(
+            kept_s=config.router.background_kept_s, timeout_s=config.router.background_timeout_s
+        ),
         registry=registry,
         max_body_bytes=config.router.max_body_bytes,
         max_schema_bytes=config.router.max_schema_bytes,

@@ -91,6 +91,11 @@ def _endpoints() -> list[list[APIRoute]]:
     return list(found.values())
 
 
+def _methods(route: APIRoute) -> list[str]:
+    """List its methods as the document names them, without HEAD."""
+    return [method for method in ("get", "post", "delete") if method.upper() in (route.methods or ())]
+
+
 def _body(route: APIRoute) -> Any:
     """Return the type of the route's body; None if it takes none."""
     return route.body_field and route.body_field.field_info.annotation
@@ -100,9 +105,8 @@ def _routes(paths: Schema) -> str:
     usual = set(paths["/tokenize"]["post"]["responses"])
     rows = []
     for routes in _endpoints():
-        route, operations = routes[0], paths[routes[0].path_format]
-        methods = [method for method in ("get", "post") if method in operations]
-        operation, body = operations[methods[-1]], _body(route)
+        route, methods = routes[0], _methods(routes[0])
+        operation, body = paths[route.path_format][methods[-1]], _body(route)
         fields = f" ({_link(_heading(body), 'fields')})" if body else ""
         errors = sorted(set(operation["responses"]) - (usual if body else {"200", "401", "403", "500"}))
         guards = [each.call for each in route.dependant.dependencies]
@@ -186,8 +190,8 @@ def _answers(paths: Schema, schemas: Mapping[str, Schema]) -> str:
     """A section for each answer, event and error."""
     named: dict[str, str] = {}
     for routes in _endpoints():
-        path = routes[0].path_format
-        operation = paths[path].get("post") or paths[path]["get"]
+        path, method = routes[0].path_format, _methods(routes[0])[-1]
+        operation = paths[path][method]
         content = operation["responses"]["200"].get("content", {})
         for kind, what in ((JSON, "Answer"), (EVENTS, "Event")):
             for name in re.findall(r"schemas/(\w+)", str(content.get(kind, "")))[:1]:

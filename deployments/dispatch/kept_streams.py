@@ -39,7 +39,7 @@ class KeptStream:
     def __init__(
         self,
         batches: AsyncGenerator[list[Event], None],
-        error_event: Callable[[Exception], bytes],
+        error_events: Callable[[Exception], list[Event]],
         *,
         after: str,
         body: bytes,
@@ -59,12 +59,17 @@ class KeptStream:
         self._num_read = 0
         self._unread_bytes = 0
         self.news, self._room = asyncio.Event(), asyncio.Event()
-        self._task = asyncio.create_task(self._run(batches, error_event))
+        self._task = asyncio.create_task(self._run(batches, error_events))
 
     @property
     def num_events(self) -> int:
         """The events that have come, kept or not."""
         return self._num_dropped + len(self._events)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the events that are kept."""
+        return self._num_bytes
 
     @property
     def is_delivered(self) -> bool:
@@ -119,28 +124,33 @@ class KeptStream:
         self.connection = None
         self.news.set()
 
-    async def _run(self, batches: AsyncGenerator[list[Event], None], error_event: Callable[[Exception], bytes]) -> None:
+    async def _run(
+        self, batches: AsyncGenerator[list[Event], None], error_events: Callable[[Exception], list[Event]]
+    ) -> None:
         try:
             async with contextlib.aclosing(batches):
                 async for batch in batches:
-                    num_bytes = sum(len(event.data) for event in batch)
-                    if self.connection is None and self._unread_bytes + num_bytes > MOST_BYTES:
-                        raise StreamGone(WAITED_LONG)
-                    self._add(batch, num_bytes)
-                    while self.connection is not None and self._unread_bytes > MOST_BYTES // 2:
-                        self._room.clear()
-                        await self._room.wait()
+                    await self._keep(batch)
         except Exception as error:  # noqa: BLE001 - the status may be sent: only an event can carry the error then
             if self.num_events:
-                last = error_event(error)
-                self._add([Event("", last)], len(last))
+                self._add(error_events(error))
             else:
                 self.failure = error
         finally:
             self.ended = True
             self.news.set()
 
-    def _add(self, batch: Sequence[Event], num_bytes: int) -> None:
+    async def _keep(self, batch: Sequence[Event]) -> None:
+        """Add events, and wait while a connection reads slowly. Raises: StreamGone if too much waits without one."""
+        if self.connection is None and self._unread_bytes + _size(batch) > MOST_BYTES:
+            raise StreamGone(WAITED_LONG)
+        self._add(batch)
+        while self.connection is not None and self._unread_bytes > MOST_BYTES // 2:
+            self._room.clear()
+            await self._room.wait()
+
+    def _add(self, batch: Sequence[Event]) -> None:
+        num_bytes = _size(batch)
         self._events.extend(batch)
         self._num_bytes += num_bytes
         self._unread_bytes += num_bytes
@@ -149,6 +159,10 @@ class KeptStream:
             self._num_bytes -= len(data)
             self._num_dropped += 1
         self.news.set()
+
+
+def _size(batch: Sequence[Event]) -> int:
+    return sum(len(event.data) for event in batch)
 
 
 class Connection:
@@ -213,7 +227,7 @@ class KeptStreams:
             return False
         self._drop(
             max(waiting, key=lambda each: (self._streams[each].is_delivered, owners[each[0]])),
-            f"a router keeps {MOST_STREAMS} streams, and others came",
+            f"a router keeps {MOST_STREAMS} at a time, and others came",
         )
         return True
 
@@ -248,9 +262,7 @@ class KeptStreams:
         if stream.is_full:
             self._drop(key, WAITED_LONG)
             return
-        timer = asyncio.get_running_loop().call_later(self._reconnect_s, self._expire, key, stream)
-        self._timers[stream] = timer
-        self._tell()
+        self._wait(key, stream, f"its client was away for more than {self._reconnect_s:g} s (router.reconnect_s)")
 
     def resumed(self, how: str) -> None:
         """Count a client that came back: its stream was ``kept``, or its request runs ``again``."""
@@ -261,8 +273,10 @@ class KeptStreams:
         for key in list(self._streams):
             self._drop(key, "the router stopped")
 
-    def _expire(self, key: Key, stream: KeptStream) -> None:
-        self._drop(key, f"its client was away for more than {self._reconnect_s:g} s (router.reconnect_s)", stream)
+    def _wait(self, key: Key, stream: KeptStream, why: str) -> None:
+        """Keep ``stream`` for as long as is set, and drop it then."""
+        self._timers[stream] = asyncio.get_running_loop().call_later(self._reconnect_s, self._drop, key, why, stream)
+        self._tell()
 
     def _forget(self, key: Key) -> None:
         """Let another stream have this name. Where it is being read, that goes on, for this one connection."""

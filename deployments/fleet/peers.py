@@ -11,13 +11,25 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import RayServeException
 
-Body = dict[str, Any]  # an answer of ``GET /route/{name}``
+Body = dict[str, Any]  # an answer of ``GET /route/{name}``; or about a response, of which no two routers know
+What = Literal["response", "events", "cancel", "delete"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseAsk:
+    """What a client asks of a response that is made in the background."""
+
+    owner: str  # name of its caller
+    response_id: str
+    what: What
+    index: int = 0  # of the first event
+    within_s: float = 0.0  # how long to wait for an event; less than ANSWER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +47,18 @@ class RouterPeers(Protocol):
         """Return the answer of ``GET /route/{name}`` by the last router that decided for that name."""
         ...
 
+    async def ask_response(self, ask: ResponseAsk) -> FoundRoute:
+        """Do what a client asks of a response in the background (http/apis/responses.py), at the router that has it."""
+        ...
+
 
 class NoPeers:
     """`RouterPeers` of the only router of its application."""
 
     async def find_route(self, name: str) -> FoundRoute:
+        return FoundRoute()
+
+    async def ask_response(self, ask: ResponseAsk) -> FoundRoute:
         return FoundRoute()
 
 
@@ -58,7 +77,7 @@ async def newest(asked: Sequence[Awaitable[Body | None]], *, within_s: float) ->
 def newer(*bodies: Body | None) -> Body | None:
     """Return the newest of ``bodies``: a name that was given twice means the later request."""
     found = [body for body in bodies if body is not None]
-    return max(found, key=lambda body: float(body["time"]), default=None)
+    return max(found, key=lambda body: float(body.get("time", 0.0)), default=None)
 
 
 class NobodyAsked(Exception):
@@ -116,7 +135,10 @@ class RayPeers:
         """Return what `find_route` does, with the request's row and page keys (observatory/router_view.py)."""
         return await self._find("find_request", name)
 
-    async def _find(self, method: str, name: str) -> FoundRoute:
+    async def ask_response(self, ask: ResponseAsk) -> FoundRoute:
+        return await self._find("ask_response", ask)
+
+    async def _find(self, method: str, name: str | ResponseAsk) -> FoundRoute:
         try:
             answers = await self._routers.ask(method, name, within_s=self._answer_s)
         except NobodyAsked as error:

@@ -320,16 +320,26 @@ class OutputItemBody(AnswerBody):
 class ResponseBody(AnswerBody):
     """A response; it also repeats the fields of its request."""
 
-    id: Id
+    id: str = Field(description="The answer's id; holds the request's name, but in the background.")
     object: Literal["response"]
     created_at: UnixTime
     completed_at: int | None = Field(description="Seconds since 1970.")
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = Field(description="How far it is.")
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = Field(
+        description="How far it is."
+    )
     error: dict[str, Any] | None = Field(description="What went wrong.")
     incomplete_details: dict[str, Any] | None = Field(description="`reason` is max_output_tokens, or it was aborted.")
     model: ModelName
     output: list[OutputItemBody]
     usage: ResponseUsageBody | None
+
+
+class DeletedResponseBody(AnswerBody):
+    """What became of a response."""
+
+    id: str = Field(description="The response's id.")
+    object: Literal["response"]
+    deleted: bool = Field(description="Always true.")
 
 
 class ResponseEventBody(AnswerBody):

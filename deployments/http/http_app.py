@@ -47,13 +47,14 @@ def make_app(
     app.state.service = service
     app.state.keys = keys
     app.state.live_view = live_view if live_view is not None else _no_live_view
+    own = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    for route in own:
+        if route.methods == {"GET"}:
+            route.methods.add("HEAD")  # the server leaves the body out
     for router in ROUTERS:
-        for route in router.routes:
-            if isinstance(route, APIRoute) and route.methods == {"GET"}:
-                route.methods.add("HEAD")  # the server leaves the body out
         app.include_router(router)
     api_document.describe(app, service.model)
-    http_errors.install(app)
+    http_errors.install(app, own)
     app.add_middleware(http_errors.Unforeseen)
     if tracing is not None:
         app.add_middleware(Traces, tracing=tracing, routes=service.dispatcher.routes)
@@ -61,7 +62,7 @@ def make_app(
     if browsers is not None:
         app.add_middleware(BrowserCheck, rules=browsers)
     if cors_origins:
-        methods, headers = ["GET", "POST"], ["*"]
+        methods, headers = ["GET", "POST", "DELETE"], ["*"]
         app.add_middleware(
             CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=headers,
             expose_headers=EXPOSED, allow_private_network=True,
@@ -82,4 +83,5 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     examined.start(several_callers=app.state.keys.exist)
     yield
     app.state.service.streams.stop()
+    app.state.service.background.stop()
     examined.close()

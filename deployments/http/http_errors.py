@@ -9,11 +9,14 @@ Under /v1/messages it is Anthropic's:
 
 import logging
 import math
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replicas.errors import EngineDead, InvalidRequest, MantaError, PromptTooLong
@@ -128,8 +131,8 @@ class Unforeseen:
             await error_response(error, scope)(scope, receive, send)
 
 
-def install(app: FastAPI) -> None:
-    """Install the handlers for all errors of ``app``."""
+def install(app: FastAPI, routes: Collection[APIRoute] = ()) -> None:
+    """Install the handlers for all errors of ``app``. ``routes``: its own, where several may have one path."""
 
     async def ours(request: Request, error: Exception) -> Response:
         return error_response(error, request.scope)
@@ -139,7 +142,12 @@ def install(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}"
         body = error_body(message, status=error.status_code)
         body = _in_form_of(request.scope, error.status_code, body)
-        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+        headers = error.headers
+        if error.status_code == 405:  # with the methods of the first route of its path, which may have others
+            path = next((each.path for each in routes if each.matches(request.scope)[0] is Match.PARTIAL), None)
+            methods = {method for each in routes if each.path == path for method in each.methods or ()}
+            headers = {"Allow": ", ".join(sorted(methods))} if methods else headers
+        return JSONResponse(body, status_code=error.status_code, headers=headers)
 
     app.add_exception_handler(MantaError, ours)
     app.add_exception_handler(NoReplica, ours)

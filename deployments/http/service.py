@@ -26,6 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
+from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.leases import Leases
@@ -109,6 +110,7 @@ class Service:
     settings: dict[str, Any]  # the configuration as given, for /get_server_info
     peers: RouterPeers = field(default_factory=NoPeers)
     streams: KeptStreams = field(default_factory=KeptStreams)
+    background: BackgroundStreams = field(default_factory=BackgroundStreams)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
     max_schema_bytes: int = 1 << 20

@@ -269,7 +269,9 @@ class Answer:
             headers[SCHEMA_HEADER] = self.promise.at_first
         numbering = Numbering(after, num_choices=asked.sampling.n)
         batches = self._batches(generations.stream(asked, resumes=after is not None), numbering)
-        stream = KeptStream(batches, self._error_events, after=last_event, body=body, headers=headers)
+        stream = KeptStream(
+            batches, lambda error: [Event("", self._error_events(error))], after=last_event, body=body, headers=headers
+        )
         return await kept_answer(request, streams, streams.add(key, stream))
 
     async def _batches(

@@ -104,6 +104,9 @@ class RouterSettings(Settings):
     hang_timeout_s: float = Field(default=4.0, gt=0)
     # how long a stream whose client asked for it (x-manta-reconnect) waits for it without a connection; 0: it ends
     reconnect_s: float = Field(default=30.0, ge=0, le=3600)
+    # how long a response in the background (background: true) may wait and run
+    background_timeout_s: float = Field(default=3600.0, gt=0, le=MAX_DEADLINE_S)
+    background_kept_s: float = Field(default=600.0, gt=0, le=86_400)  # how long a router keeps one that has ended
     max_wait_s: float = Field(default=120.0, gt=0)  # a request whose estimated wait is longer is answered with 429
     # choices of one API key that run or wait at one router; a request that would exceed them is answered with 429
     max_choices_per_key: int = Field(default=1024, ge=1)

@@ -38,7 +38,8 @@ from tests.unit.tokenizer_folders import byte_level_folder
 
 CONTEXT_LEN = 48  # no request generates more tokens than that
 LONGEST_RUN_S = 500.0  # with much else on the machine; alone it takes half a minute
-RESPONSE = "/v1/responses/{response_id}"  # none is kept
+RESPONSE = "/v1/responses/{response_id}"  # none of a made-up id is kept
+CANCEL = f"{RESPONSE}/cancel"
 STREAM = "/v1/streams/{name}"
 ALIASES = ("/v1/tokenize", "/v1/detokenize", "/model_info", "/server_info", "/ready", "/prometheus/metrics")
 CHECKS = [
@@ -118,7 +119,7 @@ def test_every_route_is_described(url: str) -> None:
     assert served == document["paths"].keys()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            assert ("requestBody" in operation) == (method == "post" and path != "/flush_cache"), path
+            assert ("requestBody" in operation) == (method == "post" and path not in ("/flush_cache", CANCEL)), path
 
 
 def described(keys: KeyDigests) -> FastAPI:
@@ -164,6 +165,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "lo
         ("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "logprobs": 1}, Completion),
         ("/v1/chat/completions", CHAT, ChatCompletion),
         ("/v1/responses", {"input": "Hello", "max_output_tokens": 4}, Response),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 4, "background": True}, Response),
         ("/v1/embeddings", {"input": ["Hello"]}, CreateEmbeddingResponse),
     ],
 )
@@ -200,6 +202,7 @@ def test_what_the_document_says_is_what_the_routes_do(url: str, tmp_path: Path) 
     statuses = statuses_of(report)
     assert sum(map(len, statuses.values())) > 2000
     of_an_id = {f"{method} {path}" for method in ("GET", "HEAD") for path in ("/route/{rid}", RESPONSE, STREAM)}
+    of_an_id |= {f"DELETE {RESPONSE}", f"POST {CANCEL}"}
     reranks = ("/v1/rerank", "/v2/rerank", "/rerank")  # whose prompt alone is longer than this context
     too_long = {f"POST {path}" for path in reranks}
     assert {name for name, seen in statuses.items() if 200 not in seen} == of_an_id | too_long

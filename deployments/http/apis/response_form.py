@@ -1,6 +1,7 @@
 """The form of a response: its object, and the events that it is streamed in.
 
-    created  in_progress  (output_item.added  (content_part.added  delta...  done  content_part.done)  item.done)...
+    created  [queued]  in_progress
+    (output_item.added  (content_part.added  delta...  done  content_part.done)  output_item.done)...
     completed | incomplete | failed
 
 Owns:      the ids, order and numbers of events; the items of one response.
@@ -79,8 +80,21 @@ class ResponseWriter:
         self._waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text has not come yet
         self._num_events = 0
 
+    def queue(self) -> list[Event]:
+        """Begin the response as one that waits in the background."""
+        self.response["status"] = "queued"
+        return [self._event(f"response.{kind}", response=self.response) for kind in ("created", "queued")]
+
     def begin(self) -> list[Event]:
-        return [self._event(f"response.{kind}", response=self.response) for kind in ("created", "in_progress")]
+        kinds = ("in_progress",) if self.response["status"] == "queued" else ("created", "in_progress")
+        self.response["status"] = "in_progress"
+        return [self._event(f"response.{kind}", response=self.response) for kind in kinds]
+
+    def so_far(self, is_cancelled: bool) -> dict[str, Any]:
+        """Return the response as it is now, with the item that is being written."""
+        status = {"status": "cancelled"} if is_cancelled else {}
+        written = [] if self._open is None else [self._open.body("incomplete" if is_cancelled else "in_progress")]
+        return {**self.response, **status, "output": [*self._done, *written]}
 
     def write(self, parts: Sequence[Part], logprobs: list[dict[str, Any]]) -> list[Event]:
         """Add ``parts``, and the ``logprobs`` of the tokens that they come from. Returns: the events."""
@@ -102,8 +116,9 @@ class ResponseWriter:
         """End the response with ``error``. Returns: the last events."""
         status, body = body_of(error)
         told = {"code": _CODES.get(status, "server_error"), "message": body["message"]}
-        if self._open is not None:
-            self._done.append(self._open.body("incomplete"))
+        item, self._open = self._open, None
+        if item is not None:
+            self._done.append(item.body("incomplete"))
         self._finish("failed", error=told)
         failed = {"response": self.response}
         return [self._event("error", **told, param=body["error"]["param"]), self._event("response.failed", **failed)]
@@ -217,7 +232,7 @@ def usage_of(tokens: AnswerTokens) -> dict[str, Any]:
 def new_writer(
     body: ResponsesRequest, tools: ToolSet, name: str, *, model: str, sampling: SamplingParams, opening: Opening
 ) -> ResponseWriter:
-    """Begin the response to ``body``, with its own fields or what was taken in their place."""
+    """Begin the response to ``body``, with its own fields or what was taken in their place; ``name``: in its id."""
     response = {
         "id": f"resp_{name}",
         "object": "response",
@@ -242,8 +257,8 @@ def new_writer(
         "usage": None,
         "service_tier": "default",
         "truncation": "disabled",
-        "store": False,
-        "background": False,
+        "store": body.background is True,
+        "background": body.background is True,
         "previous_response_id": None,
     }
     calls_of = f"{opening.digits}-{name}"

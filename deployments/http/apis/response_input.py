@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and the chat that it asks for.
 
 Owns:      what each kind of input item, tool and option means as a chat.
-Never:     keeps anything between requests: what asks for that is refused by name.
+Never:     keeps anything between requests: what asks for that is refused by name, but for `background`.
 Invariant: items that a model gave in one answer become one message again, so that the next turn's prompt begins with
            this turn's prompt and output.
 """
@@ -27,7 +27,7 @@ INCLUDES = (
     ENCRYPTED, LOGPROBS, "web_search_call.results", "web_search_call.action.sources", "file_search_call.results",
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url",
 )  # fmt: skip
-_STATEFUL = ("store", "background", "previous_response_id", "conversation")
+_STATEFUL = ("previous_response_id", "conversation")
 # Codex sends these with every request, whatever the model: they are dropped, and a header says so
 _DROPPED = re.compile(
     r"(web_search|image_generation|tool_search|local_shell|custom)(?:_preview[a-z0-9_]*|_[0-9]{4}[0-9_]*)?"
@@ -96,8 +96,8 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: bodies.TopLogprobs = None
     chat_template_kwargs: bodies.TemplateVariables = None
     metadata: Named[str] | None = said("The answer repeats it.")
-    store: Annotated[bool, shown(const=False)] | None = said("Only false: nothing is stored.")
-    background: Annotated[bool, shown(const=False)] | None = said("Only false.")
+    store: bool | None = said("As `background`, or left out: nothing else is stored.")
+    background: bool | None = said("Made without this connection, and kept for a while ([below](#in-the-background)).")
     previous_response_id: Annotated[str, shown(maxLength=0)] | None = said(
         "Nothing is stored: send the whole conversation."
     )
@@ -181,7 +181,12 @@ def sealed(reasoning: str) -> str:
 
 
 def _refuse(body: ResponsesRequest) -> None:
-    for name in _STATEFUL:
+    if body.background and body.store is False:
+        raise InvalidRequest(
+            "store: false does not go with background: true: the response is kept to be asked for; leave it out",
+            param="store",
+        )
+    for name in _STATEFUL if body.background else ("store", *_STATEFUL):
         if getattr(body, name):
             raise InvalidRequest(
                 f"{name}: this server keeps no responses; leave it out, and send the whole conversation as input",

@@ -140,6 +140,33 @@ def until_served(app: Running, text: str) -> int:
     raise AssertionError("refused for a minute")
 
 
+def test_a_response_in_the_background_is_there_at_whichever_router_is_asked(app: Running) -> None:
+    """The proxy's choice changes with each request; only one router has the response."""
+    body = {"input": "Tell a long story.", "max_output_tokens": 150, "temperature": 0, "ignore_eos": True}
+    routes = f"{app.url}/v1/responses"
+
+    def begin() -> str:
+        answer = HTTP.post(routes, json={**body, "background": True}, headers=SHOWN, timeout=30)
+        assert (answer.status_code, answer.json()["status"]) == (200, "queued")
+        return f"{routes}/{answer.json()['id']}"
+
+    kept = begin()
+    streams = [HTTP.get(f"{kept}?stream=true", headers=SHOWN, timeout=60) for _ in range(4)]
+    assert {each.text for each in streams} == {streams[0].text}
+    assert streams[0].text.count("event: ") > 20
+    assert "event: response.incomplete" in streams[0].text
+    whole = [HTTP.get(kept, headers=SHOWN, timeout=30).json() for _ in range(8)]
+    assert [each["usage"]["output_tokens"] for each in whole] == [150] * 8
+    other = {"Authorization": f"Bearer {API_KEY}"}
+    assert [HTTP.get(kept, headers=other, timeout=30).status_code for _ in range(4)] == [404] * 4
+    for _ in range(4):
+        cancelled = begin()
+        assert HTTP.post(f"{cancelled}/cancel", headers=SHOWN, timeout=30).json()["status"] == "cancelled"
+        assert HTTP.delete(cancelled, headers=SHOWN, timeout=30).json()["deleted"]
+        assert [HTTP.get(cancelled, headers=SHOWN, timeout=30).status_code for _ in range(2)] == [404] * 2
+    app.until(app.idle, 30)
+
+
 ASKED = [{"role": "user", "content": "Order three bolts and two nuts, and say why in a long story."}]
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 STREAMS: list[tuple[str, dict[str, Any]]] = [

@@ -377,6 +377,8 @@ async def test_an_unknown_route_and_a_wrong_method_have_the_same_body(client: ht
         check_error(answer, 405)
         assert answer.headers["allow"] == "POST"
     assert (await client.head(CHAT)).status_code == 405  # without a body
+    allowed = (await client.put("/v1/responses/of-two-routes")).headers["allow"]
+    assert allowed == "DELETE, GET, HEAD"
 
 
 async def test_unknown_fields_and_nulls_are_accepted(client: httpx.AsyncClient) -> None:

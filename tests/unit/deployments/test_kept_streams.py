@@ -86,6 +86,10 @@ def test_what_is_no_id_of_this_stream_is_refused(text: str) -> None:
         Cursor.read(text, num_choices=1)
 
 
+def failed(error: Exception) -> list[Event]:
+    return [Event("", str(error).encode())]
+
+
 class Source:
     """Batches of events that a test gives, and whether their request was ended."""
 
@@ -110,7 +114,7 @@ class Source:
             self.ended = True
 
     def stream(self) -> KeptStream:
-        return KeptStream(self.batches(), lambda error: str(error).encode(), after="", body=b"", headers={})
+        return KeptStream(self.batches(), failed, after="", body=b"", headers={})
 
 
 async def test_the_newest_connection_has_the_stream_and_gets_the_rest() -> None:

@@ -13,7 +13,7 @@ from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from deployments.dispatch.route_log import RouteLog
-from deployments.fleet.peers import Body, FoundRoute, RayPeers, newer, newest
+from deployments.fleet.peers import Body, FoundRoute, NoPeers, RayPeers, ResponseAsk, newer, newest
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -22,6 +22,9 @@ from tests.unit.deployments.sample_values import ask
 SOON_S = 0.05  # how long these tests wait for a router that hangs
 OLD: Body = {"rid": "mine", "internal_rid": "a.0-mine", "router": "one", "time": 1.0}
 NEW: Body = {"rid": "mine", "internal_rid": "b.0-mine", "router": "two", "time": 2.0}
+
+
+CANCEL = ResponseAsk(owner="me", response_id="resp_1", what="cancel")
 
 
 class Call:
@@ -50,8 +53,8 @@ class Handle:
         self.calls = calls
         self.error = error
 
-    def broadcast(self, method: str, name: str) -> "Handle":
-        assert (method, name) == ("find_route", "mine")
+    def broadcast(self, method: str, asked: str | ResponseAsk) -> "Handle":
+        assert (method, asked) in (("find_route", "mine"), ("ask_response", CANCEL))
         return self
 
     async def _fetch_replica_results_async(self) -> list[Call]:
@@ -100,6 +103,12 @@ async def test_routers_are_asked_at_once_and_not_one_after_the_other() -> None:
     assert await newest([answer(OLD), answer(NEW)], within_s=5.0) == FoundRoute(body=NEW)
 
 
+async def test_the_router_that_has_a_response_answers_for_the_others() -> None:
+    body: Body = {"response": {"status": "cancelled"}}
+    assert await peers(Call(None), Call(body)).ask_response(CANCEL) == FoundRoute(body=body)
+    assert (await peers(Call(None), Call(None, hangs=True)).ask_response(CANCEL)).unanswered.startswith("1 of 2")
+
+
 def test_ray_still_has_what_is_used_of_its_inside() -> None:
     """A broadcast's answers one by one are not public in Ray 2.60; a version without them must fail here."""
     assert callable(DeploymentHandle.broadcast)
@@ -109,7 +118,7 @@ def test_ray_still_has_what_is_used_of_its_inside() -> None:
 
 
 @dataclasses.dataclass
-class Told:
+class Told(NoPeers):
     """RouterPeers that all say the same."""
 
     found: FoundRoute

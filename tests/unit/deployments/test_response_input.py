@@ -145,11 +145,12 @@ def test_what_is_harmless_is_taken() -> None:
         service_tier="auto", prompt_cache_key="k", safety_identifier="s", include=["reasoning.encrypted_content"],
         client_metadata={"x": "y"}, stream_options={"include_obfuscation": False}, max_tool_calls=3, n=1,
     )  # fmt: skip
+    chat(background=True, store=True)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"store": True}, "store", "keeps no responses"),
-    ({"background": True}, "background", "keeps no responses"),
+    ({"background": True, "store": False}, "store", "does not go with background: true"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
     ({"conversation": {"id": "c"}}, "conversation", "keeps no responses"),
     ({"prompt": {"id": "p"}}, "prompt", "not supported"),

@@ -218,7 +218,7 @@ async def test_tools_that_are_dropped_stand_in_a_header(client: httpx.AsyncClien
 async def test_nothing_is_kept_and_what_asks_for_it_is_told(sdk: openai.AsyncOpenAI) -> None:
     response = await sdk.responses.create(**ASK, max_output_tokens=1)
     assert response.store is False  # type: ignore[attr-defined]
-    with pytest.raises(openai.NotFoundError, match="this server keeps none"):
+    with pytest.raises(openai.NotFoundError, match="keeps none but those in the background"):
         await sdk.responses.retrieve(response.id)
     with pytest.raises(openai.BadRequestError, match="store: this server keeps no responses") as refused:
         await sdk.responses.create(**ASK, store=True)
@@ -264,5 +264,5 @@ async def test_a_replica_that_dies_shows_in_no_event(house: House, service: Serv
 def test_the_document_has_the_route(service: Service) -> None:
     document = make_app(dataclasses.replace(service)).openapi()
     body = document["components"]["schemas"]["ResponsesRequest"]["properties"]
-    assert body["store"]["anyOf"][0] == {"type": "boolean", "const": False}
+    assert body["background"]["anyOf"][0] == {"type": "boolean"}
     assert document["paths"]["/v1/responses"]["post"]["requestBody"]["required"]

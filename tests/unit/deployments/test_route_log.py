@@ -13,7 +13,7 @@ from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import RouteHints, Saturated
 from deployments.dispatch.progress import left_after
 from deployments.dispatch.route_log import RouteLog
-from deployments.fleet.peers import FoundRoute
+from deployments.fleet.peers import FoundRoute, NoPeers
 from deployments.http.arrivals import header_part, hints_of
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import error_response
@@ -210,7 +210,7 @@ async def test_a_route_that_another_router_decided_is_told_by_whichever_is_asked
         await other.ready(ScriptedReplica("r7"))
         await other.collect(rid="c.0-theirs")
 
-        class One:
+        class One(NoPeers):
             async def find_route(self, name: str) -> FoundRoute:
                 return FoundRoute(body=own_route(other.dispatcher, name))
 
