@@ -8,7 +8,7 @@ PROGRAMS := prometheus promtool chromium chromedriver ip
 DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core iproute2
 # libraries whose requests tests send, from an environment of their own (tests/clients)
 CLIENTS := 'litellm[mcp]>=1.106,<2' 'openai>=2.54,<4' 'anthropic>=2.12,<3' 'instructor>=1.17,<2' \
-	'pydantic-ai-slim[openai]>=2.31,<3' 'langchain-openai>=1.7,<2'
+	'pydantic-ai-slim[openai]>=2.31,<3' 'langchain-openai>=1.7,<2' 'ollama>=0.6,<1'
 BIN := $(VENV)/bin
 # WHAT LOG ARGS: pip's output goes to the log, and its newest line is shown
 INSTALL := sh tools/install.sh $(BIN)/python
@@ -71,9 +71,10 @@ tools-test: $(VENV)/.installed-test
 		echo "Installing Debian's packages $(DEBIAN)" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(DEBIAN) >/dev/null; } || \
 		echo "not all of these are on PATH: $(PROGRAMS). Their tests are skipped; apt-get install $(DEBIAN)" >&2
-	@test -d .tools/clients || { $(BIN)/python -m venv .tools/clients.new && sh tools/install.sh \
+	@test "$$(cat .tools/clients/list 2>/dev/null)" = "$(CLIENTS)" || { rm -rf .tools/clients.new && \
+		$(BIN)/python -m venv .tools/clients.new && sh tools/install.sh \
 		.tools/clients.new/bin/python "Installing client libraries" .tools/clients.log $(CLIENTS) && \
-		mv .tools/clients.new .tools/clients; } || echo "client libraries could not be installed: their tests are skipped" >&2
+		echo "$(CLIENTS)" > .tools/clients.new/list && rm -rf .tools/clients && mv .tools/clients.new .tools/clients; } || echo "client libraries could not be installed: their tests are skipped" >&2
 
 lock: ## Write constraints.txt anew: the newest that pyproject.toml allows, on any Python and machine, with hashes
 	@test -x .tools/uv/bin/uv || { $(PYTHON) -m venv .tools/uv && \

@@ -16,7 +16,8 @@ from fastapi.routing import APIRoute
 
 from deployments.http import bodies
 from deployments.http.access import OPEN, admin_only
-from deployments.http.api_document import EVENTS, JSON, LIMIT, describe
+from deployments.http.api_document import EVENTS, JSON, LIMIT, LINES, describe
+from deployments.http.apis.ollama import OllamaFields
 from deployments.http.apis.readouts import ReadoutRequest
 from deployments.http.http_app import ROUTERS
 from deployments.settings.keys import NO_KEYS
@@ -33,6 +34,7 @@ SHARED: Mapping[type[bodies.WireType], str] = {
     bodies.GeneratingFields: "Fields of completions and chats",
     bodies.TemplateFields: "Fields of a chat's prompt",
     bodies.NativeSampling: "Sampling fields of /generate",
+    OllamaFields: "Fields of /api/chat and /api/generate",
     ReadoutRequest: "Fields of embeddings, scores and rerankings",
 }
 Schema = Mapping[str, Any]
@@ -193,10 +195,11 @@ def _answers(paths: Schema, schemas: Mapping[str, Schema]) -> str:
         path, method = routes[0].path_format, _methods(routes[0])[-1]
         operation = paths[path][method]
         content = operation["responses"]["200"].get("content", {})
-        for kind, what in ((JSON, "Answer"), (EVENTS, "Event")):
+        for kind, what in ((JSON, "Answer"), (EVENTS, "Event"), (LINES, "Line")):
             for name in re.findall(r"schemas/(\w+)", str(content.get(kind, "")))[:1]:
                 named.setdefault(name, f"{what} of {path}")
-    named |= {"ErrorBody": "Fields of an error", "MessagesErrorBody": "Fields of an error in Anthropic's form"}
+    named |= {"ErrorBody": "Fields of an error", "MessagesErrorBody": "Fields of an error in Anthropic's form",
+              "OllamaErrorBody": "Fields of an error in Ollama's form"}
     texts = []
     for name, heading in named.items():
         rows = _table(("field", "values", "meaning"), _leaves(schemas[name], schemas, ""))

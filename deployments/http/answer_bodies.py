@@ -299,6 +299,44 @@ class MessagesErrorBody(AnswerBody):
     request_id: str | None = Field(description="The request's name.")
 
 
+class OllamaErrorBody(AnswerBody):
+    """The body of every error of Ollama's routes, also as a line of a stream that has begun."""
+
+    error: ErrorText
+
+
+class OllamaAnswerBody(AnswerBody):
+    """What an answer in Ollama's form has, whole or as a line of a stream; counts and durations in the last line."""
+
+    model: ModelName
+    created_at: str = Field(description="Time, as in RFC 3339.")
+    done: bool = Field(description="Whether this is the last line.")
+    done_reason: Literal["stop", "length"] | None = Field(default=None, description="Why it ended.")
+    prompt_eval_count: int | None = Field(default=None, description="Tokens of the prompt.")
+    eval_count: int | None = Field(default=None, description="Tokens of the output.")
+    total_duration: int | None = Field(default=None, description="Nanoseconds.")
+    prompt_eval_duration: int | None = Field(default=None, description="Nanoseconds to the first line.")
+    eval_duration: int | None = Field(default=None, description="Nanoseconds from the first line to the last.")
+
+
+class OllamaChatBody(OllamaAnswerBody):
+    """An answer of /api/chat, or a line of it."""
+
+    message: dict[str, Any] = Field(description="`role`, `content`, `thinking`; in the last line `tool_calls`.")
+
+
+class OllamaTextBody(OllamaAnswerBody):
+    """An answer of /api/generate, or a line of it."""
+
+    response: str = Field(description="The new text, or all of it.")
+
+
+class OllamaModelsBody(AnswerBody):
+    """The served models, as Ollama lists them."""
+
+    models: list[dict[str, Any]] = Field(description="`name`, `model`, `modified_at`, `details`.")
+
+
 class ResponseUsageBody(AnswerBody):
     """The tokens that a response has used."""
 

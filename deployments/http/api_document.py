@@ -21,10 +21,10 @@ from pydantic.json_schema import models_json_schema
 
 from deployments.http import answer_bodies as answers
 from deployments.http.access import OPEN
-from deployments.http.http_errors import MESSAGES
+from deployments.http.http_errors import MESSAGES, OLLAMA
 from deployments.http.service import ModelFace
 
-JSON, EVENTS = "application/json", "text/event-stream"
+JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 STATUSES = {
     400: "Something in the request is wrong; `param` names it",
     401: "A key is missing or wrong",
@@ -51,7 +51,7 @@ _KEYS = {
 # FastAPI collects the models of answers, and not those of errors and events
 _REFERRED = (
     answers.ErrorBody, answers.MessagesErrorBody, answers.ChatCompletionChunkBody, answers.ResponseEventBody,
-    answers.MessageEventBody,
+    answers.MessageEventBody, answers.OllamaErrorBody,
 )  # fmt: skip
 _REF = "#/components/schemas/{model}"
 
@@ -86,16 +86,19 @@ def body_like(example: dict[str, Any], *, one_of: tuple[str, ...] = ()) -> Confi
     return ConfigDict(json_schema_extra=extra)
 
 
-def gives(answer: Any, *errors: int, event: type[BaseModel] | None = None, named: bool = False) -> dict[str, Any]:
+def gives(
+    answer: Any, *errors: int, event: type[BaseModel] | None = None, named: bool = False, lines: bool = False
+) -> dict[str, Any]:
     """Describe the answers of a route, as arguments of its decorator; FastAPI checks none that is a `Response`.
 
     Args: errors: statuses beside those that every route has.
-          event: of a stream; ``named`` as `Form.names_events`.
+          event: of a stream; ``named`` as `Form.names_events`, ``lines`` as `Form.is_lines`.
     """
     statuses = sorted({401, 403, 500, *errors})
     responses: dict[int, Any] = {status: {"description": STATUSES[status]} for status in statuses}
     if event is not None:
-        responses[200] = {"content": {EVENTS: {"itemSchema": _event(event, named=named)}}}
+        item = {"anyOf": [_ref(event), _ref(answers.OllamaErrorBody)]} if lines else _event(event, named=named)
+        responses[200] = {"content": {LINES if lines else EVENTS: {"itemSchema": item}}}
     return {"response_model": answer, "responses": responses, "response_description": "The answer"}
 
 
@@ -150,7 +153,8 @@ def _complete(document: dict[str, Any], *, asks_for_key: bool) -> None:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     for path, operations in document["paths"].items():
-        error = _ref(answers.MessagesErrorBody if path in MESSAGES else answers.ErrorBody)
+        usual = answers.OllamaErrorBody if path in OLLAMA else answers.ErrorBody
+        error = _ref(answers.MessagesErrorBody if path in MESSAGES else usual)
         for method, operation in operations.items():
             operation["operationId"] = f"{method}{path.translate(str.maketrans('/{', '__', '}'))}"
             first = " ".join(operation.pop("description").partition("\n\n")[0].split())

@@ -76,6 +76,7 @@ ENDPOINTS: Mapping[str, str] = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/messages": "messages",
+    "/api/chat": "chat",
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",
     "/rerank": "score",  # under /v1, /v2, or neither

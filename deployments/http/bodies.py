@@ -195,7 +195,8 @@ CONVERSATION = (
     "The conversation. Roles: OpenAI's, and those that the chat template names; `developer` becomes `system` where the "
     "template does not know it."
 )
-_Tool = Annotated[Object, WithJsonSchema(shape({"type": FUNCTION}, function=shape(_ABOUT_TOOL, name=TOOL_NAME)))]
+Tool = Annotated[Object, WithJsonSchema(shape({"type": FUNCTION}, function=shape(_ABOUT_TOOL, name=TOOL_NAME)))]
+Tools = Annotated[Items[Tool], shown(maxItems=MAX_TOOLS)]
 NamedTool = Annotated[Object, WithJsonSchema(shape(type=FUNCTION, function=shape(name=TOOL_NAME)))]
 NOTHING: list[Any] = [None, False, 0, "", [], {}]
 REFUSED = "Not supported: refused if it asks for anything."
@@ -250,6 +251,18 @@ TopP = Annotated[
 TopK = Annotated[
     Annotated[int, shown(minimum=-1)] | None, about("Choose among this many of the most likely tokens; -1 or 0: all.")
 ]
+MinP = Annotated[
+    Annotated[float, shown(minimum=0, maximum=1)] | None,
+    about("Choose among tokens that have this share of the most likely one's probability."),
+]
+RepetitionPenalty = Annotated[
+    Annotated[float, shown(minimum=0.01, maximum=10)] | None,
+    about("Divides the logits of tokens in prompt and output; 1: none."),
+]
+PresencePenalty = Annotated[Penalty | None, about("Subtracted from the logits of tokens in the output.")]
+FrequencyPenalty = Annotated[
+    Penalty | None, about("Subtracted from a token's logit once for each time it is in the output.")
+]
 MinTokens = Annotated[UpToContext | None, about("No token ends the answer before this many.")]
 KeptTokens = Annotated[int, shown(minimum=-1, limit="context", **{"not": {"const": 0}})]
 Keep = Annotated[
@@ -281,9 +294,7 @@ class Sampling(WireType):
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
-    min_p: Annotated[float, shown(minimum=0, maximum=1)] | None = said(
-        "Choose among tokens that have this share of the most likely one's probability."
-    )
+    min_p: MinP = None
     n: Annotated[int, shown(minimum=1, maximum=128)] | None = said("Answers for each prompt.")
     seed: Seed | None = said(
         "The same seed, prompt and settings give the same answer; any number of 64 bits with a sign."
@@ -293,11 +304,9 @@ class Sampling(WireType):
     ignore_eos: bool | None = said("The model's own end tokens do not end the answer.")
     no_stop_trim: bool | None = said("SGLang's name for `include_stop_str_in_output`.")
     skip_special_tokens: bool | None = said("false: special tokens appear in the text.")
-    repetition_penalty: Annotated[float, shown(minimum=0.01, maximum=10)] | None = said(
-        "Divides the logits of tokens in prompt and output; 1: none."
-    )
-    presence_penalty: Penalty | None = said("Subtracted from the logits of tokens in the output.")
-    frequency_penalty: Penalty | None = said("Subtracted from a token's logit once for each time it is in the output.")
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
     logit_bias: Annotated[Named[Annotated[float, shown(minimum=-100, maximum=100)]], _IDS] | None = said(
         "Added to logits, by token id."
     )
@@ -381,7 +390,7 @@ class CompletionRequest(GeneratingFields):
 class TemplateFields(WireType):
     """The fields of a chat that go into its prompt beside the messages."""
 
-    tools: Annotated[Items[_Tool], shown(maxItems=MAX_TOOLS)] | None = said(TOOLS)
+    tools: Tools | None = said(TOOLS)
     tool_choice: ToolChoice | None = said(TOOL_CHOICE)
     functions: Any = said(f"The old form of `tools`. {REFUSED}", enum=NOTHING)
     function_call: Any = said(f"The old form of `tool_choice`. {REFUSED}", enum=[None, "none", "auto"])

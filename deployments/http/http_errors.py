@@ -32,6 +32,7 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
           415: "invalid_request_error", 429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable",
           504: "timeout"}  # fmt: skip
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # the paths whose errors have Anthropic's form
+OLLAMA = ("/api/chat", "/api/generate", "/api/tags", "/api/version")  # those of Ollama's: a text alone
 _MESSAGES_TYPES = {408: "timeout_error", 413: "request_too_large", 499: "api_error", 500: "api_error",
                    503: "overloaded_error", 504: "timeout_error"}  # others as above  # fmt: skip
 
@@ -93,6 +94,8 @@ def messages_error(status: int, body: dict[str, Any], request_id: str | None = N
 
 def _in_form_of(scope: Scope, status: int, body: dict[str, Any]) -> dict[str, Any]:
     """Put an error's body into the form that the route of ``scope`` has."""
+    if scope["path"].endswith(OLLAMA):
+        return {"error": body["message"]}
     if not scope["path"].endswith(MESSAGES):
         return body
     return messages_error(status, body, scope.get("state", {}).get("request_name"))

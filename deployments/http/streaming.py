@@ -41,6 +41,7 @@ from deployments.dispatch.event_ids import MOST_CHOICES, Cursor, Numbering
 from deployments.dispatch.kept_streams import Connection, Event, KeptStream, KeptStreams
 from deployments.dispatch.rids import client_rid
 from deployments.http.access import caller_of
+from deployments.http.api_document import LINES
 from deployments.http.arrivals import (
     LAST_EVENT,
     RESUME,
@@ -171,6 +172,7 @@ class Form(ABC):
     """The JSON of an endpoint's answer, whole or in events."""
 
     is_cumulative = False  # an event repeats all output of its choice so far, instead of only what is new
+    is_lines = False  # an event is a line of JSON; such a stream ends with its last line, and cannot be resumed
     names_events = False  # an event has its type as its name; such a stream ends with its last event, others with DONE
 
     @property
@@ -222,6 +224,8 @@ class Answer:
             response = await stream(request, events, straight, self._error_events)
             if self.promise is not None:
                 response.headers[SCHEMA_HEADER] = self.promise.at_first
+            if self.form.is_lines:
+                response.headers["content-type"] = LINES
             return response
         return await answer(request, self._whole(generations))
 
@@ -229,7 +233,8 @@ class Answer:
     def _can_resume(self) -> bool:
         """Whether ids of events can say how far a stream has come."""
         [asked, *others] = self.requests
-        return not others and asked.sampling.n <= MOST_CHOICES and asked.prompt_logprobs_from is None
+        alone = not others and not self.form.is_lines
+        return alone and asked.sampling.n <= MOST_CHOICES and asked.prompt_logprobs_from is None
 
     async def _resumable(self, request: Request, last_event: str) -> Response | None:
         """Answer with a stream that outlives its connection: the rest of one that is kept, or a new one. None: this one
@@ -240,8 +245,8 @@ class Answer:
         if not self._can_resume:
             if last_event:
                 raise InvalidRequest(
-                    f"{LAST_EVENT}: a stream of several prompts, of more than {MOST_CHOICES} choices, or with logprobs "
-                    "of its prompt cannot be resumed"
+                    f"{LAST_EVENT}: a stream of lines, of several prompts, of more than {MOST_CHOICES} choices, or "
+                    "with logprobs of its prompt cannot be resumed"
                 )
             return None
         [asked] = self.requests
@@ -329,7 +334,7 @@ class Answer:
             if form.only_text and delta.finish is None and not validates:
                 text_event = partial(self._text_event, key, delta)
                 texts[key] = straight.texts[delta.index] = TextEvents(text_event, named=form.names_events)
-        last = self._joined(form.last_events(so_far)) + (b"" if form.names_events else DONE)
+        last = self._joined(form.last_events(so_far)) + (b"" if form.names_events or form.is_lines else DONE)
         if last:
             yield last
 
@@ -360,6 +365,8 @@ class Answer:
         return self._joined(self.form.error_events(error))
 
     def _joined(self, payloads: list[dict[str, Any]]) -> bytes:
+        if self.form.is_lines:
+            return b"".join(_ENCODER.encode(payload).encode() + b"\n" for payload in payloads)
         return b"".join(sse(payload, named=self.form.names_events) for payload in payloads)
 
     def _text_event(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:

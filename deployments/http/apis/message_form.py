@@ -128,7 +128,7 @@ class MessageForm(Form):
                     else:
                         block[name] += event["delta"][name]
                 case "content_block_stop" if block["type"] == "tool_use":
-                    block["input"] = _input(arguments)
+                    block["input"] = parsed_input(arguments)
                 case "message_delta":
                     message.update(event["delta"], usage=event["usage"])
         return message
@@ -187,7 +187,7 @@ def _says(arguments: str) -> bool:
     return arguments != ""
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def parsed_input(arguments: str) -> dict[str, Any]:
     """Parse a call's arguments. If they were cut, what is complete of them counts, as the SDK reads a stream. What is
     no JSON object, or has a number that JSON cannot write, comes under the name that Anthropic's documentation gives
     it."""
