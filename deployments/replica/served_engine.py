@@ -46,7 +46,7 @@ from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.kernels.simd import instruction_set
-from replicas.types import EngineStats, GenerateRequest, PdLeg
+from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenIds
 from routing.types import Role
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class ServedEngine:
         self._clients: dict[str, ChannelClient] = {}  # by router id
         self._runs: dict[str, _Run] = {}  # by rid
         # by `GenerateRequest.recall` and rid, the oldest first: what requests had made when they ended early
-        self._left: OrderedDict[str, dict[str, asyncio.Future[dict[int, list[int]]]]] = OrderedDict()
+        self._left: OrderedDict[str, dict[str, asyncio.Future[dict[int, TokenIds]]]] = OrderedDict()
         self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
         self._flush: asyncio.Task[bool] | None = None  # the running attempt, or the last
@@ -268,7 +268,7 @@ class ServedEngine:
             for index, ids in output.result().items():
                 choice = choice_of(rid)
                 choice = index if choice is None else choice
-                made[choice] = max(made.get(choice, []), ids, key=len)
+                made[choice] = max(made.get(choice, []), ids.tolist(), key=len)
         return made
 
     async def check_health(self) -> None:
@@ -356,13 +356,13 @@ class ServedEngine:
             return
         recall, run.recall = run.recall, ""  # once
         event_loop = asyncio.get_running_loop()
-        output: asyncio.Future[dict[int, list[int]]] = event_loop.create_future()
+        output: asyncio.Future[dict[int, TokenIds]] = event_loop.create_future()
         self._left.setdefault(recall, {})[rid] = output
         self._left.move_to_end(recall)
         if len(self._left) > MOST_LEFT:
             self._left.popitem(last=False)
 
-        def told(made: dict[int, list[int]]) -> None:  # engine thread
+        def told(made: dict[int, TokenIds]) -> None:  # engine thread
             with contextlib.suppress(RuntimeError):  # as in `_start`
                 event_loop.call_soon_threadsafe(output.set_result, made)
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from replicas.engine.engine import CacheEvents, Engine
 from replicas.engine.sinks import Sink, Sinks
 from replicas.errors import EngineDead, MantaError
-from replicas.types import EngineStats, EngineTallies, GenerateRequest, Pending, TokenDelta
+from replicas.types import EngineStats, EngineTallies, GenerateRequest, Pending, TokenDelta, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class EngineLoop:
         """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
         self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
 
-    def abandon(self, rid: str, told: Callable[[dict[int, list[int]]], object]) -> None:
+    def abandon(self, rid: str, told: Callable[[dict[int, TokenIds]], object]) -> None:
         """End a request as `abort` does, after calling ``told`` on the engine thread with what `Engine.output_of` says
         (nothing, of an engine that is dead); thread-safe."""
 
