@@ -121,13 +121,20 @@ def test_a_drained_replica_ends_its_request_and_another_one_comes_in_its_place(a
 
 
 def test_a_killed_replicas_request_goes_on_elsewhere_and_its_log_can_still_be_read(app: Running, whole: str) -> None:
-    both, went, retries = two(app), list[str](), num_retries(app)
-    answer = stream(app, went=went)
-    begun = next(answer)
-    [dies] = went
-    assert act(app, dies, "kill").status_code == 200
-    assert begun + "".join(answer) == whole
-    assert num_retries(app) == retries + 1
+    both, dies = list[str](), ""
+
+    def killed_in_its_midst() -> bool:
+        nonlocal both, dies
+        both, went, retries = two(app), list[str](), num_retries(app)
+        answer = stream(app, went=went)
+        begun = next(answer)
+        [dies] = went
+        assert act(app, dies, "kill").status_code == 200
+        assert begun + "".join(answer) == whole
+        assert num_retries(app) - retries in (0, 1)
+        return num_retries(app) == retries + 1
+
+    assert any(killed_in_its_midst() for _ in range(3)), "each answer had ended before its replica"
     app.until(lambda: dies not in states(app), 60)
     assert set(both) - {dies} < set(two(app))
     assert any(f"replica {dies} serves" in line for line in get(app, f"replicas/{dies}/logs")["lines"])
