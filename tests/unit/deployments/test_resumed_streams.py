@@ -238,27 +238,28 @@ async def test_what_was_made_before_a_router_died_is_not_made_again(engines: Eng
     """The replica remembers the ids, whose text is made at once."""
     (path, body), watch = RECALLED[way], Heard()
     async with Routers(engines, watch=watch, apart=way == "apart") as routers:
-        at_first = num_made(engines)
+        at_first = await num_made(engines)
         undisturbed = await asked(Wire(routers), path, body)
-        alone = num_made(engines) - at_first
+        alone = await num_made(engines) - at_first
         routers.forget()
         wire = Wire(routers)
         stream = asyncio.create_task(asked(wire, path, body))
         await until_async(lambda: wire.num_bytes > sum(len(event.data) for event in undisturbed) // 4, 30.0)
         await routers.die()
-        before = num_made(engines) - at_first - alone
+        before = await num_made(engines) - at_first - alone
         assert equal(answer_of(path, await stream), answer_of(path, undisturbed))
         assert [each for each in watch.heard if "resumed" in each] == ["resumed recalled"]
-    twice = num_made(engines) - at_first - 2 * alone
+    twice = await num_made(engines) - at_first - 2 * alone
     print(f"{way}: {alone} tokens alone; {before} until its router died, {alone - before + twice} after that")
     assert before > 20
     assert twice <= 4, "tokens were computed again"
     await engines.settle()
 
 
-def num_made(engines: Engines) -> int:
+async def num_made(engines: Engines) -> int:
     """The tokens that both have decoded."""
-    return sum(loop.stats().decode_tokens for loop in engines.both)
+    stats = [await loop.run_on_engine(lambda engine: engine.stats()) for loop in engines.both]
+    return sum(each.decode_tokens for each in stats)
 
 
 class Client:
