@@ -125,6 +125,25 @@ def transferred(deltas: list[TokenDelta]) -> bool:
     return report.transferred
 
 
+def meet(prefill: EngineProcess, decode: EngineProcess, rid: str) -> bool:
+    """Hand a request over, to its end: the two know each other then. To connect may take longer, beside other
+    processes, than the others run; and a side that missed the other before is between two dials at times.
+
+    Returns: whether the pages came and both say so; if not, the other side dials again within seconds.
+    """
+    sampling = replace(SAMPLING, max_new_tokens=1)
+    leg = decode_leg(prefill, rid, abs(hash(rid)) % 2**40, prompt=PROMPT[::-1], sampling=sampling)
+    prefill.submit(prefill_leg(leg))
+    decode.submit(leg)
+    told = decode.finish(rid)
+    assert ended(told).reason is FinishReason.LENGTH, ended(told)
+    if not transferred(told):
+        prefill.abort(rid)
+    handed_over = ended(prefill.finish(rid)).reason is FinishReason.HANDED_OFF
+    assert transferred(told) or not handed_over
+    return handed_over
+
+
 class Case:
     """One hand-off, brought to a state."""
 
@@ -132,54 +151,63 @@ class Case:
         self.prefill = prefill
         self.decode = decode
         self.state = state
-        sampling = replace(SAMPLING, max_new_tokens=400) if state == "handed over" else SAMPLING
-        prompt = LONG if state == "first pages written" else PROMPT
-        self.leg = decode_leg(prefill, rid, abs(hash(rid)) % 2**40, prompt=prompt, sampling=sampling)
         tries = count()
-        until(lambda: self._meet(f"{rid} first {next(tries)}"), "a hand-off while both live")
-        self.others = [self._other(f"{rid} other {i}") for i in range(4)] if state == "opened" else []
-        self._advance()
+        until(lambda: self._reach(f"{rid} {next(tries)}"), f"a hand-off while both live: {state}")
 
-    def _meet(self, rid: str) -> bool:
-        """Hand another request over, to its end: the two know each other then. To connect may take longer, beside other
-        processes, than the others run; and a side that missed the other before is between two dials at times.
+    def _reach(self, rid: str) -> bool:
+        """Begin a hand-off, and wait until it is in the state.
 
-        Returns: whether the pages came; if not, the other side dials again within seconds.
+        Returns: whether it came there. It does not if one side was held up for so long that the other missed it;
+        nothing of it is left then.
         """
-        leg = decode_leg(
-            self.prefill, rid, abs(hash(rid)) % 2**40, prompt=PROMPT[::-1], sampling=replace(SAMPLING, max_new_tokens=1)
-        )
-        self.prefill.submit(prefill_leg(leg))
-        self.decode.submit(leg)
-        told = self.decode.finish(rid)
-        assert ended(told).reason is FinishReason.LENGTH, ended(told)
-        if not transferred(told):
-            self.prefill.abort(rid)
-        met = ended(self.prefill.finish(rid))
-        assert met.reason is (FinishReason.HANDED_OFF if transferred(told) else FinishReason.ABORT), met
-        return transferred(told)
+        if not meet(self.prefill, self.decode, f"{rid} first"):
+            return False
+        sampling = replace(SAMPLING, max_new_tokens=400) if self.over else SAMPLING
+        prompt = LONG if self.state == "first pages written" else PROMPT
+        self.leg = decode_leg(self.prefill, rid, abs(hash(rid)) % 2**40, prompt=prompt, sampling=sampling)
+        self.others = [self._other(f"{rid} other {i}") for i in range(4)] if self.state == "opened" else []
+        for other in self.others:
+            self.prefill.submit(other)
+        if self.others:
+            until(lambda: self.prefill.stats().num_running == 4, "P is full")
+        sent, received = transfer(self.prefill).sent_pages, self._received()
+        self.prefill.submit(prefill_leg(self.leg))
+        self.decode.submit(self.leg)
+        until(lambda: self._is_there(sent) or self._received() != received, f"{rid}: {self.state}")
+        if self.over:
+            reached = self._received()[1] == received[1]  # none has failed: all came
+            reached = reached and ended(self.prefill.finish(rid)).reason is FinishReason.HANDED_OFF
+        else:
+            reached = self._received() == received
+        if not reached:
+            self._give_up()
+        return reached
+
+    def _give_up(self) -> None:
+        for each in (self.leg, *self.others):
+            self.prefill.abort(each.rid)
+        self.decode.abort(self.leg.rid)
+        until_at_rest(self.prefill)
+        until_at_rest(self.decode)
+
+    def _is_there(self, sent_pages: int) -> bool:
+        match self.state:
+            case "opened":  # granted, and in P's queue
+                return self.decode.stats().num_receiving == 1 and self.prefill.stats().num_waiting == 1
+            case "first pages written":
+                return transfer(self.prefill).sent_pages > sent_pages
+            case _:
+                return False  # D's room ends
+
+    def _received(self) -> tuple[int, int]:
+        """D's rooms that have ended: well, and not."""
+        stats = transfer(self.decode)
+        return stats.receives_done, stats.receives_failed
 
     def _other(self, rid: str) -> GenerateRequest:
         """One of the four that P may run at a time; until they end it has no row for the leg."""
         sampling = replace(SAMPLING, max_new_tokens=OTHERS_NEW)
         return GenerateRequest(rid=rid, token_ids=PROMPT[:9], sampling=sampling, cache_salt=rid)
-
-    def _advance(self) -> None:
-        for other in self.others:
-            self.prefill.submit(other)
-        if self.others:
-            until(lambda: self.prefill.stats().num_running == 4, "P is full")
-        before = transfer(self.prefill)
-        self.prefill.submit(prefill_leg(self.leg))
-        self.decode.submit(self.leg)
-        match self.state:
-            case "opened":
-                until(lambda: self.decode.stats().num_receiving == 1, "granted")
-                until(lambda: self.prefill.stats().num_waiting == 1, "opened, and in P's queue")
-            case "first pages written":
-                until(lambda: transfer(self.prefill).sent_pages > before.sent_pages, "first pages written")
-            case _:
-                assert ended(self.prefill.finish(self.leg.rid)).reason is FinishReason.HANDED_OFF
 
     @property
     def over(self) -> bool:
