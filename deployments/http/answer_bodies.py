@@ -315,8 +315,12 @@ class OllamaAnswerBody(AnswerBody):
     prompt_eval_count: int | None = Field(default=None, description="Tokens of the prompt.")
     eval_count: int | None = Field(default=None, description="Tokens of the output.")
     total_duration: int | None = Field(default=None, description="Nanoseconds.")
-    prompt_eval_duration: int | None = Field(default=None, description="Nanoseconds to the first line.")
-    eval_duration: int | None = Field(default=None, description="Nanoseconds from the first line to the last.")
+    prompt_eval_duration: int | None = Field(
+        default=None, description="Nanoseconds to the first line, where there are several."
+    )
+    eval_duration: int | None = Field(
+        default=None, description="Nanoseconds from the first line to the last; all of them where there is one line."
+    )
 
 
 class OllamaChatBody(OllamaAnswerBody):

@@ -147,7 +147,7 @@ class OllamaForm(Form):
     model: str
     is_chat: bool
     begun_s: float = field(default_factory=time.monotonic)
-    first_s: list[float] = field(default_factory=list)  # when the first line was made
+    first_s: list[float] = field(default_factory=list)  # when the first line was made, once it was; not of a line alone
     calls: list[tuple[str, list[str]]] = field(default_factory=list)  # names and arguments, as far as they have come
 
     def whole(self, choices: Sequence[Change], so_far: AnswerSoFar) -> dict[str, Any]:
@@ -179,14 +179,18 @@ class OllamaForm(Form):
         message = {"message": {"role": "assistant", "content": text, **said}}
         line = {"model": self.model, "created_at": _rfc3339(time.time()), "done": finish is not None,
                 **(message if self.is_chat else {"response": text, **said})}  # fmt: skip
-        self.first_s.append(now_s)
         if finish is None:
+            if not self.first_s:
+                self.first_s.append(now_s)
             return line
+        since_s, prompt = self.begun_s, {}  # of a line alone: clients divide by its duration
+        if self.first_s:
+            [since_s] = self.first_s
+            prompt = {"prompt_eval_duration": round(NS * (since_s - self.begun_s))}
         return {
             **line, "done_reason": "length" if finish.reason is FinishReason.LENGTH else "stop",
-            "total_duration": round(NS * (now_s - self.begun_s)), "prompt_eval_count": so_far.tokens.prompt,
-            "prompt_eval_duration": round(NS * (self.first_s[0] - self.begun_s)), "eval_count": so_far.tokens.output,
-            "eval_duration": round(NS * (now_s - self.first_s[0])),
+            "total_duration": round(NS * (now_s - self.begun_s)), "prompt_eval_count": so_far.tokens.prompt, **prompt,
+            "eval_count": so_far.tokens.output, "eval_duration": round(NS * (now_s - since_s)),
         }  # fmt: skip
 
 

@@ -128,6 +128,18 @@ def test_calls_are_in_the_last_line_with_whole_arguments() -> None:
     ]
 
 
+def test_a_line_alone_does_not_tell_prompt_from_output_and_its_output_took_time() -> None:
+    end = change(TextPart("b"), finish=Finish(reason=FinishReason.STOP, message=""))
+    alone = OllamaForm(model="m", is_chat=True).whole([end], AnswerSoFar(None))
+    assert alone["eval_duration"] == alone["total_duration"] > 0
+    assert "prompt_eval_duration" not in alone
+    form, so_far = OllamaForm(model="m", is_chat=True), AnswerSoFar(None)
+    *_, last = [form.events(each, so_far)[0] for each in (change(TextPart("a")), change(TextPart("b")), end)]
+    assert min(last["prompt_eval_duration"], last["eval_duration"]) > 0
+    assert abs(last["prompt_eval_duration"] + last["eval_duration"] - last["total_duration"]) <= 2  # rounded
+    assert len(form.first_s) == 1
+
+
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.skipif(
