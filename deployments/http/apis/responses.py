@@ -8,6 +8,7 @@ Invariant: a response is there for the key that opened it; to any other it does 
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
@@ -47,6 +48,7 @@ from replicas.types import TokenDelta
 
 router = APIRouter(route_class=Route)
 LOOK_S = 1.0  # how long a router waits for the next event before it tells one that asked
+SILENT_S = 30.0  # how long a stream from another router goes on without an answer of it: it may only be slow
 PAUSE_S = 0.1  # between two looks at the events of another router: those of a moment come together
 _READS = {
     "parameters": [
@@ -163,9 +165,16 @@ async def _events(request: Request, response_id: str, index: int) -> Response:
     async def rest() -> AsyncGenerator[bytes, None]:
         nonlocal told
         yield told["events"]  # also where it is empty: the status goes out
+        heard_s = time.monotonic()
         while not told["ended"]:
             index = told["next"]
-            told = await _asked(request, response_id, "events", index, LOOK_S)
+            try:
+                told = await _asked(request, response_id, "events", index, LOOK_S)
+            except RoutersSilent:
+                if time.monotonic() > heard_s + SILENT_S:
+                    raise
+                continue
+            heard_s = time.monotonic()
             _check_kept(told, index)
             if told["events"]:
                 yield told["events"]

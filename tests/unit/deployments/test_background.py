@@ -17,6 +17,7 @@ from openai.types.responses import Response
 from deployments.dispatch import background, kept_streams
 from deployments.dispatch.background import BackgroundStreams
 from deployments.fleet.peers import FoundRoute, NoPeers, ResponseAsk
+from deployments.http.apis import responses
 from deployments.http.apis.responses import asked_of
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
@@ -342,8 +343,10 @@ class Neighbours(NoPeers):
     def __init__(self, *services: Service) -> None:
         self.services = services
         self.unanswered = ""
+        self.num_asked = 0
 
     async def ask_response(self, ask: ResponseAsk) -> FoundRoute:
+        self.num_asked += 1
         told = [await asked_of(each.background, ask) for each in self.services]
         return FoundRoute(body=next(filter(None, told), None), unanswered=self.unanswered)
 
@@ -371,6 +374,42 @@ async def test_whichever_router_is_asked_it_is_the_same(tokenizer: Tokenizer) ->
             with pytest.raises(openai.InternalServerError, match="1 of 2 routers did not answer") as silent:
                 await elsewhere.responses.retrieve(begun.id)
             assert silent.value.status_code == 503
+
+
+async def test_a_stream_goes_on_behind_a_silence_of_the_router_that_has_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short one is a stall; a long one ends the stream, and so does that router's death."""
+    async with House() as house, House(router_id="another") as other:
+        has_it = house.service(tokenizer)
+        peers = Neighbours(has_it)
+        asked = dataclasses.replace(other.service(tokenizer), peers=peers)
+        async with served(has_it) as [sdk], served(asked) as [elsewhere]:
+            replica = ScriptedReplica("r0")
+            await house.ready(replica)
+
+            async def silent_amid(unanswered: str) -> asyncio.Task[list[Any]]:
+                replica.pause_at = 3
+                begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
+                reading = asyncio.create_task(events_after(elsewhere, begun.id))
+                await having(elsewhere, begun.id, "<0><1><2>")
+                peers.services, peers.unanswered, silent_since = (), unanswered, peers.num_asked
+                await until_async(lambda: reading.done() or peers.num_asked >= silent_since + 3)
+                return reading
+
+            reading = await silent_amid("1 of 2 routers did not answer")
+            assert not reading.done()
+            peers.services = (has_it,)
+            replica.hold.set()
+            events = await reading
+            assert "".join(each.delta for each in events if each.type == TEXT) == EIGHT
+            assert events[-1].type == "response.incomplete"
+            monkeypatch.setattr(responses, "SILENT_S", 0.2)
+            for unanswered, code in (("1 of 2 routers did not answer", "routers_silent"), ("", "response_not_found")):
+                peers.services, peers.unanswered = (has_it,), ""
+                last = (await (await silent_amid(unanswered)))[-1]
+                assert (last.type, last.code) == ("error", code)
+                replica.hold.set()
 
 
 async def test_a_replica_that_drains_ends_its_responses_first(service: Service, house: House) -> None:
