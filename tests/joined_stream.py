@@ -44,6 +44,7 @@ def named_events(lines: Iterable[str]) -> list[dict[str, Any]]:
         assert event["type"] != "error", event
         event.pop("sequence_number", None)
         event.get("content_block", {}).pop("id", None)
+        event.get("message", {}).get("usage", {}).pop("output_tokens", None)  # when the message began: a matter of time
         for name in ("created_at", "completed_at"):
             event.get("response", {}).pop(name, None)
         text, rest = _delta(event)

@@ -123,8 +123,7 @@ class ReplicaCalls(Protocol):
         ...
 
     async def recall(self, key: str) -> dict[int, list[int]]:
-        """Return what choices of the request with this `GenerateRequest.recall` have made, by number, and end it, so
-        that another router goes on with it. Choices that had ended before its router was lost are not remembered."""
+        """Return what choices of the request with this `GenerateRequest.recall` have made, by number."""
         ...
 
     async def abort(self, name: str | None, owner: str | None) -> int:

@@ -251,7 +251,7 @@ class Answer:
             return None
         [asked] = self.requests
         streams, key = service_of(request).streams, (caller_of(request).name, client_rid(asked.rid))
-        kept, body = streams.find(key), request.state.body_digest
+        kept, body = streams.find(key), request.url.path.encode() + request.state.body_digest
         if kept is not None and kept.is_for(body, last_event):
             index = kept.index_after(last_event)
             if index is not None:

@@ -4,9 +4,9 @@ Owns:      the engine loop and the channel to each router. Every period, one rep
            the cache's events since the last and the statistics; nothing of it happens on a request's way.
 Never:     imports Ray (model_replica.py makes it an actor; tests run it in their own process).
 Invariant: a lease ends exactly when its request has; a router has one connection, and when that ends, the requests
-           that came over it are aborted. Of requests whose clients said that they come back, what they had made is
-           remembered for the router that they come back to.
-Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.
+           that came over it are aborted. Of requests whose clients said that they come back, the output is remembered
+           for the router that they come back to.
+Thread:    the replica's event loop; the sinks run on the engine thread, note such output and hand over.
 
     attach ── connect ──> channel ── start: submit ─> sink per step ─> channel ... last finish ─┐
                                      lease: a little later, or before it ───────────────────────┴─> the lease returns
@@ -15,10 +15,13 @@ Thread:    the replica's event loop; the sinks run on the engine thread and only
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
+from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -46,7 +49,7 @@ from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.kernels.simd import instruction_set
-from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenIds
+from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta
 from routing.types import Role
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ REPORT_PERIOD_S = 0.1
 FLUSH_POLL_S = 0.05
 STATS_S = 1.0  # how long a report waits for the step that runs
 START_S = 5.0  # how long a lease waits for its request: the two travel apart
-MOST_LEFT = 256  # requests that have ended early whose output is remembered
+MOST_OUTPUTS, MOST_OUTPUT_IDS = 256, 1 << 20  # that are remembered of requests, all together
+REMEMBERED_S = 60.0  # and for how long
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
 
 
@@ -65,9 +69,44 @@ class _Run:
 
     client: ChannelClient | None = None  # over which it came; None: only its lease has come
     recall: str = ""  # of the request; "" for a prefill leg, which makes no output
+    # output ids of each choice, to which the engine thread adds
+    made: "dict[int, array[int]]" = field(default_factory=dict)
     error: Exception | None = None  # that it was refused with
     began: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Outputs:
+    """The output ids of requests whose clients may come back to another router, for a while."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # by `GenerateRequest.recall`, the oldest first: until when, and the longest output of each choice
+        self._kept: OrderedDict[str, tuple[float, dict[int, array[int]]]] = OrderedDict()
+
+    def add(self, key: str, made: dict[int, "array[int]"]) -> None:
+        """Remember ``made``, by choice; of two tries of one request, what is longer."""
+        _, outputs = self._kept.pop(key, (0.0, {}))
+        for choice, ids in made.items():
+            if len(ids) > len(outputs.get(choice, ())):
+                outputs[choice] = ids
+        self._kept[key] = self._clock() + REMEMBERED_S, outputs
+        self._drop_old()
+
+    def find(self, key: str) -> dict[int, list[int]]:
+        """Return what is remembered, but for each last id: of an answer that is whole, its end is to be told too."""
+        self._drop_old()
+        _, outputs = self._kept.get(key, (0.0, {}))
+        return {choice: ids[:-1].tolist() for choice, ids in outputs.items()}
+
+    def _drop_old(self) -> None:
+        num_ids = sum(len(ids) for _, outputs in self._kept.values() for ids in outputs.values())
+        while self._kept:
+            until_s, outputs = next(iter(self._kept.values()))
+            if self._clock() < until_s and len(self._kept) <= MOST_OUTPUTS and num_ids <= MOST_OUTPUT_IDS:
+                return
+            num_ids -= sum(map(len, outputs.values()))
+            self._kept.popitem(last=False)
 
 
 class ServedEngine:
@@ -94,8 +133,7 @@ class ServedEngine:
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
         self._runs: dict[str, _Run] = {}  # by rid
-        # by `GenerateRequest.recall` and rid, the oldest first: what requests had made when they ended early
-        self._left: OrderedDict[str, dict[str, asyncio.Future[dict[int, TokenIds]]]] = OrderedDict()
+        self._outputs = Outputs()
         self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
         self._flush: asyncio.Task[bool] | None = None  # the running attempt, or the last
@@ -132,6 +170,7 @@ class ServedEngine:
                 f"replica {self.replica_id} cannot reach router {address.router_id} at {address.host}:"
                 f"{address.port} ({error}); the nodes must reach each other on any port"
             ) from error
+        client.sink = functools.partial(self._note, client.sink)
         before = self._clients.get(address.router_id)
         if before is not None:
             self._router_lost(before)
@@ -153,10 +192,10 @@ class ServedEngine:
         except TimeoutError:
             return ReplicaGone(f"replica {self.replica_id} has the lease of {rid}, the request has not come")
         except asyncio.CancelledError:
-            self._end(rid)
+            self.loop.abort(rid)
             raise
         finally:
-            self._runs.pop(rid, None)
+            self._forget(rid)
         if run.error is None or isinstance(run.error, MantaError):
             return run.error
         raise run.error
@@ -254,22 +293,14 @@ class ServedEngine:
         return len(rids)
 
     async def recall(self, key: str) -> dict[int, list[int]]:
-        """Return what choices of the request with this `GenerateRequest.recall` have made, by number, and end it.
+        """Return what choices of the request with this `GenerateRequest.recall` have made, by number.
 
-        It may still run: a router whose machine has vanished closes no connection.
+        One that still runs goes on: its router may be there, or its machine may have vanished with no word.
         """
-        for rid in [rid for rid, run in self._runs.items() if run.recall == key]:
-            self._end(rid)
-        left = self._left.get(key, {})
-        if left:
-            await asyncio.wait(left.values())
-        made: dict[int, list[int]] = {}
-        for rid, output in left.items():
-            for index, ids in output.result().items():
-                choice = choice_of(rid)
-                choice = index if choice is None else choice
-                made[choice] = max(made.get(choice, []), ids.tolist(), key=len)
-        return made
+        for run in list(self._runs.values()):
+            if run.recall == key:
+                self._outputs.add(key, run.made)
+        return self._outputs.find(key)
 
     async def check_health(self) -> None:
         """Raise EngineDead when a step crashed or hangs, a rank is gone, or the transfer thread has failed; and
@@ -308,14 +339,16 @@ class ServedEngine:
             if self._moves is not None:
                 self._moves.order(asked)
         else:
-            self._end(asked.rid)
-            self._runs.pop(asked.rid, None)  # its lease has failed: none comes
+            self.loop.abort(asked.rid)
+            self._forget(asked.rid)  # its lease has failed: none comes
 
     def _start(self, client: ChannelClient, request: GenerateRequest) -> None:
         event_loop, run = asyncio.get_running_loop(), self._runs.setdefault(request.rid, _Run())
         run.client = client
-        if request.hand_off is None or request.hand_off.leg is PdLeg.DECODE:
+        if request.recall and (request.hand_off is None or request.hand_off.leg is PdLeg.DECODE):
             run.recall = request.recall
+            if request.resumed_ids:
+                run.made[choice_of(request.rid) or 0] = array("i", request.resumed_ids)
         run.began.set()
 
         def on_end() -> None:  # engine thread
@@ -344,29 +377,24 @@ class ServedEngine:
         if self._clients.get(router_id) is client:
             del self._clients[router_id]
         for rid in self.loop.open_rids(client.sink):
-            self._end(rid)
-        self._runs = {rid: run for rid, run in self._runs.items() if run.client is not client}
-
-    def _end(self, rid: str) -> None:
-        """End a request whose router gives it up, or is gone. If its client may come back to another router, remember
-        what it has made."""
-        run = self._runs.get(rid)
-        if run is None or not run.recall or run.ended.is_set():
             self.loop.abort(rid)
-            return
-        recall, run.recall = run.recall, ""  # once
-        event_loop = asyncio.get_running_loop()
-        output: asyncio.Future[dict[int, TokenIds]] = event_loop.create_future()
-        self._left.setdefault(recall, {})[rid] = output
-        self._left.move_to_end(recall)
-        if len(self._left) > MOST_LEFT:
-            self._left.popitem(last=False)
+        for rid in [rid for rid, run in self._runs.items() if run.client is client]:
+            self._forget(rid)
 
-        def told(made: dict[int, TokenIds]) -> None:  # engine thread
-            with contextlib.suppress(RuntimeError):  # as in `_start`
-                event_loop.call_soon_threadsafe(output.set_result, made)
+    def _note(self, sink: Callable[[list[TokenDelta]], None], deltas: list[TokenDelta]) -> None:
+        """Pass ``deltas`` on, and note the output of requests that may be recalled. On the engine thread."""
+        for delta in deltas:
+            run = self._runs.get(delta.rid)
+            if run is not None and run.recall and delta.token_ids:
+                choice = choice_of(delta.rid)
+                run.made.setdefault(delta.index if choice is None else choice, array("i")).extend(delta.token_ids)
+        sink(deltas)
 
-        self.loop.abandon(rid, told)
+    def _forget(self, rid: str) -> None:
+        """Take a run out that has ended, or is being aborted; what it has made may be recalled."""
+        run = self._runs.pop(rid, None)
+        if run is not None and run.made:
+            self._outputs.add(run.recall, run.made)
 
     async def _report_forever(self) -> None:
         activity = logs.ActivityLog(self.loop.stats(), time.monotonic)

@@ -46,7 +46,7 @@ from replicas.request import Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta, TokenIds
+from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
 CacheEvents = tuple[CacheEvent, ...]  # in order
 TIDY_S = 0.002  # that `Engine.tidy` takes at a time: a request that comes meanwhile waits for it
@@ -348,10 +348,6 @@ class Engine:
         deltas = [self._end(choice, finish) for choice in self._open.choices(rid)]
         self._settle()
         return deltas
-
-    def output_of(self, rid: str) -> dict[int, TokenIds]:
-        """Return the output ids so far of the open choices of ``rid``, by index; none where it is not open."""
-        return {choice.req.index: choice.req.output_ids.copy() for choice in self._open.choices(rid)}
 
     def take_back(self, rid: str) -> list[TokenDelta]:
         """End ``rid`` if none of its choices has been admitted, so that its router gives it to another replica.

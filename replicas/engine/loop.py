@@ -20,7 +20,7 @@ from typing import TypeVar
 from replicas.engine.engine import CacheEvents, Engine
 from replicas.engine.sinks import Sink, Sinks
 from replicas.errors import EngineDead, MantaError
-from replicas.types import EngineStats, EngineTallies, GenerateRequest, Pending, TokenDelta, TokenIds
+from replicas.types import EngineStats, EngineTallies, GenerateRequest, Pending, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -141,17 +141,6 @@ class EngineLoop:
     def abort(self, rid: str) -> None:
         """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
         self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
-
-    def abandon(self, rid: str, told: Callable[[dict[int, TokenIds]], object]) -> None:
-        """End a request as `abort` does, after calling ``told`` on the engine thread with what `Engine.output_of` says
-        (nothing, of an engine that is dead); thread-safe."""
-
-        def end(engine: Engine | None) -> None:
-            told({} if engine is None else engine.output_of(rid))
-            if engine is not None:
-                self._sinks.deliver(engine.abort(rid))
-
-        self._command(end)
 
     def take_back(self, rid: str, kept: Callable[[], object]) -> None:
         """End a request that has not been admitted, or call ``kept`` on the engine thread; thread-safe."""

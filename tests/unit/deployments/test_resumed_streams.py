@@ -20,6 +20,7 @@ from openai import AsyncOpenAI
 from deployments.client import ServerEvent, events
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.route_log import RequestWatch
+from deployments.http import arrivals
 from deployments.http.http_app import make_app
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
@@ -234,14 +235,16 @@ RECALLED = {
 
 
 @pytest.mark.parametrize("way", RECALLED)
-async def test_what_was_made_before_a_router_died_is_not_made_again(engines: Engines, way: str) -> None:
+async def test_what_was_made_before_a_router_died_is_not_made_again(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """The replica remembers the ids, whose text is made at once."""
+    monkeypatch.setattr(arrivals, "RECALL_S", 30.0)
     (path, body), watch = RECALLED[way], Heard()
     async with Routers(engines, watch=watch, apart=way == "apart") as routers:
         at_first = await num_made(engines)
-        undisturbed = await asked(Wire(routers), path, body)
+        undisturbed = await asked(Wire(routers), path, body, name="another")
         alone = await num_made(engines) - at_first
-        routers.forget()
         wire = Wire(routers)
         stream = asyncio.create_task(asked(wire, path, body))
         await until_async(lambda: wire.num_bytes > sum(len(event.data) for event in undisturbed) // 4, 30.0)
@@ -252,7 +255,7 @@ async def test_what_was_made_before_a_router_died_is_not_made_again(engines: Eng
     twice = await num_made(engines) - at_first - 2 * alone
     print(f"{way}: {alone} tokens alone; {before} until its router died, {alone - before + twice} after that")
     assert before > 20
-    assert twice <= 4, "tokens were computed again"
+    assert -4 <= twice <= 4, "each token is computed once"
     await engines.settle()
 
 
