@@ -129,24 +129,25 @@ class RayPeers:
         self._answer_s = answer_s
 
     async def find_route(self, name: str) -> FoundRoute:
-        return await self._find("find_route", name)
+        return await self._find("find_route", name, about=name)
 
     async def find_request(self, name: str) -> FoundRoute:
         """Return what `find_route` does, with the request's row and page keys (observatory/router_view.py)."""
-        return await self._find("find_request", name)
+        return await self._find("find_request", name, about=name)
 
     async def ask_response(self, ask: ResponseAsk) -> FoundRoute:
-        return await self._find("ask_response", ask)
+        return await self._find("ask_response", ask, about=ask.what)  # without keys its id is all that protects it
 
-    async def _find(self, method: str, name: str | ResponseAsk) -> FoundRoute:
+    async def _find(self, method: str, asked: str | ResponseAsk, *, about: str) -> FoundRoute:
+        """``about``: what the log may say of it."""
         try:
-            answers = await self._routers.ask(method, name, within_s=self._answer_s)
+            answers = await self._routers.ask(method, asked, within_s=self._answer_s)
         except NobodyAsked as error:
-            log.warning("the other routers were not asked about %r: %s", name, error)
+            log.warning("the other routers were not asked about %r: %s", about, error)
             return FoundRoute(unanswered=f"the other routers could not be asked ({error})")
         found = await newest([_body_of(each) for each in answers], within_s=self._answer_s)
         if found.unanswered:
-            log.warning("about %r: %s", name, found.unanswered)
+            log.warning("about %r: %s", about, found.unanswered)
         return found
 
 

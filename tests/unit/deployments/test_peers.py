@@ -109,6 +109,13 @@ async def test_the_router_that_has_a_response_answers_for_the_others() -> None:
     assert (await peers(Call(None), Call(None, hangs=True)).ask_response(CANCEL)).unanswered.startswith("1 of 2")
 
 
+async def test_the_log_names_no_response_and_no_caller(caplog: pytest.LogCaptureFixture) -> None:
+    await peers(Call(None, hangs=True)).ask_response(CANCEL)
+    await peers(error=RayError("no controller")).ask_response(CANCEL)
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["cancel"] * 2
+    assert CANCEL.response_id not in caplog.text
+
+
 def test_ray_still_has_what_is_used_of_its_inside() -> None:
     """A broadcast's answers one by one are not public in Ray 2.60; a version without them must fail here."""
     assert callable(DeploymentHandle.broadcast)
