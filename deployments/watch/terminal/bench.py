@@ -65,6 +65,8 @@ class ChatLoad:
         draw, turn = random.Random(), 0
         talk = Conversation(self._url, self._key, replace(self._options, system=shared), time.monotonic)
         while turn == 0 or not self.over.is_set():
+            if turn % TURNS == 0:
+                talk.forget()
             turn += 1
             try:
                 times = [time.monotonic() for _ in talk.say(f"Tell me about {_words(draw, QUESTION_WORDS)}.")]
@@ -75,8 +77,6 @@ class ChatLoad:
             assert talk.last is not None
             gaps_s = (after - before for before, after in itertools.pairwise(times))
             self.answered.append(Answered(turn=talk.last, gaps_s=tuple(gaps_s)))
-            if turn % TURNS == 0:
-                talk.forget()
 
 
 def _words(draw: random.Random, num: int) -> str:

@@ -86,6 +86,22 @@ def test_users_share_a_system_message_and_begin_anew_after_the_last_turn() -> No
     assert len({each["content"] for each in firsts}) == 2  # one a run: none begins as another run's does
 
 
+def test_a_conversation_whose_last_turn_failed_ends_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "AFTER_FAILURE_S", 0.0)
+    server = Server(wanted=bench.TURNS + 1)
+
+    def respond(path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        status, said = server.respond(path, headers, body)
+        return (429, b"{}") if len(server.asked) == bench.TURNS else (status, said)
+
+    with answering(respond) as port:
+        load = bench.ChatLoad(f"http://127.0.0.1:{port}", None, OPTIONS)
+        load.over = server.over
+        load.run(users=1, for_s=60.0)
+    assert [len(messages) for messages in server.asked] == [2, 4, 6, 8, 2]
+    assert (len(load.answered), len(load.failed)) == (4, 1)
+
+
 def test_a_refused_request_counts_as_failed_and_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(Server(wanted=0, status=429).respond) as port:
         url = f"http://127.0.0.1:{port}"
