@@ -42,7 +42,7 @@ def run(
     try:
         state = ask.state(url, key)
         replica = chosen(state["replicas"], name)
-        facts = ask.replica(url, replica["id"], key)
+        facts = _facts(url, replica["id"], key)
         if not sure and sys.stdin.isatty() and not _confirmed(replica, facts, state["replicas"]):
             print("nothing was done")
             return ask.NOT_THERE
@@ -66,6 +66,17 @@ def run(
     return ask.NOT_THERE
 
 
+def _facts(url: str, replica_id: str, key: str | None) -> Row:
+    """Return the facts about a replica; none where they do not come now: it may hang. Raises: Unanswered."""
+    try:
+        return ask.replica(url, replica_id, key)
+    except ask.Unanswered as error:
+        if not error.may_pass:
+            raise
+        print(f"where it runs is not known: {error}", file=sys.stderr)
+        return {}
+
+
 def _confirmed(replica: Row, facts: Row, replicas: Sequence[Row]) -> bool:
     others = sum(
         each["state"] == "accepting" and each["role"] == replica["role"] and each["id"] != replica["id"]
@@ -76,7 +87,7 @@ def _confirmed(replica: Row, facts: Row, replicas: Sequence[Row]) -> bool:
 
 
 def _named(replica: Row, facts: Row) -> str:
-    where = f"process {facts['pid'] or '?'} on node {facts['address'] or '?'}"
+    where = f"process {facts.get('pid') or '?'} on node {facts.get('address') or '?'}"
     return f"replica {short_id(replica['id'])} ({replica['role']}, {where})"
 
 

@@ -28,6 +28,7 @@ class Observatory:
         self.asked: list[tuple[str, str | None]] = []
         self.later: list[list[dict[str, Any]]] = []
         self.refusal: tuple[int, str, str] | None = None  # status, code and message of a kill
+        self.hides_facts = False
         self.url = ""
 
     def respond(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
@@ -39,6 +40,8 @@ class Observatory:
         if path.endswith("/kill") and self.refusal is not None:
             status, code, message = self.refusal
             return status, json.dumps({"error": {"code": code, "message": message}}).encode()
+        if self.hides_facts and not path.endswith("/kill"):
+            return 503, json.dumps({"error": {"code": "not_readable", "message": "node n did not answer"}}).encode()
         facts = {"pid": 4711, "address": "10.0.0.1"}
         return 200, json.dumps({"message": "its process has ended"} if path.endswith("/kill") else facts).encode()
 
@@ -83,6 +86,16 @@ def test_a_killed_replica_is_told_with_its_process_its_requests_and_the_one_that
     assert capsys.readouterr().out.splitlines() == [
         "replica bcde (unified, process 4711 on node 10.0.0.1): its process has ended", LOST["text"], REPLACED["text"],
     ]  # fmt: skip
+
+
+def test_a_replica_whose_node_does_not_answer_is_killed_too(
+    observatory: Observatory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observatory.hides_facts, observatory.later = True, [[OLD, REPLACED]]
+    assert killed(observatory, "bcde") == 0
+    said = capsys.readouterr()
+    assert said.err == f"where it runs is not known: {observatory.url}: node n did not answer\n"
+    assert said.out.startswith("replica bcde (unified, process ? on node ?): its process has ended\n")
 
 
 def test_where_no_other_one_comes_in_time_the_command_fails_and_says_where_to_look(
