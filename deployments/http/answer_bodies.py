@@ -311,7 +311,9 @@ class OllamaAnswerBody(AnswerBody):
     model: ModelName
     created_at: str = Field(description="Time, as in RFC 3339.")
     done: bool = Field(description="Whether this is the last line.")
-    done_reason: Literal["stop", "length"] | None = Field(default=None, description="Why it ended.")
+    done_reason: Literal["stop", "length", "load"] | None = Field(
+        default=None, description="Why it ended; `load`: there was no prompt."
+    )
     prompt_eval_count: int | None = Field(default=None, description="Tokens of the prompt.")
     eval_count: int | None = Field(default=None, description="Tokens of the output.")
     total_duration: int | None = Field(default=None, description="Nanoseconds.")

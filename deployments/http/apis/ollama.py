@@ -1,10 +1,12 @@
 """/api/chat, /api/generate, /api/tags and /api/version: Ollama's API, as a chat; a stream is lines of JSON.
 
 Never:     loads, fetches or deletes a model: the one that is served answers. Drops what the model should see: images,
-           and a prompt that is to pass no template, are refused.
+           and a prompt that is to pass no template, are refused. Runs anything for a request without a prompt, by which
+           clients load a model.
 Invariant: the last line alone is `done`, and has the counts and the tool calls, whose arguments are complete by then.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from pydantic import Field
 
 from deployments.http import answer_bodies as answers
 from deployments.http import bodies
-from deployments.http.api_document import RUN, about, body_like, gives, said, shown
+from deployments.http.api_document import LINES, RUN, about, body_like, gives, said, shown
 from deployments.http.apis.message_form import parsed_input
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import ChatRequest, Route, WireType
@@ -134,8 +136,16 @@ async def _answered(
     )  # fmt: skip
     name = name_of(request)
     prepared = await prepare(request, chat, name)
+    if isinstance(body, OllamaGenerateRequest) and not (body.prompt or body.system):
+        return _loaded(service_of(request).model.name, streams=body.stream is not False)
     form = OllamaForm(model=service_of(request).model.name, is_chat=isinstance(body, OllamaChatRequest))
     return await prepared.answer(form, name).respond(request, streams=body.stream is not False)
+
+
+def _loaded(model: str, *, streams: bool) -> Response:
+    """Answer a request without a prompt, by which Ollama's clients load a model."""
+    said = {"model": model, "created_at": _rfc3339(time.time()), "response": "", "done": True, "done_reason": "load"}
+    return Response(json.dumps(said) + "\n", media_type=LINES) if streams else JSONResponse(said)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,21 @@ async def test_a_generation_is_a_chat_of_one_message(client: httpx.AsyncClient) 
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "", "system": None, "keep_alive": "5m"}])
+async def test_a_request_without_a_prompt_loads_a_model_and_runs_nothing(
+    client: httpx.AsyncClient, prompt: dict[str, Any]
+) -> None:
+    [line] = await lines_of(client, "/api/generate", {"model": NAME} | prompt)
+    whole = (await client.post("/api/generate", json={"stream": False} | prompt)).raise_for_status()
+    assert "x-manta-route" not in whole.headers
+    for said in (line, whole.json()):
+        assert said.pop("created_at") > "2026"
+        assert said == {"model": NAME, "response": "", "done": True, "done_reason": "load"}
+    another = await client.post("/api/generate", json={"model": "another"} | prompt)
+    assert another.status_code == 404
+
+
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
