@@ -16,6 +16,7 @@ class FakePlace:
     """Its streams have ended before the fault comes."""
 
     num_replicas = 1
+    prompts: Sequence[str] = PROMPTS
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self._answers = iter(answers)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.http.http_app import _lifespan
 from deployments.output.examined import MAX_OF_CALLER, MAX_WAITING, NUM_EXAMINERS, ExaminedGrammars, TooManyForms
@@ -263,7 +264,8 @@ async def test_a_grammar_is_examined_in_the_line_that_comes_first(
 
 async def test_the_examiner_starts_and_ends_with_the_router() -> None:
     grammars, app = ExaminedGrammars(fake_engine()[0].tokenizer), FastAPI()
-    app.state.service, app.state.keys = SimpleNamespace(examined=grammars, streams=KeptStreams()), NO_KEYS
+    service = SimpleNamespace(examined=grammars, streams=KeptStreams(), background=BackgroundStreams())
+    app.state.service, app.state.keys = service, NO_KEYS
     async with _lifespan(app):
         await until_async(lambda: grammars._examiners[-1]._process is not None)
         process = grammars._examiners[-1]._process
