@@ -67,7 +67,7 @@ LAST_EVENT = "last-event-id"
 DROPPED = "x-manta-dropped"
 MOST_PARTS = 8  # prompts of one request that the route header describes
 MOST_REPLICAS = 1024
-RECALL_S = 2.0  # for replicas to say what they remember of a request, between two steps
+RECALL_S = 2.0  # for replicas to say what they remember of a request
 _OPENING = re.compile(r"(\d{1,12})\.([0-9a-f]{16})\.(\d{1,20})")
 
 # end of the path, behind the application's route prefix -> endpoint

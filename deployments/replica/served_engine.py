@@ -87,7 +87,7 @@ class Outputs:
     def add(self, key: str, made: dict[int, "array[int]"]) -> None:
         """Remember ``made``, by choice; of two tries of one request, what is longer."""
         _, outputs = self._kept.pop(key, (0.0, {}))
-        for choice, ids in made.items():
+        for choice, ids in list(made.items()):  # the engine thread may add a choice meanwhile
             if len(ids) > len(outputs.get(choice, ())):
                 outputs[choice] = ids
         self._kept[key] = self._clock() + REMEMBERED_S, outputs
