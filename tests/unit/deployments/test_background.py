@@ -351,65 +351,71 @@ class Neighbours(NoPeers):
         return FoundRoute(body=next(filter(None, told), None), unanswered=self.unanswered)
 
 
-async def test_whichever_router_is_asked_it_is_the_same(tokenizer: Tokenizer) -> None:
+@contextlib.asynccontextmanager
+async def two_routers(
+    tokenizer: Tokenizer,
+) -> AsyncIterator[tuple[House, Neighbours, openai.AsyncOpenAI, openai.AsyncOpenAI]]:
+    """A router that has the responses, and one that has it as its neighbour: (house of the first, neighbours of the
+    second, a client of each)."""
     async with House() as house, House(router_id="another") as other:
         has_it = house.service(tokenizer)
         peers = Neighbours(has_it)
         asked = dataclasses.replace(other.service(tokenizer), peers=peers)
         async with served(has_it) as [sdk], served(asked) as [elsewhere]:
-            replica = ScriptedReplica("r0")
-            replica.pause_at = 3
-            await house.ready(replica)
-            begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
-            reading = asyncio.create_task(events_after(elsewhere, begun.id, starting_after=1))
-            await having(elsewhere, begun.id, "<0><1><2>")
-            replica.hold.set()
-            assert await reading == await events_after(sdk, begun.id, starting_after=1)
-            assert await elsewhere.responses.cancel(begun.id) == await sdk.responses.retrieve(begun.id)
-            await elsewhere.responses.delete(begun.id)
-            for each in (sdk, elsewhere):
-                with pytest.raises(openai.NotFoundError, match="it was deleted"):
-                    await each.responses.retrieve(begun.id)
-            peers.services, peers.unanswered = (), "1 of 2 routers did not answer"
-            with pytest.raises(openai.InternalServerError, match="1 of 2 routers did not answer") as silent:
-                await elsewhere.responses.retrieve(begun.id)
-            assert silent.value.status_code == 503
+            yield house, peers, sdk, elsewhere
+
+
+async def test_whichever_router_is_asked_it_is_the_same(tokenizer: Tokenizer) -> None:
+    async with two_routers(tokenizer) as (house, peers, sdk, elsewhere):
+        replica = ScriptedReplica("r0")
+        replica.pause_at = 3
+        await house.ready(replica)
+        begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
+        reading = asyncio.create_task(events_after(elsewhere, begun.id, starting_after=1))
+        await having(elsewhere, begun.id, "<0><1><2>")
+        replica.hold.set()
+        assert await reading == await events_after(sdk, begun.id, starting_after=1)
+        assert await elsewhere.responses.cancel(begun.id) == await sdk.responses.retrieve(begun.id)
+        await elsewhere.responses.delete(begun.id)
+        for each in (sdk, elsewhere):
+            with pytest.raises(openai.NotFoundError, match="it was deleted"):
+                await each.responses.retrieve(begun.id)
+        peers.services, peers.unanswered = (), "1 of 2 routers did not answer"
+        with pytest.raises(openai.InternalServerError, match="1 of 2 routers did not answer") as silent:
+            await elsewhere.responses.retrieve(begun.id)
+        assert silent.value.status_code == 503
 
 
 async def test_a_stream_goes_on_behind_a_silence_of_the_router_that_has_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short one is a stall; a long one ends the stream, and so does that router's death."""
-    async with House() as house, House(router_id="another") as other:
-        has_it = house.service(tokenizer)
-        peers = Neighbours(has_it)
-        asked = dataclasses.replace(other.service(tokenizer), peers=peers)
-        async with served(has_it) as [sdk], served(asked) as [elsewhere]:
-            replica = ScriptedReplica("r0")
-            await house.ready(replica)
+    async with two_routers(tokenizer) as (house, peers, sdk, elsewhere):
+        replica, there = ScriptedReplica("r0"), peers.services
+        await house.ready(replica)
 
-            async def silent_amid(unanswered: str) -> asyncio.Task[list[Any]]:
-                replica.pause_at = 3
-                begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
-                reading = asyncio.create_task(events_after(elsewhere, begun.id))
-                await having(elsewhere, begun.id, "<0><1><2>")
-                peers.services, peers.unanswered, silent_since = (), unanswered, peers.num_asked
-                await until_async(lambda: reading.done() or peers.num_asked >= silent_since + 3)
-                return reading
+        async def silent_amid(unanswered: str) -> asyncio.Task[list[Any]]:
+            replica.pause_at = 3
+            begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
+            reading = asyncio.create_task(events_after(elsewhere, begun.id))
+            await having(elsewhere, begun.id, "<0><1><2>")
+            peers.services, peers.unanswered, silent_since = (), unanswered, peers.num_asked
+            await until_async(lambda: reading.done() or peers.num_asked >= silent_since + 3)
+            return reading
 
-            reading = await silent_amid("1 of 2 routers did not answer")
-            assert not reading.done()
-            peers.services = (has_it,)
+        reading = await silent_amid("1 of 2 routers did not answer")
+        assert not reading.done()
+        peers.services = there
+        replica.hold.set()
+        events = await reading
+        assert "".join(each.delta for each in events if each.type == TEXT) == EIGHT
+        assert events[-1].type == "response.incomplete"
+        monkeypatch.setattr(responses, "SILENT_S", 0.2)
+        for unanswered, code in (("1 of 2 routers did not answer", "routers_silent"), ("", "response_not_found")):
+            peers.services, peers.unanswered = there, ""
+            last = (await (await silent_amid(unanswered)))[-1]
+            assert (last.type, last.code) == ("error", code)
             replica.hold.set()
-            events = await reading
-            assert "".join(each.delta for each in events if each.type == TEXT) == EIGHT
-            assert events[-1].type == "response.incomplete"
-            monkeypatch.setattr(responses, "SILENT_S", 0.2)
-            for unanswered, code in (("1 of 2 routers did not answer", "routers_silent"), ("", "response_not_found")):
-                peers.services, peers.unanswered = (has_it,), ""
-                last = (await (await silent_amid(unanswered)))[-1]
-                assert (last.type, last.code) == ("error", code)
-                replica.hold.set()
 
 
 async def test_a_replica_that_drains_ends_its_responses_first(service: Service, house: House) -> None:
@@ -440,5 +446,3 @@ async def test_a_router_that_stops_ends_its_responses(tokenizer: Tokenizer) -> N
             assert house.dispatcher.num_open == 1
             assert begun["status"] == "queued"
         await until_async(lambda: not house.dispatcher.num_open, 20.0)
-
-
