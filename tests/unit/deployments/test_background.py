@@ -7,6 +7,7 @@ What a replica does is scripted, where it matters when; the answers that are com
 import asyncio
 import contextlib
 import dataclasses
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -330,11 +331,15 @@ async def test_what_has_ended_is_bounded_and_the_key_with_most_gives_way(
 
 
 async def test_a_background_answer_says_what_its_schema_is_and_is_held_to_it(service: Service) -> None:
-    body = {**ASK, "max_output_tokens": 60, "text": {"format": {"type": "json_object"}}}
+    schema = {"type": "object", "properties": {"kind": {"enum": ["bolt"]}}, "required": ["kind"]}
+    schema["additionalProperties"] = False
+    format_ = {"type": "json_schema", "name": "part", "strict": True, "schema": schema}
+    body = {**ASK, "max_output_tokens": 400, "temperature": 0, "text": {"format": format_}}
     async with served(service) as [sdk]:
         raw = await sdk.responses.with_raw_response.create(**body, background=True)
         assert raw.headers["x-manta-schema"] == "enforced"
-        assert (await ended(sdk, raw.parse().id)).output_text.startswith("{")
+        response = await ended(sdk, raw.parse().id)
+        assert (response.status, json.loads(response.output_text)) == ("completed", {"kind": "bolt"})
 
 
 class Neighbours(NoPeers):
