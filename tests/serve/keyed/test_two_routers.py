@@ -200,7 +200,10 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_clients_come_back_to_the_same_bytes_when_their_router_is_killed(app: Running) -> None:
-    """Eight streams at a time; one of the two routers is killed in their midst, twice."""
+    """Eight streams at a time; in their midst the router is killed that has the most of them, twice.
+
+    How many it has is the proxy's choice: it may give all to one while the other is slow to say that it is well.
+    """
     streams = (STREAMS * 2)[:8]
     posts: list[httpx.Request] = []
 
@@ -218,7 +221,8 @@ async def test_clients_come_back_to_the_same_bytes_when_their_router_is_killed(a
             while len(came) < 60 and not any(each.done() for each in running):
                 await asyncio.sleep(0.02)
             posts.clear()
-            pid = next(iter((await asyncio.to_thread(routers, app)).values()))["router"]["pid"]
+            told = [info["router"] for info in (await asyncio.to_thread(routers, app)).values()]
+            pid = max(told, key=lambda router: router["num_open"])["pid"]
             os.kill(pid, signal.SIGKILL)
             for at, got in enumerate(await asyncio.gather(*running)):
                 path = streams[at][0]
