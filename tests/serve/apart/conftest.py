@@ -4,12 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.running import Running, serving
+from tests.serve.running import Running, free_port, serving
 from tests.serve.watched import PATIENT
 
 
 @pytest.fixture(scope="package")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def otlp_port() -> int:
+    """Where the routers send spans: those of requests whose caller traces them, and none else."""
+    return free_port()
+
+
+@pytest.fixture(scope="package")
+def app(otlp_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(
         tmp_path_factory.mktemp("apart"),
         base="docs/examples/disaggregated.yaml",
@@ -18,6 +24,6 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         cache={"max_total_tokens": 12_000},
         router={"retry_wait_s": 90},
         transfer={"hand_off": "always"},
-        observability=PATIENT,
+        observability={**PATIENT, "otlp_endpoint": f"http://127.0.0.1:{otlp_port}", "trace_ratio": 0},
     ) as running:
         yield running
