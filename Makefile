@@ -156,7 +156,7 @@ site: $(VENV)/.installed-site ## Make the documents one searchable site in site/
 	@rm -rf .tools/site && mkdir -p .tools/site
 	@git ls-files -z '*.md' docs deploy tools/house.py | xargs -0 cp --parents -t .tools/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "site/ is made. To read it: $(BIN)/python -m http.server -d site 8090"
+	@echo "site/ is made. To read it: open site/index.html in a browser"
 
 pictures: install-test model ## Draw the house in docs/pictures anew, and take those of the live view from a Manta under load
 	@$(BIN)/python -m tools.house
