@@ -252,7 +252,7 @@ ALERTS = (
           comment="Much less is reused than was predicted, and what was predicted is more than a few tokens."),
     Alert(name="RouterReportsOld", severity="warning", for_s=15, at_once=True,
           when=Over(source="report_age_s", bound=30, by=("model", "target")),
-          summary="The newest report of replica {target} is {duration} old."),
+          summary="The newest report of {target} is {duration} old."),
 )  # fmt: skip
 
 BOUNDS = {alert.name: alert.when.bound for alert in ALERTS if isinstance(alert.when, Share | Over)}  # for the boards

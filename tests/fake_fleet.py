@@ -7,9 +7,11 @@ Invariant: pools sum to their capacity, stages to their total; the same seed giv
 
 import hashlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from dashboards.alerts import FIGURES, FIRING, PENDING, SERIES
+from deployments.watch.observatory.events import Names, short_name
 from tests.fake_route import explained
 
 Json = dict[str, Any]
@@ -44,6 +46,9 @@ STACKS = """Thread 0x00007fd0dd1b86c0 (most recent call first):
 Current thread 0x00007fc640d33b80 (most recent call first):
   File "ray/_private/workers/default_worker.py", line 323 in <module>
 """
+NODES = ({"node": "e5f60718", "host": "10.0.3.17"}, {"node": "a1b2c3d4", "host": "10.0.3.18"})
+CALLERS = ("3f81c2d0", "3f81c2d0", "9b07aa41")  # hashes of API keys
+SILENCE = "it has said nothing for 6.2 s"
 CUDA = "CUDA error: an illegal memory access was encountered"
 
 
@@ -51,7 +56,7 @@ class FakeFleet:
     """``prefill`` replicas compute prompts for ``unified`` that decode; 0: all do everything.
 
     ``slow``: ITL misses its objective and an alert fires; ``sick``: so many replicas are unhealthy; ``dies_every``:
-    seconds between deaths of a replica, each replaced after eight.
+    seconds between deaths of a replica, each replaced after eight; ``overloaded``: prompts wait for seconds.
     """
 
     def __init__(
@@ -64,14 +69,19 @@ class FakeFleet:
         slow: bool = False,
         sick: int = 0,
         dies_every: int = 0,
+        num_nodes: int = 2,
+        overloaded: bool = False,
     ) -> None:
         self.random = random.Random(7)
-        self.slow, self.dies_every = slow, dies_every
+        self.slow, self.dies_every, self.num_nodes, self.overloaded = slow, dies_every, num_nodes, overloaded
         roles = ["decode"] * unified + ["prefill"] * prefill if prefill else ["unified"] * unified
         ids = [f"ModelReplica#{self.random.getrandbits(32):08x}" for _ in roles]
         self.roles = dict(sorted(zip(ids, roles, strict=True), key=lambda each: (each[1], each[0])))
         self.sick = set(list(self.roles)[len(roles) // 3 :][:sick])
         self.draining: set[str] = set()
+        self.silent: set[str] = set()  # as replicas whose process is stopped
+        self.names = Names()
+        self._past: dict[str, list[list[float | None]]] = {}
         self.requests_per_tick = requests_per_tick
         self.num_requests = 0
         self._open: list[Json] = []  # requests as they will have ended
@@ -84,7 +94,7 @@ class FakeFleet:
                       "page_size": 16, "tp": 1, "device": "cpu", "attention": "cpu", "grafana": "http://grafana:3000/"},
             "keys": {"admin": True},
             "routers": [{"id": ROUTER, "node": "a1b2c3d4", "answering": True, "open": 3}] if roles else [],
-            "replicas": [self._replica(each, index) for index, each in enumerate(self.roles)],
+            "replicas": self._replicas(START_S, ()),
             "links": [], "requests": [], "figures": [], "alerts": [],
             "events": [], "ended": [],
             "autoscaling": {"targets": [_target(role, roles.count(role)) for role in sorted(set(roles))], "log": []},
@@ -99,7 +109,7 @@ class FakeFleet:
         self.state = self.state | {"time": now, "version": self.state["version"] + 1}
         if self.dies_every:
             self._die_and_come(self.state["version"] % self.dies_every)
-        self.state["replicas"] = [self._replica(each, index) for index, each in enumerate(self.roles)]
+        self.state["replicas"] = self._replicas(now, self.state["ended"])
         count = self.requests_per_tick if any(self._takes("unified", "decode")) else 0
         new = [self.request() for _ in range(count)]
         self._open += [row for row in new if row["total_s"] > now - row["time"]]
@@ -122,7 +132,8 @@ class FakeFleet:
         rows = [row for row in reversed(self.state["requests"]) if whole or self._changed[row["rid"]] > after]
         points = [point for number, point in self._points if number > after]
         history = {"names": list(SERIES), "step_s": 1, "points": points}
-        return self.state | {"whole": whole, "requests": rows, "history": history}
+        past = {"past": self._past} if whole else {}
+        return self.state | {"whole": whole, "requests": rows, "history": history} | past
 
     def hour(self) -> Json:
         """As api/history answers."""
@@ -132,7 +143,7 @@ class FakeFleet:
 
     def become_starting(self) -> None:
         """As before the first report: names and states only."""
-        known = ("id", "role", "node")
+        known = ("id", "name", "role", "node", "host")
         rows = [dict.fromkeys(row) | {name: row[name] for name in known} for row in self.state["replicas"]]
         rates = dict.fromkeys(("prefill_tokens_per_s", "cached_tokens_per_s", "decode_tokens_per_s"), 0.0)
         self.state["replicas"] = [row | {"state": "starting", "pools": [], "rates": rates} for row in rows]
@@ -142,12 +153,13 @@ class FakeFleet:
         now = self.state["time"]
         role = self.roles.pop(name)
         moved = sum(row["replica"] == name for row in self._open)
-        text = f"replica {name.partition('#')[2]} is lost; {moved} requests went on elsewhere"
+        text = f"{self.names.called(name)} is lost; {moved} requests went on elsewhere"
         self.state["events"] = [*self.state["events"], {
             "seq": len(self.state["events"]) + 1, "time": now, "kind": "lost", "replica": name, "role": role,
             "text": text, "requests": moved,
         }][-8:]  # fmt: skip
-        self.state["ended"] = [{"id": name, "role": role, "time": now, "died": True}, *self.state["ended"]]
+        ended = {"id": name, "name": self.names.name(name), "role": role, "time": now, "died": True}
+        self.state["ended"] = [ended, *self.state["ended"]]
         for row in self._open:
             if row["replica"] == name:
                 other = self.random.choice(list(self._takes("unified", "decode")))
@@ -167,7 +179,8 @@ class FakeFleet:
         cached = draw.randrange(0, 8) * prompt // 10
         output = draw.choice((16, 64, 64, 64, 200))
         itl_s = (0.06 + 0.09 * draw.random()) if self.slow else 0.006 + 0.015 * draw.random()
-        stages = {"route_s": 0.002, "queue_s": draw.random() * 0.02, "prefill_s": (prompt - cached) / 18_000}
+        waits_s = draw.random() * (12.0 if self.overloaded else 0.02)
+        stages = {"route_s": 0.002, "queue_s": waits_s, "prefill_s": (prompt - cached) / 18_000}
         stages |= {"transfer_s": 0.012 if first else 0.0, "decode_s": itl_s * (output - 1)}
         ttft_s, total_s = sum(stages.values()) - stages["decode_s"], sum(stages.values())
         outcome = "ok" if draw.random() > 0.02 or number < 60 else draw.choice(("error", "cancelled"))
@@ -175,13 +188,17 @@ class FakeFleet:
         return {
             "rid": f"req-{number}", "router": ROUTER, "time": self.state["time"] - draw.random(),
             "endpoint": "chat", "outcome": outcome, "replica": replica, "prefill": prefill,
+            "finish": ("stop", "length")[number % 3 % 2] if outcome == "ok" else None,
+            "caller": CALLERS[number % 3], "session": f"{number * 7 % 6:08x}",
             "policy": "estimated_ttft", "reason": "lowest_cost" if first else "soonest_first_token", "tries": 1,
             "tries_at": [{"replica": replica, "prefill": prefill, "start_s": 0.002, "end_s": total_s,
                           "failure": "the engine stopped" if outcome == "error" else None}],
             "prompt_tokens": prompt, "output_tokens": output, "cached_tokens": cached, "predicted_tokens": cached,
             "best_tokens": cached + 160, "ttft_s": ttft_s, "itl_s": itl_s, "last_s": total_s, "total_s": total_s,
             "stages": stages,
-            "missed": ["itl"] if itl_s > OBJECTIVES["itl_objective_s"] else [],
+            "missed": [
+                slo for slo, took_s in (("ttft", ttft_s), ("itl", itl_s)) if took_s > OBJECTIVES[f"{slo}_objective_s"]
+            ],
         }  # fmt: skip
 
     def details(self, rid: str) -> Json | None:
@@ -228,11 +245,23 @@ class FakeFleet:
     def _die_and_come(self, second: int) -> None:
         if second == 0:
             self.kill(self._takes("unified", "decode")[0])
-        elif second == 8:
+        elif second == 8 and self.state["ended"]:
             self.roles[f"ModelReplica#{self.random.getrandbits(32):08x}"] = "unified"
 
     def _takes(self, *roles: str) -> list[str]:
-        return [each for each, role in self.roles.items() if role in roles and each not in self.sick | self.draining]
+        away = self.sick | self.draining | self.silent
+        return [each for each, role in self.roles.items() if role in roles and each not in away]
+
+    def _replicas(self, now: float, ended: Sequence[Json]) -> list[Json]:
+        rows = [self._replica(each, index) for index, each in enumerate(self.roles)]
+        self.names.take(rows, {each["id"]: each["role"] for each in ended})
+        rows = [row | {"name": self.names.name(row["id"])} for row in rows]
+        for row in rows:
+            points = self._past.setdefault(row["id"], [])
+            if now % 5 == 0:
+                own = [row["running"], row["waiting"], row["queued_tokens"], _used(row)]
+                points.append([now, *own, *row["rates"].values()])
+        return rows
 
     def _replica(self, name: str, index: int) -> Json:
         draw = self.random
@@ -241,11 +270,13 @@ class FakeFleet:
         shares = parts | {"free": 100 - sum(parts.values())}
         pool = {state: CAPACITY * share // 100 for state, share in shares.items()}
         pool["free"] += CAPACITY - sum(pool.values())
-        running = 0 if name in self.sick else draw.randrange(0, 12)
+        running = 0 if name in self.sick else 64 if self.overloaded else draw.randrange(0, 12)
         return {
-            "id": name, "role": self.roles[name], "node": f"{'a1b2c3d4' if index % 2 else 'e5f60718'}",
-            "state": "unhealthy" if name in self.sick else "draining" if name in self.draining else "accepting",
-            "error": CUDA if name in self.sick else None, "running": running, "running_limit": 64,
+            "id": name, "role": self.roles[name], **NODES[index % 2 if self.num_nodes > 1 else 0],
+            "state": "unhealthy" if name in self.sick else "silent" if name in self.silent
+            else "draining" if name in self.draining else "accepting",
+            "error": CUDA if name in self.sick else SILENCE if name in self.silent else None,
+            "running": running, "running_limit": 64,
             "waiting": running // 5,
             "preallocating": 0, "receiving": running // 4, "handing_off": running // 4,
             "queued_tokens": running * 130, "prefill_tokens_per_s": 1500.0, "decode_step_s": 0.021,
@@ -292,8 +323,16 @@ class FakeFleet:
         if self.slow:
             alerts += [BURN | {"since": START_S - 360}, SHED | {"since": START_S - 20}]
         for name in self.sick:
-            said = f"A unified replica of {MODEL} is unhealthy ({name.partition('#')[2]}): {CUDA}."
+            said = f"A unified replica of {MODEL} is unhealthy ({self.names.name(name)}, {short_name(name)}): {CUDA}."
             alerts.append(UNHEALTHY | {"since": START_S - 130, "summary": said, "replica": name})
+        for name in self.silent:
+            said = f"A unified replica of {MODEL} is silent ({self.names.name(name)}, {short_name(name)}): {SILENCE}."
+            alerts.append(UNHEALTHY | {"name": "ReplicaSilent", "runbook": "runbook#replicasilent", "summary": said,
+                                       "since": now - 6, "replica": name})  # fmt: skip
+        if self.overloaded:
+            said = f"83 % of the requests to {MODEL} miss the TTFT objective of 2 s."
+            alerts.append(BURN | {"name": "TtftObjectiveBurn", "since": now - 90, "summary": said, "figure": "ttft",
+                                  "runbook": "runbook#ttftobjectiveburn"})  # fmt: skip
         met = {slo: 1 - sum(slo in row["missed"] for row in ended) / len(ended) for slo in ("ttft", "itl") if ended}
         firing = {alert["figure"]: alert["severity"] for alert in alerts if alert["state"] == FIRING}
         self.state["alerts"] = sorted(alerts, key=lambda alert: (alert["state"] == PENDING, alert["severity"]))
@@ -323,7 +362,8 @@ def _as_of(row: Json, now: float) -> Json:
     if passed >= row["total_s"]:
         return row
     tries = [each | {"end_s": None, "failure": None} if each["end_s"] > passed else each for each in row["tries_at"]]
-    shown = row | {"outcome": "running", "total_s": None, "itl_s": None, "missed": [], "tries_at": tries}
+    shown = row | {"outcome": "running", "tries_at": tries, "missed": []}
+    shown |= dict.fromkeys(("finish", "total_s", "itl_s"))
     if passed >= row["ttft_s"]:
         itl_s = row["stages"]["decode_s"] / max(row["output_tokens"] - 1, 1)
         made = int((passed - row["ttft_s"]) / itl_s) if itl_s else 0

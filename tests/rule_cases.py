@@ -152,7 +152,7 @@ CASES = (
     Case(alert="RouterIndexStale", series=reused(predicted="0+60x30", actual="0+30x30"), quiet_at="30m"),
     Case(alert="RouterReportsOld", series={f'manta_router_report_age_seconds{{{ROUTER},target="a"}}': "0+20x9"},
          quiet_at="2m", fires_at="3m", labels={"model": "m", "target": "a"},
-         summary="The newest report of replica a is 1m 0s old."),
+         summary="The newest report of a is 1m 0s old."),
 )  # fmt: skip
 
 # recording rule -> series, minute, labels of what it records, value

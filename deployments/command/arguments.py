@@ -168,7 +168,7 @@ def _add_clients(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     explain = add("explain", "explain why a recent request went to its replica, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
     kill = add("kill", "end the process of a replica at once: its requests go on elsewhere, and it is replaced")
-    kill.add_argument("replica", metavar="REPLICA", help="its id or a part of it, or its place in the table of `top`")
+    kill.add_argument("replica", metavar="REPLICA", help="its name or the number of it (1), its id or a part of that")
     kill.add_argument("--yes", action="store_true", help="do not ask first, as is done on a terminal")
     kill.add_argument("--wait", type=_duration, default=300.0, dest="for_s", metavar="TIME", help="for the replica "
                       "that takes its place (default 5m)")  # fmt: skip

@@ -9,6 +9,7 @@ Never:     holds a prompt's text or ids; imports what a router needs beside its 
 import dataclasses
 from typing import Any
 
+from deployments.dispatch.rids import owner_of
 from deployments.dispatch.route_log import RouteRecord, Try
 from replicas.types import finite
 from routing.explain import candidate_terms, explain, sentence
@@ -121,6 +122,9 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "time": record.time_s,
         "endpoint": timeline.arrival.endpoint,
         "outcome": record.outcome,
+        "finish": ",".join(timeline.finish_reasons) or None,
+        "caller": owner_of(record.rid) or None,
+        "session": record.session,
         "replica": decision.replica_id,
         "prefill": decision.prefill_id,
         "policy": decision.policy,

@@ -12,6 +12,7 @@ Thread:    the router's event loop.
 """
 
 import asyncio
+import hashlib
 import itertools
 import logging
 from collections import Counter, OrderedDict
@@ -59,6 +60,7 @@ class RouteRecord:
 
     rid: str
     timeline: Timeline
+    session: str | None = None  # hash of the session's id and its caller, if it has one
     tries: list[Try] = field(default_factory=list)
     outcome: str = "running"  # then one of the catalogue's OUTCOMES
     seq: int = 0  # of its last change
@@ -93,11 +95,21 @@ class RouteLog:
         self._by_change: OrderedDict[str, RouteRecord] = OrderedDict()  # by rid; what changed last is last
         self._seq = 0
 
-    def add(self, rid: str, decision: Decision, timeline: Timeline, held_out: Mapping[str, str] = NONE_HELD_OUT) -> Try:
+    def add(
+        self,
+        rid: str,
+        decision: Decision,
+        timeline: Timeline,
+        held_out: Mapping[str, str] = NONE_HELD_OUT,
+        *,
+        session_id: str = "",
+    ) -> Try:
         """Add the next try of request ``rid``."""
         record = self._records.get(rid)
         if record is None:
-            record = self._records[rid] = RouteRecord(rid=rid, timeline=timeline)
+            owned = f"{owner_of(rid)} {session_id}".encode()  # two callers may have named theirs alike
+            session = hashlib.blake2b(owned, digest_size=4).hexdigest() if session_id else None
+            record = self._records[rid] = RouteRecord(rid=rid, timeline=timeline, session=session)
             self._by_name[record.name] = rid
             if len(self._records) > self.capacity:
                 self._drop_oldest()
@@ -314,7 +326,7 @@ class Following:
         """Note the next try, about to be sent. ``since_s``: when choosing began."""
         self._close_try()
         now_s = self._clock()
-        self._try = self._routes.add(self._request.rid, decision, self.timeline, held_out)
+        self._try = self._routes.add(self._request.rid, decision, self.timeline, held_out, session_id=self._session_id)
         self._record = self._routes.get(self._request.rid)
         self.timeline.sent(self._try.times, now_s)
         tell(self._watch.decided, decision, took_s=now_s - since_s, failure=failure)

@@ -14,6 +14,7 @@ from typing import Any
 from dashboards.alerts import ALERTS, FIGURES, FIRING, PENDING, REPLICA, SEEN, Alert, Grew, Over, Share, Stands
 from dashboards.catalog import ROLES
 from deployments.fleet.seen import SeenReplica
+from deployments.watch.observatory.events import Names, short_name
 from deployments.watch.observatory.figures import Growth
 from replicas.types import EngineStats
 
@@ -76,11 +77,11 @@ def fleet_readings(
     return found
 
 
-def replica_readings(seen: SeenReplica, age_s: float | None) -> dict[str, Reading]:
-    """Return what is true of one replica, whose last report is ``age_s`` old."""
+def replica_readings(seen: SeenReplica, age_s: float | None, name: str) -> dict[str, Reading]:
+    """Return what is true of the replica ``name``, whose last report is ``age_s`` old."""
     found = {}
     if seen.state in ("silent", "unhealthy"):
-        detail = f" ({short_name(seen.replica_id)}): {seen.why}"
+        detail = f" ({name}, {short_name(seen.replica_id)}): {seen.why}"
         found[seen.state] = Reading(labels={"target_role": seen.role, "detail": detail})
     if seen.report is not None and age_s is not None:
         stats = seen.report.stats
@@ -108,8 +109,9 @@ class Standing:
 class Alerts:
     """The alerts that are pending or fire. Durations go by ``now_s``, which never goes back."""
 
-    def __init__(self, fleet: Growth, replicas: Growth) -> None:
+    def __init__(self, fleet: Growth, replicas: Growth, names: Names | None = None) -> None:
         """``fleet``: counters of the routers, ``replicas``: those of each replica."""
+        self._names = names or Names()
         self._fleet = fleet
         self._replicas = replicas
         self._standing: dict[tuple[Alert, str], Standing] = {}
@@ -136,7 +138,7 @@ class Alerts:
                 "severity": alert.severity,
                 "state": FIRING if now_s - held.since_s >= alert.for_s else SEEN if alert.at_once else PENDING,
                 "since": held.since_time,
-                "summary": summary(alert, held.reading, labels, subject),
+                "summary": summary(alert, held.reading, labels, self._names.called(subject)),
                 "runbook": f"runbook#{alert.name.lower()}",
                 "figure": alert.figure,
                 "replica": None if subject in ("", *ROLES) else subject,
@@ -176,18 +178,13 @@ class Alerts:
                 yield subject, Reading(value=shares[0])
 
 
-def short_name(replica_id: str) -> str:
-    return replica_id.rpartition("#")[2]
-
-
-def summary(alert: Alert, reading: Reading, labels: Mapping[str, str], subject: str) -> str:
-    """Write an alert's sentence, with its numbers."""
-    name = short_name(subject)
+def summary(alert: Alert, reading: Reading, labels: Mapping[str, str], called: str) -> str:
+    """Write an alert's sentence, with its numbers. ``called``: the replica that it is about, if it is about one."""
     words = {
         "share": f"{reading.value:.0%}".replace("%", " %"),
         "duration": f"{reading.value:.0f} s",
-        "replica": name,
-        "target": name,
+        "replica": called,
+        "target": called,
         "detail": labels.get(OBJECTIVE_OF.get(alert.figure or "", ""), ""),
         "tier": "a lower tier",
         **labels,

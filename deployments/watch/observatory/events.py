@@ -4,7 +4,7 @@ Owns:      the events of the last hour, the replicas that have ended in it, and 
 Never:     asks; it is told the state once a second.
 Invariant: a replica dies at most once, and takes the place of at most one other, which died
            within DEATHS_S. What was there before the observatory
-           started is no event.
+           started is no event. A replica keeps its name, and no other one has it until this one is forgotten.
 Thread:    the observatory's event loop.
 
     start ──> ready, or replaced if another one of its role had died ──> silent <──> back
@@ -13,6 +13,7 @@ Thread:    the observatory's event loop.
     shedding ──> shed: nothing was refused for SHED_OVER_S
 """
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,40 @@ WENT_ON_S = 60.0  # after an event its requests are counted: rows come late, and
 SHED_OVER_S = 15.0
 DEATHS, DEATHS_S = 2, 600.0  # of one role, that are an alert
 Row = Mapping[str, Any]
+
+
+class Names:
+    """Names of replicas that people can say: replica 1, prefill 2."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, tuple[str, int]] = {}  # replica -> its role, and its number among that role
+
+    def take(self, rows: Iterable[Row], told: Mapping[str, str]) -> None:
+        """Number what is new in ``rows`` by the lowest number that no other of its role has; forget what is neither
+        there nor in ``told``: replicas that the feed still tells of, with their roles."""
+        here = {**told, **{row["id"]: row["role"] for row in rows}}
+        self._named = {replica_id: named for replica_id, named in self._named.items() if replica_id in here}
+        taken = set(self._named.values())
+        for replica_id, role in here.items():
+            if replica_id not in self._named:
+                self._named[replica_id] = next((role, n) for n in itertools.count(1) if (role, n) not in taken)
+                taken.add(self._named[replica_id])
+
+    def number(self, replica_id: str) -> int:
+        return self._named[replica_id][1]
+
+    def name(self, replica_id: str) -> str:
+        """Return the name alone; of a replica that is not known "replica"."""
+        role, number = self._named.get(replica_id, ("unified", 0))
+        return f"{'replica' if role == 'unified' else role} {number or ''}".strip()
+
+    def called(self, replica_id: str) -> str:
+        """Return the name, with what logs and metrics have: the id."""
+        return f"{self.name(replica_id)} ({short_name(replica_id)})"
+
+
+def short_name(replica_id: str) -> str:
+    return replica_id.rpartition("#")[2]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,15 +91,22 @@ class Followed:
 class EventFeed:
     """The events, from what the state shows a second after the other."""
 
-    def __init__(self, on_death: Callable[[str], None] = lambda role: None, *, first: int = 0) -> None:
+    def __init__(
+        self,
+        on_death: Callable[[str], None] = lambda role: None,
+        *,
+        names: Names | None = None,
+        first: int = 0,
+    ) -> None:
         """``on_death``: called with the role of each replica that died; ``first``: events have higher numbers."""
+        self._names = names or Names()
         self._on_death = on_death
         self._events: deque[FleetEvent] = deque(maxlen=MOST_EVENTS)
         self._num = first
         self._followed: dict[str, Followed] = {}
         self._ended: dict[str, dict[str, Any]] = {}  # by replica, the oldest first
         self._known_gone: set[str] = set()
-        self._vacant: dict[str, deque[tuple[str, float]]] = {}  # role -> replicas to be replaced, and when they ended
+        self._vacant: dict[str, deque[tuple[str, float]]] = {}  # role -> who is to be replaced, ended when
         self._shed: tuple[float, float] | None = None  # since when requests are refused, and when one was last
 
     def take(
@@ -117,6 +159,12 @@ class EventFeed:
         ]  # fmt: skip
 
     @property
+    def told(self) -> dict[str, str]:
+        """The roles of the replicas that are followed, or ended in the last hour."""
+        followed = {name: each.role for name, each in self._followed.items()}
+        return followed | {name: row["role"] for name, row in self._ended.items()}
+
+    @property
     def ended(self) -> list[dict[str, Any]]:
         """The replicas that ended in the last hour, the newest first."""
         return list(reversed(self._ended.values()))
@@ -132,7 +180,8 @@ class EventFeed:
 
     def _say(self, kind: str, text: str, now: tuple[float, float], **more: Any) -> None:
         self._num += 1
-        self._events.append(FleetEvent(seq=self._num, time=now[1], at_s=now[0], kind=kind, text=text, **more))
+        said = text if (subject := more.get("replica")) is None else f"{self._names.called(subject)} {text}"
+        self._events.append(FleetEvent(seq=self._num, time=now[1], at_s=now[0], kind=kind, text=said, **more))
 
     def _follow(self, replica_id: str, row: Row, now: tuple[float, float]) -> None:
         state, before = row["state"], self._followed.get(replica_id)
@@ -166,7 +215,7 @@ class EventFeed:
             vacant.popleft()  # this one came for another reason
         if vacant:
             before, ended_s = vacant.popleft()
-            text = f"is ready in the place of {_short(before)}, {now[0] - ended_s:.0f} s after that one ended"
+            text = f"is ready in the place of {before}, {now[0] - ended_s:.0f} s after that one ended"
             self._say("replaced", text, now, **about)
         else:
             self._say("ready", f"is ready, after {now[0] - followed.began_s:.0f} s", now, **about)
@@ -200,9 +249,12 @@ class EventFeed:
         self._on_death(followed.role)
 
     def _end(self, replica_id: str, followed: Followed, now: tuple[float, float], *, died: bool) -> None:
-        self._ended[replica_id] = {"id": replica_id, "role": followed.role, "time": now[1], "died": died}
+        name = self._names.name(replica_id)
+        self._ended[replica_id] = {
+            "id": replica_id, "name": name, "role": followed.role, "time": now[1], "died": died
+        }  # fmt: skip
         if died and followed.was_ready:
-            self._vacant.setdefault(followed.role, deque(maxlen=MOST_ENDED)).append((replica_id, now[0]))
+            self._vacant.setdefault(followed.role, deque(maxlen=MOST_ENDED)).append((name, now[0]))
 
     def _look_at_shedding(self, shed: Callable[[float], float], now: tuple[float, float]) -> None:
         is_shedding = shed(2.0) > 0
@@ -221,12 +273,7 @@ class EventFeed:
             self._shed = None
 
 
-def _short(replica_id: str) -> str:
-    return replica_id.rpartition("#")[2]
-
-
 def _text(event: FleetEvent) -> str:
-    subject = "" if event.replica is None else f"replica {_short(event.replica)} "
     if not event.requests:
-        return subject + event.text
-    return f"{subject}{event.text}; {event.requests} request{'s' * (event.requests != 1)} went on elsewhere"
+        return event.text
+    return f"{event.text}; {event.requests} request{'s' * (event.requests != 1)} went on elsewhere"

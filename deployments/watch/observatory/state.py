@@ -34,7 +34,7 @@ from deployments.watch.observatory.alerts import (
     hand_offs_of,
     replica_readings,
 )
-from deployments.watch.observatory.events import DEATHS, EventFeed
+from deployments.watch.observatory.events import DEATHS, EventFeed, Names
 from deployments.watch.observatory.figures import WINDOW_S, Growth, History, Rates, Recent, figures_body, short
 from deployments.watch.observatory.merged import Merged, shown_node
 from deployments.watch.observatory.requests import Requests
@@ -147,6 +147,8 @@ LEVEL = 3  # of gzip: 0.3 ms for a second's changes
 VIEWERS_S = 5.0  # over which polls are counted
 MOST_ANSWERS = 64  # kept of one version
 MOST_EVENTS = 8  # in an answer; all of the last hour are asked for apart
+PAST_STEP_S, PAST_POINTS = 5.0, 60  # of each replica
+MOST_PAST = 64  # replicas that have a past: an answer is small
 Age = float | None
 Seen = dict[str, tuple[SeenReplica, Age]]
 
@@ -173,10 +175,12 @@ class State:
         self._history = History()
         self._fleet_growth = Growth(step_s=PERIOD_S, kept_s=3600.0)
         self._replica_growth = Growth(step_s=15.0, kept_s=600.0)
-        self._alerts = Alerts(self._fleet_growth, self._replica_growth)
+        self._names = Names()
+        self._past = Past()
+        self._alerts = Alerts(self._fleet_growth, self._replica_growth, self._names)
         self._answers = Answers()
         self._first = int(time.time()) if first_version is None else first_version
-        self.feed = EventFeed(on_death, first=self._first)
+        self.feed = EventFeed(on_death, names=self._names, first=self._first)
         self._body: dict[str, Any] = {
             "time": 0.0, "version": self._first, "period_s": PERIOD_S, "model": "", "mode": "unified", "started": 0.0,
             "api": "/", "facts": {"version": VERSION, "grafana": grafana_url},
@@ -213,6 +217,7 @@ class State:
         replicas = self._replica_rows(seen, details)
         self._feed(replicas, seen, details, now_s, time_s)
         replicas = [row for row in replicas if not self.feed.died(row["id"])]  # Serve's list may be some seconds old
+        self._past.add(replicas, time_s)
         values, more = self._measure(replicas, now_s)
         self._history.add(version, time_s, values)
         self._alerts.judge(self._readings(seen, replicas, now_s), now_s, time_s)
@@ -244,6 +249,8 @@ class State:
         whole = not self._first < version <= self.version
         after = 0 if whole else version
         changed = {"requests": self._requests.rows(after), "history": self._history.since(after)}
+        if whole:
+            changed["past"] = self._past.body()
         return {**self._body, "whole": whole, **changed}
 
     def answer(self, version: int, *, zipped: bool, now_s: float) -> bytes:
@@ -360,7 +367,7 @@ class State:
         ready = {row["role"] for row in replicas if row["state"] == "accepting"}
         found = fleet_readings(ready, routers=self.merged.routers, targets=self.scaling.targets)
         for name, (each, age_s) in seen.items():
-            for source, reading in replica_readings(each, age_s).items():
+            for source, reading in replica_readings(each, age_s, self._names.name(name)).items():
                 found.setdefault(source, {})[name] = reading
         for role, count in self.feed.deaths(now_s).items():
             if count >= DEATHS:
@@ -383,7 +390,35 @@ class State:
         for name, (each_seen, age_s) in seen.items():
             node_id = each_seen.info.node_id if each_seen.info else listed[name].node_id if name in listed else ""
             rows[name] = row_of(each_seen, node=shown_node(node_id), age_s=age_s, rates=self._rates.of(name))
-        return sorted(rows.values(), key=lambda row: (row["role"], row["id"]))
+        begun = {name: each.started or math.inf for name, each in listed.items()}
+        by_age = sorted(rows.values(), key=lambda row: (begun.get(row["id"], math.inf), row["id"]))
+        self._names.take(by_age, self.feed.told)
+        for name, row in rows.items():
+            row["name"] = self._names.name(name)
+            row["host"] = listed[name].address if name in listed else ""
+        return sorted(rows.values(), key=lambda row: (row["role"], self._names.number(row["id"])))
+
+
+class Past:
+    """What each replica did in the last minutes, a point each PAST_STEP_S: for a page that is opened now."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, deque[list[Age]]] = {}
+        self._last_s = 0.0
+
+    def add(self, replicas: Sequence[Mapping[str, Any]], time_s: float) -> None:
+        if 0 <= time_s - self._last_s < PAST_STEP_S:
+            return
+        self._last_s = time_s
+        rows = {row["id"]: row for row in replicas[:MOST_PAST]}
+        self._points = {name: self._points.get(name) or deque(maxlen=PAST_POINTS) for name in rows}
+        for name, row in rows.items():
+            used = _used(row["pools"][0]) if row["pools"] else None
+            own = [row["running"], row["waiting"], row["queued_tokens"], used]
+            self._points[name].append([time_s, *own, *(row["rates"][rate] for rate in _RATES)])
+
+    def body(self) -> dict[str, list[list[Age]]]:
+        return {name: list(points) for name, points in self._points.items()}
 
 
 class Answers:

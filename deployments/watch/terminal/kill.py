@@ -19,16 +19,15 @@ Row = Mapping[str, Any]
 
 
 def chosen(replicas: Sequence[Row], name: str) -> Row:
-    """Return the replica that ``name`` means: its id, its place in the table of `manta top`, or a part of its id that
-    no other has. Raises: Unanswered."""
-    places = {str(place): each for place, each in enumerate(replicas, 1)}
-    if name in (names := {each["id"]: each for each in replicas} | places):
-        return names[name]
-    found = [each for each in replicas if name in each["id"]]
+    """Return the replica that ``name`` means: its name (replica 1), its id, or the number of its name or a part of its
+    id that no other has. Raises: Unanswered."""
+    found = [each for each in replicas if name in (each["id"], each["name"])]
+    found = found or [each for each in replicas if name == each["name"].rpartition(" ")[2]]
+    found = found or [each for each in replicas if name in each["id"]]
     if len(found) == 1:
         return found[0]
     what = f"{name!r} may be each of {len(found)} replicas" if found else f"there is no replica {name!r}"
-    known = ", ".join(f"{place}: {short_id(each['id'])} ({each['role']})" for place, each in places.items())
+    known = ", ".join(f"{each['name']} ({short_id(each['id'])})" for each in replicas)
     raise ask.Unanswered(f"{what}; there are: {known or 'none'}", ask.NOT_THERE)
 
 
@@ -88,7 +87,7 @@ def _confirmed(replica: Row, facts: Row, replicas: Sequence[Row]) -> bool:
 
 def _named(replica: Row, facts: Row) -> str:
     where = f"process {facts.get('pid') or '?'} on node {facts.get('address') or '?'}"
-    return f"replica {short_id(replica['id'])} ({replica['role']}, {where})"
+    return f"{replica['name']} ({short_id(replica['id'])}, {where})"
 
 
 def _events(url: str, key: str | None) -> list[Row]:

@@ -30,14 +30,21 @@ Row = Mapping[str, Any]
 
 def replica_table(replicas: Sequence[Row]) -> Table:
     lower = any(each.get("tiers") for each in replicas)
-    spare = ("node", ">saved", ">cached", ">prefill/s", ">output/s", "role", ">loaded", ">host")
+    spare = ("node", ">saved", ">cached", ">prefill/s", ">output/s", "id", ">loaded", ">host")
     return Table([_replica(each, lower=lower) for each in replicas], spare=spare)
 
 
-def request_table(requests: Sequence[Row], *, now_s: float, stages_width: int = STAGES_WIDTH) -> Table:
-    """``now_s``: the state's time, for requests that run."""
+def names_of(state: Row) -> dict[str, str]:
+    """Return the names of the replicas of a state, those that have ended too, by id."""
+    return {each["id"]: each["name"] for each in (*state.get("ended", ()), *state["replicas"])}
+
+
+def request_table(
+    requests: Sequence[Row], names: Mapping[str, str], *, now_s: float, stages_width: int = STAGES_WIDTH
+) -> Table:
+    """``names``: of replicas by id; ``now_s``: the state's time, for requests that run."""
     spare = (">output", ">cached", "replica", "outcome")
-    return Table([_request(each, now_s, stages_width) for each in requests], spare=spare)
+    return Table([_request(each, names, now_s, stages_width) for each in requests], spare=spare)
 
 
 def router_table(routers: Sequence[Row]) -> Table:
@@ -52,11 +59,11 @@ def router_table(routers: Sequence[Row]) -> Table:
     ])  # fmt: skip
 
 
-def link_table(links: Sequence[Row]) -> Table:
+def link_table(links: Sequence[Row], names: Mapping[str, str]) -> Table:
     return Table([
         {
-            "from": short_id(each["from"]),
-            "to": short_id(each["to"]),
+            "from": names.get(each["from"]) or short_id(each["from"]),
+            "to": names.get(each["to"]) or short_id(each["to"]),
             ">hand-offs/s": count(each["hand_offs_per_s"]),
             ">failed/s": Text(count(each["failed_per_s"]), TROUBLE if each["failed_per_s"] else ""),
             ">bytes/s": count(each["bytes_per_s"]),
@@ -75,9 +82,9 @@ def cached_share(replica: Row) -> float | None:
 def _replica(each: Row, *, lower: bool) -> dict[str, Cell]:
     rates = each.get("rates") or {}
     return {
-        "replica": short_id(each["id"]),
-        "role": each["role"],
-        "node": (each.get("node") or "-")[:_NODE_CHARS],
+        "replica": each["name"],
+        "id": short_id(each["id"]),
+        "node": each.get("host") or (each.get("node") or "-")[:_NODE_CHARS],
         "state": Text(each["state"], STATE_COLOURS.get(each["state"], TROUBLE)),
         ">running": f"{count(each.get('running'))}/{count(each.get('running_limit'))}",
         ">waiting": count(waiting(each)),
@@ -112,15 +119,15 @@ def _pool(each: Row) -> Cell:
     return bar(parts, f"{percent(used_ratio(each)):>5} of {count(capacity)}")
 
 
-def _request(row: Row, now_s: float, stages_width: int) -> dict[str, Cell]:
+def _request(row: Row, names: Mapping[str, str], now_s: float, stages_width: int) -> dict[str, Cell]:
     word = row["outcome"]
     total_s = elapsed_s(row, now_s)
     tries = f", {row['tries']} tries" if row["tries"] > 1 else ""
     cached = None if row["cached_tokens"] is None else share(row["cached_tokens"], row["prompt_tokens"])
     return {
         "request": row["rid"][-ID_CHARS:],
-        "outcome": Text(word + tries, outcome_colour(word)),
-        "replica": short_id(row["replica"]),
+        "outcome": Text(("open" if word == RUNNING else word) + tries, outcome_colour(word)),
+        "replica": names.get(row["replica"]) or short_id(row["replica"]),
         ">prompt": count(row["prompt_tokens"]),
         ">cached": percent(cached),
         ">output": count(row["output_tokens"]),

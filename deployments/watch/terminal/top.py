@@ -27,7 +27,7 @@ from deployments.watch.terminal import ask, explain
 from deployments.watch.terminal.health import figures, merged, troubles, warnings
 from deployments.watch.terminal.keyboard import on_terminal, pressed, single_keys
 from deployments.watch.terminal.table import plain, spaced
-from deployments.watch.terminal.tables import link_table, replica_table, request_table, router_table
+from deployments.watch.terminal.tables import link_table, names_of, replica_table, request_table, router_table
 from deployments.watch.terminal.view import View, heading
 from deployments.watch.terminal.words import LEGEND, STAGE_LEGEND, TROUBLE
 
@@ -85,9 +85,9 @@ def snapshot(state: Mapping[str, Any]) -> RenderableType:
     wrong = [f"! {each}" for each in [*troubles(state), *warnings(state)]] or ["all well"]
     tables = [
         replica_table(state["replicas"]),
-        request_table(state["requests"][:SNAPSHOT_REQUESTS], now_s=state["time"]),
+        request_table(state["requests"][:SNAPSHOT_REQUESTS], names_of(state), now_s=state["time"]),
         router_table(state["routers"]),
-        link_table(state["links"]),
+        link_table(state["links"], names_of(state)),
     ]
     head = "\n".join([heading(state), " | ".join(told), *wrong])
     return spaced([head, *(each for each in tables if each.rows), f"{LEGEND}\n{STAGE_LEGEND}"])

@@ -20,7 +20,7 @@ from rich.text import Text
 from dashboards.catalog import FAILED
 from deployments.watch.terminal.health import figures, merged, troubles, used_ratio, waiting, warnings
 from deployments.watch.terminal.table import seconds, sparkline
-from deployments.watch.terminal.tables import elapsed_s, link_table, replica_table, request_table
+from deployments.watch.terminal.tables import elapsed_s, link_table, names_of, replica_table, request_table
 from deployments.watch.terminal.words import LEGEND, STAGE_LEGEND, TROUBLE, WARNING
 
 CHOSEN = "reverse"
@@ -209,7 +209,10 @@ class View:
             return Group(rule, Text("none yet" if name == "requests" else "none", "bright_black"))
         stages = min(max(width - 88, LEAST_STAGES), MOST_STAGES)
         now_s = self._state["time"]
-        cells = replica_table(shown) if name == "replicas" else request_table(shown, now_s=now_s, stages_width=stages)
+        if name == "replicas":
+            cells = replica_table(shown)
+        else:
+            cells = request_table(shown, names_of(self._state), now_s=now_s, stages_width=stages)
         return Group(rule, replace(cells, styles=styles, tells_left_out=False))
 
     def _extra(self) -> list[tuple[RenderableType, int]]:
@@ -218,8 +221,9 @@ class View:
         legend = Text(f"{LEGEND}\n{STAGE_LEGEND}", style="bright_black")
         found: list[tuple[RenderableType, int]] = [(legend, 2)]
         if links:
-            found.insert(0, (Group(Rule("hand-offs", align="left", style="bright_black"), link_table(links[:6])),
-                             ABOVE_ROWS + min(len(links), 6)))  # fmt: skip
+            table = link_table(links[:6], names_of(self._state))
+            size = ABOVE_ROWS + min(len(links), 6)
+            found.insert(0, (Group(Rule("hand-offs", align="left", style="bright_black"), table), size))
         return found
 
     def _orders(self, name: str) -> tuple[Order, ...]:

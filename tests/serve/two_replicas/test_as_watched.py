@@ -151,7 +151,7 @@ def test_a_replica_that_is_killed_leaves_and_another_joins_without_an_alert(flee
     assert kinds_of(fleet, gone)[-1] == "lost"
     assert kinds_of(fleet, new)[-1] == "replaced"
     fleet.settled('manta_replica_deaths_total{target_role="unified"}', 1)
-    fleet.app.until(lambda: f"replica {gone} is lost" in fleet.app.log.read_text(), 10)  # on the console of `serve`
+    fleet.app.until(lambda: f"({gone}) is lost" in fleet.app.log.read_text(), 10)  # on the console of `serve`
     assert fleet.prometheus.series("ALERTS") == []  # nor does any wait to fire
     assert fleet.prometheus.fired() == []
     assert browser.complaints() == []

@@ -100,9 +100,9 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "NoRouter": (lambda second: [], 60, "No router answers"),
     "NoReadyReplica": (lambda second: [view("one", seen("a", age_s=None))], 60, "No replica of tiny accepts requests."),
     "NoPrefillReplica": (apart("starting"), 60, "tiny has decode replicas and no prefill replica"),
-    "ReplicaSilent": (mute, 10, "A unified replica of tiny is silent (a): it has said nothing for 4.2 s."),
+    "ReplicaSilent": (mute, 10, "A unified replica of tiny is silent (replica 1, a): it has said nothing for 4.2 s."),
     "ReplicaDeaths": (dying, 0, "Two or more unified replicas of tiny died within ten minutes."),
-    "ReplicaUnhealthy": (sick, 0, "A unified replica of tiny is unhealthy (a): CUDA error."),
+    "ReplicaUnhealthy": (sick, 0, "A unified replica of tiny is unhealthy (replica 1, a): CUDA error."),
     "TargetDown": (replica(), 30, "router three (and 1 more) does not answer."),
     "RequestErrors": (counting(requests=10, failed=1), 300, "10 % of the requests to tiny end with an error"),
     "RequestsShed": (counting(requests=10, shed=1), 120, "10 % of the requests to tiny are refused"),
@@ -111,21 +111,21 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "ItlObjectiveBurn": (counting(itl_judged=20, itl_missed=9), 120, "45 % of the requests to tiny miss the ITL "
                          "objective of 100 ms."),
     "AutoscalerAtMaximum": (asking, 600, "The unified replicas of tiny are at their maximum"),
-    "KvPoolNearlyFull": (replica(used_pages=10), 120, "100 % of the KV pool of a cannot be taken by new requests."),
-    "AdmissionBlocked": (replica(blocked="pool", num_waiting=7), 60, "Requests wait for room in the KV pool of a."),
-    "RetractionsHigh": (retracting, 300, "a gives up 20 % as many tokens as it computes"),
+    "KvPoolNearlyFull": (replica(used_pages=10), 120, "100 % of the KV pool of replica 1 (a) cannot be taken by"),
+    "AdmissionBlocked": (replica(blocked="pool", num_waiting=7), 60, "Requests wait for room in the KV pool of repl"),
+    "RetractionsHigh": (retracting, 300, "replica 1 (a) gives up 20 % as many tokens as it computes"),
     "KvTransferFailures": (handed, 300, "10 % of the hand-offs of tiny fail"),
     "KvTransferDamaged": (
         lambda second: [view("one", seen("a", transfer=TransferStats(digest_mismatches=second // 30)))], 0,
-        "a received K/V that differs"),
-    "WrongPages": (wrong, 0, "a read back a page from a lower tier"),
-    "PagesLost": (lambda second: [view("one", seen("a", failed_checks=2 * second))], 0, "a is idle, and pages of its"),
+        "replica 1 (a) received K/V that differs"),
+    "WrongPages": (wrong, 0, "replica 1 (a) read back a page from a lower tier"),
+    "PagesLost": (lambda second: [view("one", seen("a", failed_checks=2 * second))], 0, "replica 1 (a) is idle, and"),
     "StoreOff": (
         replica(tiers=TierStats(host_pages=1, host_used_pages=0, store="file", store_error="it hangs")), 0,
-        "a does not use its store: it hangs."),
-    "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "kept pages of a for 301 s."),
+        "replica 1 (a) does not use its store: it hangs."),
+    "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "of replica 1 (a) for 301 s."),
     "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
-    "RouterReportsOld": (replica(age_s=31.0), 15, "The newest report of replica a is 31 s old."),
+    "RouterReportsOld": (replica(age_s=31.0), 15, "The newest report of replica 1 (a) is 31 s old."),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from deployments.command import announce
 from deployments.fleet.seen import GoneReplica, SeenReplica
 from deployments.watch.observatory.router_view import RouterView
-from deployments.watch.observatory.serve_details import ServeDetails
+from deployments.watch.observatory.serve_details import Listed, ServeDetails
 from deployments.watch.observatory.state import State
 from tests.unit.deployments.observed import details, listed, row, seen, view
 
@@ -69,7 +69,7 @@ def test_a_start_is_told_and_when_it_is_ready() -> None:
     told.go_on([], details(listed("a"), unified=1))  # by Serve it runs; no router has met it
     told.go_on([view("one", seen("a"))], details(listed("a"), unified=1))
     assert told.kinds == [("start", "a"), ("ready", "a")]
-    assert told.last == "replica a is ready, after 13 s"
+    assert told.last == "replica 1 (a) is ready, after 13 s"
 
 
 def test_a_death_is_counted_once_with_its_requests_and_another_takes_its_place() -> None:
@@ -80,21 +80,43 @@ def test_a_death_is_counted_once_with_its_requests_and_another_takes_its_place()
     lost = gone("a", died=True)
     told.go_on([view("one", seen("b"), gone=lost), view("two", seen("b"), gone=gone("a", died=False))])
     assert [each["id"] for each in told.state.since()["replicas"]] == ["b"]
-    assert told.state.since()["ended"] == [{"id": "a", "role": "unified", "time": 5002.0, "died": True}]
+    ended = {"id": "a", "name": "replica 1", "role": "unified", "time": 5002.0, "died": True}
+    assert told.state.since()["ended"] == [ended]
     told.go_on([view("one", seen("b"), gone=lost, rows=(again("x"), again("y"), row("z", replica="b")))], seconds=2)
-    assert told.last == "replica a is lost; 2 requests went on elsewhere"
+    assert told.last == "replica 1 (a) is lost; 2 requests went on elsewhere"
     assert told.deaths == {"unified": 1}
     now = details(listed("b"), listed("c", state="STARTING"), unified=2)
     told.go_on([view("one", seen("b"), gone=lost)], now, seconds=8)
     told.go_on([view("one", seen("b"), seen("c"), gone=lost)], now)
     kinds = [("lost", "a"), ("start", "c"), ("replaced", "c")]
     assert told.kinds[-3:] == kinds
-    assert told.last == "replica c is ready in the place of a, 11 s after that one ended"
+    assert told.last == "replica 3 (c) is ready in the place of replica 1, 11 s after that one ended"
     told.go_on([view("one", seen("b"), seen("c"), gone=lost)], now, seconds=30)
     assert (told.kinds[-3:], told.deaths) == (kinds, {"unified": 1})
     told.second += 3600
     told.go_on([view("one", seen("b"), seen("c"))], now)
     assert (told.kinds, told.state.since()["ended"]) == ([], []), "an hour is over"
+
+
+def test_a_name_is_kept_and_no_other_replica_has_it_within_an_hour() -> None:
+    """The order of the first ones is that in which Serve started them, not that of their ids."""
+    told = Told()
+    begun = [replace(listed("b", role="decode"), started=1.0), replace(listed("a", role="decode"), started=2.0)]
+    prefill = listed("p", role="prefill")
+
+    def names(*there: Listed) -> dict[str, str]:
+        views = [view("one", *(seen(each.replica_id, role=each.role) for each in there))]
+        told.go_on(views, details(*there, decode=2, prefill=1), seconds=2)
+        return {each["id"]: each["name"] for each in told.state.since()["replicas"]}
+
+    assert names(*begun, prefill) == {"b": "decode 1", "a": "decode 2", "p": "prefill 1"}
+    assert names(begun[1], prefill) == {"a": "decode 2", "p": "prefill 1"}  # b has died
+    assert names(*begun[1:], prefill, listed("c", role="decode"))["c"] == "decode 3"
+    assert [each["id"] for each in told.state.since()["replicas"]] == ["a", "c", "p"]  # by role and number
+    told.second += 3600
+    there = (begun[1], listed("c", role="decode"), prefill)
+    assert names(*there) == {"a": "decode 2", "c": "decode 3", "p": "prefill 1"}
+    assert names(*there, listed("d", role="decode"))["d"] == "decode 1", "an hour is over"
 
 
 def test_a_router_that_ends_takes_no_replica_with_it() -> None:
@@ -115,7 +137,7 @@ def test_a_silent_replica_that_speaks_again_has_not_died() -> None:
     told.go_on([view("one", silent("a"), seen("b"), rows=(again("x"),))], seconds=50)
     told.go_on([view("one", seen("a"), seen("b"))])
     assert [each["text"] for each in told.state.feed.body()] == [
-        "replica a is silent; 1 request went on elsewhere", "replica a speaks again, after 50 s",
+        "replica 1 (a) is silent; 1 request went on elsewhere", "replica 1 (a) speaks again, after 50 s",
     ]  # fmt: skip
     assert not told.deaths
 
@@ -186,7 +208,7 @@ def test_the_console_prints_what_comes_after_its_first_look(monkeypatch: pytest.
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     lines = announce.EventLines(["http://here/manta"], out)
-    first = '{"events": [{"seq": 7, "time": 0, "text": "replica a is ready"}]}'
+    first = '{"events": [{"seq": 7, "time": 0, "text": "replica 1 (a) is ready"}]}'
     second = '{"events": [{"seq": 8, "time": 0, "text": "replica a is lost"}]}'
     answers += [OSError("it starts"), first, OSError("it restarts"), second, '{"events": []}']
     for _ in range(5):

@@ -45,6 +45,20 @@ def test_the_fake_fleet_of_the_pages_tests_has_the_form_of_the_state() -> None:
         assert fake[part][0].keys() == real[part][0].keys(), part
 
 
+def test_a_page_that_is_opened_gets_the_last_minutes_of_each_replica_and_one_that_polls_does_not() -> None:
+    state = State(first_version=100)
+    for second in range(400):
+        running = second % 7
+        state.advance([view("one", seen("a", num_running=running, used_pages=4))], NOBODY, float(second))
+    past = state.since()["past"]
+    assert [point[0] for point in past["a"]] == [float(at) for at in range(100, 400, 5)]  # of 300 s
+    assert [point[1] for point in past["a"]] == [at % 7 for at in range(100, 400, 5)]
+    assert past["a"][-1][4] == 0.4  # of its pool
+    assert "past" not in state.since(state.version - 1)
+    state.advance([view("one", seen("b"))], NOBODY, 400.0)
+    assert list(state.since()["past"]) == ["b"]
+
+
 def test_a_version_of_another_life_is_answered_with_all() -> None:
     state = State(first_version=100)
     for second in (1.0, 2.0):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deployments.dispatch.dispatcher import RouteHints
 from deployments.dispatch.route_forms import request_row
 from deployments.dispatch.route_log import RouteLog
 from deployments.dispatch.timeline import Arrival
@@ -18,7 +19,8 @@ from tests.unit.deployments.sample_values import ask
 from tests.waiting import until_async
 
 KEYS = {
-    "rid", "router", "time", "endpoint", "outcome", "replica", "prefill", "policy", "reason", "tries", "prompt_tokens",
+    "rid", "router", "time", "endpoint", "outcome", "finish", "caller", "session", "replica", "prefill", "policy",
+    "reason", "tries", "prompt_tokens",
     "output_tokens", "cached_tokens", "predicted_tokens", "best_tokens", "ttft_s", "itl_s", "last_s", "total_s",
     "stages", "tries_at",
 }  # fmt: skip
@@ -44,6 +46,19 @@ async def test_a_row_tells_what_became_of_a_request_and_its_stages_sum_to_the_to
     assert (first["replica"], second["replica"], second["failure"]) == ("r0", "r1", None)
     assert "ReplicaGone" in first["failure"]
     assert 1.0 < first["start_s"] < first["end_s"] <= second["start_s"] < second["end_s"] <= row["total_s"]
+
+
+async def test_a_row_has_hashes_of_its_key_and_session_and_the_reason_of_its_end(house: House) -> None:
+    await house.ready(ScriptedReplica("r0"))
+    of = RouteHints(session_id="talk of alice@example.org")
+    for rid in ("0123456789abcdef77aa.0-one", "0123456789abcdee77aa.0-two", "0123456789abcded88bb.0-three"):
+        await house.collect(of, rid=rid)
+    await house.collect(rid="0123456789abcdec.0-four")
+    rows, _ = changed_rows(house.dispatcher, 0)
+    assert [row["caller"] for row in rows] == ["77aa", "77aa", "88bb", None]
+    one, two, other, none = (row["session"] for row in rows)
+    assert one == two != other, "another caller's session may be called so too"
+    assert (len(one), none, {row["finish"] for row in rows}) == (8, None, {"length"})
 
 
 async def test_only_what_changed_is_told_again(house: House) -> None:

@@ -12,9 +12,12 @@ from tests.unit.deployments.listening import answering
 from tests.unit.deployments.pseudo_terminal import manta
 from tests.unit.deployments.test_terminal_top import replica, state
 
-REPLICAS = [replica("abcd"), replica("bcde"), replica("cdef", role="decode")]
-LOST = {"seq": 8, "kind": "lost", "replica": "bcde", "role": "unified", "text": "replica bcde is lost; 2 requests went "
-        "on elsewhere"}  # fmt: skip
+REPLICAS = [
+    replica("abcd"), replica("bcde", name="replica 2"), replica("cdef", role="decode", name="decode 1"),
+    replica("cdxf", role="decode", name="decode 3"),
+]  # fmt: skip
+LOST = {"seq": 8, "kind": "lost", "replica": "bcde", "role": "unified", "text": "replica 2 (bcde) is lost; 2 requests "
+        "went on elsewhere"}  # fmt: skip
 REPLACED = {"seq": 9, "kind": "replaced", "replica": "new", "role": "unified", "text": "replica new is ready in the "
             "place of bcde, 23 s after that one ended"}  # fmt: skip
 OLD = {**REPLACED, "seq": 7, "text": "an earlier one"}
@@ -64,13 +67,17 @@ def killed(observatory: Observatory, name: str, key: str | None = None) -> int:
     )
 
 
-def test_a_name_is_an_id_a_place_in_the_table_or_a_part_of_one_id() -> None:
-    assert [kill.chosen(REPLICAS, name)["id"] for name in ("abcd", "2", "ef", "a")] == ["abcd", "bcde", "cdef", "abcd"]
+def test_a_replica_is_meant_by_its_name_its_id_or_the_number_or_a_part_that_no_other_has() -> None:
+    names = ("abcd", "replica 2", "2", "decode 1", "3", "ef", "a")
+    meant = ["abcd", "bcde", "bcde", "cdef", "cdxf", "cdef", "abcd"]
+    assert [kill.chosen(REPLICAS, name)["id"] for name in names] == meant
     assert kill.chosen([replica("ab"), replica("abc")], "ab")["id"] == "ab"  # a whole id before parts
-    known = "there are: 1: abcd (unified), 2: bcde (unified), 3: cdef (decode)"
-    with pytest.raises(ask.Unanswered, match=re.escape(f"'cd' may be each of 3 replicas; {known}")):
+    known = "there are: replica 1 (abcd), replica 2 (bcde), decode 1 (cdef), decode 3 (cdxf)"
+    with pytest.raises(ask.Unanswered, match=re.escape(f"'cd' may be each of 4 replicas; {known}")):
         kill.chosen(REPLICAS, "cd")
-    with pytest.raises(ask.Unanswered, match="there is no replica '4'; there are: 1: abcd"):
+    with pytest.raises(ask.Unanswered, match="'1' may be each of 2 replicas"):
+        kill.chosen(REPLICAS, "1")
+    with pytest.raises(ask.Unanswered, match=r"there is no replica '4'; there are: replica 1 \(abcd\)"):
         kill.chosen(REPLICAS, "4")
     with pytest.raises(ask.Unanswered, match="there are: none"):
         kill.chosen([], "1")
@@ -84,7 +91,7 @@ def test_a_killed_replica_is_told_with_its_process_its_requests_and_the_one_that
     assert observatory.was_killed() == ["/manta/api/replicas/bcde/kill"]
     assert {key for _, key in observatory.asked} == {"Bearer secret"}
     assert capsys.readouterr().out.splitlines() == [
-        "replica bcde (unified, process 4711 on node 10.0.0.1): its process has ended", LOST["text"], REPLACED["text"],
+        "replica 2 (bcde, process 4711 on node 10.0.0.1): its process has ended", LOST["text"], REPLACED["text"],
     ]  # fmt: skip
 
 
@@ -95,7 +102,7 @@ def test_a_replica_whose_node_does_not_answer_is_killed_too(
     assert killed(observatory, "bcde") == 0
     said = capsys.readouterr()
     assert said.err == f"where it runs is not known: {observatory.url}: node n did not answer\n"
-    assert said.out.startswith("replica bcde (unified, process ? on node ?): its process has ended\n")
+    assert said.out.startswith("replica 2 (bcde, process ? on node ?): its process has ended\n")
 
 
 def test_where_no_other_one_comes_in_time_the_command_fails_and_says_where_to_look(
@@ -120,8 +127,8 @@ def test_an_unknown_name_and_a_refusal_kill_nothing(
 
 
 def test_on_a_terminal_it_asks_first(observatory: Observatory) -> None:
-    with manta("kill", "3", "--url", observatory.url, columns=200) as terminal:
-        terminal.until("Kill replica cdef (decode, process 4711 on node 10.0.0.1)? (no other one takes requests until")
+    with manta("kill", "replica 2", "--url", observatory.url, columns=200) as terminal:
+        terminal.until("Kill replica 2 (bcde, process 4711 on node 10.0.0.1)? (its requests go on at another one)")
         terminal.press("n\n")
         terminal.until("nothing was done")
         assert terminal.process.wait(60) == ask.NOT_THERE

@@ -32,9 +32,10 @@ L1 = {"tier": "L1", "capacity": 1600, "free": 400, "evictable": 400, "protected"
       "quarantined": 0}  # fmt: skip
 
 
-def replica(name: str, **changed: Any) -> dict[str, Any]:
+def replica(replica_id: str, **changed: Any) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "id": name, "role": "unified", "node": "0123456789abcdef", "state": "accepting", "error": None,
+        "id": replica_id, "name": "replica 1", "role": "unified", "node": "0123456789abcdef", "host": "10.0.0.1",
+        "state": "accepting", "error": None,
         "running": 3, "running_limit": 64, "waiting": 2, "preallocating": 0, "receiving": 0, "handing_off": 0,
         "queued_tokens": 512, "prefill_tokens_per_s": 1500.0, "decode_step_s": 0.02, "report_age_s": 0.1,
         "pools": [L1], "cache_nodes": 12, "page_size": 16,
@@ -47,7 +48,7 @@ def request(rid: str, **changed: Any) -> dict[str, Any]:
     stages = {"route_s": 0.0, "queue_s": 0.25, "prefill_s": 0.25, "transfer_s": 0.0, "decode_s": 0.5}
     body: dict[str, Any] = {
         "rid": rid, "router": "r1", "time": 1763721990.0, "endpoint": "chat", "outcome": "ok",
-        "replica": "ModelReplica#abc", "prefill": None, "policy": "estimated_ttft", "reason": "soonest_first_token",
+        "replica": "abc", "prefill": None, "policy": "estimated_ttft", "reason": "soonest_first_token",
         "tries": 1, "prompt_tokens": 400, "output_tokens": 11, "cached_tokens": 300, "predicted_tokens": 300,
         "best_tokens": 300, "ttft_s": 0.5, "itl_s": 0.05, "last_s": 1.0, "total_s": 1.0, "stages": stages, "missed": [],
     }  # fmt: skip
@@ -86,11 +87,11 @@ SmolLM2, unified: 1 replica, 1 router, up 42 min  10:46:40
 TTFT p50 91 ms | Output 88 | Cache hit 75 % | Queue 2
 all well
 
-replica  role     node      state      running  waiting  pool                                      cached  prefill/s  output/s
-abc      unified  01234567  accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k    75 %        250        88
+replica    id   node      state      running  waiting  pool                                      cached  prefill/s  output/s
+replica 1  abc  10.0.0.1  accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k    75 %        250        88
 
-request  outcome  replica  prompt  cached  output    TTFT   total  stages
-one      ok       abc         400    75 %      11  500 ms  1.00 s  [qqqqqqppppppdddddddddddd]
+request  outcome  replica    prompt  cached  output    TTFT   total  stages
+one      ok       replica 1     400    75 %      11  500 ms  1.00 s  [qqqqqqppppppdddddddddddd]
 
 router  node      open  answering
 r1      01234567     5  yes
@@ -143,7 +144,7 @@ def test_tiers_are_columns_where_a_replica_has_them() -> None:
 def test_what_is_not_known_is_a_dash_and_no_replica_is_explained() -> None:
     starting = replica("s", state="starting", pools=[], rates=None, running=None, running_limit=None, waiting=None)
     line = snapshot(replicas=[starting]).splitlines()[5]
-    assert line.split() == ["s", "unified", "01234567", "starting", "-/-", "-", "-", "-", "-", "-"]
+    assert line.split() == ["replica", "1", "s", "10.0.0.1", "starting", "-/-", "-", "-", "-", "-", "-"]
     assert "! no replica yet" in snapshot(replicas=[])
 
 
@@ -189,10 +190,10 @@ def test_of_a_request_that_runs_the_stage_that_it_is_in_is_drawn_to_the_end() ->
     none = dict.fromkeys(("route_s", "queue_s", "prefill_s", "transfer_s", "decode_s"), 0.0)
     rows = [request("new", ttft_s=None, stages=none, **running)]
     rows.append(request("old", ttft_s=1.0, tries=2, stages=none | {"queue_s": 0.5, "prefill_s": 0.5}, **running))
-    lines = plain(request_table(rows, now_s=1763722000.1, stages_width=8)).splitlines()
+    lines = plain(request_table(rows, {}, now_s=1763722000.1, stages_width=8)).splitlines()
     assert lines[1].endswith("-  4.00 s  [qqqqqqqq] ...")
     assert lines[2].endswith("1.00 s  4.00 s  [qpdddddd] ...")
-    assert "running, 2 tries" in lines[2]
+    assert "open, 2 tries" in lines[2]
     assert " 11 " in lines[2]
 
 
@@ -272,7 +273,8 @@ def test_before_the_observatory_has_heard_of_anything_the_screen_says_that_nothi
 
 def test_keys_choose_sort_pause_and_ask_for_an_explanation() -> None:
     rows = [request("slow", ttft_s=3.0, time=1.0), request("new", time=9.0), request("old", time=0.5)]
-    view = View(state(replicas=[replica("a"), replica("b", running=9)], requests=rows), 0.0)
+    replicas = [replica("a", name="A"), replica("b", name="B", running=9)]
+    view = View(state(replicas=replicas, requests=rows), 0.0)
 
     def press(*keys: str) -> None:
         for key in keys:
@@ -290,7 +292,7 @@ def test_keys_choose_sort_pause_and_ask_for_an_explanation() -> None:
     assert "by TTFT" in "\n".join(screen(view))
     assert shown("request ")[0] == "slow"
     press("S", "tab", "s", "s")
-    assert shown("replica ")[:2] == ["b", "a"]
+    assert shown("replica ")[:2] == ["B", "A"]
     press("p")
     view.take(state(model="Other"), 1.0)
     assert screen(view)[0].startswith("PAUSED  SmolLM2")
@@ -317,7 +319,7 @@ def test_while_manta_is_away_the_last_tables_stay_under_a_note_of_how_long() -> 
     view = View(state(), 10.0)
     view.lose("it answers 500", 14.0)
     assert screen(view)[1] == "! no answer for 4.00 s (asking again): it answers 500"
-    assert any(line.startswith("abc") for line in screen(view))
+    assert any(line.startswith("replica 1") for line in screen(view))
     view.take(state(), 15.0)
     assert screen(view)[1] == "all well"
 
@@ -326,9 +328,9 @@ def test_a_narrow_terminal_goes_without_what_matters_least_and_says_so() -> None
     out = Console(file=io.StringIO(), width=80, color_system=None)
     out.print(replica_table([replica("abc")]))
     assert [line.rstrip() for line in out.file.getvalue().splitlines()] == [  # type: ignore[attr-defined]
-        "replica  state      running  waiting  pool",
-        "abc      accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k",
-        "(a wider terminal shows: node, cached, prefill/s, output/s, role)",
+        "replica    state      running  waiting  pool",
+        "replica 1  accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k",
+        "(a wider terminal shows: node, cached, prefill/s, output/s, id)",
     ]
     wide = Console(file=io.StringIO(), width=200, color_system=None)
     wide.print(replica_table([replica("abc")]))
