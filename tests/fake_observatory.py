@@ -136,7 +136,7 @@ def fleets() -> dict[str, FakeFleet]:
         "disaggregated": FakeFleet(unified=2, prefill=2, ticks=40),
         "eight": FakeFleet(unified=8, requests_per_tick=4, ticks=300),
         "empty": FakeFleet(unified=0),
-        "idle": FakeFleet(unified=2),
+        "idle": FakeFleet(unified=2, requests_per_tick=0),
         "burning": FakeFleet(unified=2, requests_per_tick=2, ticks=120, slow=True),
         "many": FakeFleet(unified=48, requests_per_tick=8, ticks=60, sick=1),
     }
@@ -146,9 +146,18 @@ def shows() -> dict[str, FakeFleet]:
     """More fleets, to look at by hand."""
     starting = FakeFleet(unified=2)
     starting.become_starting()
+    stopped = FakeFleet(unified=2, requests_per_tick=3, ticks=60, num_nodes=1)
+    stopped.silent.add(min(stopped.roles))
+    for _ in range(8):
+        stopped.tick()
     return {
         "starting": starting,
-        "killed": FakeFleet(unified=3, requests_per_tick=4, ticks=42, dies_every=40),
+        "loaded": FakeFleet(unified=2, requests_per_tick=3, ticks=120, num_nodes=1),
+        "stopped": stopped,
+        "overloaded": FakeFleet(unified=2, requests_per_tick=3, ticks=120, num_nodes=1, overloaded=True),
+        "nodes": FakeFleet(unified=6, requests_per_tick=6, ticks=120),
+        "hundred": FakeFleet(unified=100, requests_per_tick=20, ticks=30, sick=2),
+        "killed": FakeFleet(unified=3, requests_per_tick=4, ticks=42, dies_every=40, num_nodes=1),
         "busy": FakeFleet(unified=8, requests_per_tick=50, ticks=30),
         "thousand": FakeFleet(unified=1000, requests_per_tick=20, ticks=5, sick=3),
     }
@@ -161,7 +170,7 @@ def main() -> None:
     print(*(f"{server.url}/{name}/" for name in server.fleets), sep="\n", flush=True)
     while True:
         time.sleep(1)
-        for name in server.fleets.keys() - {"empty", "starting", "idle"}:
+        for name in server.fleets.keys() - {"empty", "starting"}:
             server.tick(name)
 
 

@@ -3,19 +3,12 @@
 
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
 import { getJson } from "./connection.js";
-import { count, plural, shortId } from "./format.js";
+import { count, nameOf, plural } from "./format.js";
 import { Icicle } from "./icicle.js";
 import { Notice, Panel, once, useWidth } from "./panel.js";
-import { Legend } from "./pools.js";
 
 const AGAIN_MS = 5000;
 const DEPTHS = [2, 4, 6, 8, 12, 20];
-const KINDS = [
-  ["protected", "a request uses it now"],
-  ["evictable", "given up when room is needed; paler the longer it was not used"],
-  ["left out", "nodes too small or too deep to be shown"],
-  ["chosen request", "holds a part of the chosen request's prompt"],
-];
 
 export const CacheTree = once(({ replicas, chosen, onChoose, pageKeys }) => {
   const [depth, setDepth] = useState(6);
@@ -25,10 +18,10 @@ export const CacheTree = once(({ replicas, chosen, onChoose, pageKeys }) => {
   const [place, width] = useWidth();
   const empty = tree && tree.root.subtree_tokens === 0;
   const figures = tree && `${count(tree.tokens)} tokens in ${plural(tree.nodes, "node")}${tree.shown < tree.nodes ? `, ${count(tree.shown)} shown` : ""}`;
-  return html`<${Panel} id="cache" title=${`Radix cache of ${shortId(chosen)}`} note=${figures}>
+  return html`<${Panel} id="cache" title=${`Radix cache of ${nameOf(chosen)}`} note=${figures}>
     <div class="controls">
       <label>Replica <select value=${chosen} onChange=${(event) => onChoose(event.target.value)}>
-        ${replicas.map((each) => html`<option key=${each.id} value=${each.id}>${shortId(each.id)} (${each.role})</option>`)}
+        ${replicas.map((each) => html`<option key=${each.id} value=${each.id}>${nameOf(each.id)}</option>`)}
       </select></label>
       <label>Levels <select value=${depth} onChange=${(event) => setDepth(Number(event.target.value))}>
         ${DEPTHS.map((each) => html`<option key=${each} value=${each}>${each}</option>`)}
@@ -41,8 +34,7 @@ export const CacheTree = once(({ replicas, chosen, onChoose, pageKeys }) => {
       ${tree && !empty && width > 0 && html`<${Icicle} key=${chosen} tree=${tree} pageKeys=${pageKeys} width=${width}
         onDetail=${setDetail} label=${`Radix cache of ${chosen}; arrow keys move, Enter widens a node, Escape shows all`} />`}
     </div>
-    ${tree && !empty && html`<p class="detail">${detail ?? "Width: tokens. Point at a node, or reach it with the arrow keys; Enter or a click widens it."}</p>
-      <${Legend} entries=${KINDS} label="Kinds of nodes" />`}
+    ${tree && !empty && html`<p class="detail">${detail ?? "Width: tokens. Paler: longer unused. Hatched: left out. Outlined: of the chosen request. Point at a node, or reach it with the arrow keys; Enter or a click widens it."}</p>`}
   <//>`;
 });
 

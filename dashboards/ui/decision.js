@@ -1,6 +1,6 @@
 // A decision as a sentence and as bars of milliseconds. Pure: knows no page.
 
-import { count, seconds, shortId } from "./format.js";
+import { count, nameOf, seconds } from "./format.js";
 import { CANDIDATE, DECODE_REPLICA } from "./terms.js"; // made by the server from routing/terms.py
 
 const BECAUSE = {
@@ -82,10 +82,10 @@ function factor(times) {
 // replica would have needed: the one that holds most of the prompt, if it was not taken, else the next best.
 export function verdict(each) {
   const { predicted, pair, num_tokens: prompt, best_overlap: best } = each;
-  const where = shortId(each.replica);
+  const where = nameOf(each.replica);
   const expected = `first token was expected after ${seconds(predicted.ttft_s)}`;
   if (pair) {
-    const how = pair.prefill ? `Prompt computed on ${shortId(pair.prefill)}, answer decoded on ${where}` : `Prompt and answer computed on ${where}`;
+    const how = pair.prefill ? `Prompt computed on ${nameOf(pair.prefill)}, answer decoded on ${where}` : `Prompt and answer computed on ${where}`;
     return `${how}: ${PAIR_BECAUSE[pair.reason] ?? words(pair.reason)}${pair.why ? `, ${pair.why}` : ""}. Its ${expected}.`;
   }
   const cached = predicted.cached_tokens > 0 ? `${count(predicted.cached_tokens)} of ${count(prompt)} prompt tokens are cached there`
@@ -98,7 +98,7 @@ export function verdict(each) {
   if (!other) return `${said}.`;
   const holds = best.given_up > 0 && other.one.replica === best.replica ? ` holds ${count(best.given_up)} tokens more, but` : "";
   const only = other.one.ttft_s < predicted.ttft_s && !holds ? "only " : "";
-  return `${said}; ${shortId(other.one.replica)}${holds} would have needed ${only}${seconds(other.one.ttft_s)}.`;
+  return `${said}; ${nameOf(other.one.replica)}${holds} would have needed ${only}${seconds(other.one.ttft_s)}.`;
 }
 
 function words(name) {

@@ -70,6 +70,22 @@ export function shortId(id) {
   return name.length <= 13 ? name : `${name.slice(0, 6)}…${name.slice(-6)}`;
 }
 
+// One word for one thing: open is waiting or running; a replica's running requests are those in its batch.
+export function outcomeWord(outcome) {
+  return outcome === "running" ? "open" : outcome;
+}
+
+const named = new Map(); // replica -> its name, as the observatory tells it: replica 1
+
+export function takeNames(rows) {
+  for (const { id, name } of rows) if (name) named.set(id, name);
+}
+
+// What people call a replica; the id of one without a name. Show the id on hover.
+export function nameOf(id) {
+  return named.get(id) ?? shortId(id);
+}
+
 function short(value) {
   if (value >= 99.5 || value === 0) return String(Math.round(value));
   return value >= 9.95 ? value.toFixed(1).replace(".0", "") : value.toFixed(1);

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from "./vendor/htm/preact_standalone.js";
 import { count, span } from "./format.js";
-import { once } from "./panel.js";
+import { keep, once } from "./panel.js";
 
 const WORDS = { connecting: "connecting", live: "live", snapshot: "snapshot", lost: "connection lost" };
 const THEMES = { auto: ["Theme: system", "M8 2a6 6 0 0 1 0 12z"], light: ["Theme: light", ""], dark: ["Theme: dark", "M8 2a6 6 0 1 0 0 12A6 6 0 1 0 8 2z"] }; // filled: dark
@@ -18,7 +18,7 @@ export const Header = once(({ model, mode, facts, up, link, paused, onPause, onT
     <button type="button" id="to-try" onClick=${onTry}>Try</button>
     <button type="button" id="pause" aria-pressed=${paused} onClick=${onPause} title="Space">${paused ? "Resume" : "Freeze"}</button>
     <${Theme} onTheme=${onTheme} />
-    <button type="button" id="help" class="icon" onClick=${onHelp} aria-label="Keyboard shortcuts" title="Keyboard shortcuts: ?">?</button>
+    <button type="button" id="help" class="icon" onClick=${onHelp} aria-label="Keys and words" title="Keys and words: ?">?</button>
   </div>
 </header>`);
 
@@ -43,11 +43,7 @@ function Theme({ onTheme }) {
   const choose = () => {
     if (next === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = next;
-    try {
-      localStorage.setItem("manta-theme", next);
-    } catch {
-      // not kept then
-    }
+    keep("manta-theme", next);
     setTheme(next);
     onTheme();
   };

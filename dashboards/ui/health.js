@@ -33,7 +33,7 @@ export const Health = once(({ state, choose }) => {
 });
 
 // How many replicas there should be; what drains is not counted where Serve's target is known.
-function wantedOf({ replicas, autoscaling }) {
+export function wantedOf({ replicas, autoscaling }) {
   const targets = autoscaling?.targets ?? [];
   return targets.length ? targets.reduce((sum, each) => sum + each.desired, 0) : replicas.length;
 }

@@ -1,7 +1,8 @@
-// Keys that work everywhere on the page, and the list of them. A key that a panel has used (preventDefault) is left alone,
+// Keys that work everywhere on the page, the list of them, and what the page's words mean. A key that a panel has used (preventDefault) is left alone,
 // and so is what is typed into a field. Keys of one letter can be switched off.
 
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
+import { keep, kept } from "./panel.js";
 
 const OFF = "manta-keys-off";
 const LIST = [
@@ -12,6 +13,16 @@ const LIST = [
   ["t, w, r", "try, why, replica"],
   ["Esc", "close, or choose nothing"],
   ["?", "this list"],
+];
+const WORDS = [
+  ["open", "at a router, its answer not complete: waiting or running"],
+  ["waiting", "at a replica, its prompt not begun"],
+  ["running", "in a replica's batch: each step makes a token for it"],
+  ["TTFT, ITL", "time to the first token; between tokens"],
+  ["KV pool", "a replica's memory of prompts and answers; in use is what a new request cannot have"],
+  ["cached", "prompt tokens that a replica still has, and need not compute"],
+  ["page", "the tokens of a pool that are kept or given up together"],
+  ["unified", "each replica computes prompts and answers; else prefill replicas hand prompts to decode replicas"],
 ];
 
 // -> a function that takes the keys back
@@ -48,24 +59,17 @@ export function Keys({ onClose }) {
   useLayoutEffect(() => dialog.current.showModal(), []);
   const toggle = (event) => {
     setOff(!event.target.checked);
-    try {
-      localStorage.setItem(OFF, event.target.checked ? "" : "1");
-    } catch {
-      // not kept then
-    }
+    keep(OFF, event.target.checked ? "" : "1");
   };
   return html`<dialog class="keys" ref=${dialog} onClose=${onClose} aria-labelledby="keys-title">
-    <h2 id="keys-title">Keyboard shortcuts</h2>
+    <h2 id="keys-title">Keys and words</h2>
     <dl>${LIST.map(([key, what]) => html`<div key=${key}><dt>${key.split(", ").map((each) => html`<kbd>${each}</kbd> `)}</dt><dd>${what}</dd></div>`)}</dl>
+    <dl>${WORDS.map(([word, what]) => html`<div key=${word}><dt>${word}</dt><dd>${what}</dd></div>`)}</dl>
     <p><label><input type="checkbox" checked=${!off} onChange=${toggle} /> Use these shortcuts</label></p>
     <form method="dialog"><button>Close</button></form>
   </dialog>`;
 }
 
 function isOff() {
-  try {
-    return localStorage.getItem(OFF) === "1";
-  } catch {
-    return false;
-  }
+  return kept(OFF) === "1";
 }

@@ -6,6 +6,7 @@
 import { html, render, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
 import { CacheTree } from "./cache_tree.js";
 import { Connection, onIdle } from "./connection.js";
+import { takeNames } from "./format.js";
 import { Fleet, worstFirst } from "./fleet.js";
 import { Header, LostBanner } from "./header.js";
 import { Health } from "./health.js";
@@ -17,6 +18,7 @@ import { Requests } from "./requests.js";
 import { River } from "./river.js";
 import { useSelection } from "./selection.js";
 import { Tiles } from "./tiles.js";
+import { Tour } from "./tour.js";
 import { Why, useDetails } from "./why.js";
 
 const TABS = { try: "Try", why: "Why", replica: "Replica" };
@@ -62,6 +64,7 @@ function App({ state, link, paused }) {
   }, []);
   return html`
     <button type="button" class="skip" onClick=${() => document.querySelector("#requests tbody button, #requests input")?.focus()}>Skip to the requests</button>
+    ${state && link.status === "live" && html`<${Tour} calm=${!state.alerts.some((each) => each.severity === "critical" && each.state !== "pending")} />`}
     <${Header} model=${state?.model} mode=${state?.mode} facts=${state?.facts} up=${upOf(state)} link=${link} paused=${paused}
       onPause=${pause} onTheme=${stable.theme} onHelp=${stable.help} onTry=${stable.tryIt} />
     ${link.status === "lost" && html`<${LostBanner} link=${link} known=${state} onRetry=${retry} />`}
@@ -88,10 +91,10 @@ function Page({ state, selection, choose, theme, paused, old }) {
   return html`<main class=${old ? "page old" : "page"}>
     <${Health} state=${state} choose=${choose} />
     <${Tiles} figures=${state.figures} history=${state.history} time=${state.time} tile=${selection.tile} choose=${choose} />
+    <${Fleet} mode=${state.mode} replicas=${replicas} ended=${state.ended} routers=${state.routers} links=${state.links} autoscaling=${state.autoscaling}
+      chosen=${selection.replica} choose=${choose} />
     <div class="column">
       <${River} state=${state} selection=${selection} choose=${choose} theme=${theme} paused=${paused} />
-      <${Fleet} mode=${state.mode} replicas=${replicas} ended=${state.ended} routers=${state.routers} links=${state.links} autoscaling=${state.autoscaling}
-        chosen=${selection.replica} choose=${choose} />
       <${Requests} requests=${requests} replicas=${replicas} model=${state.model} api=${state.api} now=${now} chosen=${selection.request} choose=${choose} />
     </div>
     <${Side} tab=${tabOf(selection)} choose=${choose}>
@@ -169,6 +172,7 @@ const connection = new Connection({
   snapshot: new URLSearchParams(location.search).has("snapshot"),
   onState: (state) => {
     shown.latest = state;
+    takeNames([...state.ended, ...state.replicas]);
     remember(state);
     if (shown.paused) return;
     shown.state = state;

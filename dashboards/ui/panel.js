@@ -28,6 +28,23 @@ export function Notice({ title, children, error }) {
   </div>`;
 }
 
+// What this browser keeps; where storage is forbidden, nothing.
+export function kept(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+export function keep(name, value) {
+  try {
+    localStorage.setItem(name, value);
+  } catch {
+    // not kept then
+  }
+}
+
 // Copies a text. Browsers refuse it on pages over plain HTTP from another machine: there is no clipboard at all then.
 export function Copy({ text }) {
   const [told, setTold] = useState("");

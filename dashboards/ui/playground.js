@@ -5,7 +5,7 @@ import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_sta
 import { apiKey, asCurl, asPython, setApiKey } from "./api.js";
 import { postJson } from "./connection.js";
 import { Conversation, figuresOf, jumps } from "./conversation.js";
-import { count, rate, seconds, shortId } from "./format.js";
+import { count, nameOf, rate, seconds } from "./format.js";
 import { cachedOf, KINDS, PaintedText, pieces, Strip, summary } from "./painted.js";
 import { Notice, once } from "./panel.js";
 
@@ -122,13 +122,13 @@ function Ghost({ guess, onKey }) {
   const { candidates, num_tokens: tokens, replica, predicted, pair } = guess.body;
   const sorted = [...candidates].sort((a, b) => (b.replica === replica) - (a.replica === replica) || b.chosen - a.chosen || a.ttft_s - b.ttft_s);
   const more = sorted.length - MOST_GHOSTS;
-  const place = pair?.prefill ? `${shortId(replica)}, its prompt to ${shortId(pair.prefill)}` : shortId(replica);
+  const place = pair?.prefill ? `${nameOf(replica)}, its prompt to ${nameOf(pair.prefill)}` : nameOf(replica);
   return html`<div class="ghost" aria-live="polite">
     <p>Would go to <b>${place}</b>: <b>${count(predicted.cached_tokens)} of ${count(tokens)}</b> tokens cached, first token in
       ${" "}<b>${seconds(predicted.ttft_s)}</b>.</p>
     <ul>
       ${sorted.slice(0, MOST_GHOSTS).map((each) => html`<li key=${each.replica} class=${each.chosen ? "chosen" : ""}>
-        <span class="ghost-name" title=${each.replica}>${shortId(each.replica)}</span>
+        <span class="ghost-name" title=${each.replica}>${nameOf(each.replica)}</span>
         <${PromptBar} each=${each} tokens=${tokens} />
         <span class="num">${count(each.cached_tokens)} cached</span><span class="num">${seconds(each.ttft_s)}</span></li>`)}
     </ul>
@@ -159,7 +159,7 @@ const Turn = once(({ turn, isLast, pageSize, acts, row, admin }) => {
       <${FirstToken} figures=${figures} />
       <${Prompt} turn=${turn} pageSize=${pageSize} isLast=${isLast} />
       ${turn.route && html`<p class="note">Answered by <button type="button" class="link-button" onClick=${() => acts.replica(turn.route.replica)}>
-        ${shortId(replica)}</button>${tried.map(({ from, how }) => html`, after ${shortId(from)} ${how}`)}</p>`}
+        ${nameOf(replica)}</button>${tried.map(({ from, how }) => html`, after ${nameOf(from)} ${how}`)}</p>`}
     </details>
     <div class="play-row">
       ${isOpen
@@ -178,7 +178,7 @@ function marked(text, tried) {
   let from = 0;
   for (const { at, from: before, how, to } of tried) {
     if (at == null) continue;
-    parts.push(text.slice(from, at), html`<span class="jump">${shortId(before)} ${how}, ${shortId(to)} goes on</span>`);
+    parts.push(text.slice(from, at), html`<span class="jump">${nameOf(before)} ${how}, ${nameOf(to)} goes on</span>`);
     from = at;
   }
   return [...parts, text.slice(from)];
@@ -235,8 +235,8 @@ function Kill({ replica, admin }) {
     }
   };
   if (step === "sure")
-    return html`<button type="button" class="danger" onClick=${kill}>Kill ${shortId(replica)} now</button><button type="button" onClick=${() => setStep("")}>Cancel</button>`;
-  return html`<button type="button" disabled=${step === "asked"} onClick=${() => setStep("sure")}>Kill ${shortId(replica)} …</button>
+    return html`<button type="button" class="danger" onClick=${kill}>Kill ${nameOf(replica)} now</button><button type="button" onClick=${() => setStep("")}>Cancel</button>`;
+  return html`<button type="button" disabled=${step === "asked"} onClick=${() => setStep("sure")}>Kill ${nameOf(replica)} …</button>
     ${step !== "asked" && step && html`<span class="bad" role="alert">${step}</span>`}`;
 }
 

@@ -1,4 +1,4 @@
-// Bars of KV pools by state, and their legend. The order of the states and their colours are the same everywhere.
+// Bars of KV pools by state, and the page's legend. The order of the states and their colours are the same everywhere.
 
 import { html } from "./vendor/htm/preact_standalone.js";
 import { count, percent } from "./format.js";
@@ -36,11 +36,21 @@ export function PoolBar({ pool }) {
   </div>`;
 }
 
-export function Legend({ entries, label }) {
-  return html`<ul class="legend" aria-label=${label}>
-    ${entries.map(
-      ([name, meaning]) =>
-        html`<li key=${name} title=${meaning}><span class=${`swatch part ${name}`} aria-hidden="true"></span>${name}</li>`,
-    )}
-  </ul>`;
+// The colours of the whole page, each with one meaning: of requests' bars, of pools, of the cache.
+export const COLOURS = [
+  ["route", "route", "at the router, until it was sent to a replica"],
+  ["queue", "queue", "waiting at a replica"],
+  ["prefill", "prefill", "computing the prompt"],
+  ["transfer", "transfer", "K/V on its way from prefill to decode"],
+  ["decode", "decode", "making output tokens"],
+  ["evictable", "cached", "prompt tokens that were reused; in a pool evictable: kept, and given up when room is needed"],
+  ...STATES.filter(([name]) => name !== "evictable").map(([name, meaning]) => [name, name, meaning]),
+  ["river-missed", "missed", "an objective was missed: from when"],
+  ["river-failed", "failed", "a request failed, or a replica was lost"],
+  ["river-retry", "went on", "a request went on at another replica"],
+];
+
+export function Legend() {
+  return html`<ul class="legend" aria-label="Colours">${COLOURS.map(([kind, name, meaning]) => html`<li key=${kind} title=${meaning}><span
+    class=${`swatch part ${kind}`} aria-hidden="true"></span>${name}</li>`)}</ul>`;
 }

@@ -1,37 +1,42 @@
 // One replica: what it is, what its process uses, its last minutes, its running requests, its log, and what an operator can
 // do with it.
-// Owns:      the last five minutes of every replica's figures (`remember`, once a state), and the questions about one
-//            replica, which are asked while it is looked at.
+// Owns:      the last five minutes of every replica's figures (`remember`, once a state), of which the observatory gives
+//            those before the page was opened, and the questions about one replica, asked while it is looked at.
 
 import { html, useEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
 import { getJson, postJson } from "./connection.js";
-import { bytes, count, percent, plural, seconds, shortId, span } from "./format.js";
+import { bytes, count, nameOf, percent, plural, seconds, shortId, span } from "./format.js";
 import { Copy, Notice, Panel } from "./panel.js";
 import { PoolBar, usedOf } from "./pools.js";
 import { Spark } from "./tiles.js";
 import { Waterfall, lengthOf } from "./waterfall.js";
 
 const KEPT_S = 300;
+const STEP_S = 5; // between two points, as in the state's `past`
 const ASK_MS = 2000;
 const MOST_RUNNING = 12;
-const SPARKS = [
-  ["running", "Running", (each) => each.running, count],
-  ["queued", "Queued tokens", (each) => each.queued_tokens, count],
-  ["used", "KV in use", (each) => (each.pools?.length ? usedOf(each) : null), percent],
-  ["prefill", "Prefill tok/s", (each) => each.rates?.prefill_tokens_per_s, count],
-  ["cached", "Cached tok/s", (each) => each.rates?.cached_tokens_per_s, count],
-  ["output", "Output tok/s", (each) => each.rates?.decode_tokens_per_s, count],
-];
-const kept = new Map(); // replica -> { times, cpu, and a list a spark }, the newest last
+const FIGURES = { // in the order of the points of the state's `past`
+  running: ["Running", (each) => each.running, count],
+  waiting: ["Waiting", (each) => each.waiting, count],
+  queued: ["Queued tokens", (each) => each.queued_tokens, count],
+  used: ["KV in use", (each) => (each.pools?.length ? usedOf(each) : null), percent],
+  prefill: ["Prefill tok/s", (each) => each.rates?.prefill_tokens_per_s, count],
+  cached: ["Cached tok/s", (each) => each.rates?.cached_tokens_per_s, count],
+  output: ["Output tok/s", (each) => each.rates?.decode_tokens_per_s, count],
+};
+const kept = new Map(); // replica -> { times, and a list a figure }, the newest last
 
 // Keeps the figures of all replicas, so that a replica's last minutes are there when it is chosen.
-export function remember({ time, replicas }) {
+export function remember({ time, replicas, past: before }) {
   for (const each of replicas) {
-    if (!kept.has(each.id)) kept.set(each.id, { times: [], ...Object.fromEntries(SPARKS.map(([name]) => [name, []])) });
+    if (!kept.has(each.id)) {
+      const columns = ["times", ...Object.keys(FIGURES)];
+      kept.set(each.id, Object.fromEntries(columns.map((name, at) => [name, (before?.[each.id] ?? []).map((point) => point[at])])));
+    }
     const past = kept.get(each.id);
-    if (past.times.at(-1) >= time) continue;
+    if (past.times.at(-1) > time - STEP_S) continue;
     past.times.push(time);
-    for (const [name, , value] of SPARKS) past[name].push(value(each) ?? null);
+    for (const [name, [, value]] of Object.entries(FIGURES)) past[name].push(value(each) ?? null);
     while (past.times[0] < time - KEPT_S) for (const list of Object.values(past)) list.shift();
   }
   if (kept.size > replicas.length) for (const [id, { times }] of kept) if (times.at(-1) < time - KEPT_S) kept.delete(id);
@@ -43,15 +48,15 @@ export function ReplicaDrawer({ state, replica, choose }) {
   if (now) last.current = now;
   const shown = now ?? (last.current?.id === replica ? last.current : null);
   const facts = useFacts(replica);
-  if (!shown) return html`<${Panel} id="replica" title=${replica ? shortId(replica) : "Replica"}>
+  if (!shown) return html`<${Panel} id="replica" title=${replica ? nameOf(replica) : "Replica"}>
     <${Notice} title=${replica ? "There is no such replica any more." : "Choose a replica."} />
     ${replica && html`<${Operate} key=${replica} replica=${{ id: replica }} running=${false} state=${state} />`}<//>`;
   const role = shown.role === "unified" ? "" : `${shown.role}, `;
   const note = html`<span class=${`state-of ${now ? shown.state : "gone"}`}><span class="dot" aria-hidden="true"></span>${role}${now ? shown.state : "gone"}</span>`;
-  return html`<${Panel} id="replica" title=${shortId(shown.id)} note=${note}>
+  return html`<${Panel} id="replica" title=${nameOf(shown.id)} note=${note}>
     ${shown.error && now && html`<p class="bad">${shown.error}</p>`}
     <${Identity} key=${shown.id} facts=${facts} replica=${shown} time=${state.time} />
-    <${Sparks} id=${shown.id} time=${state.time} />
+    <${Sparks} replica=${shown} />
     ${shown.pools?.map((pool) => html`<${PoolBar} key=${pool.tier} pool=${pool} />`)}
     <${Running} rows=${state.requests} id=${shown.id} time=${state.time} choose=${choose} />
     <${Operate} key=${`${shown.id} operate`} replica=${shown} running=${now !== undefined} state=${state} />
@@ -110,7 +115,6 @@ function Identity({ facts: { facts, cpu, error }, replica, time }) {
     ...(is.gpu_used_bytes ? [["GPU memory", bytes(is.gpu_used_bytes), `in use of ${bytes(is.gpu_total_bytes)}, ${bytes(is.gpu_own_bytes)} of it by this process`]] : []),
     ...(is.gpu_utilization != null ? [["GPU", percent(is.gpu_utilization), "of the last moment in which it ran kernels"]] : []),
     ["step", replica.running ? seconds(replica.decode_step_s || null) : "–", "a decode step now: a token for each running request"],
-    ["waiting", count(replica.waiting), "requests whose prompt has not begun"],
   ];
   return html`
     <dl class="uses">${uses.map(([name, value, hint]) => html`<div key=${name} title=${hint}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
@@ -121,22 +125,27 @@ function Identity({ facts: { facts, cpu, error }, replica, time }) {
     </dl>`;
 }
 
-function Sparks({ id, time }) {
-  const past = kept.get(id);
+// Figures of a replica with their last minutes; a second one of a pair is a thin line.
+export function Sparks({ replica, pairs = Object.keys(FIGURES).map((name) => [name]) }) {
+  const past = kept.get(replica.id);
   if (!past?.times.length) return null;
-  return html`<div class="replica-sparks">${SPARKS.map(([name, title, , format]) => html`<div key=${name} class="replica-spark" role="img" aria-label=${`${title}: ${format(past[name].at(-1))}`}>
-      <span class="note">${title}</span><strong>${format(past[name].at(-1))}</strong>
-      <${Spark} times=${past.times} points=${past[name]} time=${time} at=${null} />
-    </div>`)}</div>`;
+  return html`<div class="replica-sparks">${pairs.map(([one, two]) => {
+    const [said, also] = [one, two].map((name) => name && FIGURES[name][2](FIGURES[name][1](replica) ?? null));
+    const more = also && `${also} ${FIGURES[two][0].toLowerCase()}`;
+    return html`<div key=${one} class="replica-spark" role="img" aria-label=${[`${FIGURES[one][0]}: ${said}`, more].filter(Boolean).join(", ")}>
+      <span class="note">${FIGURES[one][0]}</span><strong>${said}</strong>${more && html` <span class="also">${more}</span>`}
+      <${Spark} times=${past.times} points=${past[one]} upper=${past[two]} time=${past.times.at(-1)} at=${null} />
+    </div>`;
+  })}</div>`;
 }
 
 function Running({ rows, id, time, choose }) {
   const mine = rows.filter((row) => row.outcome === "running" && (row.replica === id || row.prefill === id));
-  if (!mine.length) return html`<h3>Running requests</h3><p class="note">None.</p>`;
+  if (!mine.length) return html`<h3>Open requests</h3><p class="note">None.</p>`;
   const scale = Math.max(...mine.map((row) => lengthOf(row, time)));
-  return html`<h3>Running requests <span class="note">${mine.length}</span></h3>
+  return html`<h3>Open requests <span class="note">${mine.length}</span></h3>
     <ul class="running">${mine.slice(0, MOST_RUNNING).map((row) => html`<li key=${row.rid}>
-      <button type="button" onClick=${() => choose({ request: row.rid })} aria-label=${`${row.rid}, ${row.prompt_tokens} prompt tokens, running for ${seconds(lengthOf(row, time))}`}>
+      <button type="button" onClick=${() => choose({ request: row.rid })} aria-label=${`${row.rid}, ${row.prompt_tokens} prompt tokens, open for ${seconds(lengthOf(row, time))}`}>
         <code>${shortId(row.rid)}</code><span class="num">${count(row.prompt_tokens)} → ${count(row.output_tokens)}</span>
         <${Waterfall} row=${row} scale=${scale} now=${time} /><span class="num">${seconds(lengthOf(row, time))}</span>
       </button></li>`)}</ul>
@@ -185,7 +194,7 @@ function Confirm({ action, replica, state, onDo, onClose }) {
   const [name, meaning] = ACTIONS[action];
   const others = state.replicas.filter((each) => each.id !== replica.id && each.role === replica.role && each.state === "accepting").length;
   return html`<dialog class="confirm" ref=${place} onClose=${onClose} aria-labelledby="confirm-title">
-    <h2 id="confirm-title">${name} ${shortId(replica.id)}?</h2>
+    <h2 id="confirm-title">${name} ${nameOf(replica.id)}?</h2>
     <p>${meaning}</p>
     <p>${plural(replica.running ?? 0, "request")} ${replica.running === 1 ? "runs" : "run"} on it now; ${plural(others, "other replica")} ${others === 1 ? "takes" : "take"} requests.</p>
     ${action !== "flush" && !others && html`<p class="bad">No other replica takes requests: until the new one is ready, new requests are answered with 503${action === "kill" ? ", and those that run wait for it for router.retry_wait_s at most" : ""}.</p>`}

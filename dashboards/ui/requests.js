@@ -3,7 +3,7 @@
 // while it is scrolled: what is new waits above.
 
 import { html, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm/preact_standalone.js";
-import { clock, count, percent, plural, seconds, shortId } from "./format.js";
+import { clock, count, nameOf, outcomeWord, percent, plural, seconds } from "./format.js";
 import { Copy, Notice, Panel, once } from "./panel.js";
 import { Id } from "./table.js";
 import { Waterfall, lengthOf } from "./waterfall.js";
@@ -40,12 +40,13 @@ export function matches(row, { text = "", outcome = "", replica = "", kinds = []
   if (!kinds.every((each) => is[each])) return false;
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   if (words.length === 0) return true;
-  const where = [row.rid, row.replica, row.prefill, row.endpoint, row.policy, row.reason, row.outcome].join(" ").toLowerCase();
+  const where = [row.rid, nameOf(row.replica), row.replica, row.prefill, row.caller, row.session, row.finish, row.endpoint, row.policy, row.reason, row.outcome].join(" ").toLowerCase();
   return words.every((each) => where.includes(each));
 }
 
-const HEADS = ["time", "request", "replica", "prompt", "cached", "output", "TTFT", "ITL", "total"];
-const FIELDS = { time: "time", prompt: "prompt_tokens", cached: "cached_tokens", output: "output_tokens", TTFT: "ttft_s", ITL: "itl_s", total: "total_s" };
+const HEADS = ["time", "request", "replica", "key", "prompt", "cached", "output", "finish", "TTFT", "ITL", "total"];
+const TEXTS = ["time", "request", "replica", "key", "finish"]; // set to the left
+const FIELDS = { time: "time", replica: "replica", key: "caller", finish: "finish", prompt: "prompt_tokens", cached: "cached_tokens", output: "output_tokens", TTFT: "ttft_s", ITL: "itl_s", total: "total_s" };
 const NEWEST = ["time", -1]; // the list is ordered by a column, upwards (1) or downwards
 
 // The cached share of a prompt; null where it is not known.
@@ -56,8 +57,11 @@ function reusedOf({ prompt_tokens: prompt, cached_tokens: cached }) {
 // `rows`, which come newest first, in an order; those without a value are last. Pure.
 export function ordered(rows, [column, sign]) {
   if (column === "time" && sign < 0) return rows;
-  const value = (row) => (column === "cached" ? reusedOf(row) : row[FIELDS[column]]) ?? sign * Infinity;
-  return [...rows].sort((a, b) => (value(a) === value(b) ? 0 : sign * (value(a) - value(b))));
+  const value = (row) => (column === "cached" ? reusedOf(row) : column === "replica" ? nameOf(row.replica) : row[FIELDS[column]]) ?? null;
+  return [...rows].sort((a, b) => {
+    const [one, two] = [value(a), value(b)];
+    return one === two ? 0 : one === null ? 1 : two === null ? -1 : one < two ? -sign : sign;
+  });
 }
 
 // Seconds at the end of a bar: 95 of 100 fit, and one very long request does not make all others thin. Pure.
@@ -85,7 +89,7 @@ export const Requests = once(({ requests, replicas, model, api, now, chosen, cho
   return html`<${Panel} id="requests" title="Requests" note=${note}>
     ${requests.length === 0 ? html`<${NoRequests} model=${model} api=${api} />` : html`
     <${Filters} filter=${filter} replicas=${replicas} onChange=${(part) => { setLeft(""); change(part); }}
-      told=${left && `${shortId(left)} has left: requests of all replicas are shown`} />
+      told=${left && `${nameOf(left)} has left: requests of all replicas are shown`} />
     ${shown.length === 0 ? html`<${Notice} title=${`None of the last ${plural(requests.length, "request")} matches.`} />`
       : html`<${List} rows=${shown} now=${now} chosen=${chosen} choose=${choose} hold=${hold} isNew=${isNew} order=${order} onOrder=${setOrder} />`}`}
   <//>`;
@@ -97,10 +101,10 @@ function Filters({ filter, replicas, onChange, told }) {
     <input type="search" placeholder="Filter: id, replica, policy" aria-label="Filter requests" value=${filter.text}
       onInput=${(event) => onChange({ text: event.target.value })} title="/" />
     <select aria-label="Outcome" value=${filter.outcome} onChange=${(event) => onChange({ outcome: event.target.value })}>
-      <option value="">any outcome</option>${OUTCOMES.map((each) => html`<option key=${each} value=${each}>${each}</option>`)}
+      <option value="">any outcome</option>${OUTCOMES.map((each) => html`<option key=${each} value=${each}>${outcomeWord(each)}</option>`)}
     </select>
     <select aria-label="Replica" value=${filter.replica} onChange=${(event) => onChange({ replica: event.target.value })}>
-      <option value="">any replica</option>${replicas.map((each) => html`<option key=${each.id} value=${each.id}>${shortId(each.id)}</option>`)}
+      <option value="">any replica</option>${replicas.map((each) => html`<option key=${each.id} value=${each.id}>${nameOf(each.id)}</option>`)}
     </select>
     ${Object.entries(KINDS).map(([kind, [name, title]]) => html`<button type="button" key=${kind} title=${title}
       aria-pressed=${filter.kinds.includes(kind)} onClick=${() => toggle(kind)}>${name}</button>`)}
@@ -167,7 +171,7 @@ function List({ rows, now, chosen, choose, hold, isNew, order, onOrder }) {
     <div class="scroller tall" ref=${place} role="region" aria-label="Requests" tabindex="-1" onScroll=${onScroll} onKeyDown=${onKey}
         onPointerEnter=${() => hold("over", true)} onPointerLeave=${() => hold("over", false)}
         onfocusin=${() => hold("focus", true)} onfocusout=${() => hold("focus", false)}>
-      <table class=${drawn.some((each) => each.prefill) ? "requests apart" : "requests"} aria-rowcount=${rows.length + 1}>
+      <table class=${`requests${drawn.some((each) => each.prefill) ? " apart" : ""}${rows.some((each) => each.caller) ? "" : " keyless"}`} aria-rowcount=${rows.length + 1}>
         <thead><tr>${HEADS.map((name) => html`<${Head} key=${name} name=${name} order=${order} onOrder=${onOrder} />`)}
           <th class="c-stages">stages <span title="at the end of the bars; the mark in one is its first token">${seconds(scale)}</span></th></tr></thead>
         <tbody>
@@ -181,11 +185,12 @@ function List({ rows, now, chosen, choose, hold, isNew, order, onOrder }) {
   </div>`;
 }
 
-// Of a column that the list can be ordered by: its highest first, then its lowest, then the newest again.
+// Of a column that the list can be ordered by: its highest (of words, the first) on top, then the other way, then the
+// newest again.
 function Head({ name, order: [column, sign], onOrder }) {
-  const kind = `${FIELDS[name] && name !== "time" ? "num " : ""}c-${name === "request" ? "rid" : name.toLowerCase()}`;
+  const kind = `${TEXTS.includes(name) ? "" : "num "}c-${name === "request" ? "rid" : name.toLowerCase()}`;
   if (!FIELDS[name]) return html`<th class=${kind}>${name}</th>`;
-  const steps = name === "time" ? [NEWEST, ["time", 1]] : [[name, -1], [name, 1], NEWEST];
+  const steps = name === "time" ? [NEWEST, ["time", 1]] : TEXTS.includes(name) ? [[name, 1], [name, -1], NEWEST] : [[name, -1], [name, 1], NEWEST];
   const at = steps.findIndex((each) => each[0] === column && each[1] === sign);
   const mark = column === name && html`<span aria-hidden="true">${sign > 0 ? "▴" : "▾"}</span>`;
   return html`<th class=${kind} aria-sort=${mark ? (sign > 0 ? "ascending" : "descending") : null}>
@@ -199,12 +204,14 @@ const Row = once(({ row, index, chosen, stop, choose, scale, now }) => {
   const slow = (what) => (missed?.includes(what) ? " warn" : "");
   return html`<tr class=${chosen ? "chosen" : ""} aria-rowindex=${index} onClick=${() => choose({ request: rid })}>
     <td class="c-time">${clock(row.time)}</td>
-    <td class="c-rid"><button type="button" class="request-name" data-rid=${rid} tabindex=${stop ? 0 : -1} aria-pressed=${chosen} title=${`${rid}, ${row.endpoint}, ${row.outcome}`}>
-      <span class=${`dot ${outcome}`} aria-hidden="true"></span>${rid}${outcome !== "ok" && html`<span class=${`outcome ${outcome}`}>${outcome}</span>`}</button></td>
+    <td class="c-rid"><button type="button" class="request-name" data-rid=${rid} tabindex=${stop ? 0 : -1} aria-pressed=${chosen} title=${[rid, row.endpoint, outcomeWord(outcome), row.session && `session ${row.session}`].filter(Boolean).join(", ")}>
+      <span class=${`dot ${outcome}`} aria-hidden="true"></span>${rid}${outcome !== "ok" && html`<span class=${`outcome ${outcome}`}>${outcomeWord(outcome)}</span>`}</button></td>
     <td class="c-replica">${row.prefill && html`<${Id} id=${row.prefill} /> → `}<${Id} id=${row.replica} />${row.tries > 1 && html` <span class="warn" title=${`${row.tries} tries`}>×${row.tries}</span>`}</td>
+    <td class="c-key" title="hash of the API key, as in the log">${row.caller ?? "–"}</td>
     <td class="num c-prompt">${count(row.prompt_tokens)}</td>
     <td class="num c-cached"><span class="reused" style=${{ width: percent(reused ?? 0).replace(" ", "") }}></span>${percent(reused)}</td>
     <td class=${`num c-output${isStuck(row, now) ? " warn" : ""}`} title=${silent == null ? null : `last token ${seconds(silent)} ago`}>${count(row.output_tokens)}</td>
+    <td class="c-finish">${row.finish ?? "–"}</td>
     <td class=${`num c-ttft${slow("ttft")}`}>${seconds(row.ttft_s)}</td>
     <td class=${`num c-itl${slow("itl")}`}>${seconds(row.itl_s)}</td>
     <td class="num c-total">${seconds(row.total_s)}</td>

@@ -5,9 +5,10 @@
 // Invariant: what is shown while it follows is DELAY_S old: all of it is known, and nothing appears late.
 
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
-import { clock, count, seconds, shortId } from "./format.js";
-import { Choice, Notice, Panel, once } from "./panel.js";
-import { Layout, clamped, isBad, laneHeight, neighbour, pieceAt, stagesAt } from "./river_layout.js";
+import { clock, count, nameOf, outcomeWord, seconds } from "./format.js";
+import { Choice, Panel, once } from "./panel.js";
+import { Legend } from "./pools.js";
+import { GROUPS, Layout, clamped, isBad, laneHeights, neighbour, pieceAt, stagesAt } from "./river_layout.js";
 import { AXIS, BAR, paintArrivals, paintRiver, paletteOf, rowAt, sized } from "./river_paint.js";
 
 const SPANS_S = [10, 60, 300, 600];
@@ -17,16 +18,12 @@ const AHEAD_S = 2.5; // drawn beyond the right edge, to be scrolled into view
 const OVERVIEW = 30; // px
 const FEW_LANES = 16; // until all are asked for
 const MOST_LANES = 64;
-const LEGEND = [
-  ["queue", "queue"], ["cached", "cached prompt tokens (took no time)"], ["prefill", "prefill"], ["transfer", "transfer"], ["decode", "decode"],
-  ["retry", "goes on at another replica"], ["failed", "failed"], ["missed", "missed an objective"],
-];
 const KEYS = "Drag to go back in time. To zoom: drag in the strip, Shift and drag, or Ctrl and wheel. Keys: arrows, Enter, + and −, Space, End.";
 
 export const River = once(({ state, selection, choose, theme, paused }) => {
   const frame = useRef(null);
   const stage = useRef(null);
-  const [shown, setShown] = useState({ lanes: [], height: 0, all: 0, most: 0, span: 60, following: true });
+  const [shown, setShown] = useState({ lanes: [], by: null, all: 0, most: 0, span: 60, following: true });
   const [told, setTold] = useState("");
   useLayoutEffect(() => {
     stage.current = new Stage(frame.current, { setShown, setTold });
@@ -44,19 +41,20 @@ export const River = once(({ state, selection, choose, theme, paused }) => {
       <button type="button" aria-pressed=${!following} onClick=${() => stage.current.follow(!following)}>${following ? "Hold timeline" : "Follow"}</button>
       <${Choice} label="Time shown" options=${SPANS_S.map((each) => [each, each < 60 ? `${each} s` : `${each / 60} min`])} value=${span}
         onChoose=${(each) => stage.current.zoomTo(each)} />
+      <label>Lanes <select value=${shown.by ?? "replica"} onChange=${(event) => stage.current.group(event.target.value)}>
+        ${["replica", ...Object.keys(GROUPS)].map((each) => html`<option key=${each} value=${each}>by ${each}</option>`)}</select></label>
       <span class="note" role="status">${following ? "" : `Held at ${clock(shown.to)}, ${seconds(shown.span)} shown`}</span>
       ${shown.all > FEW_LANES && html`<button type="button" aria-pressed=${shown.most > FEW_LANES} onClick=${() => stage.current.showMost()}>
-          ${shown.most > FEW_LANES ? `Fewer replicas` : `${Math.min(shown.all, MOST_LANES)} replicas`}</button>
+          ${shown.most > FEW_LANES ? "Fewer lanes" : `${Math.min(shown.all, MOST_LANES)} lanes`}</button>
         <span class="note">${count(lanes.length)} of ${count(shown.all)} shown: those in trouble, then those with requests</span>`}
     </div>
-    ${state.requests.length === 0 && html`<${Notice} title="No request in the last 10 minutes." />`}
     <div class="river-frame" hidden=${state.requests.length + state.replicas.length === 0} ref=${frame} tabindex="0" role="application" aria-label="Requests over time, by replica" aria-describedby="river-keys">
       <div class="river-scroller">
-        <div class="river-lanes">${lanes.map((lane) => html`<button type="button" tabindex="-1" key=${lane.id} title=${`${lane.id}, ${lane.state}`}
-          class=${`river-lane ${lane.state} ${lane.dead ? "dead" : ""} ${lane.id === selection.replica ? "chosen" : ""}`} style=${{ height: `${shown.height}px` }}
-          onClick=${() => choose({ replica: lane.id })}>
-          <span class="dot" aria-hidden="true"></span>${shown.height > 13 && html`<span>${shortId(lane.id)}</span>`}
-          ${shown.height > 32 && html`<span class="note">${noteOf(lane, running)}</span>`}
+        <div class="river-lanes">${lanes.map((lane) => html`<button type="button" tabindex="-1" key=${lane.id} title=${shown.by ? `${shown.by} ${lane.id}` : `${lane.id}, ${lane.state}`}
+          class=${`river-lane ${lane.state} ${lane.dead ? "dead" : ""} ${lane.id === selection.replica ? "chosen" : ""}`} style=${{ height: `${lane.height}px` }}
+          onClick=${() => shown.by || choose({ replica: lane.id })}>
+          ${!shown.by && html`<span class="dot" aria-hidden="true"></span>`}${lane.height > 13 && html`<span>${nameOf(lane.id)}</span>`}
+          ${lane.height > 32 && !shown.by && html`<span class="note">${noteOf(lane, running)}</span>`}
         </button>`)}</div>
         <div class="river-window"><div class="river-move"><canvas class="river-canvas"></canvas><div class="river-marks"></div></div>
           <div class="river-brush" hidden></div><div class="river-tip" hidden></div></div>
@@ -65,13 +63,13 @@ export const River = once(({ state, selection, choose, theme, paused }) => {
     </div>
     <p class="note river-keys" id="river-keys">${KEYS}</p>
     <p class="unseen" aria-live="polite">${told}</p>
-    <ul class="legend" aria-label="Colours">${LEGEND.map(([name, words]) => html`<li key=${name}><span class=${`swatch river-${name}`} aria-hidden="true"></span>${words}</li>`)}</ul>
+    <${Legend} />
   <//>`;
 });
 
-function noteOf({ id, role, state, dead }, running) {
+function noteOf({ id, state, dead }, running) {
   if (state === "gone") return dead ? "lost" : "left";
-  return [role !== "unified" && role, state === "accepting" ? `${count(running.get(id))} running` : state].filter(Boolean).join(", ");
+  return state === "accepting" ? `${count(running.get(id))} running` : state;
 }
 
 // The last minute in words.
@@ -87,11 +85,12 @@ function summary({ requests, time }, lanes) {
     lost && `${count(lost)} ${lost === 1 ? "replica" : "replicas"} lost`].filter(Boolean).join(", ");
 }
 
-function describe({ row, replica, failure, moved }, now) {
+function describe({ row, replica: lane, failure, moved }, now, grouped) {
+  const replica = grouped ? row.replica : lane;
   const stages = stagesAt(row, now).filter(([, start, end]) => end - start >= 0.0005);
   return [
-    `${row.rid}: ${row.outcome}${row.missed?.length ? `, missed ${row.missed.join(" and ").toUpperCase()}` : ""}`,
-    failure == null ? `${replica && shortId(replica)}${row.tries > 1 ? `, ${row.tries} tries` : ""}${moved ? `, where it waited until it moved (${moved})` : ""}` : `${shortId(replica)} failed: ${failure}`,
+    `${row.rid}: ${outcomeWord(row.outcome)}${row.missed?.length ? `, missed ${row.missed.join(" and ").toUpperCase()}` : ""}`,
+    failure == null ? `${replica && nameOf(replica)}${row.tries > 1 ? `, ${row.tries} tries` : ""}${moved ? `, where it waited until it moved (${moved})` : ""}` : `${nameOf(replica)} failed: ${failure}`,
     `${count(row.cached_tokens)} of ${count(row.prompt_tokens)} prompt tokens cached, ${count(row.output_tokens)} made`,
     `TTFT ${seconds(row.ttft_s)}${row.total_s == null ? "" : `, ${seconds(row.total_s)} in all`}`,
     stages.map(([name, start, end]) => `${name} ${seconds(end - start)}`).join(", "),
@@ -128,7 +127,17 @@ class Stage {
     return performance.now() / 1e3 + this.offset;
   }
 
+  // Lanes by replica, or by what requests have in common (GROUPS).
+  group(by) {
+    this.by = GROUPS[by] ? by : null;
+    this.layout = new Layout(GROUPS[by]);
+    this.view = this.at = null;
+    this.take(this.state);
+  }
+
   take(state) {
+    this.state = state;
+    this.objectives = Object.fromEntries(state.figures.map(({ name, objective }) => [name, objective]));
     const offset = state.time - performance.now() / 1e3;
     const off = this.offset == null ? Infinity : offset - this.offset;
     this.offset = Math.abs(off) > 1 ? offset : this.offset + off * 0.1; // what comes late does not move the picture
@@ -207,9 +216,12 @@ class Stage {
     const ahead = moves ? Math.ceil(Math.min(AHEAD_S * scale, width)) : 0;
     const kept = new Set([...(this.view?.lanes ?? []).map((lane) => lane.id), this.replica]); // so that lanes stay where they are
     const view = this.layout.view(from, to + ahead / scale, this.most, kept);
-    const height = laneHeight(view.lanes.length);
-    this.view = Object.assign(view, { from, scale, height, until: to + ahead / scale, places: new Map(view.lanes.map((lane, at) => [lane.id, at])) });
-    paintRiver(sized(canvas, width + ahead, AXIS + height * view.lanes.length), view, this.palette, (rid) => this.layout.requests.get(rid).pieces);
+    const heights = laneHeights(view.rows);
+    let high = 0;
+    const tops = heights.map((each) => (high += each) - each);
+    const places = new Map(view.lanes.map((lane, at) => [lane.id, at]));
+    this.view = Object.assign(view, { from, scale, tops, heights, places, until: to + ahead / scale, objectives: this.objectives });
+    paintRiver(sized(canvas, width + ahead, AXIS + high), view, this.palette, (rid) => this.layout.requests.get(rid).pieces);
     this.mark();
     this.tell(to, follows);
     this.scroll?.cancel();
@@ -246,8 +258,8 @@ class Stage {
   }
 
   tell(to, following) {
-    const lanes = this.view.lanes.map(({ id, role, state, dead }) => ({ id, role, state, dead }));
-    const shown = { lanes, height: this.view.height, all: this.view.all, most: this.most, span: this.span, following, to: following ? 0 : to };
+    const lanes = this.view.lanes.map(({ id, role, state, dead }, at) => ({ id, role, state, dead, height: this.view.heights[at] }));
+    const shown = { lanes, by: this.by ?? null, all: this.view.all, most: this.most, span: this.span, following, to: following ? 0 : to };
     const now = JSON.stringify(shown);
     if (now !== this.told) this.setShown(shown);
     this.told = now;
@@ -260,7 +272,7 @@ class Stage {
     const width = this.overview.clientWidth;
     if (!width || !this.palette || this.offset == null) return;
     const steps = Math.floor(width / BAR);
-    paintArrivals(sized(this.overview.firstElementChild, width, OVERVIEW), this.layout.arrivals(this.first, (this.time - this.first) / steps, steps), this.palette);
+    paintArrivals(sized(this.overview.firstElementChild, width, OVERVIEW), this.layout.arrivals(this.first, (this.time - this.first) / steps, steps, this.objectives, this.time), this.palette);
   }
 
   select({ request, replica }) {
@@ -272,24 +284,25 @@ class Stage {
   goTo(piece, told) {
     this.at = piece;
     if (told && piece) {
-      this.setTold(describe(piece, this.edge()).join("; "));
-      const top = this.view.places.get(piece.replica) * this.view.height;
-      this.scroller.scrollTop = Math.min(Math.max(this.scroller.scrollTop, top + this.view.height + AXIS - this.scroller.clientHeight), top);
+      this.setTold(describe(piece, this.edge(), this.by).join("; "));
+      const place = this.view.places.get(piece.replica);
+      const [top, high] = [this.view.tops[place], this.view.heights[place]];
+      this.scroller.scrollTop = Math.min(Math.max(this.scroller.scrollTop, top + high + AXIS - this.scroller.clientHeight), top);
       if (piece.start < this.view.from || piece.start > this.view.from + this.span) this.show({ from: piece.start - this.span / 2, to: piece.start + this.span / 2 });
     }
     this.mark();
   }
 
   pick(piece) {
-    if (piece) this.choose({ request: piece.rid, replica: piece.replica, tab: "why" });
+    if (piece) this.choose({ request: piece.rid, replica: this.by ? piece.row.replica : piece.replica, tab: "why" });
   }
 
   under(event) {
     const place = this.window.getBoundingClientRect();
     const [x, y] = [event.clientX - place.left, event.clientY - place.top];
     const time = this.view.from + (x + this.scrolled()) / this.view.scale;
-    const at = Math.floor((y - AXIS) / this.view.height);
-    const lane = y < AXIS ? null : this.view.lanes[at];
+    const at = this.view.tops.findLastIndex((top) => y - AXIS >= top);
+    const lane = this.view.lanes[at];
     const [top, high] = lane ? rowAt(this.view, at, 0) : [0, 1];
     const row = (y - top) / (high >= 3 ? high + 1 : high / 0.85) - 0.5;
     return { x, y, time, piece: lane && pieceAt(this.view.pieces, lane.id, time, row, 5 / this.view.scale) };
@@ -302,7 +315,7 @@ class Stage {
     this.window.style.cursor = piece ? "pointer" : "grab";
     this.tip.hidden = !piece;
     if (!piece) return;
-    this.tip.replaceChildren(...describe(piece, this.edge()).map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+    this.tip.replaceChildren(...describe(piece, this.edge(), this.by).map((line) => Object.assign(document.createElement("div"), { textContent: line })));
     const left = Math.min(Math.max(0, x + 14), this.width - this.tip.offsetWidth - 4);
     const below = y + 18 + this.tip.offsetHeight < this.window.clientHeight;
     Object.assign(this.tip.style, { left: `${Math.max(0, left)}px`, top: `${below ? y + 18 : Math.max(0, y - this.tip.offsetHeight - 10)}px` });

@@ -1,9 +1,12 @@
 // The geometry of the request river (river.js): which lane and row each part of a request has, and when.
-// Owns:      the lanes, and the row of each piece; a piece keeps its row for as long as its request is known.
+// Owns:      the lanes, of replicas or of what requests have in common, and the row of each piece; a piece keeps its row
+//            for as long as its request is known.
 // Never:     draws, or reads a clock. Times are seconds since 1970, or where a name says so from a request's arrival.
 // Invariant: no two pieces of one lane and row overlap in time.
 
 export const STAGES = ["route", "queue", "prefill", "transfer", "decode"];
+export const ROW = 18; // px, the highest row
+const IDLE = 22; // px, a lane without requests
 const ROLES = ["prefill", "decode", "unified"];
 const SCALES = [4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256]; // rows a lane: steps, so that heights seldom change
 const NOTICED_S = 30; // a replica that is missing and failed a request this shortly before was lost then
@@ -54,8 +57,22 @@ export function piecesOf(row) {
   return pieces;
 }
 
+// What lanes may be of instead of replicas; a request is one piece then.
+export const GROUPS = {
+  session: (row) => row.session ?? "no session",
+  "API key": (row) => row.caller ?? "no key",
+};
+
+// When a request missed its objectives, in seconds from its arrival: [[from, to], ...]. Pure.
+export function missesOf({ time, outcome, missed, ttft_s: first, total_s: total }, { ttft, itl }, now) {
+  const [runs, end] = [outcome === "running", total ?? now - time];
+  const late = ttft != null && (missed?.includes("ttft") || (runs && first == null)) && (first ?? end) > ttft;
+  return [...(late ? [[ttft, first ?? end]] : []), ...(itl != null && missed?.includes("itl") ? [[first ?? 0, end]] : [])];
+}
+
 export class Layout {
-  constructor() {
+  constructor(groupOf = null) {
+    this.groupOf = groupOf; // row -> its lane, where that is none of a replica
     this.requests = new Map(); // rid -> { row, pieces }
     this.lanes = new Map(); // replica -> { id, role, state, from, until, dead, slots: [the last piece of each row] }
     this.isNew = true;
@@ -67,7 +84,7 @@ export class Layout {
     for (const row of requests) {
       const known = this.requests.get(row.rid);
       if (known?.row === row) continue;
-      const pieces = piecesOf(row);
+      const pieces = this.groupOf ? [this.whole(row)] : piecesOf(row);
       for (const [at, piece] of pieces.entries()) if (!this.keeps(known?.pieces[at], piece)) news.push(piece);
       known?.pieces.forEach(leave);
       this.requests.set(row.rid, { row, pieces });
@@ -76,10 +93,17 @@ export class Layout {
       const kept = new Set(requests.map((each) => each.rid));
       for (const [rid, { pieces }] of this.requests) if (!kept.has(rid)) this.requests.delete(rid), pieces.forEach(leave);
     }
-    this.meet(replicas, time);
+    if (!this.groupOf) this.meet(replicas, time);
     news.sort((a, b) => a.start - b.start);
     for (const piece of news) this.place(piece);
     this.isNew = false;
+    if (this.groupOf) for (const [id, { slots }] of this.lanes) if (slots.every((each) => each.end === -Infinity)) this.lanes.delete(id);
+  }
+
+  // A request as one piece, in the lane of its group.
+  whole(row) {
+    const end = row.outcome === "running" ? Infinity : row.time + (row.total_s ?? 0);
+    return { rid: row.rid, row, replica: this.groupOf(row), start: row.time, end, why: null, failure: null, moved: null, slot: -1 };
   }
 
   // Gives `piece` the row of `before`, if that is an older form of it.
@@ -93,8 +117,8 @@ export class Layout {
 
   // Puts `piece` into the first row of its lane that is free by then.
   place(piece) {
-    const lane = this.lanes.get(piece.replica) ?? this.lane(piece.replica, { from: -Infinity, until: piece.end });
-    if (!Number.isFinite(lane.seen)) {
+    const lane = this.lanes.get(piece.replica) ?? this.lane(piece.replica, this.groupOf ? { state: "group", from: -Infinity, until: Infinity } : { from: -Infinity, until: piece.end });
+    if (!this.groupOf && !Number.isFinite(lane.seen)) {
       lane.until = Math.max(lane.until, Number.isFinite(piece.end) ? piece.end : piece.start);
       lane.dead ||= piece.failure != null;
     }
@@ -137,40 +161,45 @@ export class Layout {
 
   // What is to be seen from `from` to `to`: { lanes, pieces, rows, all }. `lanes` in their order, at most `most`: those
   // in trouble, then those with requests, of these first the ones in `kept`; `all`: how many there are. `pieces` of these;
-  // `rows` that each lane needs, in steps.
+  // `rows` that each lane needs, in steps, 0 without a request.
   view(from, to, most = Infinity, kept = new Set()) {
     const pieces = [];
-    const busy = new Set();
-    let slots = 0;
+    const busy = new Map(); // lane -> rows
     for (const each of this.requests.values())
       for (const piece of each.pieces) {
         if (piece.end < from || piece.start > to) continue;
         pieces.push(piece);
-        busy.add(piece.replica);
-        slots = Math.max(slots, piece.slot + 1);
+        busy.set(piece.replica, Math.max(busy.get(piece.replica) ?? 0, piece.slot + 1));
       }
     const order = (a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role); // then as they came: a new one pushes none aside
-    let lanes = [...this.lanes.values()].filter((lane) => lane.until === Infinity || busy.has(lane.id));
+    let lanes = [...this.lanes.values()].filter((lane) => (lane.until === Infinity && !this.groupOf) || busy.has(lane.id));
     const all = lanes.length;
     if (all > most) {
       const weight = ({ id, dead }) => (dead ? 4 : 0) + (busy.has(id) ? 2 : 0) + (kept.has(id) ? 1 : 0);
       lanes = lanes.sort((a, b) => weight(b) - weight(a)).slice(0, most);
     }
     const shown = new Set(lanes.map((lane) => lane.id));
+    const sorted = [...this.lanes.values()].filter((lane) => shown.has(lane.id)).sort(order);
     return {
-      lanes: [...this.lanes.values()].filter((lane) => shown.has(lane.id)).sort(order),
+      lanes: sorted,
       pieces: lanes.length < busy.size ? pieces.filter((piece) => shown.has(piece.replica)) : pieces,
-      rows: SCALES.find((each) => each >= slots) ?? slots,
+      rows: sorted.map(({ id }) => (busy.has(id) ? (SCALES.find((each) => each >= busy.get(id)) ?? busy.get(id)) : 0)),
       all,
     };
   }
 
-  // Requests that came in each of `count` steps of `step` seconds from `from`: [[good, bad], ...].
-  arrivals(from, step, count) {
-    const counts = Array.from({ length: count }, () => [0, 0]);
+  // Requests of each of `count` steps of `step` seconds from `from`: that came, by how they ended, and that began to miss
+  // an objective then: [[good, bad, missed], ...].
+  arrivals(from, step, count, objectives, now) {
+    const counts = Array.from({ length: count }, () => [0, 0, 0]);
+    const add = (time, kind) => {
+      const bucket = counts[Math.floor((time - from) / step)];
+      if (bucket) bucket[kind] += 1;
+    };
     for (const { row } of this.requests.values()) {
-      const bucket = counts[Math.floor((row.time - from) / step)];
-      if (bucket) bucket[isBad(row) ? 1 : 0] += 1;
+      add(row.time, isBad(row) ? 1 : 0);
+      const [first] = missesOf(row, objectives, now);
+      if (first) add(row.time + first[0], 2);
     }
     return counts;
   }
@@ -200,9 +229,14 @@ export function isBad(row) {
   return row.outcome === "error" || row.outcome === "timeout" || row.outcome === "shed" || row.outcome === "unknown";
 }
 
-// Height of a lane in px, so that few fill the frame and many fit into it.
-export function laneHeight(count) {
-  return [[2, 104], [4, 76], [8, 46], [16, 28], [32, 16]].find(([most]) => count <= most)?.[1] ?? 10;
+// Heights of lanes in px, by the rows that each needs, so that few fill the frame and many fit into it: those without
+// requests are low, and the others share the rest by their rows.
+export function laneHeights(rows) {
+  const each = [[2, 104], [4, 76], [8, 46], [16, 28], [32, 16]].find(([most]) => rows.length <= most)?.[1] ?? 10;
+  const low = Math.min(IDLE, each);
+  const needed = rows.reduce((sum, own) => sum + own, 0);
+  const room = each * rows.length - low * rows.filter((own) => !own).length;
+  return rows.map((own) => (own ? Math.max(low, Math.min(ROW * own + 4, Math.floor((room * own) / needed))) : low));
 }
 
 // Ticks of a time axis that stand at least `apart` px from each other: [time, ...], and the step.

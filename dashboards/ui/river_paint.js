@@ -3,7 +3,7 @@
 // Never:     keeps anything between two pictures, or knows a pointer.
 
 import { clock, count, percent } from "./format.js";
-import { isBad, stagesAt, ticks } from "./river_layout.js";
+import { ROW, isBad, missesOf, stagesAt, ticks } from "./river_layout.js";
 
 export const AXIS = 20; // px, above the lanes
 export const BAR = 3; // px of a bar of arrivals
@@ -43,12 +43,13 @@ export function sized(canvas, width, height, ratio = devicePixelRatio) {
 }
 
 // [top, height] of a row of the lane at a place, px.
-export function rowAt({ height, rows }, place, slot) {
-  const high = Math.min(18, (height - 4) / rows);
-  return [AXIS + place * height + 2 + slot * high, Math.max(1, high >= 4 ? high - 1 : high * 0.85)];
+export function rowAt({ tops, heights, rows }, place, slot) {
+  const high = Math.min(ROW, (heights[place] - 4) / rows[place]);
+  return [AXIS + tops[place] + 2 + slot * high, Math.max(1, high >= 4 ? high - 1 : high * 0.85)];
 }
 
-// `view`: of Layout.view, with from, until, scale (px a second), height (of a lane) and places (lane -> which).
+// `view`: of Layout.view, with from, until, scale (px a second), tops and heights of the lanes, places (lane -> which), and
+// the objectives.
 // `piecesOf(rid)`: all pieces of a request.
 export function paintRiver(paint, view, palette, piecesOf) {
   paint.font = palette.font;
@@ -62,38 +63,42 @@ export function paintRiver(paint, view, palette, piecesOf) {
 export function paintArrivals(paint, counts, palette) {
   const tall = paint.canvas.clientHeight;
   const most = Math.max(1, ...counts.map(([good, bad]) => good + bad));
+  const mostMissed = Math.max(1, ...counts.map((each) => each[2]));
   const low = (bad) => bad && Math.max(2, (bad / most) * (tall - 4));
   paint.fillStyle = palette.decode;
   counts.forEach(([good, bad], at) => good && paint.fillRect(at * BAR, tall - (good / most) * (tall - 4) - low(bad), BAR - 1, (good / most) * (tall - 4)));
   paint.fillStyle = palette.bad;
   counts.forEach(([, bad], at) => bad && paint.fillRect(at * BAR, tall - low(bad), BAR - 1, low(bad)));
+  paint.fillStyle = palette.warn; // from above: when objectives began to be missed
+  counts.forEach(([, , missed], at) => missed && paint.fillRect(at * BAR, 0, BAR - 1, 2 + (missed / mostMissed) * (tall / 2 - 2)));
 }
 
 // The time that each replica was there, the time axis, and the lines between lanes.
-function paintGround(paint, { lanes, from, until, scale, height }, palette) {
+function paintGround(paint, { lanes, from, until, scale, tops, heights }, palette) {
   const wide = (until - from) * scale;
   lanes.forEach((lane, at) => {
     const [start, end] = [Math.max(0, (lane.from - from) * scale), Math.min(wide, (lane.until - from) * scale)];
     const sick = lane.dead && lane.until === Infinity;
     paint.globalAlpha = sick ? 0.16 : 0.55;
     paint.fillStyle = sick ? palette.bad : palette.raised;
-    if (end > start) paint.fillRect(start, AXIS + at * height + 1, end - start, height - 1);
+    if (end > start) paint.fillRect(start, AXIS + tops[at] + 1, end - start, heights[at] - 1);
   });
   paint.globalAlpha = 1;
+  const low = AXIS + (tops.at(-1) ?? 0) + (heights.at(-1) ?? 0);
   const { step, times } = ticks(from, until, scale);
   for (const time of times) {
     const x = Math.round((time - from) * scale);
     paint.fillStyle = palette.edge;
-    paint.fillRect(x, AXIS, 1, lanes.length * height);
+    paint.fillRect(x, AXIS, 1, low - AXIS);
     paint.fillStyle = palette.muted;
     paint.fillText(clock(time) + (step < 1 ? (time % 1).toFixed(1).slice(1) : ""), x + 4, AXIS / 2);
   }
   paint.fillStyle = palette.edge;
-  for (let at = 0; at <= lanes.length; at += 1) paint.fillRect(0, AXIS + at * height, wide, 1);
+  for (const top of [...tops.map((each) => AXIS + each), low]) paint.fillRect(0, top, wide, 1);
 }
 
 function paintPieces(paint, view, palette) {
-  const { from, until, scale, places } = view;
+  const { from, until, scale, places, objectives } = view;
   const layers = ["route", "queue", "prefill", "transfer", "decode"].map((name) => palette[name]); // what comes later covers
   const boxes = new Map([...layers, TICK, palette.hatch, palette.warn, palette.ink, palette.bad].map((style) => [style, []]));
   const box = (style, x, y, wide, high) => boxes.get(style).push(x, y, wide, high);
@@ -123,7 +128,12 @@ function paintPieces(paint, view, palette) {
     const ends = piece.why == null; // the last of its request
     if (piece.failure != null || (ends && isBad(row))) box(palette.bad, right - 3, y - 1, 3, high + 2);
     else if (ends && row.outcome === "cancelled") box(palette.ink, right - 2, y, 2, high);
-    if (ends && row.missed?.length && high >= 4) box(palette.warn, left, y + high - 2, right - left, 2);
+    for (const [late, to] of missesOf(row, objectives, until)) {
+      const [begins, over] = [x(Math.max(piece.start, row.time + late)), x(Math.min(piece.end, row.time + to))];
+      if (row.time + late >= piece.end || row.time + to <= piece.start) continue;
+      if (row.time + late >= piece.start) box(palette.warn, begins, y, 2, high); // the moment
+      if (high >= 4) box(palette.warn, begins, y + high - Math.round(high / 5), Math.max(2, over - begins), Math.round(high / 5));
+    }
     if (high >= 10 && room > 40 && row.outcome !== "running") labels.push([labelsOf(row).find((each) => each.length * 6.6 < room) ?? "", text, y + high / 2 + 0.5]);
   }
   for (const [style, each] of boxes) {
@@ -172,13 +182,13 @@ function paintThreads(paint, view, palette, piecesOf) {
 }
 
 // Where replicas went.
-function paintEnds(paint, { lanes, from, scale, height }, palette) {
+function paintEnds(paint, { lanes, from, scale, tops, heights }, palette) {
   lanes.forEach(({ dead, until }, at) => {
     if (until === Infinity) return;
     const x = Math.round((until - from) * scale);
     paint.fillStyle = dead ? palette.bad : palette.muted;
-    paint.fillRect(x, AXIS + at * height + 1, dead ? 3 : 1, height - 1);
-    if (height > 15) paint.fillText(dead ? "replica lost" : "replica left", x + 8, AXIS + (at + 0.5) * height);
+    paint.fillRect(x, AXIS + tops[at] + 1, dead ? 3 : 1, heights[at] - 1);
+    if (heights[at] > 15) paint.fillText(dead ? "replica lost" : "replica left", x + 8, AXIS + tops[at] + heights[at] / 2);
   });
 }
 

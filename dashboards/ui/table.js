@@ -1,7 +1,7 @@
 // A table from a list of columns: [name, cell(row), { num, title }]. The first column heads its row.
 
 import { html } from "./vendor/htm/preact_standalone.js";
-import { shortId } from "./format.js";
+import { nameOf } from "./format.js";
 
 export function Table({ columns, rows, keyOf, chosen, caption, kind }) {
   return html`<table class=${kind}>
@@ -21,5 +21,5 @@ export function number(name, cell, title) {
 }
 
 export function Id({ id }) {
-  return html`<span title=${id}>${shortId(id)}</span>`;
+  return html`<span title=${id}>${nameOf(id)}</span>`;
 }

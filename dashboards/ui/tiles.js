@@ -3,7 +3,7 @@
 
 import { html, useState } from "./vendor/htm/preact_standalone.js";
 import { Chart, lineOf, nearest, wordOf } from "./chart.js";
-import { count, percent, plain, plural, rate, seconds, share, shortId } from "./format.js";
+import { count, nameOf, percent, plain, plural, rate, seconds, share } from "./format.js";
 import { once } from "./panel.js";
 
 const WINDOW_S = 300;
@@ -57,7 +57,7 @@ function toldOf({ count: number, requests_per_s: rps, cached_tokens: cached, pro
   const [one, two] = told.map((each) => each.split(" "));
   if (two && one.length === 3 && one[2] === two[2]) told[0] = one.slice(0, 2).join(" "); // p95 20.4 · p99 20.8 ms
   if (room) told.push(`${count(room)} ${room === 1 ? "waits" : "wait"} for room`);
-  if (replica) told.push(`fullest ${shortId(replica)}`);
+  if (replica) told.push(`fullest ${nameOf(replica)}`);
   if (number != null) told.push(plural(number, "failure"));
   if (rps != null) told.push(`${rate(rps)} requests/s`);
   if (prompt) told.push(`${count(cached)} of ${count(prompt)} tokens`);

@@ -4,14 +4,6 @@ import { html } from "./vendor/htm/preact_standalone.js";
 import { seconds } from "./format.js";
 import { stagesAt } from "./river_layout.js";
 
-export const STAGES = [
-  ["route", "arrival until the router had sent it"],
-  ["queue", "waiting at the replica"],
-  ["prefill", "computing the prompt"],
-  ["transfer", "K/V on its way from prefill to decode"],
-  ["decode", "after the first token"],
-];
-
 // Seconds from arrival to the end, or until `now`.
 export function lengthOf(row, now) {
   return row.total_s ?? (row.outcome === "running" ? Math.max(0.001, now - row.time) : 0.001);
@@ -22,16 +14,17 @@ export function Waterfall({ row, scale, now }) {
   const drawn = stagesAt(row, now);
   const said = drawn.map(([name, start, end]) => `${name} ${seconds(end - start)}`).join(", ") || row.outcome;
   return html`<div class="waterfall" role="img" aria-label=${said} title=${said}>
-    ${drawn.map(([name, start, end]) => html`<span key=${name} class=${`stage ${name}`} style=${place(start, end - start, scale)}></span>`)}
-    ${row.ttft_s != null && row.ttft_s <= scale && html`<span class="first-token" style=${{ left: `${share(row.ttft_s, scale)}%` }}></span>`}
+    ${drawn.map(([name, start, end]) => html`<span key=${name} class=${`stage ${name}`} style=${place(start, end, scale)}></span>`)}
+    ${row.ttft_s != null && row.ttft_s <= scale && html`<span class="first-token" style=${{ left: share(row.ttft_s, scale) }}></span>`}
     ${lengthOf(row, now) > scale * 1.001 && html`<span class="beyond"></span>`}
   </div>`;
 }
 
-function place(from, long, scale) {
-  return { left: `${share(from, scale)}%`, width: `${share(long, scale)}%` };
+// Where a part from one moment to another is on a bar that ends at `end`.
+export function place(from, to, end) {
+  return { left: share(from, end), width: share(to - from, end) };
 }
 
-function share(value, scale) {
-  return Math.min(100, (value / (scale || 1)) * 100);
+export function share(value, end) {
+  return `${Math.min(100, (100 * value) / (end || 1))}%`;
 }

@@ -4,12 +4,13 @@
 import { html, useLayoutEffect, useState } from "./vendor/htm/preact_standalone.js";
 import { getJson } from "./connection.js";
 import { against, costsOf, ticksOf, verdict, waysOf } from "./decision.js";
-import { bytes, count, millis, percent, plural, seconds, shortId } from "./format.js";
+import { bytes, count, millis, nameOf, outcomeWord, percent, plural, seconds } from "./format.js";
 import { Notice, Panel, once } from "./panel.js";
+import { COLOURS } from "./pools.js";
 import { silentFor } from "./requests.js";
 import { stagesAt } from "./river_layout.js";
 import { CANDIDATE, DECODE_REPLICA } from "./terms.js"; // made by the server from routing/terms.py
-import { STAGES } from "./waterfall.js";
+import { place, share } from "./waterfall.js";
 
 const SHOWN = 8; // candidates drawn before one asks for all
 const FORMAT = { s: seconds, tokens: count, requests: count, ratio: percent, bytes, pages: count, "tokens/s": count };
@@ -47,7 +48,7 @@ export const Why = once(({ rid, row, details, state }) => {
   const { body, error, gone } = details;
   const known = row ?? body?.row;
   const route = body?.route;
-  const title = known?.replica ? `Why ${shortId(known.replica)}?` : "Why there?";
+  const title = known?.replica ? `Why ${nameOf(known.replica)}?` : "Why there?";
   return html`<${Panel} id="why" title=${title} note=${html`<code title="request id">${rid}</code>`}>
     ${gone && html`<${Notice} error title="This request is no longer kept.">
       <p>A router explains its last requests only (setting router.decisions_kept), and forgets them when it ends.</p><//>`}
@@ -74,10 +75,14 @@ function Decision({ route, row, time }) {
   return html`
     ${last > 0 && html`<${Tries} route=${route} row=${row} time=${time} at=${at} onPick=${setPicked} />`}
     <p class="sentence">${verdict(each)}</p>
-    ${each.failure && html`<p class="sentence failed">This try failed: ${each.failure.replace(each.replica, shortId(each.replica))}${at < last ? "; the next one went on from there" : ""}.</p>`}
+    ${each.failure && html`<p class="sentence failed">This try failed: ${failureOf(each)}${at < last ? "; the next one went on from there" : ""}.</p>`}
     ${each.moved && html`<p class="sentence">It waited there, and moved to begin sooner: ${MOVED[each.moved]}.</p>`}
     ${each.pair ? html`<${Ways} each=${each} />` : html`<${Candidates} each=${each} />`}
     <${Outcome} each=${each} row=${row} />`;
+}
+
+function failureOf({ failure, replica }) {
+  return failure?.replace(`replica ${replica}`, nameOf(replica)).replace(replica, nameOf(replica));
 }
 
 // A line a try: when it ran, on one axis, and how it ended.
@@ -89,9 +94,9 @@ function Tries({ route, row, time, at, onPick }) {
       ${route.tries.map((each, index) => {
         const { start_s: from = 0, end_s: to = null } = times[index] ?? {};
         const until = to ?? end;
-        const how = each.failure?.replace(each.replica, shortId(each.replica)) ?? (each.outcome === "running" ? "runs" : each.outcome);
+        const how = failureOf(each) ?? outcomeWord(each.outcome);
         return html`<button type="button" key=${index} class="try-row" aria-pressed=${index === at} onClick=${() => onPick(index)}>
-          <span>${index + 1}</span><span class="id" title=${each.replica}>${shortId(each.replica)}</span>
+          <span>${index + 1}</span><span class="id" title=${each.replica}>${nameOf(each.replica)}</span>
           <span class="track" aria-hidden="true"><span class=${each.failure ? "ran failed" : "ran"} style=${place(from, until, end)}></span></span>
           <span class=${each.failure ? "bad" : "note"} title=${how}>${how}</span>
         </button>`;
@@ -112,7 +117,7 @@ function Candidates({ each }) {
 // With prefill and decode apart: handed over against computed in one place.
 function Ways({ each }) {
   const { pair } = each;
-  const rows = waysOf(pair).map((row) => ({ ...row, note: row.name === "handed over" ? `${shortId(pair.best_prefill)} → ${shortId(pair.decode)}` : shortId(pair.decode) }));
+  const rows = waysOf(pair).map((row) => ({ ...row, note: row.name === "handed over" ? `${nameOf(pair.best_prefill)} → ${nameOf(pair.decode)}` : nameOf(pair.decode) }));
   const link = `${bytes(pair.link_bytes_per_s)}/s, ${pair.link_measured ? "measured" : "assumed"}`;
   return html`<h3>Expected cost of both ways</h3>
     <${Bars} label="Ways" terms=${DECODE_REPLICA} rows=${rows} />
@@ -131,7 +136,7 @@ function HandOff({ each }) {
         : `The hand-off failed (${report.reason}); the prompt was computed where it decodes.`}
     </p>`}
     ${end && !end.startsWith("handed off") && html`<p class="note">The prefill part ended: ${end}.</p>`}
-    ${skipped.length > 0 && html`<p class="note">Not asked after earlier failures: ${skipped.map(([id, why]) => `${shortId(id)} (${why})`).join(", ")}.</p>`}`;
+    ${skipped.length > 0 && html`<p class="note">Not asked after earlier failures: ${skipped.map(([id, why]) => `${nameOf(id)} (${why})`).join(", ")}.</p>`}`;
 }
 
 // Rows { id | name, note, share, one, chosen, bar, total, more } over one axis; a row opens to all figures of `terms`.
@@ -147,7 +152,7 @@ function Bars({ rows, label, terms, measured, predicted }) {
   return html`<div class="bars" role="list" aria-label=${label}>
       ${rows.map((row) => {
         const key = row.id ?? row.name;
-        const name = row.id ? shortId(row.id) : row.name;
+        const name = row.id ? nameOf(row.id) : row.name;
         const said = row.bar.map(([field, from, to]) => `${NAMES[field]} ${seconds(to - from)}`).join(", ");
         return html`<div key=${key} role="listitem" class=${row.chosen ? "bar-row chosen" : "bar-row"}>
           <button type="button" class="bar-head" aria-expanded=${open === key} onClick=${() => setOpen(open === key ? null : key)}
@@ -203,7 +208,7 @@ function Outcome({ each, row }) {
       <tbody>${lines.map(([name, before, after, format, said]) => html`<tr key=${name}>
         <th scope="row">${name}</th><td class="num">${format(before)}</td><td class="num">${after == null ? "not yet" : format(after)}</td>
         <td class=${said.includes("slower") ? "warn" : "note"}>${said}</td></tr>`)}</tbody></table>
-    ${best.given_up > 0 && html`<p class="note">Given up: ${plural(best.given_up, "cached token")} that only ${shortId(best.replica)} holds.</p>`}
+    ${best.given_up > 0 && html`<p class="note">Given up: ${plural(best.given_up, "cached token")} that only ${nameOf(best.replica)} holds.</p>`}
     ${missed.length > 0 && html`<p class="warn">Missed its objective for ${missed.map((name) => name.toUpperCase()).join(" and ")}.</p>`}`;
 }
 
@@ -213,7 +218,7 @@ function Timeline({ row, time }) {
   if (!drawn.length) return null;
   const end = Math.max(row.total_s ?? 0, drawn.at(-1)[2]);
   const silent = silentFor(row, time);
-  const meanings = Object.fromEntries(STAGES);
+  const meanings = Object.fromEntries(COLOURS.map(([kind, , meaning]) => [kind, meaning]));
   return html`<h3>Where the time went</h3>
     <div class="waterfall tall-bar" role="img" aria-label=${drawn.map(([name, from, to]) => `${name} ${seconds(to - from)}`).join(", ")}>
       ${drawn.map(([name, from, to]) => html`<span key=${name} class=${`stage ${name}`} style=${place(from, to, end)}></span>`)}
@@ -222,14 +227,6 @@ function Timeline({ row, time }) {
     <dl class="stage-list">${drawn.map(([name, from, to]) => html`<div key=${name} class="timeline-row">
       <dt><span class=${`swatch ${name}`} aria-hidden="true"></span>${name}</dt><dd class="num">${seconds(to - from)}</dd><dd class="note">${meanings[name]}</dd></div>`)}</dl>
     <p class="note">${row.ttft_s != null ? `First token after ${seconds(row.ttft_s)}` : "No token yet"}${row.total_s != null
-      ? `, last after ${seconds(row.total_s)}` : `, running for ${seconds(end)}${silent == null ? "" : `, last token ${seconds(silent)} ago`}`}${row.output_tokens > 0 ? `: ${plural(row.output_tokens, "token")}` : ""}${row.itl_s != null
+      ? `, last after ${seconds(row.total_s)}` : `, open for ${seconds(end)}${silent == null ? "" : `, last token ${seconds(silent)} ago`}`}${row.output_tokens > 0 ? `: ${plural(row.output_tokens, "token")}` : ""}${row.itl_s != null
       ? `, ${seconds(row.itl_s)} between two` : ""}.${row.outcome === "running" ? "" : ` Ended: ${row.outcome}.`}</p>`;
-}
-
-function place(from, to, end) {
-  return { left: share(from, end), width: share(to - from, end) };
-}
-
-function share(value, end) {
-  return `${Math.min(100, (100 * value) / (end || 1))}%`;
 }

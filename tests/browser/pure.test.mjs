@@ -83,6 +83,8 @@ test("numbers read as people write them", () => {
 test("long ids are shortened", () => {
   assert.equal(format.shortId("ModelReplica#a1b2c3d4"), "a1b2c3d4");
   assert.equal(format.shortId("prefill-a1"), "prefill-a1");
+  format.takeNames([{ id: "ModelReplica#named", name: "replica 3" }]);
+  assert.deepEqual([format.nameOf("ModelReplica#named"), format.nameOf("ModelReplica#a1b2c3d4")], ["replica 3", "a1b2c3d4"]);
   assert.equal(format.shortId("0123456789abcdef0123456789abcdef"), "012345…abcdef");
 });
 
@@ -90,6 +92,8 @@ test("replicas in trouble come first, and the order does not follow the load", (
   const all = [["e", "accepting"], ["d", "starting"], ["c", "draining"], ["b", "unhealthy"], ["a", "accepting", 9]]
     .map(([id, state, report_age_s = 0]) => ({ id, state, report_age_s, node: "n", running: id.charCodeAt(0) }));
   assert.deepEqual(worstFirst(all).map((each) => each.id), ["b", "a", "c", "d", "e"]);
+  const on = (id, node, state = "accepting") => ({ id, node, state });
+  assert.deepEqual(worstFirst([on("x", "n"), on("y", "m"), on("z", "n")]).map((each) => each.id), ["x", "y", "z"], "as they come");
 });
 
 test("requests are found by words, outcome, replica and kind, all at once", () => {
@@ -160,7 +164,8 @@ test("requests at the same time have rows of their own, and a row that is free i
   layout.take({ time: 110, replicas: replicas("a"), requests: rows.toReversed() });
   layout.check();
   assert.deepEqual(slots(layout), { a: [0], b: [1], c: [1], d: [2] });
-  assert.equal(layout.view(100, 110).rows, 4);
+  assert.deepEqual(layout.view(100, 110).rows, [4]);
+  assert.deepEqual(layout.view(120, 130).rows, [0], "a lane without a request needs none");
 });
 
 test("a request keeps its row when it ends, and another may have it from then on", () => {
@@ -226,7 +231,7 @@ test("a stage narrower than a pixel is not painted where the next one covers it"
   const stages = { route_s: 0.001, queue_s: 0.002, prefill_s: 0.997, transfer_s: 0, decode_s: 1 };
   layout.take({ time: 110, replicas: replicas("a"), requests: [ended("x", 100, 2, { stages })] });
   const seen = (scale) => {
-    const view = Object.assign(layout.view(99, 103), { from: 99, until: 103, scale, height: 46, places: new Map([["a", 0]]) });
+    const view = Object.assign(layout.view(99, 103), { from: 99, until: 103, scale, tops: [0], heights: [76], places: new Map([["a", 0]]), objectives: {} });
     const styles = new Set();
     const paint = { fillRect() { styles.add(this.fillStyle); }, fillText() {}, stroke() {}, fill() {} };
     paintRiver(paint, view, Object.fromEntries(river.STAGES.map((name) => [name, name])), () => []);
@@ -234,6 +239,40 @@ test("a stage narrower than a pixel is not painted where the next one covers it"
   };
   assert.deepEqual(seen(15), ["prefill", "decode"]);
   assert.deepEqual(seen(10000), ["route", "queue", "prefill", "decode"]);
+});
+
+test("lanes share the height by their rows, and those without a request are low", () => {
+  assert.deepEqual(river.laneHeights([0, 0]), [22, 22], "the river folds when it is idle");
+  assert.deepEqual(river.laneHeights([4, 4]), [76, 76]);
+  assert.deepEqual(river.laneHeights([16, 8]), [138, 69], "of 208 px");
+  assert.deepEqual(river.laneHeights([32, 0]), [186, 22]);
+  assert.equal(river.laneHeights(Array(48).fill(4)).reduce((sum, each) => sum + each), 480);
+});
+
+test("an objective is missed from a moment on: at the first token that is late, and while tokens come slowly", () => {
+  const objectives = { ttft: 2, itl: 0.1 };
+  const one = { time: 100, outcome: "ok", ttft_s: 3, total_s: 9, missed: ["ttft", "itl"] };
+  assert.deepEqual(river.missesOf(one, objectives, 200), [[2, 3], [3, 9]]);
+  assert.deepEqual(river.missesOf({ ...one, missed: [] }, objectives, 200), []);
+  assert.deepEqual(river.missesOf(one, {}, 200), [], "no objective is known");
+  const waits = { ...one, outcome: "running", ttft_s: null, total_s: null, missed: [] };
+  assert.deepEqual(river.missesOf(waits, objectives, 101.5), []);
+  assert.deepEqual(river.missesOf(waits, objectives, 105), [[2, 5]], "late, though nobody has judged it yet");
+  const layout = new river.Layout();
+  layout.take({ time: 110, replicas: replicas("a"), requests: [ended("x", 100.5, 9, { ttft_s: 3, missed: ["ttft"] })] });
+  assert.deepEqual(layout.arrivals(100, 1, 4, objectives, 110), [[1, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]);
+});
+
+test("lanes may be of sessions: a request is one piece, and a lane goes with its last request", () => {
+  const layout = new river.Layout(river.GROUPS.session);
+  const of = (rid, time, session) => ended(rid, time, 2, { session });
+  layout.take({ time: 110, replicas: replicas("a"), requests: [of("z", 101, null), of("y", 101, "s1"), of("x", 100, "s1")] });
+  layout.check();
+  assert.deepEqual(layout.view(90, 110).lanes.map((each) => each.id), ["s1", "no session"]);
+  assert.deepEqual(slots(layout), { x: [0], y: [1], z: [0] });
+  assert.deepEqual(layout.view(104, 110).lanes, [], "only those with requests");
+  layout.take({ time: 800, replicas: replicas("a"), requests: [of("w", 799, "s2")] });
+  assert.deepEqual([...layout.lanes.keys()], ["s2"]);
 });
 
 test("arrow keys go from request to request and from lane to lane", () => {

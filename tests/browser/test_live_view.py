@@ -60,28 +60,29 @@ def test_a_new_second_changes_what_it_brings(page: Page, served: FakeObservatory
     newest = fleet.state["requests"][0]["rid"]
     page.until(lambda: rids(page)[0] == newest, f"{newest} at the top")
     for each in fleet.state["replicas"]:
-        page.says(f'[data-replica="{each["id"]}"] .facts', f"running {each['running']} / 64")
+        said = f"Running {each['running']} {each['waiting']} waiting"
+        page.says(f'[data-replica="{each["id"]}"] .replica-sparks', said)
 
 
 def test_a_click_on_a_request_explains_it_candidate_by_candidate(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/unified/")
     row = served.fleets["unified"].state["requests"][2]
     page.all(".requests tbody tr")[2].click()
-    short = row["replica"].partition("#")[2]
-    page.says("#why .sentence", f"Sent to {short}: ")
-    assert page.text("#why h2") == f"Why {short}?"
-    assert page.text("#why .bar-row.chosen .id") == short
+    name = served.fleets["unified"].names.name(row["replica"])
+    page.says("#why .sentence", f"Sent to {name}: ")
+    assert page.text("#why h2") == f"Why {name}?"
+    assert page.text("#why .bar-row.chosen .id") == name
     assert len(page.all("#why .bar-row")) == 2
     assert "160 cached tokens" in page.text("#why")  # given up
     assert page.text("#why .timeline-row").splitlines()[0] == "route"
-    assert page.text("#cache h2") == f"Radix cache of {short}"  # the icicle follows
+    assert page.text("#cache h2") == f"Radix cache of {name}"  # the icicle follows
 
 
 def test_the_icicle_of_the_chosen_replica_outlines_the_chosen_request(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/unified/")
     other = served.fleets["unified"].state["replicas"][1]["id"]
     page.one(f'[data-replica="{other}"] .card-name').click()
-    page.says("#cache h2", other.partition("#")[2])
+    page.says("#cache h2", "Radix cache of replica 2")
     page.until(lambda: len(page.js(WIDTHS, ".cell")) > 60, "the icicle's nodes")
     whole = page.js(WIDTHS, ".cell")[0]
     systems = page.js(WIDTHS, '[aria-level="2"]')
@@ -168,12 +169,12 @@ def test_requests_can_be_filtered_by_words_replica_outcome_and_kind(page: Page, 
     page.says("#requests .notice", f"None of the last {len(rows)} requests matches.")
 
 
-def test_prefill_and_decode_are_joined_by_lines_as_wide_as_their_rates(page: Page, served: FakeObservatory) -> None:
+def test_hand_offs_are_bars_as_wide_as_their_rates(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/disaggregated/?snapshot=1")
     state = served.fleets["disaggregated"].state
     assert page.text(".group h3").split() == ["Prefill", "2", "Decode", "2"]
-    widths = [float(each.get_attribute("stroke-width") or 0) for each in page.all(".lines path")]
-    rates = [link["bytes_per_s"] for link in state["links"]]
+    widths = [each.size["width"] for each in page.all(".rate-bar")]
+    rates = sorted((link["bytes_per_s"] for link in state["links"]), reverse=True)
     assert len(rates) == 4
     assert [width / max(widths) for width in widths] == pytest.approx([rate / max(rates) for rate in rates], abs=0.01)
     page.all(".requests tbody tr")[0].click()
@@ -238,7 +239,7 @@ def test_the_strip_is_not_green_with_fewer_than_wanted_or_something_pending_and_
     fleet.tick()
     page.open(f"{served.url}/short/?snapshot=1")
     page.says(".health.warning strong", "2 of 3 replicas ready")
-    page.says(".health .events li.bad", f"replica {dies.partition('#')[2]} is lost; ")
+    page.says(".health .events li.bad", f"replica 1 ({dies.partition('#')[2]}) is lost; ")
     page.one(f'#fleet [data-ended="{dies}"]').click()
     page.says("#replica .log-lines, #replica h3", "Log and actions")
     fleet.roles[f"{dies}2"] = "unified"
@@ -289,6 +290,25 @@ def test_the_list_is_ordered_by_a_column_and_again_by_time(page: Page, served: F
     page.until(lambda: rids(page)[:10] == by_time, "the newest first again")
 
 
+def test_finish_and_key_are_columns_and_headings_order_the_list_by_keyboard(
+    page: Page, served: FakeObservatory
+) -> None:
+    page.open(f"{served.url}/eight/?snapshot=1")
+    rows = {row["rid"]: row for row in served.fleets["eight"].state["requests"]}
+    for name in ("finish", "caller"):
+        kind = "key" if name == "caller" else name
+        cells = page.js(f"return [...document.querySelectorAll('td.c-{kind}')].map((each) => each.innerText)")
+        assert cells == [rows[rid][name] or "–" for rid in rids(page)]
+    head = next(each for each in page.all("#requests th button") if each.text == "finish")
+    page.js("arguments[0].focus()", head)
+    press(page, Keys.ENTER)
+    page.until(lambda: rows[rids(page)[0]]["finish"] == "length", "answers that reached their limit")
+    press(page, " ")
+    page.until(lambda: rows[rids(page)[0]]["finish"] == "stop", "answers that ended by themselves")
+    assert page.text(".link") == "snapshot"  # Space was the heading's, and froze nothing
+    assert len(page.all("#requests th button")) == 10
+
+
 def test_tiles_show_the_figures_and_open_their_chart(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/burning/?snapshot=1")
     figures = served.fleets["burning"].state["figures"]
@@ -332,6 +352,62 @@ def test_many_replicas_are_a_grid_with_the_worst_first(page: Page, served: FakeO
     wanted = cells[1].get_attribute("data-replica") or ""
     page.until(lambda: "heat-cell accepting chosen" in str(cells[1].get_attribute("class")), "the second to be chosen")
     assert wanted.partition("#")[2] in page.driver.current_url
+
+
+def test_replicas_of_a_large_fleet_stand_with_their_node_and_the_worst_node_is_first(
+    page: Page, served: FakeObservatory
+) -> None:
+    page.open(f"{served.url}/many/?snapshot=1")
+    sick = next(each for each in served.fleets["many"].state["replicas"] if each["state"] == "unhealthy")
+    [other] = {"10.0.3.17", "10.0.3.18"} - {sick["host"]}
+    said = [each.find_element(By.CSS_SELECTOR, ".note").text for each in page.all(".heat-node")]
+    assert said == [f"{sick['host']} 23 of 24 ready", f"{other} 24 of 24 ready"]
+    page.js("document.querySelector('.heat-cell').focus()")
+    rows = "return [...document.querySelectorAll('.heat-node')].indexOf(document.activeElement.closest('.heat-node'))"
+    press(page, *[Keys.ARROW_DOWN] * 2)
+    page.until(lambda: page.js(rows) == 1, "the other node, below")
+    press(page, *[Keys.ARROW_UP] * 2)
+    page.until(lambda: page.js(rows) == 0, "the first one again")
+
+
+def test_replicas_have_names_that_people_can_say_and_their_last_minutes(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/eight/?snapshot=1")
+    replicas = served.fleets["eight"].state["replicas"]
+    assert sorted(page.text(".card-name").splitlines()) == [f"replica {number}" for number in range(1, 9)]
+    for each in replicas:
+        page.says(f'[data-replica="{each["id"]}"]', f"{each['name']} accepting on {each['host']}")
+    assert len(page.all(".card .spark")) == 3 * 8
+    drawn = page.js("return document.querySelector('.card .spark path:last-of-type').getBBox().width")
+    assert drawn > 250  # of 300 s: those before the page was opened, too
+    assert page.all("#river .river-lane")[0].text.startswith("replica 1")
+    assert set(page.text("td.c-replica").split("\n")) <= {each["name"] for each in replicas}
+
+
+def test_the_tour_has_three_steps_once_and_is_away_while_something_is_critical(
+    page: Page, served: FakeObservatory
+) -> None:
+    page.command("Page.removeScriptToEvaluateOnNewDocument", identifier=page.toured)
+    try:
+        page.open(f"{served.url}/live/")
+        page.js("localStorage.removeItem('manta-toured')")
+        page.open(f"{served.url}/many/")
+        page.says(".health", "CUDA error")
+        assert page.all(".tour") == []
+        page.open(f"{served.url}/live/")
+        page.says(".tour", "Trouble comes first 1 of 3")
+        assert page.axe() == []
+        press(page, Keys.TAB, Keys.TAB, Keys.TAB, Keys.ENTER)  # the link that skips, "Leave", "Next"
+        page.says(".tour", "Each bar is a request 2 of 3")
+        assert page.all("#river[data-toured]") != []
+        press(page, Keys.ENTER)
+        page.says(".tour", "3 of 3")
+        press(page, Keys.ESCAPE)
+        page.until(lambda: page.all(".tour, [data-toured]") == [], "the tour to go")
+        page.open(f"{served.url}/live/")
+        page.says(".link", "live")
+        assert page.all(".tour") == []
+    finally:
+        page.js("localStorage.setItem('manta-toured', '1')")
 
 
 def test_a_thousand_replicas_fit_on_one_screen(page: Page, served: FakeObservatory) -> None:

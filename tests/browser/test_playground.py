@@ -41,6 +41,7 @@ from tests.unit.deployments.in_process import House, changed_rows
 pytestmark = [pytest.mark.browser, pytest.mark.model]
 KEY = "key-of-one-client"
 ROOT = "/manta/"
+NAMES = {"Model#one": "replica 1", "Model#two": "replica 2"}
 COMPUTES_S = 120  # a short answer, on cores that others use too
 BEGUN = 4  # steps after which an answer has begun to show
 
@@ -93,7 +94,8 @@ class Site:
 
     def _state(self) -> dict[str, Any]:
         whole = self.fleet.answer(0)
-        rows = [row | {"id": name} for row, name in zip(whole["replicas"], self.house.leases.replicas, strict=False)]
+        ids = zip(whole["replicas"], self.house.leases.replicas, strict=False)
+        rows = [row | {"id": replica, "name": NAMES[replica]} for row, replica in ids]
         return whole | {"replicas": rows, "requests": self._rows()}
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -241,16 +243,16 @@ def test_the_replica_that_answers_is_killed_and_the_answer_goes_on(page: Page, s
     try:
         ask(page, "Count from one to one hundred in words.", tokens=16)
         page.one(".answer.streaming")
-        lost = press(page, "Kill").split()[1]
+        lost = " ".join(press(page, "Kill").split()[1:3])  # replica 1
         press(page, "Kill")
         answered(page, 1)
     finally:
         behind.go_on.set()
-    other = {"one": "two", "two": "one"}[lost]
+    other, left = {"replica 1": ("replica 2", "two"), "replica 2": ("replica 1", "one")}[lost]
     page.says(".turn .jump", f"{lost} was lost, {other} goes on")
     page.says(".turn", f"Answered by {other}, after {lost} was lost")
     assert not page.text(".answer").endswith("goes on")
-    assert list(behind.house.leases.replicas) == [f"Model#{other}"]
+    assert list(behind.house.leases.replicas) == [f"Model#{left}"]
 
 
 def test_where_the_api_asks_for_a_key_the_page_does_too_and_keeps_it_for_the_tab(

@@ -5,7 +5,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser.chromium import Page
-from tests.fake_fleet import FakeFleet
+from tests.fake_fleet import CALLERS, FakeFleet
 from tests.fake_observatory import FakeObservatory
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -59,7 +59,7 @@ def test_a_replica_that_is_killed_ends_in_red_and_its_requests_go_on_in_other_la
     served.tick("river")
     page.says("#river .panel-head", "1 replica lost")
     page.says("#river .panel-head", "went on with another replica")
-    page.says(".river-lane.dead", f"{victim.partition('#')[2]} lost")
+    page.says(".river-lane.dead", f"{fleet.names.name(victim)} lost")
     assert page.js(COLOURED, ["bad"])["bad"] >= 40  # of a lane's 76
 
 
@@ -142,3 +142,33 @@ def test_with_reduced_motion_the_river_moves_only_when_a_state_comes(
     page.js("document.querySelector('.river-frame').focus()")
     press(page, Keys.END)
     assert page.js(MOVES) == 0
+
+
+def test_an_idle_river_is_folded_and_lanes_may_be_of_sessions_or_keys(
+    page: Page, served: FakeObservatory, fleet: FakeFleet
+) -> None:
+    high = "return [...document.querySelectorAll('.river-lane')].map((each) => Math.round(each.offsetHeight))"
+    page.open(f"{served.url}/idle/?snapshot=1")
+    page.until(lambda: page.js(high) == [22, 22], "two low lanes")
+    page.open(f"{served.url}/river/?snapshot=1")
+    page.until(lambda: min(page.js(high)) > 40, "high lanes")
+    sessions = {row["session"] for row in fleet.state["requests"] if row["time"] > fleet.state["time"] - 60}
+    by = page.one(".river-controls select")
+    choose = "const it = arguments[0]; it.value = arguments[1]; it.dispatchEvent(new Event('change', {bubbles: true}))"
+    page.js(choose, by, "session")
+    page.until(lambda: {each.text for each in page.all(".river-lane")} == sessions, "a lane a session")
+    page.js(choose, by, "API key")
+    page.until(lambda: {each.text for each in page.all(".river-lane")} == set(CALLERS), "a lane a key")
+    page.js("document.querySelector('.river-frame').focus()")
+    press(page, Keys.ARROW_LEFT, Keys.ENTER)
+    page.until(lambda: page.one("#tab-why").get_attribute("aria-selected") == "true", "the newest to be explained")
+    page.js(choose, by, "replica")
+    page.until(lambda: page.text(".river-lane").count("replica") >= 2, "replicas again")
+
+
+def test_the_moment_from_which_an_objective_was_missed_is_marked(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/eight/?snapshot=1")
+    assert page.js(COLOURED, ["warn"])["warn"] == 0
+    served.fleets["late"] = FakeFleet(unified=2, requests_per_tick=1, ticks=60, overloaded=True)
+    page.open(f"{served.url}/late/?snapshot=1")
+    assert page.js(COLOURED, ["warn"])["warn"] >= 12  # a bar's height: the moment itself

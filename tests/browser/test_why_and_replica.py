@@ -23,10 +23,6 @@ MARKS = """
 """
 
 
-def short(replica: str) -> str:
-    return replica.partition("#")[2]
-
-
 def at(served: FakeObservatory, fleet: str, **chosen: str) -> str:
     return f"{served.url}/{fleet}/#{'&'.join(f'{name}={quote(value)}' for name, value in chosen.items())}"
 
@@ -70,13 +66,14 @@ def test_each_try_of_a_request_whose_replica_died_can_be_looked_at(page: Page, s
     row = next(row for row in fleet.state["requests"] if row["rid"] == running["rid"])
     page.open(at(served, "dying", request=row["rid"], tab="why"))
     page.says("#why h3", "2 tries")
+    other, dead = (fleet.names.name(each["replica"]) for each in (row, running))
     first, second = page.all(".try-row")
     assert "died" in first.text
     assert second.get_attribute("aria-pressed") == "true"
-    page.says("#why .sentence", f"Sent to {short(row['replica'])}: ")
+    page.says("#why .sentence", f"Sent to {other}: ")
     first.click()
-    page.says("#why .sentence", f"Sent to {short(running['replica'])}: ")
-    page.says("#why .sentence.failed", f"replica {short(running['replica'])} died, or its connection was lost")
+    page.says("#why .sentence", f"Sent to {dead}: ")
+    page.says("#why .sentence.failed", f"This try failed: {dead} died, or its connection was lost")
 
 
 def test_a_replica_is_shown_with_its_process_its_log_and_its_stacks(page: Page, served: FakeObservatory) -> None:
@@ -84,8 +81,8 @@ def test_a_replica_is_shown_with_its_process_its_log_and_its_stacks(page: Page, 
     page.open(at(served, "unified", replica=replica["id"], tab="replica"))
     page.says("#replica .identity", "gpu-box-3 (10.0.3.17)")
     page.says("#replica .uses", "memory 3.9 GB")
-    assert page.text("#replica h2") == short(replica["id"])
-    assert len(page.all("#replica .spark")) == 6
+    assert page.text("#replica h2") == replica["name"] == "replica 2"
+    assert len(page.all("#replica .spark")) == 7
     log, stacks = page.all("#replica .operate button")[:2]
     log.click()
     page.says("#replica .log-lines", "step 199 took")
@@ -102,7 +99,7 @@ def test_an_action_is_asked_about_and_escape_takes_it_back(page: Page, served: F
     page.open(at(served, "operated", replica=drained, tab="replica"))
     flush, drain, _ = page.all("#replica .operate button")[2:]
     flush.click()
-    page.says("dialog", f"Flush cache {short(drained)}?")
+    page.says("dialog", f"Flush cache {fleet.names.name(drained)}?")
     page.until(lambda: page.js("return document.activeElement.innerText") == "Cancel", "the focus on what does no harm")
     page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
     page.until(lambda: not page.all("dialog"), "the question to go")
