@@ -22,7 +22,7 @@ from deployments.http.service import config_folder
 from deployments.replica.feasible import checked, device_of
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
-from deployments.settings.capacity import Capacity, auto_count, num_routers, outages, shortages, too_wide
+from deployments.settings.capacity import auto_count, num_routers, outages, shortages, too_wide
 from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.settings.places import local_model, weights_bytes
@@ -30,7 +30,7 @@ from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
 from deployments.watch.observatory import serve_details
 from replicas.errors import InvalidConfig
-from replicas.runner.device import available_ram
+from replicas.memory.ram import available_ram
 
 log = logging.getLogger("ray.serve")
 
@@ -58,7 +58,7 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     config, settings = checked(args)
     count = config.router.count or 1
     if ray.is_initialized():
-        capacity = capacity_of_cluster()
+        capacity = serve_details.capacity_of_cluster()
         count = num_routers(config, capacity)
         if wide := too_wide([config], capacity):
             raise InvalidConfig(*wide)
@@ -161,18 +161,9 @@ def num_replicas(config: AppConfig) -> int:
         return config.replicas.count
     count, why = auto_count(
         config,
-        capacity_of_cluster(),
+        serve_details.capacity_of_cluster(),
         available_bytes=available_ram(),
         weights_bytes=weights_bytes(config.model.path),
     )
     log.info("replicas.count: auto -> %d (%s)", count, why)
     return count
-
-
-def capacity_of_cluster() -> Capacity:
-    """Return the capacity of the Ray cluster that this process is connected to."""
-    has = ray.cluster_resources()
-    nodes = tuple(
-        (node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]
-    )
-    return Capacity(num_cpus=has.get("CPU", 1.0), num_gpus=has.get("GPU", 0.0), where="the cluster", nodes=nodes)

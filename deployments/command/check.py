@@ -34,7 +34,7 @@ from deployments.settings.settings_file import (
 )
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig
-from replicas.runner.device import available_ram, num_gpus
+from replicas.memory.ram import available_ram
 
 OURS = (MANTA, OBSERVATORY)
 
@@ -168,7 +168,12 @@ class _Check:
 
 def this_machine(*, count_gpus: bool) -> Capacity:
     """Measure what a Ray on this machine will have."""
-    return Capacity(num_cpus=get_num_cpus(), num_gpus=num_gpus() if count_gpus else 0, where="this machine")
+    num_gpus = 0
+    if count_gpus:
+        from replicas.runner import device
+
+        num_gpus = device.num_gpus()
+    return Capacity(num_cpus=get_num_cpus(), num_gpus=num_gpus, where="this machine")
 
 
 def _asks_gpus(config: AppConfig) -> bool:

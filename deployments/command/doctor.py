@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
@@ -36,6 +35,7 @@ from deployments.settings.places import IS_CHECKOUT, MODEL_ADVICE, ROOT, check_m
 from deployments.settings.settings_file import ALL_ADDRESSES, PORT, Given, check_port
 from deployments.watch.terminal import ask
 from replicas.errors import InvalidConfig
+from replicas.memory.ram import available_ram
 
 SHOWN = ("ray", "torch", "transformers", "nixl")  # versions that have a line even if they are right
 PROCESS_BYTES = 1 << 30  # of a replica beside its weights: Python, torch, Ray, a small KV pool
@@ -178,7 +178,7 @@ def examine(config: Given) -> Iterator[Finding]:
         yield model(path, problem, weights)
     wanted = any(isinstance(each, dict) and each.get("gpus") for each in args.values())
     yield cores(len(os.sched_getaffinity(0)), _cores_limit())
-    yield memory(_available_ram(), weights or 0, gpus_wanted=wanted)
+    yield memory(available_ram(), weights or 0, gpus_wanted=wanted)
     yield shared_memory(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None)
     yield proxy(haproxy.unusable(haproxy.found(os.environ), host=host))
     newest_file_s = max(each.stat().st_mtime for each in Path(__file__).parent.glob("*.py"))
@@ -222,12 +222,6 @@ def _cgroup(name: str) -> list[str]:
 def _cores_limit() -> float | None:
     told = _cgroup("cpu.max")
     return int(told[0]) / int(told[1]) if told else None
-
-
-def _available_ram() -> int:
-    """Count as replicas/runner/device.py does, without torch."""
-    available, limit, used = psutil.virtual_memory().available, _cgroup("memory.max"), _cgroup("memory.current")
-    return max(0, min(available, int(limit[0]) - int(used[0]))) if limit and used else int(available)
 
 
 def torch_cuda() -> str | None:

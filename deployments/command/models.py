@@ -17,7 +17,7 @@ from deployments.replica.feasible import ANY_MEMORY, examined
 from deployments.settings.places import MODEL_ADVICE, local_path, roots, weights_bytes
 from deployments.watch.terminal.table import NOTHING, Cell, Table, count, plain
 from replicas.errors import InvalidConfig
-from replicas.runner.device import available_ram
+from replicas.memory.ram import available_ram
 from replicas.runner.model_files import load_model_config, model_folder
 
 

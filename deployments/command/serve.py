@@ -30,7 +30,6 @@ from ray.serve.schema import (
 )
 
 from deployments import logs
-from deployments.app import capacity_of_cluster
 from deployments.command import cluster, log_files, startup
 from deployments.command.announce import EventLines, Observatories, announce
 from deployments.command.check import read
@@ -66,7 +65,7 @@ def _run(config_path: Given, progress: startup.StartProgress) -> int:
     cluster.listen_for_the_end()
     try:
         with cluster.opened(say) as opened:
-            for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
+            for shortage in () if opened.ours else shortages(configs.values(), serve_details.capacity_of_cluster()):
                 say(f"{shortage}; they start when the cluster has grown")
             opened.serving = _deploy(schema, configs, progress)
             if opened.serving:
@@ -114,7 +113,7 @@ def _check_cluster(address: str, configs: Mapping[str, AppConfig]) -> None:
         print(f"not looked at: whether the nodes can hold the replicas, and what serves there. {error}")
         return
     try:
-        problems = too_wide(configs.values(), capacity_of_cluster())
+        problems = too_wide(configs.values(), serve_details.capacity_of_cluster())
         for name, config in configs.items():
             problems += outages(config, serve_details.serving(name))
         if problems:

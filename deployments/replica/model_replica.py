@@ -1,7 +1,8 @@
 """The model replica: an engine in a Ray Serve actor; rank 0 here, further ranks as child actors.
 
 Owns:      the engine and its life in Ray: start, health, drain.
-Never:     sees HTTP; sends tokens through Ray (they go over the channel, served_engine.py).
+Never:     sees HTTP; sends tokens through Ray (they go over the channel, served_engine.py). Loads torch before a
+           replica starts: the process that builds the application imports this module.
 Invariant: while a request runs, its lease call runs, so that Serve counts it and waits for it when draining.
 Thread:    Serve's event loop for this replica; the engine has its own thread.
 
@@ -14,7 +15,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -37,12 +38,13 @@ from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from deployments.watch.process import offer_stacks
 from kvtransfer.moves.wire import MoveAddress
 from kvtransfer.types import TransferSettings
-from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
-from replicas.engine.ranks import WorkerLauncher
-from replicas.launch import EngineSettings, load_engine
-from replicas.runner.worker import WorkerSpec, run_worker
 from routing.types import Role
+
+if TYPE_CHECKING:
+    from replicas.engine.engine import Engine
+    from replicas.engine.ranks import WorkerLauncher
+    from replicas.runner.worker import WorkerSpec
 
 log = logging.getLogger("ray.serve")
 
@@ -85,8 +87,10 @@ class ModelReplica(ServedEngine):
         log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
 
     @staticmethod
-    def load(config: AppConfig, role: Role) -> Engine:
+    def load(config: AppConfig, role: Role) -> "Engine":
         """Load the engine; a subclass with another engine overrides it."""
+        from replicas.launch import EngineSettings, load_engine
+
         return load_engine(
             EngineSettings(
                 model=local_path(config.model.path),
@@ -154,7 +158,7 @@ def _transfer(config: AppConfig, role: Role) -> TransferSettings | None:
     return None if role is Role.UNIFIED else config.transfer.of_engine(ray.util.get_node_ip_address())
 
 
-def _workers(config: AppConfig) -> WorkerLauncher | None:
+def _workers(config: AppConfig) -> "WorkerLauncher | None":
     if config.parallel.tp == 1:
         return None
     group = get_current_placement_group()
@@ -166,7 +170,9 @@ def _workers(config: AppConfig) -> WorkerLauncher | None:
 class RankActor:
     """The actor of one follower rank; its only method lasts as long as the rank does."""
 
-    def run(self, spec: WorkerSpec) -> None:
+    def run(self, spec: "WorkerSpec") -> None:
+        from replicas.runner.worker import run_worker
+
         run_worker(spec)
 
 
@@ -181,7 +187,7 @@ class RayWorkers:
         self._actors: list[Any] = []
         self._runs: dict[Any, int] = {}  # running call -> rank
 
-    def start(self, specs: Sequence[WorkerSpec]) -> "RayWorkers":
+    def start(self, specs: "Sequence[WorkerSpec]") -> "RayWorkers":
         actor_class = ray.remote(RankActor)
         for spec in specs:
             strategy = PlacementGroupSchedulingStrategy(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from replicas.checkpoints.gguf_folder import LINK, stored_in_gguf
+from replicas.checkpoints.weight_index import safetensors_files
 from replicas.config import StoredAs
 from replicas.errors import InvalidConfig
 
@@ -74,12 +75,6 @@ def _open_gguf(folder: Path) -> Checkpoint:
     return GgufCheckpoint(GgufFile(_gguf_file(folder)))
 
 
-def _safetensors(folder: Path) -> list[Path]:
-    from replicas.checkpoints.safetensors_files import safetensors_files
-
-    return safetensors_files(folder)
-
-
 def _open_safetensors(folder: Path) -> Checkpoint:
     from replicas.checkpoints.safetensors_files import SafetensorsCheckpoint
 
@@ -103,7 +98,7 @@ def _stored_by_method(folder: Path, config: Mapping[str, Any]) -> StoredAs | Non
 FORMATS: dict[str, FileFormat] = {
     "safetensors": FileFormat(
         has=lambda folder: True,  # its errors say what is missing
-        files=_safetensors,
+        files=safetensors_files,
         open=_open_safetensors,
         stored_as=_stored_by_method,
     ),

@@ -1,13 +1,10 @@
 """A checkpoint in safetensors, plain or quantised.
 
-Owns:      which files there are, and which of their tensors make a weight.
+Owns:      which tensors of its files (weight_index.py) make a weight.
 Never:     reads numbers: tensors are views of mapped files, quantised weights read rows when they are asked for.
-Invariant: only files of the model's own folder are opened, whatever an index names.
 """
 
 import functools
-import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,42 +15,8 @@ from torch import Tensor
 
 from replicas.checkpoints.methods import FLOAT8, Method, method_of
 from replicas.checkpoints.stored import Window
+from replicas.checkpoints.weight_index import INDEX, safetensors_files, weight_map
 from replicas.errors import InvalidConfig
-
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-
-
-def listing(folder: Path) -> str:
-    """Name what a folder holds, for messages."""
-    return ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """List a checkpoint's files: those of the index if there is one, else model.safetensors. Raises: InvalidConfig."""
-    names = sorted(set(_weight_map(folder).values())) or [WHOLE]
-    missing = [name for name in names if not os.path.isfile(folder / name)]  # Path.is_file raises for a long name
-    if missing:
-        raise InvalidConfig(
-            f"model: {folder} lacks {', '.join(missing[:8])}; there is: {listing(folder)}. Only safetensors and GGUF "
-            f"are read: fetch the folder again, or save the model with Transformers' save_pretrained"
-        )
-    return [folder / name for name in names]
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: tensor -> file. {} without one."""
-    index = folder / INDEX
-    if not index.is_file():
-        return {}
-    try:
-        found = json.loads(index.read_text())["weight_map"]
-        names = {str(name): str(file) for name, file in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidConfig(f"model: {index} is no index of weights: {error!r:.200}. Fetch the folder again") from error
-    outside = [file for file in names.values() if Path(file).name != file or not file.endswith(".safetensors")]
-    if outside:
-        raise InvalidConfig(f"model: {index} names {outside[0]!r}; allowed: safetensors files of the same folder")
-    return names
 
 
 class SafetensorsCheckpoint:
@@ -64,7 +27,7 @@ class SafetensorsCheckpoint:
         are of a method that is not read."""
         self.method: Method | None = method_of(str(folder), quantization) if quantization else None
         self._parts: dict[str, dict[str, Tensor]] = defaultdict(dict)  # weight -> its parts, by last name
-        placed = _weight_map(folder)
+        placed = weight_map(folder)
         for file in safetensors_files(folder):
             for name, tensor in _tensors(file):
                 if placed.get(name, file.name) == file.name:

@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING, cast
 
 from replicas.config import ModelConfig
 from replicas.errors import UnsupportedModel
-from replicas.models.llama import Llama
-from replicas.models.qwen import Qwen2, Qwen3
 
 if TYPE_CHECKING:
+    from replicas.models.llama import Llama
     from replicas.models.transformers import TransformersModel
 
-# the class, or its module and name where that is imported for a model that needs it only
-MODELS: dict[str, type[Llama] | tuple[str, str]] = {
+# the class, or its module and name, where it is imported for a model that needs it only: that one can be run is known
+# without torch
+MODELS: "dict[str, type[Llama] | tuple[str, str]]" = {
     "DeepseekV2ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
     "DeepseekV3ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
+    "LlamaForCausalLM": ("replicas.models.llama", "Llama"),
+    "MistralForCausalLM": ("replicas.models.llama", "Llama"),
     "MixtralForCausalLM": ("replicas.models.moe", "Mixtral"),
-    "Qwen2ForCausalLM": Qwen2,
+    "Qwen2ForCausalLM": ("replicas.models.qwen", "Qwen2"),
     "Qwen2MoeForCausalLM": ("replicas.models.moe", "Qwen2Moe"),
-    "Qwen3ForCausalLM": Qwen3,
+    "Qwen3ForCausalLM": ("replicas.models.qwen", "Qwen3"),
     "Qwen3MoeForCausalLM": ("replicas.models.moe", "Qwen3Moe"),
 }
 
@@ -31,18 +31,18 @@ def model_class(config: ModelConfig) -> "type[Llama] | type[TransformersModel]":
         from replicas.models.transformers import TransformersModel
 
         return TransformersModel
-    return native_class(config.architecture)
-
-
-def native_class(architecture: str) -> type[Llama]:
-    """Return our class for ``architecture``. Raises UnsupportedModel, listing those that there are."""
-    found = MODELS.get(architecture)
-    if found is None:
-        raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(MODELS))}. Serve a model of "
-            f"one of these, or add a file to replicas/models and its name to replicas/models/registry.py"
-        )
+    check_native(config.architecture)
+    found = MODELS[config.architecture]
     if isinstance(found, tuple):
         module, name = found
         return cast("type[Llama]", getattr(importlib.import_module(module), name))
     return found
+
+
+def check_native(architecture: str) -> None:
+    """Check that a class of ours runs ``architecture``. Raises UnsupportedModel, listing those that there are."""
+    if architecture not in MODELS:
+        raise UnsupportedModel(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(MODELS))}. Serve a model of "
+            f"one of these, or add a file to replicas/models and its name to replicas/models/registry.py"
+        )

@@ -5,16 +5,12 @@ Thread:    any.
 """
 
 import os
-import pathlib
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from replicas.config import Hardware
-
-CGROUP_MAX = pathlib.Path("/sys/fs/cgroup/memory.max")
-CGROUP_USED = pathlib.Path("/sys/fs/cgroup/memory.current")
+from replicas.memory.ram import available_ram
 
 
 def measure_hardware() -> Hardware:
@@ -76,15 +72,3 @@ def gpu_figures() -> GpuFigures | None:
 
 def _num_cpus() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def available_ram() -> int:
-    """Count the bytes of memory available without swapping, within the container's limit; asks no device."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = CGROUP_MAX.read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int(CGROUP_USED.read_text()))
-    except (OSError, ValueError):
-        pass  # not in a cgroup v2 container: RAM is the limit
-    return max(0, available)

@@ -16,17 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 import xxhash
 
 from replicas.checkpoints.checkpoint import gguf_of, stored_as
 from replicas.checkpoints.gguf_folder import folder_of, gguf_in
-from replicas.checkpoints.safetensors_files import listing
+from replicas.checkpoints.weight_index import listing
 from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.hf_config import contexts, model_config_from_hf, model_config_from_outline
 from replicas.kernels.weight_formats import RULES
-from replicas.models.registry import native_class
+from replicas.models.registry import check_native
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -83,7 +82,7 @@ def load_model_config(
     Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
     """
     folder = model_folder(path_or_hub_id, revision=revision)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or _device_here()
     if not (folder / "config.json").is_file():
         raise InvalidConfig(f"model: {folder} has no config.json; there is: {listing(folder)}. Give a model's folder")
     if implementation not in get_args(Implementation):
@@ -115,12 +114,18 @@ def load_model_config(
     return config if context_len is None else _with_context(config, context_len, longest=longest)
 
 
+def _device_here() -> Device:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _ours(name: str, folder: Path, dtype: DType | None, device: Device) -> tuple[ModelConfig, int]:
     """Read the config of a model that a file in replicas/models runs, and its longest context.
 
     Raises: UnsupportedModel for others.
     """
-    native_class(architecture_of(folder))  # first: Transformers says less about an unknown architecture
+    check_native(architecture_of(folder))  # first: Transformers says less about an unknown architecture
     hf = read_config(folder)
     if hf.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"model: {folder}/config.json has hidden_act {hf['hidden_act']!r}; supported: 'silu'")

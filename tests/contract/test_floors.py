@@ -166,7 +166,10 @@ HOST = (
 # the modules that import others of ours in functions, and why
 LATE: dict[str, str] = {
     "deployments.__main__": "a command loads what it runs: `manta settings` needs no Ray",
+    "deployments.command.check": "only settings that ask for GPUs need torch, which counts them",
     "deployments.http.service": "only a config.json that leaves its context to its family needs Transformers and torch",
+    "deployments.replica.model_replica": "settings are checked and applications built without torch",
+    "deployments.watch.metrics.replica_metrics": "the same; only a replica on a GPU has its figures",
     "deployments.settings.places": "only the path of a GGUF file needs Transformers and gguf",
     "replicas.attention.registry": "a backend's libraries may be missing, and settings are checked without torch",
     "replicas.checkpoints.checkpoint": "only a GGUF file needs gguf",
@@ -327,11 +330,28 @@ def test_host_code_loads_neither_torch_nor_ray() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_the_observatory_loads_neither_torch_nor_a_tokenizer() -> None:
-    """It shows what routers tell; the process that builds it starts beside those of the replicas."""
+@pytest.mark.parametrize(
+    ("what", "needless"),
+    [
+        # it shows what routers tell; the process that builds it starts beside those of the replicas
+        ("import deployments.watch.observatory.app", {"torch", "numba", "transformers", "tokenizers"}),
+        # the replicas wait for these two: a plain checkpoint is judged from config.json and the names of its files
+        pytest.param(
+            "from deployments.command import serve\nserve.read('serve_config.yaml')", {"torch"},
+            marks=pytest.mark.model,
+        ),
+        pytest.param(
+            "from deployments import app\n"
+            "app.build({'model': {'path': 'models/SmolLM2-135M-Instruct'}, 'replicas': {'count': 1}})",
+            {"torch"},
+            marks=pytest.mark.model,
+        ),
+    ],
+)  # fmt: skip
+def test_what_starts_before_the_replicas_loads_nothing_that_computes(what: str, needless: set[str]) -> None:
     program = (
-        "import sys, deployments.watch.observatory.app\n"
-        "loaded = {'torch', 'transformers', 'tokenizers'} & sys.modules.keys()\n"
+        f"import sys\n{what}\n"
+        f"loaded = {needless!r} & sys.modules.keys()\n"
         "if loaded: sys.exit(f'it loads {sorted(loaded)}')\n"
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)

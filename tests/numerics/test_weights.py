@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from replicas.checkpoints.safetensors_files import safetensors_files
+from replicas.checkpoints.weight_index import safetensors_files
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.runner.model_files import load_model_config
 from replicas.runner.weights import weight_bytes

@@ -15,7 +15,6 @@ from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_
 from kvtransfer.types import TransferStats
 from replicas.config import ModelConfig
 from replicas.engine.engine import Engine
-from replicas.runner.device import gpu_figures
 from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
 from routing.types import Role
 
@@ -68,6 +67,8 @@ def tell_replica(
 
 
 def _device() -> Iterator[Told]:
+    from replicas.runner.device import gpu_figures
+
     found = gpu_figures()
     if found is None:
         return

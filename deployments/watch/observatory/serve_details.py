@@ -1,4 +1,5 @@
-"""What Ray Serve's controller reports: the application's replicas, and how many each deployment should have.
+"""What Ray and Serve's controller report: the cluster's capacity, the application's replicas, and how many each
+deployment should have.
 
 Never:  keeps an answer, except `Looks` and `LiveView`; waits longer than ANSWER_S.
 Thread: `Looks` is for any thread, and blocks, as `listens_on` does. `LiveView` is for an event loop. The rest is pure.
@@ -17,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
+from deployments.settings.capacity import Capacity
 from deployments.settings.roles import DEPLOYMENTS
 
 ROUTER = "router"
@@ -113,6 +115,15 @@ def ask_all() -> Mapping[str, Any]:
                 found = {"replicas": [_shown(each) for each in replicas]}
                 unlisted[deployment.app_name].setdefault("deployments", {})[deployment.name] = found
     return details
+
+
+def capacity_of_cluster() -> Capacity:
+    """Return the capacity of the Ray cluster that this process is connected to."""
+    has = ray.cluster_resources()
+    nodes = tuple(
+        (node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]
+    )
+    return Capacity(num_cpus=has.get("CPU", 1.0), num_gpus=has.get("GPU", 0.0), where="the cluster", nodes=nodes)
 
 
 def serving(application: str) -> dict[str, int]:

@@ -14,7 +14,8 @@ import pytest
 
 from replicas.checkpoints.gguf_file import GgufCheckpoint, GgufFile
 from replicas.checkpoints.gguf_folder import config_of, stored
-from replicas.checkpoints.safetensors_files import SafetensorsCheckpoint, safetensors_files
+from replicas.checkpoints.safetensors_files import SafetensorsCheckpoint
+from replicas.checkpoints.weight_index import safetensors_files
 from replicas.errors import InvalidConfig
 from replicas.memory.kv_scales import checkpoint_scales
 

@@ -299,7 +299,7 @@ def test_checking_a_file_for_a_cluster_asks_its_nodes(
     monkeypatch.setattr(serve.cluster, "connect", asked.append)
     nodes = ((0.0, 0.0), (2.0, 0.0))
     cluster = Capacity(num_cpus=8, num_gpus=0, where="the cluster", nodes=nodes)
-    monkeypatch.setattr(serve, "capacity_of_cluster", lambda: cluster)
+    monkeypatch.setattr(serve.serve_details, "capacity_of_cluster", lambda: cluster)
     monkeypatch.setattr(serve.serve_details, "serving", {"manta": {"ModelReplica": 1}}.__getitem__)
     assert serve.check(str(file)) == 2
     _, wide, outage = capsys.readouterr().err.splitlines()
@@ -380,7 +380,8 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
     assert len(asked) >= 3
     assert set(asked) == {("nobody/nothing", "abc123")}
     monkeypatch.setattr(app, "shortages", lambda *_: [])
-    monkeypatch.setattr(app, "capacity_of_cluster", lambda: Capacity(num_cpus=2, num_gpus=0, where="the cluster"))
+    here = Capacity(num_cpus=2, num_gpus=0, where="the cluster")
+    monkeypatch.setattr(app.serve_details, "capacity_of_cluster", lambda: here)
     for model in ({"path": "nobody/nothing", "revision": "abc123"}, {"path": MODEL}):
         app.build({"model": model, "replicas": {"count": 1}})
     assert "model.revision" not in caplog.text

@@ -14,6 +14,7 @@ from deployments import logs
 from deployments.replica import model_replica
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
+from replicas import launch
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from tests.embedded import MODEL
@@ -52,7 +53,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         engines.append(fake_engine()[0])
         return engines[-1]
 
-    monkeypatch.setattr(model_replica, "load_engine", load)
+    monkeypatch.setattr(launch, "load_engine", load)
     return engines
 
 

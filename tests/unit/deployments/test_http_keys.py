@@ -260,7 +260,7 @@ def test_replicas_get_a_digest_and_no_setting_that_names_a_key(
     """A new API key restarts routers alone: what model replicas are bound to stays the same."""
     monkeypatch.setattr(app, "shortages", lambda *_: [])
     monkeypatch.setattr(app, "too_wide", lambda *_: [])
-    monkeypatch.setattr(app, "capacity_of_cluster", lambda: None)  # there is no cluster
+    monkeypatch.setattr(app.serve_details, "capacity_of_cluster", lambda: None)  # there is no cluster
 
     def bound(api_keys: str) -> tuple[Any, Any]:
         monkeypatch.setenv("MANTA_API_KEYS", api_keys)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dashboards.catalog import POOL_STATES, Process
-from deployments.watch.metrics import replica_metrics
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
 from kvtransfer.types import TransferStats
 from replicas.distributions import Distributions
+from replicas.runner import device
 from replicas.runner.device import GpuFigures, gpu_figures
 from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
 from tests.harness import ask, fake_engine, finish_all
@@ -105,7 +105,7 @@ def test_facts_are_labels_and_unknown_start_times_are_not_told() -> None:
 def test_a_gpus_memory_and_use_are_told_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of NVML leaves the last figures, and costs no other metric; a replica without a GPU tells none."""
     found = [GpuFigures(device="cuda:0", total_bytes=100, used_bytes=60, own_bytes=40, utilization=0.25)]
-    monkeypatch.setattr(replica_metrics, "gpu_figures", lambda: found.pop())
+    monkeypatch.setattr(device, "gpu_figures", lambda: found.pop())
     emitter = Emitter(Process.REPLICA, Identity(model="m", role="unified", replica="r0"), gpu=True)
     tell_replica(emitter, FACTS, stats, tallies)
     for _ in range(2):  # the second time it raises: there is no figure left
