@@ -6,7 +6,7 @@
 `machine`: two replicas and an observatory on a Ray of their own. `ranks`: the same with three ranks a replica.
 `clients`: the same with two routers, and eight answers of many kinds whose clients come back (deployments/client.py).
 `machines`: three replicas, each on a node of its own, router and proxy on the head; `routers`: the same with two
-routers, each on a machine of its own. Machines are namespaces (root; tests/cluster).
+routers, each on a machine of its own, and clients that come back. Machines are namespaces (root; tests/cluster).
 
 A trial: four chats are written, greedily, so that an undisturbed run has told each text; once all have begun, at a
 random token, the fault comes. A stream is then the `same`, or was `cut` (what it said until then is right), or `hung`
@@ -213,9 +213,18 @@ class ManyMachines:
 
 
 class TwoRouters(ManyMachines):
-    """Two routers, each on a machine of its own; the proxy on the head sends to both."""
+    """Two routers, each on a machine of its own, to both of which the proxy on the head sends; clients that come
+    back."""
 
     num_routers = 2
+    prompts: Sequence[str] = tuple(ANSWERS)
+
+    def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
+        if prompt not in ANSWERS:
+            return super().begin(prompt, num_tokens)
+        answer = Answer()
+        done = self.cluster.client.begin(asyncio.run, read_to_the_end(self.cluster.url, *ANSWERS[prompt], answer))
+        return answer, done
 
 
 # Faults: each takes the place, and returns what ends it.
@@ -350,7 +359,7 @@ MACHINES = (
     Fault(name="/dev/shm of the nodes full", begin=at_all_nodes(fill("/dev/shm")), for_s=30.0),
     Fault(name="disk of the nodes full", begin=at_all_nodes(fill("/tmp/ray")), for_s=30.0),
 )
-ROUTERS = (Fault(name="a router's node cut off", begin=cut_router, for_s=AWAY_S, cuts=True),)
+ROUTERS = (Fault(name="a router's node cut off", begin=cut_router, for_s=AWAY_S),)
 
 
 @dataclass(kw_only=True)
@@ -538,7 +547,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             measure=partial(measure, "three nodes and a head", ManyMachines, MACHINES),
         ),
         "routers": Part(
-            about="of two routers one loses its node (root)",
+            about="of two routers one loses its node, under clients that come back (root)",
             measure=partial(measure, "two routers", TwoRouters, ROUTERS),
         ),
     }

@@ -1,5 +1,8 @@
 """A client of streams that comes back by itself: when its connection or its router dies, it goes on where it was.
 
+A machine that vanishes closes no connection. The server says how long it is silent at most once an answer has begun
+(`ALIVE`), so a connection that is silent for three times as long is lost.
+
     async with httpx.AsyncClient(base_url="http://127.0.0.1:8000", timeout=60) as http:
         async for event in events(http, "/v1/chat/completions", {"messages": [...]}):
             print(event.data)
@@ -13,8 +16,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
@@ -22,6 +25,8 @@ LATER = (408, 429)  # statuses of which a retry may be answered well, beside tho
 LAST = {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # before a retry; the last one again and again
 RESUME = "x-manta-resume"  # what an answer says and its resumption sends back
+ALIVE = "x-manta-alive"  # what an answer says: it sends something each so many seconds
+T = TypeVar("T")
 
 
 class ServerEvent(NamedTuple):
@@ -54,17 +59,26 @@ async def events(
     """
     sent = httpx.Headers({"x-request-id": secrets.token_hex(8), **(headers or {}), "x-manta-reconnect": "1"})
     give_up_s, pauses, ended, resumable = None, iter(PAUSES_S), False, True
+    silent_s: float | None = None  # after which a connection is lost; not known before the first answer has begun
+    opens_s: float | None = None  # within which the next one must begin; twice that, and so on, since it may take long
     try:
         while not ended:
             try:
-                async with http.stream("POST", path, json={**body, "stream": True}, headers=sent) as response:
+                async with contextlib.AsyncExitStack() as stack:
+                    opened = stack.enter_async_context(
+                        http.stream("POST", path, json={**body, "stream": True}, headers=sent)
+                    )
+                    response = await _within(opens_s, opened)
                     ended = 400 <= response.status_code < 500 and response.status_code not in LATER
                     if response.is_error:
                         await response.aread()
                         response.raise_for_status()
                     if RESUME in response.headers:
                         sent[RESUME] = response.headers[RESUME]
-                    async for event in _read(response):
+                    if ALIVE in response.headers:
+                        opens_s = 1.5 * float(response.headers[ALIVE])
+                        silent_s = 2 * opens_s
+                    async for event in _read(response, silent_s):
                         give_up_s, pauses, ended = None, iter(PAUSES_S), event.is_last
                         resumable = bool(event.id)
                         if resumable:
@@ -77,19 +91,35 @@ async def events(
                 give_up_s = now_s + within_s if give_up_s is None else give_up_s
                 if ended or not resumable or now_s > give_up_s:
                     raise
-                told = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
-                pause_s = max(next(pauses, PAUSES_S[-1]), float(told) if told.isdecimal() else 0.0)
+                pause_s = max(next(pauses, PAUSES_S[-1]), _told_s(error))
                 await asyncio.sleep(min(pause_s, give_up_s - now_s))
+                opens_s = opens_s and 2 * opens_s
     finally:
         if not ended:
             with contextlib.suppress(httpx.HTTPError):
                 await http.post("/abort_request", json={"rid": sent["x-request-id"]}, headers=headers)
 
 
-async def _read(response: httpx.Response) -> AsyncGenerator[ServerEvent, None]:
-    """Yield the events of one connection that have come whole."""
+def _told_s(error: httpx.TransportError | httpx.HTTPStatusError) -> float:
+    """Return for how many seconds a refusal asks to wait."""
+    told = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
+    return float(told) if told.isdecimal() else 0.0
+
+
+async def _within(silent_s: float | None, work: Awaitable[T]) -> T:
+    """Await what reads from a connection. Raises: httpx.ReadTimeout if nothing came for so long."""
+    try:
+        async with asyncio.timeout(silent_s):
+            return await work
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"the connection was silent for {silent_s:g} s") from error
+
+
+async def _read(response: httpx.Response, silent_s: float | None) -> AsyncGenerator[ServerEvent, None]:
+    """Yield the events of one connection that have come whole; a line without a name is a comment."""
     buffer = b""
-    async for piece in response.aiter_bytes():
+    pieces = response.aiter_bytes()
+    while piece := await _within(silent_s, anext(pieces, b"")):
         *whole, buffer = (buffer + piece).split(b"\n\n")
         for event in whole:
             lines = (line.partition(": ") for line in event.decode().split("\n"))  # text may hold other line ends

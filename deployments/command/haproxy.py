@@ -43,6 +43,7 @@ SILENT_CLIENT_S = "60"  # a client that is silent this long is cut off, unless i
 MOST_CONNECTIONS = 16_384
 OTHER_FILES = 512  # that HAProxy opens beside those of connections: two for each, and half of one for its pipes
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
+CONNECT_S = "1"  # a router's machine that vanished answers nothing; after this another router is tried
 MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager; after three failures it restarts both
 FLAGS = {  # of any cluster: deploy/manta.env has them too
     ENABLE: "1",
@@ -51,6 +52,7 @@ FLAGS = {  # of any cluster: deploy/manta.env has them too
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": SLOWEST_LOOK,
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": MANAGER_LOOK_S,
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": SILENT_CLIENT_S,
+    "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": CONNECT_S,
     "RAY_SERVE_HAPROXY_MAXCONN": str(MOST_CONNECTIONS),
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": LONGEST_ANSWER_S,
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,

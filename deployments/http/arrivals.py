@@ -63,6 +63,7 @@ REPLICAS = "x-manta-replicas"
 OBJECTIVE = "x-manta-objective"
 RECONNECT = "x-manta-reconnect"
 RESUME = "x-manta-resume"
+ALIVE = "x-manta-alive"  # of a stream that is kept: it sends something each so many seconds
 LAST_EVENT = "last-event-id"
 DROPPED = "x-manta-dropped"
 MOST_PARTS = 8  # prompts of one request that the route header describes

@@ -43,6 +43,7 @@ from deployments.dispatch.rids import client_rid
 from deployments.http.access import caller_of
 from deployments.http.api_document import LINES
 from deployments.http.arrivals import (
+    ALIVE,
     LAST_EVENT,
     RESUME,
     Generations,
@@ -62,6 +63,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA_HEADER = "x-manta-schema"
 DONE = b"data: [DONE]\n\n"
+ALIVE_S = 1.0  # after which a stream that is kept, and has nothing to send, sends a comment
 BODY = "http.response.body"
 T = TypeVar("T")
 Key = tuple[int, int]  # (number of the request within its HTTP request, choice)
@@ -550,7 +552,7 @@ class KeptResponse(EventsResponse):
     """A response that sends what its connection gets of a kept stream, which goes on without it."""
 
     def __init__(self, streams: KeptStreams, connection: Connection) -> None:
-        super().__init__(connection.stream.headers)
+        super().__init__({**connection.stream.headers, ALIVE: f"{ALIVE_S:g}"})
         self._streams = streams
         self._connection = connection
 
@@ -563,7 +565,14 @@ class KeptResponse(EventsResponse):
 
     async def _send(self, start: Send, send: Send) -> None:
         await self.start(start)
-        while events := await self._connection.more():
+        while True:
+            try:
+                async with asyncio.timeout(ALIVE_S):
+                    events = await self._connection.more()
+            except TimeoutError:
+                events = b": alive\n"  # a comment; with an empty line behind it OpenAI's SDK takes it for an event
+            if not events:
+                break
             await send({"type": BODY, "body": events, "more_body": True})
         await send({"type": BODY, "body": b"", "more_body": False})
 

@@ -91,15 +91,16 @@ class Outputs:
             if len(ids) > len(outputs.get(choice, ())):
                 outputs[choice] = ids
         self._kept[key] = self._clock() + REMEMBERED_S, outputs
-        self._drop_old()
+        self.drop_old()
 
     def find(self, key: str) -> dict[int, list[int]]:
         """Return what is remembered, but for each last id: of an answer that is whole, its end is to be told too."""
-        self._drop_old()
+        self.drop_old()
         _, outputs = self._kept.get(key, (0.0, {}))
         return {choice: ids[:-1].tolist() for choice, ids in outputs.items()}
 
-    def _drop_old(self) -> None:
+    def drop_old(self) -> None:
+        """Forget what is older, or more, than is remembered."""
         num_ids = sum(len(ids) for _, outputs in self._kept.values() for ids in outputs.values())
         while self._kept:
             until_s, outputs = next(iter(self._kept.values()))
@@ -404,6 +405,7 @@ class ServedEngine:
             frames = encode(CacheChanges.of(events)) + encode(self._report(stats))  # without events: nothing changed
             for client in list(self._clients.values()):
                 client.report(frames)
+            self._outputs.drop_old()
             await asyncio.sleep(self._report_period_s)
 
     def _report(self, stats: EngineStats) -> ReplicaReport:

@@ -76,7 +76,7 @@ class Cluster:
         self.head = head.address
         for name in NODES:
             self.network.add(name)
-        self._client = Client(head)
+        self.client = Client(head)
         self._token = secrets.token_hex(32)
         self.environment = self._variables()
 
@@ -113,7 +113,7 @@ class Cluster:
         machine.start(command, environment=self.environment, log=machine.tmp / "commands.log")
 
     def stop(self) -> None:
-        self._client.close()
+        self.client.close()
         self.network.off()
 
     # what Ray and Serve say
@@ -121,7 +121,7 @@ class Cluster:
     def ask(self, path: str) -> Any:
         """GET ``path`` of Ray's dashboard. Raises: httpx.HTTPError."""
         headers = {"Authorization": f"Bearer {self._token}"}
-        answer = self._client.call(httpx.get, f"http://{self.head}:8265{path}", headers=headers, timeout=30)
+        answer = self.client.call(httpx.get, f"http://{self.head}:8265{path}", headers=headers, timeout=30)
         return answer.raise_for_status().json()
 
     def nodes(self) -> dict[str, str]:
@@ -207,7 +207,7 @@ class Cluster:
 
     def get(self, path: str, *, timeout_s: float) -> httpx.Response:
         """GET ``path`` of Manta. Raises: httpx.HTTPError."""
-        return self._client.call(httpx.get, f"http://{self.head}:8000{path}", timeout=timeout_s)
+        return self.client.call(httpx.get, f"{self.url}{path}", timeout=timeout_s)
 
     def is_whole(self, count: int) -> bool:
         """Whether ``count`` replicas take part, nothing runs there, and every page is free or evictable."""
@@ -244,16 +244,20 @@ class Cluster:
 
     def num_held(self, replica: Replica) -> float:
         """Count the tokens in quarantine there, and the hand-offs that drain."""
-        told = Scraped(self._client.call(httpx.get, f"http://{replica.metrics}/metrics", timeout=30).text)
+        told = Scraped(self.client.call(httpx.get, f"http://{replica.metrics}/metrics", timeout=30).text)
         draining = told.total("transfers_in_flight", direction="draining")
         return told.total("kv_pool_tokens", state="quarantined") + draining
 
     # requests
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.head}:8000"
+
     def begin(self, prompt: str, num_tokens: int, **more: Any) -> "tuple[Answer, Future[None]]":
         """Send a chat whose answer is streamed; it has ``num_tokens`` tokens, the most likely ones."""
         answer = Answer()
-        return answer, self._client.begin(read_chat, f"http://{self.head}:8000", prompt, num_tokens, answer, **more)
+        return answer, self.client.begin(read_chat, self.url, prompt, num_tokens, answer, **more)
 
     def answer(self, prompt: str, num_tokens: int, **more: Any) -> Answer:
         answer, done = self.begin(prompt, num_tokens, **more)

@@ -123,23 +123,32 @@ def test_the_tokens_are_those_of_one_replica(both: Running, sampling: dict[str, 
 
 
 def test_a_prefill_replica_killed_while_requests_queue_there_loses_none(both: Running) -> None:
+    assert any(killed_before_they_were_through(both, f"queued-{number}") for number in range(3))
+
+
+def killed_before_they_were_through(app: Running, name: str) -> bool:
+    """Kill the prefill replica while it has four requests, none of which is lost. Returns: whether all but one had to
+    be computed elsewhere; a busy machine may tell of them when they are through."""
     texts = [story(topic, 130) for topic in ("pages", "trees", "winters", "letters")]
-    expected = [alone(both, text) for text in texts]
-    victim = replica(both, "prefill")["replica"]
+    until_both_are_there(app)
+    expected = [alone(app, text) for text in texts]
+    victim = replica(app, "prefill")["replica"]
     with ThreadPoolExecutor(len(texts)) as pool:
-        pending = [pool.submit(generate, both, text, name=f"queued-{number}") for number, text in enumerate(texts)]
-        both.until(lambda: replica(both, "prefill")["num_open"] == len(texts), 20)
+        pending = [pool.submit(generate, app, text, name=f"{name}-{number}") for number, text in enumerate(texts)]
+        app.until(
+            lambda: all(each.done() for each in pending) or replica(app, "prefill")["num_open"] == len(texts), 60
+        )
         os.kill(victim["pid"], signal.SIGKILL)
         killed_s = time.monotonic()
         assert [each.result() for each in pending] == expected
     print(f"all answers were complete {time.monotonic() - killed_s:.1f} s after kill -9 of prefill")
-    routes = [route(both, f"queued-{number}") for number in range(len(texts))]
+    routes = [route(app, f"{name}-{number}") for number in range(len(texts))]
     moved = [each for each in routes if each["num_retries"]]
-    assert len(moved) >= len(texts) - 1  # one may have been through already
     for each in moved:
         first = next(tried for tried in each["tries"] if not tried["moved"])
         assert first["failure"].startswith("PrefillLost")
         assert each["outcome"] == "ok"
+    return len(moved) >= len(texts) - 1  # one may have been through already
 
 
 def test_a_new_prefill_replica_on_the_same_node_is_used(both: Running) -> None:
@@ -184,12 +193,18 @@ def test_a_decode_replica_killed_while_streaming_is_replaced_without_a_seam(both
 
 def test_a_prefill_replica_that_hangs_is_found_by_its_silence(both: Running) -> None:
     """SIGSTOP: no connection ends, no call fails. Heartbeats tell (1 s, 3 misses), not the deadline."""
+    assert any(stopped_before_its_pages_came(both, f"hung-{number}") for number in range(3))
+
+
+def stopped_before_its_pages_came(app: Running, name: str) -> bool:
+    """Stop the prefill replica while it has a request, which is answered in time. Returns: whether it had to be
+    computed elsewhere; a busy machine may tell of the request when its pages are through."""
     text = story("glaciers", 130)
-    expected = alone(both, text)
-    pid = replica(both, "prefill")["replica"]["pid"]
+    expected = alone(app, text)
+    pid = replica(app, "prefill")["replica"]["pid"]
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(generate, both, text, name="hung")
-        both.until(lambda: replica(both, "prefill")["num_open"] == 1, 20)
+        pending = pool.submit(generate, app, text, name=name)
+        app.until(lambda: pending.done() or replica(app, "prefill")["num_open"] == 1, 20)
         os.kill(pid, signal.SIGSTOP)
         stopped_s = time.monotonic()
         try:
@@ -200,5 +215,6 @@ def test_a_prefill_replica_that_hangs_is_found_by_its_silence(both: Running) -> 
     print(f"the answer was complete {took_s:.1f} s after prefill stopped")
     assert answer == expected
     assert took_s < 30  # the deadlines are 60 s
-    [only] = route(both, "hung")["tries"]
-    assert (only["hand_off"]["transferred"], only["failure"]) == (False, None)
+    [only] = route(app, name)["tries"]
+    assert only["failure"] is None
+    return not only["hand_off"]["transferred"]

@@ -11,6 +11,8 @@ from deployments.dispatch import kept_streams
 from deployments.dispatch.event_ids import Cursor, Numbering, StreamGone
 from deployments.dispatch.kept_streams import Event, KeptStream, KeptStreams
 from deployments.dispatch.route_log import RequestWatch
+from deployments.http import streaming
+from deployments.http.streaming import KeptResponse
 from replicas.errors import InvalidRequest
 from replicas.types import Finish, FinishReason, TokenDelta, Usage
 from tests.waiting import until_async
@@ -131,6 +133,26 @@ async def test_the_newest_connection_has_the_stream_and_gets_the_rest() -> None:
     source.finish()
     assert await second.more() == b"0003"
     assert await second.more() == b""
+    streams.stop()
+
+
+async def test_a_stream_that_has_nothing_to_send_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "ALIVE_S", 0.01)
+    streams, source, sent = KeptStreams(), Source(), list[bytes]()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    source.give()
+    response = KeptResponse(streams, streams.add(("me", "a"), source.stream()))
+    assert response.headers["x-manta-alive"] == "0.01"
+    scope: Any = {"state": {"send_body": send}}
+    answer = asyncio.create_task(response(scope, asyncio.Event().wait, send))
+    await until_async(lambda: sent.count(b": alive\n") > 2)
+    source.give()
+    source.finish()
+    await answer
+    assert b"".join(each for each in sent if not each.startswith(b":")) == b"00010002"
     streams.stop()
 
 

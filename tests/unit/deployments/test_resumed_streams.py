@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from deployments.client import ServerEvent, events
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.route_log import RequestWatch
-from deployments.http import arrivals
+from deployments.http import arrivals, streaming
 from deployments.http.http_app import make_app
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
@@ -44,6 +44,12 @@ WAYS = {
 }
 
 OVER_ROUTERS = ("three choices", "tools", "responses", "messages", "unseeded")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is silent for seconds, which is no loss here unless a test says so."""
+    monkeypatch.setattr(streaming, "ALIVE_S", 60.0)
 
 
 class Routers:
@@ -101,14 +107,21 @@ class Wire(httpx.AsyncHTTPTransport):
     """Connections to whatever router there is, each of which breaks after so many bytes as ``lives`` says."""
 
     def __init__(
-        self, routers: Routers, lives: Random | None = None, *, most: int = 0, routers_die: bool = False
+        self,
+        routers: Routers,
+        lives: Random | None = None,
+        *,
+        most: int = 0,
+        routers_die: bool = False,
+        silently: bool = False,
     ) -> None:
-        """``most``: bytes of the longest life."""
+        """``most``: bytes of the longest life. ``silently``: as where a machine vanishes, nothing comes any more."""
         super().__init__()
         self._most = most
         self._routers = routers
         self._lives = lives
         self._routers_die = routers_die
+        self.silently = silently
         self.num_kills = 0
         self.num_bytes = 0
         self.lost_s: float | None = None
@@ -144,6 +157,9 @@ class Frail(httpx.AsyncByteStream):
             yield piece[: self._life]
             self._life -= len(piece)
             if self._life <= 0:
+                if self._wire.silently:
+                    await self._wire.broken()
+                    await asyncio.Event().wait()
                 await self._stream.aclose()
                 await self._wire.broken()
                 raise httpx.ReadError("cut")
@@ -199,6 +215,24 @@ async def test_a_client_that_comes_back_gets_the_same_bytes(engines: Engines, wa
             if way != "unseeded":
                 assert equal(answer_of(path, got), undisturbed), f"{answer_of(path, got)} is not {undisturbed}"
         print(f"{way}: {num_kills} kills, at most {slowest_s:.2f} s until the next byte")
+    await engines.settle()
+
+
+@pytest.mark.parametrize("routers_die", [False, True])
+async def test_a_connection_that_falls_silent_is_lost(
+    engines: Engines, routers_die: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "ALIVE_S", 0.1)
+    path, body = WAYS["seeded"]
+    async with Routers(engines) as routers:
+        calm = await asked(Wire(routers), path, body)
+        routers.forget()
+        most = sum(len(event.data) for event in calm)
+        wire = Wire(routers, Random(5), most=most, routers_die=routers_die, silently=True)
+        got = await asked(wire, path, body)
+        assert wire.num_kills > 0
+        assert numbers(got) == list(range(1, len(got) + 1))
+        assert equal(answer_of(path, got), answer_of(path, calm))
     await engines.settle()
 
 
@@ -414,7 +448,10 @@ class LosesItsAnswer:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def test_the_openai_sdk_reads_events_with_ids_and_its_retry_gets_the_stream_that_runs(engines: Engines) -> None:
+async def test_the_openai_sdk_reads_events_with_ids_and_its_retry_gets_the_stream_that_runs(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "ALIVE_S", 0.001)  # comments between its events
     async with Routers(engines) as routers:
         app = LosesItsAnswer(routers.app)
         async with listening(app) as port:
