@@ -1,8 +1,8 @@
 """The model replica: an engine in a Ray Serve actor; rank 0 here, further ranks as child actors.
 
 Owns:      the engine and its life in Ray: start, health, drain.
-Never:     sees HTTP; sends tokens through Ray (they go over the channel, served_engine.py). Loads torch before a
-           replica starts: the process that builds the application imports this module.
+Never:     sees HTTP; sends tokens through Ray (they go over the channel, served_engine.py). Loads torch or numba
+           before a replica starts: the process that builds the application imports this module.
 Invariant: while a request runs, its lease call runs, so that Serve counts it and waits for it when draining.
 Thread:    Serve's event loop for this replica; the engine has its own thread.
 

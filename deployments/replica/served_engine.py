@@ -48,7 +48,6 @@ from replicas.cache.tree_view import CacheTree
 from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
-from replicas.kernels.simd import instruction_set
 from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta
 from routing.types import Role
 
@@ -438,7 +437,7 @@ class ServedEngine:
             page_size=config.cache.page_size,
             attention=engine.started.attention.name,
             attention_why=engine.started.attention.why,
-            kernels=instruction_set() if config.device == "cpu" else "",
+            kernels=_kernels(config.device),
             products=config.products.describe(),
             weights=config.model.describe_weights(),
             num_threads=config.num_threads,
@@ -452,6 +451,15 @@ class ServedEngine:
             filled_in=config.filled_in,
             tiers=_tiers(config.cache),
         )
+
+
+def _kernels(device: str) -> str:
+    """Name what the CPU's kernels are compiled for; "" where a GPU computes."""
+    if device != "cpu":
+        return ""
+    from replicas.kernels.simd import instruction_set
+
+    return instruction_set()
 
 
 def _tiers(cache: CacheConfig) -> dict[str, str]:

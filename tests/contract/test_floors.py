@@ -169,6 +169,7 @@ LATE: dict[str, str] = {
     "deployments.command.check": "only settings that ask for GPUs need torch, which counts them",
     "deployments.http.service": "only a config.json that leaves its context to its family needs Transformers and torch",
     "deployments.replica.model_replica": "settings are checked and applications built without torch",
+    "deployments.replica.served_engine": "settings are checked and applications built without numba",
     "deployments.watch.metrics.replica_metrics": "the same; only a replica on a GPU has its figures",
     "deployments.settings.places": "only the path of a GGUF file needs Transformers and gguf",
     "replicas.attention.registry": "a backend's libraries may be missing, and settings are checked without torch",
@@ -337,13 +338,13 @@ def test_host_code_loads_neither_torch_nor_ray() -> None:
         ("import deployments.watch.observatory.app", {"torch", "numba", "transformers", "tokenizers"}),
         # the replicas wait for these two: a plain checkpoint is judged from config.json and the names of its files
         pytest.param(
-            "from deployments.command import serve\nserve.read('serve_config.yaml')", {"torch"},
+            "from deployments.command import serve\nserve.read('serve_config.yaml')", {"torch", "numba"},
             marks=pytest.mark.model,
         ),
         pytest.param(
             "from deployments import app\n"
             "app.build({'model': {'path': 'models/SmolLM2-135M-Instruct'}, 'replicas': {'count': 1}})",
-            {"torch"},
+            {"torch", "numba"},
             marks=pytest.mark.model,
         ),
     ],
