@@ -16,6 +16,7 @@ Source:    SPEC C11; SGLang's HiCache, host pool.
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,8 @@ class HostKVCache:
         status = _cudart().cudaHostRegister(self.view.ctypes.data, self.view.nbytes, 0)
         if int(status) != 0:
             why = _cudart().cudaGetErrorString(status)
+            with suppress(RuntimeError):  # CUDA keeps the error too, and reports it at the next launch of anything
+                torch.zeros(1, device="cuda")
             raise InvalidConfig(f"cache.host_memory_bytes: the GPU's driver cannot pin the memory: {why}")
         self._is_pinned = True
 

@@ -169,6 +169,7 @@ class FakeCuda:
         self.sticky = ""  # what every wait says once the device is broken
         self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets that
         self._registered: list[range] = []  # addresses
+        self._kept_error = False
 
     @property
     def streams(self) -> list[Stream]:
@@ -199,6 +200,9 @@ class FakeCuda:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, makes: bool = False) -> Any:
         """A function of torch with tensors of the device among its arguments; ``makes``: one on the device."""
+        if self._kept_error:
+            self._kept_error = False
+            raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
         name = getattr(func, "__name__", str(func))
         for x in tree_leaves((args, kwargs)):
             index = func in INDEXING and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.bool)
@@ -247,8 +251,10 @@ class FakeCuda:
         return x
 
     def register(self, address: int, num_bytes: int, flags: int) -> int:
-        """cudaHostRegister: a range stays registered when its mapping goes."""
+        """cudaHostRegister: a range stays registered when its mapping goes; a refusal is reported at the next launch
+        too."""
         if any(address < each.stop and each.start < address + num_bytes for each in self._registered):
+            self._kept_error = True
             return 712  # cudaErrorHostMemoryAlreadyRegistered
         self._registered.append(range(address, address + num_bytes))
         return 0

@@ -38,6 +38,7 @@ def test_digests_of_pages_on_a_gpu_are_those_of_the_same_pages_on_the_host(gpu: 
     host = KvMemory.of_array(LAYOUT, pool_on("cpu").buffer.view(torch.uint8).numpy())
     memory = kv_memory(pool_on("cuda"), LAYOUT)
     assert memory.device == 0
+    page_digests(memory, pages, WHOLE)  # the first use of a kernel loads it, for which the driver may wait
     if gpu is None:
         torch.cuda._sleep(4_000_000_000)  # the engine's stream is busy for two seconds
     else:

@@ -94,6 +94,7 @@ def test_a_closed_tiers_addresses_can_be_pinned_again_and_pinned_ones_are_refuse
     host = tier()
     with pytest.raises(InvalidConfig, match=r"cache\.host_memory_bytes: the GPU's driver cannot pin the memory: "):
         host.pin()
+    assert torch.ones(2, device="cuda").sum().item() == 2, "the next kernel reports an error of its own alone"
     host.close()
     host.pin()
     host.close()
