@@ -148,7 +148,10 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
         num_threads=settings.num_threads,
     )
     products, why = choose_products(config, settings.products)
-    config = replace(config, products=products, origin={**config.origin, "model.products": why})
+    origin = {**config.origin, "model.products": why}
+    if settings.dtype is None and config.device == "cpu" and model.dtype == "bfloat16":
+        origin["model.dtype"] = "the checkpoint's, and this CPU multiplies it"
+    config = replace(config, products=products, origin=origin)
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)
     return config

@@ -27,7 +27,7 @@ class InstructionSet:
 
     machines: tuple[str, ...]  # that may have it, as `platform.machine` calls them
     feature: str  # LLVM's name of what kernels that are compiled for it use
-    more: tuple[str, ...] = ()  # of instructions beside it that products use, by LLVM's name without the set's own
+    more: Mapping[str, str] = field(default_factory=dict)  # beside it, that products use: a word, LLVM's name
     # what holds numba and PyTorch's libraries to it; empty: all such machines have it, so there is no choice
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -51,10 +51,10 @@ SETS: dict[str, InstructionSet] = {  # of one kind of machine, the widest last
             "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         },
     ),
-    "avx512": InstructionSet(  # held to, the first generation: no VNNI, no bf16
+    "avx512": InstructionSet(  # held to, the first generation: no VNNI, no bf16, no AMX
         machines=_X86_64,
         feature="avx512f",
-        more=("vnni", "bf16"),
+        more={"vnni": "avx512vnni", "bf16": "avx512bf16", "amx": "amx-bf16"},
         variables={
             "NUMBA_CPU_NAME": "skylake-avx512",
             "NUMBA_CPU_FEATURES": f"{_AVX2},{_AVX512}",

@@ -120,16 +120,11 @@ def _fetch(builder: Any, at: Any, ahead: Any, num_bytes: int) -> None:
         emit_prefetch(builder, add_bytes(builder, builder.add(at, ahead), line))
 
 
-def tiles(form: PanelForm, most_rows: int, cols: Sequence[int], panels: int = 1) -> Any:
-    """Kernel ``f(rows, a, a_stride, b, panel_bytes, group, c, c_stride, k, keep, ahead)``: columns of c[rows, 32] =
-    a[rows, k] @ b, added to c if ``keep`` is not 0, for 1 <= rows <= ``most_rows``, chosen when it runs.
+def chosen_tile(emit: Callable[..., None], most_rows: int, num_arguments: int) -> Any:
+    """Kernel ``f(rows, ...)`` of ``num_arguments`` more addresses and sizes: what ``emit(builder, rows, ...)`` emits,
+    for 1 <= rows <= ``most_rows``, chosen when it runs."""
 
-    ``cols``: the halves (0, 1) of a panel's columns that are multiplied, of ``panels`` panels at once. b: the first
-    one's groups of ``group`` inputs; a format without scales has one group. Each line that is read asks for the one
-    ``ahead`` bytes behind it.
-    """
-
-    @op(types.void, *[types.int64] * 11)
+    @op(types.void, *[types.int64] * (1 + num_arguments))
     def choose(builder: Any, rows: Any, *arguments: Any) -> None:
         done = builder.append_basic_block("tiles.done")
         choice = builder.switch(rows, done)
@@ -137,11 +132,26 @@ def tiles(form: PanelForm, most_rows: int, cols: Sequence[int], panels: int = 1)
             block = builder.append_basic_block(f"tile.{count}")
             choice.add_case(ir.Constant(I64, count), block)
             with builder.goto_block(block):
-                _emit_tile(builder, form, count, cols, panels, *arguments)
+                emit(builder, count, *arguments)
                 builder.branch(done)
         builder.position_at_end(done)
 
     return choose
+
+
+def tiles(form: PanelForm, most_rows: int, cols: Sequence[int], panels: int = 1) -> Any:
+    """Kernel ``f(rows, a, a_stride, b, panel_bytes, group, c, c_stride, k, keep, ahead)``: columns of c[rows, 32] =
+    a[rows, k] @ b, added to c if ``keep`` is not 0, for 1 <= rows <= ``most_rows``.
+
+    ``cols``: the halves (0, 1) of a panel's columns that are multiplied, of ``panels`` panels at once. b: the first
+    one's groups of ``group`` inputs; a format without scales has one group. Each line that is read asks for the one
+    ``ahead`` bytes behind it.
+    """
+
+    def emit(builder: Any, rows: Any, *arguments: Any) -> None:
+        _emit_tile(builder, form, rows, cols, panels, *arguments)
+
+    return chosen_tile(emit, most_rows, 10)
 
 
 def _emit_tile(

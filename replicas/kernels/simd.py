@@ -50,7 +50,7 @@ def instruction_set() -> str:
     """Name what kernels are compiled for in a word, and what of it products can use besides: "avx512 vnni bf16"."""
     for name, each in reversed(SETS.items()):
         if compiles_for(each.feature):
-            return " ".join([name, *(more for more in each.more if compiles_for(f"{name}{more}"))])
+            return " ".join([name, *(more for more, feature in each.more.items() if compiles_for(feature))])
     return platform.machine()
 
 

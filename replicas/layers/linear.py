@@ -2,8 +2,8 @@
 
 Owns:      which slice of a whole weight each rank keeps, and fusing of weights that see the same input; the kernel of
            the product ``x @ weight.T + bias``: on a CPU ours, from a weight in panels (replicas/kernels/linear.py, or
-           int8.py where activations are rounded and the CPU multiplies bytes), or PyTorch's BLAS where the engine's
-           `Products` say so; on a GPU PyTorch's.
+           int8.py and bf16.py, which round activations, where the CPU multiplies bytes or bf16), or PyTorch's BLAS
+           where the engine's `Products` say so; on a GPU PyTorch's.
 Never:     measures or chooses `Products` (runner/product_choice.py does, when an engine starts); keeps a weight as it
            was loaded beside its panels, but for BLAS.
 Invariant: column-parallel output and row-parallel input are the same slice; row-parallel output is equal on all ranks.
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.config import Products
-from replicas.kernels import elementwise, gpu, int8
+from replicas.kernels import bf16, bf16_tiles, elementwise, gpu, int8
+from replicas.kernels.bf16 import Bf16Kernel
 from replicas.kernels.int8 import Int8Kernel
 from replicas.kernels.linear import ANY_ROWS, LinearKernel
 from replicas.kernels.panels import Packs, Panels, Rows, by_chunks, make, pack, round_int8
@@ -41,7 +42,7 @@ def pack_as(weight: Tensor | Rows, format_: WeightFormat) -> Panels:
 
 
 class Matmul:
-    """The product ``x @ weight.T + bias``. Activations are fp32 on a CPU, whatever the weight's format."""
+    """The product ``x @ weight.T + bias``. Its input and output are fp32 on a CPU, whatever the weight's format."""
 
     def __init__(self, products: Products = OWN, format_: WeightFormat = "float32") -> None:
         """``format_``: of the weight on a CPU; a GPU's is the model's dtype."""
@@ -57,10 +58,13 @@ class Matmul:
         ``weight``: gives it, of any float dtype; it is not read where ``packs`` has its panels and BLAS does not need
         it.
         """
-        panels = packs(lambda: pack_as(weight(), self._format))
+        in_bf16 = self._format == "bfloat16" and bf16_tiles.way() is not None
+        panels = packs(lambda: bf16.pack(weight()) if in_bf16 else pack_as(weight(), self._format))
         self._shape = panels.n, panels.k
         threads = team(torch.get_num_threads())
-        if self._format == "int8" and int8.serves(panels.k):
+        if in_bf16:
+            self._kernel = Bf16Kernel(panels, threads, bias)
+        elif self._format == "int8" and int8.serves(panels.k):
             self._kernel = Int8Kernel(panels, bias, threads)
         else:
             self._kernel = LinearKernel(panels, threads, bias, rounds=self._format == "int8")

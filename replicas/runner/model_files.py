@@ -24,6 +24,7 @@ from replicas.checkpoints.weight_index import listing
 from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.hf_config import contexts, model_config_from_hf, model_config_from_outline
+from replicas.kernels import bf16_tiles
 from replicas.kernels.weight_formats import RULES
 from replicas.models.registry import check_native
 
@@ -74,7 +75,8 @@ def load_model_config(
     """Read the config of a model's folder or hub id.
 
     Args:    revision: of a hub id; None is its main branch.
-             dtype: to compute in; None takes float32 on CPU (bfloat16 is slower there) and the checkpoint's on CUDA.
+             dtype: to compute in; None takes the checkpoint's on CUDA, and on a CPU that multiplies bfloat16 if the
+             checkpoint has it and nothing says how its weights are rounded; else float32.
              context_len: another context than the model's own, mostly shorter; None takes the model's.
              device: for the default dtype; None is CUDA where there is one.
              quantization: of the weights, as they are loaded.
@@ -103,6 +105,8 @@ def load_model_config(
             except UnsupportedModel as other:
                 raise UnsupportedModel(f"{error}. {other}") from other
     config = replace(config, quantization=quantization, stored=stored_as(folder, _as_it_is(folder)))
+    if device == "cpu" and dtype is None and (quantization != "none" or config.stored is not None):
+        config = replace(config, dtype="float32")
     if config.stored is not None:
         if config.implementation == "transformers":
             raise UnsupportedModel(
@@ -174,9 +178,9 @@ def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _default_dtype(folder: Path, hf: dict[str, Any], device: Device) -> DType:
-    if device == "cpu":
-        return "float32"
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if device == "cpu":
+        return "bfloat16" if name == "bfloat16" and bf16_tiles.way() is not None else "float32"
     for dtype in get_args(DType):
         if name == dtype:
             return dtype  # type: ignore[no-any-return]

@@ -28,6 +28,8 @@ from torch import Tensor
 from replicas import kernels
 from replicas.config import EngineConfig, ModelConfig, Products, ProductSetting
 from replicas.errors import InvalidConfig
+from replicas.kernels import bf16_tiles
+from replicas.kernels.bf16_tiles import WAYS, Way
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.simd import W, compiled_for
@@ -55,14 +57,14 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
     if model.quantization == "int8":
         how = "multiplied as bytes" if cpu_has_vnni() else "widened for fp32 arithmetic: this CPU has no VNNI"
         return Products(one_order=True), f"own, int8 weights and activations, {how}"
+    how = _arithmetic(model)
     if model.moe is not None:
-        how = f"own, {model.weight_format} weights in fp32 arithmetic"
         return Products(one_order=True), f"{how}; in one order, since a last bit may choose another expert"
     if model.stored is not None and model.stored.products is not None and not config.rounds:
         return Products(), f"own, {model.stored.products} weights of the checkpoint in fp32 arithmetic"
     if config.rounds or model.weight_format != "float32":
         order = f"; in one order, for K and V rounded to {config.kv_dtype}" if config.rounds else ""
-        return Products(one_order=config.rounds), f"own, {model.weight_format} weights in fp32 arithmetic{order}"
+        return Products(one_order=config.rounds or _bf16_way(model) is not None), f"{how}{order}"
     if model.implementation == "transformers":
         return Products(), "own, in the place of Transformers' Linears"
     if setting == "own":
@@ -71,6 +73,20 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
         return blas_products(model, tp), f"BLAS for {BLAS_ROWS} rows and more, as set"
     products = faster(_recorded(_measure, product_shapes(model, tp)))
     return products, f"{products.describe()}, as measured on this CPU"
+
+
+def _bf16_way(model: ModelConfig) -> Way | None:
+    """Tell how products multiply bf16, if the model's weights have it: activations are rounded to it then."""
+    return bf16_tiles.way() if model.weight_format == "bfloat16" else None
+
+
+def _arithmetic(model: ModelConfig) -> str:
+    """Say what our products by weights in the model's format compute."""
+    by = _bf16_way(model)
+    if by is None:
+        return f"own, {model.weight_format} weights in fp32 arithmetic"
+    how = f"own, bfloat16 weights and activations by {WAYS[by]}, summed in fp32"
+    return how if model.moe is None else f"{how}, experts' widened"
 
 
 def blas_products(model: ModelConfig, tp: int) -> Products:

@@ -22,6 +22,7 @@ from replicas.checkpoints.checkpoint import Checkpoint, open_checkpoint, weight_
 from replicas.checkpoints.stored import Window
 from replicas.config import ModelConfig, Products
 from replicas.errors import InvalidConfig
+from replicas.kernels import bf16_tiles
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.panels import make
 from replicas.layers.layer import Layer, Put, full_name
@@ -146,6 +147,8 @@ def _kept(config: ModelConfig, tp: TpGroup) -> AbstractContextManager[Keep]:
         return nullcontext(lambda name: make)
     format_ = config.weight_format
     meaning = {"identity": model_identity(config.path, config.quantization), "bytes": cpu_has_vnni()}
+    if format_ == "bfloat16" and bf16_tiles.way() is not None:
+        meaning["pairs"] = True
     what = f"{format_}-{tp.rank + 1}of{tp.size}"
     return panel_file(Path(config.path), what, {**meaning, "what": what})
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from replicas.kernels import int8
+from replicas.kernels import bf16_tiles, int8
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.panels import pack
 from replicas.kernels.weight_formats import WeightFormat, table_format
@@ -75,6 +75,28 @@ def test_int8_is_the_fp32_model_of_the_rounded_numbers(
     assert max(errors) < 0.03  # one of them led to an activation that was rounded the other way: most of a step
 
 
+@pytest.mark.skipif(bf16_tiles.way() is None, reason="this CPU does not multiply bfloat16 faster than floats")
+@each_shape
+@pytest.mark.parametrize("kind", [kind for kind in sorted(tiny.CONFIGS) if "moe" not in kind and kind != "mixtral"])
+def test_where_the_cpu_multiplies_bfloat16_activations_are_rounded_before_each_product_and_nowhere_else(
+    kind: str, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the same weights, widened, with activations rounded by PyTorch; unrounded, the least of them is 2e-3 away."""
+    tiny.save(kind, tmp_path, **shape)
+    got = open_model(tmp_path, attention="cpu", dtype="bfloat16").prefill(tiny.PROMPTS, chunk=7)
+    product = Matmul.__call__
+    monkeypatch.setattr(bf16_tiles, "way", lambda: None)
+    monkeypatch.setattr(Matmul, "__call__", lambda self, x: product(self, x.bfloat16().float()))
+    widened = open_model(tmp_path, attention="cpu", dtype="bfloat16")
+    widened.model.fused = None
+    errors = [
+        float((mine - its).abs().max() / (its.max() - its.min()))
+        for mine, its in zip(got, widened.prefill(tiny.PROMPTS, chunk=7), strict=True)
+    ]
+    assert min(errors) < 1e-4  # sums of fp32 in another order
+    assert max(errors) < 0.01  # one of them led to an activation that was rounded the other way
+
+
 @cases(
     kind=sorted(tiny.CONFIGS),
     rounding={
@@ -85,9 +107,11 @@ def test_int8_is_the_fp32_model_of_the_rounded_numbers(
     shape=SHAPES,
 )
 def test_where_weights_alone_are_rounded_transformers_says_the_same_of_them_in_fp32(
-    kind: str, rounding: tuple[dict[str, Any], WeightFormat], shape: dict[str, Any], tmp_path: Path
-) -> None:
+    kind: str, rounding: tuple[dict[str, Any], WeightFormat], shape: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Against our own fp32 too, over the same weights: there not even a bit differs."""
+    monkeypatch.setattr(bf16_tiles, "way", lambda: None)
     changes, format_ = rounding
     rounded = save_rounded(tiny.save(kind, tmp_path / "exact", **shape), tmp_path / "rounded", format_)
     wanted = [tiny.reference(rounded, prompt, NUM_NEW) for prompt in tiny.PROMPTS]

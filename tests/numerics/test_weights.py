@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from replicas.checkpoints.weight_index import safetensors_files
 from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.kernels import bf16_tiles
 from replicas.runner.model_files import load_model_config
 from replicas.runner.weights import weight_bytes
 from tests.numerics import tiny
@@ -149,8 +150,16 @@ def test_the_context_can_be_shortened_but_not_stretched(llama: Path) -> None:
         load_model_config(str(llama), context_len=257)
 
 
-def test_the_default_dtype_is_float32_on_cpu_and_the_checkpoints_on_cuda(llama: Path) -> None:
+@pytest.mark.parametrize(("way", "on_cpu"), [(None, "float32"), ("amx", "bfloat16"), ("dots", "bfloat16")])
+def test_the_default_dtype_is_the_checkpoints_on_cuda_and_on_a_cpu_that_multiplies_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, way: str | None, on_cpu: str
+) -> None:
+    monkeypatch.setattr(bf16_tiles, "way", lambda: way)
+    for dtype, found in (("bfloat16", on_cpu), ("float16", "float32"), ("float32", "float32")):
+        rewrite(llama / "config.json", lambda c, dtype=dtype: c.update(dtype=dtype))  # type: ignore[misc]
+        assert load_model_config(str(llama), device="cpu").dtype == found
+        assert load_model_config(str(llama), device="cuda").dtype == dtype
+    assert load_model_config(str(llama), device="cuda", dtype="bfloat16").dtype == "bfloat16"
     rewrite(llama / "config.json", lambda c: c.update(dtype="bfloat16"))
-    found = [load_model_config(str(llama), device=device).dtype for device in ("cpu", "cuda")]
-    assert found == ["float32", "bfloat16"]
-    assert load_model_config(str(llama), device="cuda", dtype="float16").dtype == "float16"
+    assert load_model_config(str(llama), device="cpu", quantization="int8").dtype == "float32"
+    assert load_model_config(str(llama), device="cpu", dtype="float32").dtype == "float32"

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.config import Products
-from replicas.kernels import int8
+from replicas.kernels import bf16_tiles, int8
 from replicas.kernels.int8 import Int8Kernel
 from replicas.kernels.linear import ANY_ROWS, LinearKernel
 from replicas.kernels.panels import pack
@@ -30,8 +30,11 @@ def test_it_is_pytorchs_product_within_rounding_whatever_the_shape(rows: int, sh
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_weight_in_the_checkpoints_dtype_is_packed_in_the_models(dtype: torch.dtype) -> None:
+def test_a_weight_in_the_checkpoints_dtype_is_packed_in_the_models(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fp32 activations by fp32 of the checkpoint's numbers, or by those rounded to the model's dtype."""
+    monkeypatch.setattr(bf16_tiles, "way", lambda: None)
     weight, x = torch.randn(48, 32).to(dtype), torch.randn(3, 32)
     assert torch.equal(prepared(weight)(x), prepared(weight.float())(x))
     assert torch.equal(prepared(weight.float(), of=Matmul(format_="bfloat16"))(x), prepared(weight.bfloat16())(x))

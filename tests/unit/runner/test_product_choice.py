@@ -13,6 +13,7 @@ import torch
 
 from replicas.config import CacheConfig, EngineConfig, Hardware, KvDType, ModelConfig, Products
 from replicas.errors import InvalidConfig
+from replicas.kernels import bf16_tiles
 from replicas.layers.tp_group import TpGroup
 from replicas.resolve import resolve
 from replicas.runner import product_choice
@@ -133,15 +134,29 @@ def test_blas_is_not_used_if_k_and_v_are_rounded(
     ],
 )
 def test_weights_in_another_format_are_for_our_kernels_alone(
-    measured: list[list[Shape]], setting: product_choice.ProductSetting, changes: dict[str, Any], says: str
-) -> None:
+    measured: list[list[Shape]], setting: product_choice.ProductSetting, changes: dict[str, Any], says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Their sums need one order only if K and V, which are bfloat16 as the model is unless set, are rounded."""
+    monkeypatch.setattr(bf16_tiles, "way", lambda: None)
     model = replace(MODEL, **changes)
     for kv_dtype, rounds in ((None, model.dtype == "bfloat16"), ("float32", False), ("int8", True)):
         products, why = choose_products(config(model, kv_dtype=kv_dtype), setting)
         assert products == Products(one_order=rounds)
         assert says in why
     assert not measured
+
+
+@pytest.mark.parametrize(("way", "says"), [("amx", "by AMX's tiles"), ("dots", "by AVX-512's dot products")])
+def test_bfloat16_is_multiplied_in_one_order_where_this_cpu_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, way: str, says: str
+) -> None:
+    """Activations are rounded, so a last bit can become a step, whatever K and V are."""
+    monkeypatch.setattr(bf16_tiles, "way", lambda: way)
+    for changes in ({"dtype": "bfloat16"}, {"dtype": "float32"}):
+        products, why = choose_products(config(replace(MODEL, **changes), kv_dtype="float32"), "own")
+        assert products == Products(one_order=changes["dtype"] == "bfloat16")
+        assert (f"own, bfloat16 weights and activations {says}, summed in fp32" == why) == products.one_order
 
 
 @pytest.mark.parametrize(("has_vnni", "says"), [(True, "multiplied as bytes"), (False, "this CPU has no VNNI")])
