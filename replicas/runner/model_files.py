@@ -178,9 +178,10 @@ def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _default_dtype(folder: Path, hf: dict[str, Any], device: Device) -> DType:
-    name = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    said = hf.get("dtype") or hf.get("torch_dtype")
+    name = str(said or "bfloat16").removeprefix("torch.")
     if device == "cpu":
-        return "bfloat16" if name == "bfloat16" and bf16_tiles.way() is not None else "float32"
+        return "bfloat16" if said and name == "bfloat16" and bf16_tiles.way() is not None else "float32"
     for dtype in get_args(DType):
         if name == dtype:
             return dtype  # type: ignore[no-any-return]

@@ -81,7 +81,7 @@ def test_int8_is_the_fp32_model_of_the_rounded_numbers(
 def test_where_the_cpu_multiplies_bfloat16_activations_are_rounded_before_each_product_and_nowhere_else(
     kind: str, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the same weights, widened, with activations rounded by PyTorch; unrounded, the least of them is 2e-3 away."""
+    """Beside the same weights, widened, with activations rounded by PyTorch: unrounded, they are 2e-3 away."""
     tiny.save(kind, tmp_path, **shape)
     got = open_model(tmp_path, attention="cpu", dtype="bfloat16").prefill(tiny.PROMPTS, chunk=7)
     product = Matmul.__call__

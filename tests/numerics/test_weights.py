@@ -163,3 +163,6 @@ def test_the_default_dtype_is_the_checkpoints_on_cuda_and_on_a_cpu_that_multipli
     rewrite(llama / "config.json", lambda c: c.update(dtype="bfloat16"))
     assert load_model_config(str(llama), device="cpu", quantization="int8").dtype == "float32"
     assert load_model_config(str(llama), device="cpu", dtype="float32").dtype == "float32"
+    rewrite(llama / "config.json", lambda c: c.pop("dtype"))
+    assert load_model_config(str(llama), device="cpu").dtype == "float32"
+    assert load_model_config(str(llama), device="cuda").dtype == "bfloat16"
