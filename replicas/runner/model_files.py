@@ -24,7 +24,6 @@ from replicas.checkpoints.weight_index import listing
 from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.hf_config import contexts, model_config_from_hf, model_config_from_outline
-from replicas.kernels import bf16_tiles
 from replicas.kernels.weight_formats import RULES
 from replicas.models.registry import check_native
 
@@ -181,7 +180,11 @@ def _default_dtype(folder: Path, hf: dict[str, Any], device: Device) -> DType:
     said = hf.get("dtype") or hf.get("torch_dtype")
     name = str(said or "bfloat16").removeprefix("torch.")
     if device == "cpu":
-        return "bfloat16" if said and name == "bfloat16" and bf16_tiles.way() is not None else "float32"
+        if not said or name != "bfloat16":
+            return "float32"
+        from replicas.kernels import bf16_tiles
+
+        return "float32" if bf16_tiles.way() is None else "bfloat16"
     for dtype in get_args(DType):
         if name == dtype:
             return dtype  # type: ignore[no-any-return]

@@ -179,7 +179,7 @@ LATE: dict[str, str] = {
     "replicas.kernels.experts.on_gpu": "Triton may be missing",
     "replicas.layers.moe": "Triton may be missing",
     "replicas.models.registry": "a family of our own needs no Transformers",
-    "replicas.runner.model_files": "only a model that Transformers runs needs its outline",
+    "replicas.runner.model_files": "only a model that Transformers runs needs its outline, and one in bfloat16 numba",
     "replicas.runner.model_runner": "only attention: double_sparse has a pool with labels",
     "replicas.memory.scaled_pool": "only latent attention has a latent pool",
     "replicas.replay.__main__": "`show` needs none of the engine's seconds of imports",
