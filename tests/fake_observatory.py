@@ -142,23 +142,33 @@ def fleets() -> dict[str, FakeFleet]:
     }
 
 
+def states() -> dict[str, FakeFleet]:
+    """What an operator meets, beside "idle" and "disaggregated" (docs/observability.md)."""
+    killed = FakeFleet(unified=3, requests_per_tick=4, ticks=60, num_nodes=1)
+    killed.kill(min(killed.roles))
+    stopped = FakeFleet(unified=2, requests_per_tick=3, ticks=60, num_nodes=1)
+    stopped.silent.add(min(stopped.roles))
+    for _ in range(6):
+        killed.tick()
+        stopped.tick()
+    return {
+        "loaded": FakeFleet(unified=2, requests_per_tick=3, ticks=90, num_nodes=1),
+        "killed": killed,
+        "stopped": stopped,
+        "overloaded": FakeFleet(unified=2, requests_per_tick=3, ticks=90, num_nodes=1, overloaded=True),
+        "nodes": FakeFleet(unified=6, requests_per_tick=6, ticks=90),
+    }
+
+
 def shows() -> dict[str, FakeFleet]:
     """More fleets, to look at by hand."""
     starting = FakeFleet(unified=2)
     starting.become_starting()
-    stopped = FakeFleet(unified=2, requests_per_tick=3, ticks=60, num_nodes=1)
-    stopped.silent.add(min(stopped.roles))
-    for _ in range(8):
-        stopped.tick()
-    return {
+    return states() | {
         "starting": starting,
-        "loaded": FakeFleet(unified=2, requests_per_tick=3, ticks=120, num_nodes=1),
-        "stopped": stopped,
-        "overloaded": FakeFleet(unified=2, requests_per_tick=3, ticks=120, num_nodes=1, overloaded=True),
-        "nodes": FakeFleet(unified=6, requests_per_tick=6, ticks=120),
-        "hundred": FakeFleet(unified=100, requests_per_tick=20, ticks=30, sick=2),
-        "killed": FakeFleet(unified=3, requests_per_tick=4, ticks=42, dies_every=40, num_nodes=1),
+        "dying": FakeFleet(unified=3, requests_per_tick=4, ticks=42, dies_every=40),
         "busy": FakeFleet(unified=8, requests_per_tick=50, ticks=30),
+        "hundred": FakeFleet(unified=100, requests_per_tick=20, ticks=30, sick=2),
         "thousand": FakeFleet(unified=1000, requests_per_tick=20, ticks=5, sick=3),
     }
 

@@ -68,6 +68,6 @@ export function PaintedText({ list }) {
     const first = border && box.current.querySelector(".computed");
     if (first) box.current.scrollTop = first.offsetTop - box.current.clientHeight / 2; // to the end of what was reused
   }, [border]);
-  return html`<pre class="painted" ref=${box} tabindex="0" role="region" aria-label="The prompt by page">${list.map((each) => html`<span key=${`${each.from}-${each.kind}`}
+  return html`<pre class="painted" ref=${box} tabindex="0" role="group" aria-label="The prompt by page">${list.map((each) => html`<span key=${`${each.from}-${each.kind}`}
     class=${`page-text ${each.kind}`} title=${said(each)}>${each.text}</span>`)}</pre>`;
 }

@@ -34,7 +34,8 @@ export function Playground({ state, selection, choose }) {
   talk.tab = selection.tab ?? "try"; // stays, when a request of the playground is chosen on the page
   const show = (turn) => choose({ request: turn.rid, replica: turn.route?.replica, tab: talk.tab, stay: true });
   const inView = () => box.current.closest(".play-dock").scrollIntoView({ block: "nearest" });
-  const send = () => talk.draft.trim() && !talk.running && (talk.send(show), inView());
+  const refused = talk.guess?.status === 400; // it would be refused as it is: too long, for one
+  const send = () => talk.draft.trim() && !talk.running && !refused && (talk.send(show), inView());
   const fill = (text, system = talk.system) => {
     talk.system = system;
     talk.type(text);
@@ -72,7 +73,7 @@ export function Playground({ state, selection, choose }) {
       <div class="play-row">
         ${talk.running
           ? html`<button type="button" class="play-send" onClick=${() => talk.stop()}>Stop</button>`
-          : html`<button type="submit" class="play-send primary" disabled=${!talk.draft.trim()}>Send</button>`}
+          : html`<button type="submit" class="play-send primary" disabled=${!talk.draft.trim() || refused}>Send</button>`}
         ${talk.turns.length > 0 && html`<button type="button" onClick=${() => acts.fork(null)}>New chat</button>`}
         ${questions.slice(0, 1).map((each) => html`<button type="button" class="quiet" key=${each} onClick=${() => fill(each)}>${each}</button>`)}
         <span class="note play-hint">Enter sends</span>

@@ -163,7 +163,7 @@ function Operate({ replica, running, state }) {
   const [asked, setAsked] = useState(null);
   const [told, setTold] = useState(null);
   const [shown, setShown] = useState(null); // log, stacks
-  if (!state.keys?.admin) return html`<h3>Log and actions</h3><${Notice} title="They need an admin key.">
+  if (!state.keys?.admin) return html`<h3>Log and actions</h3><${Notice} title="Log and actions need an admin key.">
     <p>Set <code>MANTA_ADMIN_KEY</code> before you start Manta, or <code>admin_key</code> in the observatory's args, and log in:
       you can then read this replica's log and stacks, and flush, drain or kill it.</p><//>`;
   const act = (action) => {

@@ -168,7 +168,7 @@ function List({ rows, now, chosen, choose, hold, isNew, order, onOrder }) {
   };
   return html`<div class="request-frame">
     ${isNew > 0 && html`<button type="button" class="news" onClick=${toNew}>${count(isNew)} new</button>`}
-    <div class="scroller tall" ref=${place} role="region" aria-label="Requests" tabindex="-1" onScroll=${onScroll} onKeyDown=${onKey}
+    <div class="scroller tall" ref=${place} role="region" aria-label="List of requests" tabindex="-1" onScroll=${onScroll} onKeyDown=${onKey}
         onPointerEnter=${() => hold("over", true)} onPointerLeave=${() => hold("over", false)}
         onfocusin=${() => hold("focus", true)} onfocusout=${() => hold("focus", false)}>
       <table class=${`requests${drawn.some((each) => each.prefill) ? " apart" : ""}${rows.some((each) => each.caller) ? "" : " keyless"}`} aria-rowcount=${rows.length + 1}>

@@ -117,13 +117,12 @@ class Page:
         self.driver.save_screenshot(str(folder / f"{name}.png"))
 
     def axe(self) -> list[str]:
-        """What axe-core finds serious or critical on the page: rule, and the first element of it."""
+        """What axe-core finds on the page: rule, and the first element of it."""
         self.js(AXE_SCRIPT)
         found = self.driver.execute_async_script("axe.run({resultTypes: ['violations']}).then(arguments[0])")
         return [
             f"{each['id']} ({each['help']}): {each['nodes'][0]['html'][:160]}"
             for each in found["violations"]
-            if each["impact"] in ("serious", "critical")
         ]
 
     def complaints(self) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.browser.chromium import Page, open_chromium
 from tests.fake_fleet import FakeFleet
-from tests.fake_observatory import FakeObservatory, fleets
+from tests.fake_observatory import FakeObservatory, fleets, states
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def served() -> Iterator[FakeObservatory]:
     starting = FakeFleet(unified=2)
     starting.become_starting()
     thousand = FakeFleet(unified=1000, requests_per_tick=20, ticks=2, sick=3)
-    server = FakeObservatory(fleets() | own | {"starting": starting, "thousand": thousand})
+    server = FakeObservatory(fleets() | states() | own | {"starting": starting, "thousand": thousand})
     yield server
     server.close()
 

@@ -42,6 +42,17 @@ return found.sort((a, b) => a[0] - b[0]);
 """
 
 
+AT_ONCE = {  # state of docs/observability.md -> class of the strip, its words, and what else is seen then
+    "idle": ("well", "All well 2 replicas ready", ".tile.idle"),
+    "loaded": ("well", "All well 2 replicas ready", ".replica-spark"),
+    "killed": ("warning", "2 of 3 replicas ready", ".river-lane.dead"),
+    "stopped": ("critical", "is silent (replica 1, ", ".card.silent:first-child"),
+    "overloaded": ("warning", "miss the TTFT objective of 2 s", ".tile.warning:first-child"),
+    "disaggregated": ("well", "All well 4 replicas ready", ".transfers"),
+    "nodes": ("well", "All well 6 replicas ready", ".card .node"),
+}
+
+
 def newest(served: FakeObservatory, name: str) -> str:
     return str(served.fleets[name].state["requests"][0]["rid"])
 
@@ -60,6 +71,21 @@ def test_no_width_needs_a_scroll_sideways(page: Page, served: FakeObservatory, f
     else:
         assert tiles["bottom"] < column["top"] < column["bottom"] < side["top"]  # what an operator looks at is first
     page.picture(f"{fleet}_{width}")
+
+
+@pytest.mark.parametrize("state", AT_ONCE)
+def test_each_state_is_told_at_once_at_any_width_and_axe_finds_nothing(
+    page: Page, served: FakeObservatory, state: str
+) -> None:
+    level, words, seen = AT_ONCE[state]
+    for width, theme in ((1440, "light"), (1024, "dark"), (390, "light")):
+        page.open(f"{served.url}/{state}/?snapshot=1", width=width, height=900, theme=theme)
+        page.says(f".health.{level}", words)
+        strip = page.js("return document.querySelector('.health').getBoundingClientRect().bottom")
+        assert strip < 300, "the first thing that is seen"
+        assert page.all(seen) != []
+        assert page.axe() == []
+        page.picture(f"{state}_{width}_{theme}")
 
 
 def test_on_a_phone_a_chosen_request_scrolls_to_its_answer(page: Page, served: FakeObservatory) -> None:

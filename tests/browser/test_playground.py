@@ -222,6 +222,17 @@ def test_a_prompt_is_followed_from_typing_to_the_pages_that_were_reused(page: Pa
     assert "mantas" not in page.driver.current_url.lower()
 
 
+def test_a_prompt_that_would_be_refused_is_told_once_and_is_not_sent(page: Page, site: tuple[str, Site]) -> None:
+    page.open(f"{site[0]}{ROOT}")
+    script = "const it = arguments[0]; it.value = arguments[1]; it.dispatchEvent(new Event('input', {bubbles: true}))"
+    page.js(script, page.one("#play-text"), "one two three " * 4000)
+    page.until(lambda: page.all(".play .note.warn") != [], "the reason")
+    page.one("#play-text").send_keys(Keys.ENTER)
+    assert not page.one(".play-send").is_enabled()
+    assert (page.all(".turn"), page.all(".play .notice")) == ([], [])
+    assert [each for each in page.complaints() if "400" not in each] == []
+
+
 def test_a_turn_that_is_forked_goes_on_from_there(page: Page, site: tuple[str, Site]) -> None:
     page.open(f"{site[0]}{ROOT}")
     ask(page, "Name a colour.")
