@@ -26,7 +26,7 @@ export const Fleet = once(({ mode, replicas, ended, routers, links, autoscaling,
   const roles = split ? ["prefill", "decode"] : ["unified"];
   const groups = roles.map((role) => [role, worstFirst(split ? replicas.filter((each) => each.role === role) : replicas)]);
   const many = replicas.length > MOST_CARDS;
-  const hosts = new Set(replicas.map((each) => each.node)).size > 1; // else all are on one: it is not said
+  const hosts = new Set(replicas.map((each) => each.node).filter(Boolean)).size > 1; // else all are on one: it is not said
   const missing = wantedOf({ replicas, autoscaling }) - replicas.length;
   const ready = readyOf(replicas);
   const note = replicas.length > 0 && html`<span class=${ready < replicas.length ? "warn" : ""}>${count(ready)} of ${count(replicas.length)} ready</span>`;
@@ -64,7 +64,7 @@ const Card = once(({ replica, split, host, chosen, choose }) => {
       <span class="dot" aria-hidden="true"></span>
       <button type="button" class="card-name" aria-pressed=${chosen} title=${id} onClick=${() => choose({ replica: id })}>${nameOf(id)}</button>
       <span class=${state === "accepting" ? "unseen" : "state"}>${state}</span>
-      <span class="note node" title=${`node ${replica.node}`}>${host ? `on ${hostOf(replica)}` : shortId(id)}</span>
+      <span class="note node" title=${`node ${replica.node}`}>${host && replica.node ? `on ${hostOf(replica)}` : shortId(id)}</span>
     </div>
     ${replica.error && html`<p class="bad">${replica.error}</p>`}
     ${!replica.error && replica.report_age_s > OLD_REPORT_S && html`<p class="warn">last report ${seconds(replica.report_age_s)} ago</p>`}

@@ -19,6 +19,11 @@ def test_without_a_router_or_replicas_it_says_what_is_waited_for(page: Page, ser
     page.open(f"{served.url}/starting/")
     page.says("#fleet .notice", "No replica takes requests now: 2 starting. A starting replica loads the model's")
     assert len(page.all(".card.starting")) == 2
+    fleet = served.fleets["starting"]
+    replicas = fleet.state["replicas"]
+    fleet.state["replicas"] = [replicas[0], replicas[1] | {"node": "", "host": ""}]  # Serve has not placed it yet
+    page.open(f"{served.url}/starting/")
+    assert page.text(".card .node").splitlines() == [each["id"].partition("#")[2] for each in replicas]  # one host
 
 
 def test_without_requests_it_gives_a_line_that_sends_one(page: Page, served: FakeObservatory) -> None:
