@@ -53,7 +53,7 @@ def test_the_page_draws_the_transfer_between_the_two_and_explains_a_hand_off(
         page.open(f"{fleet.app.url}/manta/")
         assert page.text(".group h3").split() == ["Prefill", "1", "Decode", "1"]
         fleet.traffic.round()
-        page.until(lambda: page.all(".lines path"), "a line between prefill and decode")
+        page.until(lambda: page.all(".rate-bar"), "the rate between prefill and decode")
         name = handed_over(fleet)
         page.one(f'.request-name[data-rid$="{name}"]').click()
         page.says("#why .sentence", "Prompt computed on ")

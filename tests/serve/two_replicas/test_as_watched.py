@@ -74,7 +74,8 @@ def test_the_page_shows_the_replicas_and_the_shared_prefix_of_a_request_and_why_
     told = fleet.get(f"/api/requests/{name}").json()
     browser.one(f'.request-name[data-rid$="{name}"]').click()
     *_, only = HTTP.get(f"{fleet.app.url}/route/{name}", timeout=30).json()["tries"]
-    browser.says("#why .sentence", f"Sent to {only['replica']}: ")
+    [called] = [each["name"] for each in fleet.state()["replicas"] if each["id"] == only["replica"]]
+    browser.says("#why .sentence", f"Sent to {called}: ")
     cached = only["predicted"]["cached_tokens"]
     browser.says("#why .sentence", f"{cached} of {only['num_tokens']} prompt tokens are cached")
     assert len(browser.all("#why .bar-row")) == 2
@@ -103,8 +104,8 @@ def test_top_in_the_terminal_says_what_the_state_says(fleet: Watched) -> None:
     state = fleet.state()
     assert f"{state['model']}, unified: 2 replicas, 1 router" in said
     for replica in state["replicas"]:
-        [row] = [line for line in said.splitlines() if line.startswith(replica["id"][:12])]
-        assert row.split()[1:5] == ["unified", replica["node"][:8], "accepting", f"0/{replica['running_limit']}"]
+        [row] = [line for line in said.splitlines() if line.startswith(f"{replica['name']} ")]
+        assert row.split()[2:6] == [replica["id"][:12], replica["host"], "accepting", f"0/{replica['running_limit']}"]
         assert " of 16k" in row
 
 
