@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # what it would install first is what this Python has
         ["make", "--no-print-directory", "-o", ".venv/.installed-site", f"BIN={Path(sys.executable).parent}", "site"],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        env={name: value for name, value in os.environ.items() if name != "MAKEFLAGS"},  # of a `make -j` around this
     )  # fmt: skip
     assert made.returncode == 0, made.stdout + made.stderr
     assert made.stderr == ""
