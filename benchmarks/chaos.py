@@ -8,11 +8,11 @@
 `machines`: three replicas, each on a node of its own, router and proxy on the head; `routers`: the same with two
 routers, each on a machine of its own, and clients that come back. Machines are namespaces (root; tests/cluster).
 
-A trial: four chats are written, greedily, so that an undisturbed run has told each text; once all have begun, at a
-random token, the fault comes. A stream is then the `same`, or was `cut` (what it said until then is right), or `hung`
-(two minutes of silence), or `wrong`. `answers again`: from the fault until a request that came after it has its answer.
-`whole again`: until all replicas take part, nothing runs, and every page is free or evictable. `files`: what the
-processes that were there before and after have more of them.
+A trial: four chats are written, greedily (`clients`, `routers`: eight answers of many kinds), so that an undisturbed
+run has told each text; once all have begun, at a random token, the fault comes. A stream is then the `same`, or was
+`cut` (what it said until then is right), or `hung` (two minutes of silence), or `wrong`. `answers again`: from the
+fault until a request that came after it has its answer. `whole again`: until all replicas take part, nothing runs, and
+every page is free or evictable. `files`: what the processes that were there before and after have more of them.
 
 A further fault is one entry of MACHINE, RANKS, CLIENTS, MACHINES or ROUTERS. A fault that does what it must not is a
 row that says FAILED, and the exit status is 1.
@@ -147,6 +147,12 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def begin_answer(submit: Callable[..., "Future[None]"], url: str, name: str) -> tuple[Answer, "Future[None]"]:
+    """Ask for an answer of ``ANSWERS`` by a client that comes back; ``submit`` gives its work to a thread."""
+    answer = Answer()
+    return answer, submit(asyncio.run, read_to_the_end(url, *ANSWERS[name], answer))
+
+
 class ComingBack(OneMachine):
     """Two routers, and clients that come back by themselves."""
 
@@ -156,8 +162,7 @@ class ComingBack(OneMachine):
     def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
         if prompt not in ANSWERS:
             return super().begin(prompt, num_tokens)
-        answer = Answer()
-        return answer, self._threads.submit(asyncio.run, read_to_the_end(self.running.url, *ANSWERS[prompt], answer))
+        return begin_answer(self._threads.submit, self.running.url, prompt)
 
 
 async def read_to_the_end(url: str, path: str, body: dict[str, Any], answer: Answer) -> None:
@@ -222,9 +227,7 @@ class TwoRouters(ManyMachines):
     def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
         if prompt not in ANSWERS:
             return super().begin(prompt, num_tokens)
-        answer = Answer()
-        done = self.cluster.client.begin(asyncio.run, read_to_the_end(self.cluster.url, *ANSWERS[prompt], answer))
-        return answer, done
+        return begin_answer(self.cluster.client.begin, self.cluster.url, prompt)
 
 
 # Faults: each takes the place, and returns what ends it.
@@ -428,6 +431,7 @@ def try_once(place: Place, fault: Fault, expected: Sequence[str]) -> Trial:
         trial.streams[came] += 1
         if came not in ("same", "cut" if fault.cuts else "same"):
             trial.wrong.append(f"a stream was {came} at {len(answer.at_s)} texts: {answer.end[:200]!r}")
+            say(f"it said {answer.text}\nand not {text}")
     trial.longest_gap_s = max(answer.longest_gap_s for answer, _ in streams)
     if fault.ends:
         trial.whole_s = soon("its end", place.has_ended, ENDS_S)

@@ -386,6 +386,8 @@ async def overload(client: Client, *, rate: float | None, seconds: float, seed: 
 
 def overload_rows(options: argparse.Namespace) -> list[Row]:
     """Measure the orders in turn, each round at the rate that its first order was found to need."""
+    if options.url:
+        raise SystemExit("serving overload: starts servers of its own, one for each order; leave --url out")
     table = Table(f"{OVERLOAD:g} x what 2 replicas carry, objective {OBJECTIVE_S:g} s")
     found: dict[str, list[Run]] = {order: [] for order in ORDERS}
     rates: list[float] = []

@@ -26,6 +26,7 @@ LAST = {"response.completed", "response.incomplete", "response.failed", "message
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # before a retry; the last one again and again
 RESUME = "x-manta-resume"  # what an answer says and its resumption sends back
 ALIVE = "x-manta-alive"  # what an answer says: it sends something each so many seconds
+OPENS_S = 6.0  # that a router has to go on with an answer: it asks the replicas for 2 s, and computes what none has
 T = TypeVar("T")
 
 
@@ -59,27 +60,24 @@ async def events(
     """
     sent = httpx.Headers({"x-request-id": secrets.token_hex(8), **(headers or {}), "x-manta-reconnect": "1"})
     give_up_s, pauses, ended, resumable = None, iter(PAUSES_S), False, True
-    silent_s: float | None = None  # after which a connection is lost; not known before the first answer has begun
-    opens_s: float | None = None  # within which the next one must begin; twice that, and so on, since it may take long
+    opens_s: float | None = None  # within which a lost stream must go on, at the first try: that router may be lost too
     try:
         while not ended:
             try:
+                went_on = False
                 async with contextlib.AsyncExitStack() as stack:
-                    opened = stack.enter_async_context(
-                        http.stream("POST", path, json={**body, "stream": True}, headers=sent)
-                    )
-                    response = await _within(opens_s, opened)
+                    opened = http.stream("POST", path, json={**body, "stream": True}, headers=sent)
+                    response = await _within(opens_s, stack.enter_async_context(opened))
                     ended = 400 <= response.status_code < 500 and response.status_code not in LATER
                     if response.is_error:
                         await response.aread()
                         response.raise_for_status()
                     if RESUME in response.headers:
                         sent[RESUME] = response.headers[RESUME]
-                    if ALIVE in response.headers:
-                        opens_s = 1.5 * float(response.headers[ALIVE])
-                        silent_s = 2 * opens_s
-                    async for event in _read(response, silent_s):
+                    alive_s = float(response.headers.get(ALIVE, 0))
+                    async for event in _read(response, 3 * alive_s or None):
                         give_up_s, pauses, ended = None, iter(PAUSES_S), event.is_last
+                        went_on, opens_s = True, OPENS_S if alive_s else None
                         resumable = bool(event.id)
                         if resumable:
                             sent["last-event-id"] = event.id
@@ -91,9 +89,10 @@ async def events(
                 give_up_s = now_s + within_s if give_up_s is None else give_up_s
                 if ended or not resumable or now_s > give_up_s:
                     raise
+                if not went_on and isinstance(error, httpx.ReadTimeout):
+                    opens_s = None  # it takes long
                 pause_s = max(next(pauses, PAUSES_S[-1]), _told_s(error))
                 await asyncio.sleep(min(pause_s, give_up_s - now_s))
-                opens_s = opens_s and 2 * opens_s
     finally:
         if not ended:
             with contextlib.suppress(httpx.HTTPError):

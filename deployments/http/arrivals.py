@@ -13,6 +13,7 @@
          where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
          with mode: disaggregated also prefill=ID or local; pair=why; hand_off=ok or error
          x-manta-resume: CREATED.DIGITS.SEED of a stream that can be resumed: what its bytes depend on beside the body
+         x-manta-alive: 1               of such a stream: it sends something each so many seconds
          x-manta-dropped: what of the body was left out: the attribution of Claude Code, tools that only OpenAI runs
 
 Owns:      which path is which endpoint of the catalogue; which generations belong to the HTTP request.

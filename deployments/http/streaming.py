@@ -548,11 +548,16 @@ class SseResponse(EventsResponse):
         await send({"type": BODY, "body": b"", "more_body": False})
 
 
+def of_kept(stream: KeptStream) -> dict[str, str]:
+    """Return the headers of a response with the events of ``stream``."""
+    return {**stream.headers, ALIVE: f"{ALIVE_S:g}"}
+
+
 class KeptResponse(EventsResponse):
     """A response that sends what its connection gets of a kept stream, which goes on without it."""
 
     def __init__(self, streams: KeptStreams, connection: Connection) -> None:
-        super().__init__({**connection.stream.headers, ALIVE: f"{ALIVE_S:g}"})
+        super().__init__(of_kept(connection.stream))
         self._streams = streams
         self._connection = connection
 

@@ -69,9 +69,9 @@ _NUMBERS, _PAIRS = ir.VectorType(_NUMBER, W), ir.VectorType(_NUMBER, 2 * W)
 
 @functools.cache
 def way() -> Way | None:
-    """Tell how this CPU multiplies bf16 faster than floats that it widens; None: it does not.
+    """Tell how this CPU multiplies bf16 without widening it; None: it does not.
 
-    On Intel's CPUs dots are slower than multiply-adds in fp32 (docs/performance.md).
+    On Intel's CPUs dots are slower than multiply-adds in fp32 (docs/performance.md); AMD's have not been measured.
     """
     if compiles_for("amx-tile", "amx-bf16", "avx512bf16") and _permitted():
         return "amx"

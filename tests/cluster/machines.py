@@ -175,7 +175,7 @@ class Client:
     """Threads of this process whose sockets are a machine's."""
 
     def __init__(self, machine: Machine) -> None:
-        self._threads = ThreadPoolExecutor(initializer=_join, initargs=(machine.pid,))
+        self._threads = ThreadPoolExecutor(32, initializer=_join, initargs=(machine.pid,))
 
     def begin(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         return self._threads.submit(function, *args, **kwargs)

@@ -13,7 +13,7 @@ from deployments.http.api_document import gives
 from deployments.http.arrivals import LAST_EVENT
 from deployments.http.bodies import PathName, Route
 from deployments.http.service import service_of
-from deployments.http.streaming import EventsResponse, kept_answer
+from deployments.http.streaming import EventsResponse, kept_answer, of_kept
 from replicas.errors import MantaError
 
 router = APIRouter(route_class=Route)
@@ -39,6 +39,6 @@ async def rest_of_stream(request: Request, name: PathName) -> Response:
     if kept is None or index is None:
         raise StreamGone(f"{why or 'the events behind Last-Event-ID are not kept any more'}: {again}")
     if request.method == "HEAD":
-        return EventsResponse(kept.headers)
+        return EventsResponse(of_kept(kept))
     streams.resumed("kept")
     return await kept_answer(request, streams, streams.attach(kept, index))

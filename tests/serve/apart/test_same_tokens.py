@@ -199,6 +199,7 @@ def test_a_prefill_replica_that_hangs_is_found_by_its_silence(both: Running) -> 
 def stopped_before_its_pages_came(app: Running, name: str) -> bool:
     """Stop the prefill replica while it has a request, which is answered in time. Returns: whether it had to be
     computed elsewhere; a busy machine may tell of the request when its pages are through."""
+    until_both_are_there(app)
     text = story("glaciers", 130)
     expected = alone(app, text)
     pid = replica(app, "prefill")["replica"]["pid"]

@@ -423,10 +423,16 @@ class LosesItsAnswer:
     def __init__(self, app: Any) -> None:
         self._app = app
         self.num_lost = 0
+        self.num_comments = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or self.num_lost:
-            await self._app(scope, receive, send)
+
+            async def count(message: Any) -> None:
+                self.num_comments += message.get("body", b"").startswith(b": alive")
+                await send(message)
+
+            await self._app(scope, receive, count)
             return
         self.num_lost += 1
         begun = asyncio.Event()
@@ -472,6 +478,7 @@ async def test_the_openai_sdk_reads_events_with_ids_and_its_retry_gets_the_strea
             ) as response:
                 kinds = [event.type async for event in response]
             assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
+            assert app.num_comments > 0
     await engines.settle()
 
 
