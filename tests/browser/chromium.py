@@ -60,7 +60,10 @@ class Page:
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
-        # the tour is a first visit's: a test of its own has it
+        self.hide_tour()
+
+    def hide_tour(self) -> None:
+        """Have no page show the tour of a first visit, until the script ``toured`` is removed: tests of its own do."""
         source = "location.protocol === 'http:' && localStorage.setItem('manta-toured', '1')"
         self.toured: str = self.command("Page.addScriptToEvaluateOnNewDocument", source=source)["identifier"]
 

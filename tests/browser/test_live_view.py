@@ -1,5 +1,7 @@
 """The live view over a fleet that does not exist: what it draws, and that it can be used by mouse and by keyboard."""
 
+from collections.abc import Iterator
+
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -23,6 +25,11 @@ WIDTHS = """
         (each) => each.getBoundingClientRect().width);
 """
 
+LAID_OUT = """
+    const [it, tour] = [arguments[0], ".tour"].map((each) => document.querySelector(each).getBoundingClientRect());
+    const across = tour.left < it.right && tour.right > it.left, along = tour.top < it.bottom && tour.bottom > it.top;
+    return [it.top >= 0 && it.bottom <= innerHeight, across && along];
+"""  # whether it is in view, and whether the tour covers it
 
 CHANGE = "const it = arguments[0]; it.value = arguments[1]; it.dispatchEvent(new Event('change', {bubbles: true}))"
 TYPE = "const it = arguments[0]; it.value = arguments[1]; it.dispatchEvent(new Event('input', {bubbles: true}))"
@@ -383,31 +390,45 @@ def test_replicas_have_names_that_people_can_say_and_their_last_minutes(page: Pa
     assert set(page.text("td.c-replica").split("\n")) <= {each["name"] for each in replicas}
 
 
-def test_the_tour_has_three_steps_once_and_is_away_while_something_is_critical(
-    page: Page, served: FakeObservatory
-) -> None:
+@pytest.fixture
+def first_visit(page: Page, served: FakeObservatory) -> Iterator[Page]:
+    """The tab of a browser that has not been shown the tour."""
+    page.open(f"{served.url}/live/")
+    page.js("localStorage.removeItem('manta-toured')")
     page.command("Page.removeScriptToEvaluateOnNewDocument", identifier=page.toured)
-    try:
-        page.open(f"{served.url}/live/")
-        page.js("localStorage.removeItem('manta-toured')")
-        page.open(f"{served.url}/many/")
-        page.says(".health", "CUDA error")
-        assert page.all(".tour") == []
-        page.open(f"{served.url}/live/")
-        page.says(".tour", "Trouble comes first 1 of 3")
-        assert page.axe() == []
-        press(page, Keys.TAB, Keys.TAB, Keys.TAB, Keys.ENTER)  # the link that skips, "Leave", "Next"
-        page.says(".tour", "Each bar is a request 2 of 3")
-        assert page.all("#river[data-toured]") != []
-        press(page, Keys.ENTER)
-        page.says(".tour", "3 of 3")
-        press(page, Keys.ESCAPE)
-        page.until(lambda: page.all(".tour, [data-toured]") == [], "the tour to go")
-        page.open(f"{served.url}/live/")
-        page.says(".link", "live")
-        assert page.all(".tour") == []
-    finally:
-        page.js("localStorage.setItem('manta-toured', '1')")
+    yield page
+    page.hide_tour()
+
+
+def test_the_tour_has_three_steps_once_and_is_away_while_something_is_critical(
+    first_visit: Page, served: FakeObservatory
+) -> None:
+    page = first_visit
+    page.open(f"{served.url}/many/")
+    page.says(".health", "CUDA error")
+    assert page.all(".tour") == []
+    page.open(f"{served.url}/live/")
+    page.says(".tour", "Trouble comes first 1 of 3")
+    assert page.axe() == []
+    press(page, Keys.TAB, Keys.TAB, Keys.TAB, Keys.ENTER)  # the link that skips, "Leave", "Next"
+    page.says(".tour", "Each bar is a request 2 of 3")
+    assert page.all("#river[data-toured]") != []
+    press(page, Keys.ENTER)
+    page.says(".tour", "3 of 3")
+    press(page, Keys.ESCAPE)
+    page.until(lambda: page.all(".tour, [data-toured]") == [], "the tour to go")
+    page.open(f"{served.url}/live/")
+    page.says(".link", "live")
+    assert page.all(".tour") == []
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_the_tour_covers_nothing_that_it_points_to(first_visit: Page, served: FakeObservatory, width: int) -> None:
+    first_visit.open(f"{served.url}/live/", width=width, height=800)
+    for step, selector in enumerate((".health", "#river", ".play"), 1):
+        first_visit.says(".tour", f"{step} of 3")
+        assert first_visit.js(LAID_OUT, selector) == [True, False]
+        first_visit.one(".tour .sure").click()
 
 
 def test_a_thousand_replicas_fit_on_one_screen(page: Page, served: FakeObservatory) -> None:
