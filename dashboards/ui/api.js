@@ -22,10 +22,7 @@ export async function post(path, body, { signal, headers } = {}) {
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
   const message = told?.error?.message.replace(/^request \S+: /, "").replace(/\.$/, "");
-  throw Object.assign(new Error(message ?? `the API answered ${answer.status}`), {
-    status: answer.status,
-    code: told?.error?.code,
-  });
+  throw Object.assign(new Error(message ?? `the API answered ${answer.status}`), { status: answer.status, code: told?.error?.code });
 }
 
 // The payloads of a stream of server-sent events. Throws the Error that the stream ends with, if it does.

@@ -46,7 +46,7 @@ export class Conversation {
     clearTimeout(this.timer);
     this.asking?.abort();
     if (text.trim()) this.timer = setTimeout(() => this.explain(), TYPING_MS);
-    else this.guess = null;
+    if (!text.trim() || this.guess?.status === 400) this.guess = null; // another text may be taken
     this.changed();
   }
 

@@ -45,12 +45,16 @@ export function keep(name, value) {
   }
 }
 
-// Copies a text. Browsers refuse it on pages over plain HTTP from another machine: there is no clipboard at all then.
+// Copies a text. Returns: { said }, and the text itself where it has to be marked: browsers refuse it on pages over plain HTTP
+// from another machine, where there is no clipboard at all.
+export function copied(text, said = "Copied.") {
+  const refused = { said: "Copying is not allowed here: mark the text.", text };
+  return (navigator.clipboard?.writeText(text) ?? Promise.reject()).then(() => ({ said }), () => refused);
+}
+
 export function Copy({ text }) {
-  const [told, setTold] = useState("");
-  const copy = () =>
-    (navigator.clipboard?.writeText(text) ?? Promise.reject()).then(() => setTold("Copied."), () => setTold("Copying is not allowed here: mark the text."));
-  return html`<button type="button" onClick=${copy}>Copy</button> <span role="status">${told}</span>`;
+  const [told, setTold] = useState(null);
+  return html`<button type="button" onClick=${async () => setTold(await copied(text))}>Copy</button> <span role="status">${told?.said}</span>`;
 }
 
 // Buttons of which one is pressed: `options` is [[value, text], ...].

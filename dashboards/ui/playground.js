@@ -7,7 +7,7 @@ import { postJson } from "./connection.js";
 import { Conversation, figuresOf, jumps } from "./conversation.js";
 import { count, nameOf, rate, seconds } from "./format.js";
 import { cachedOf, KINDS, PaintedText, pieces, Strip, summary } from "./painted.js";
-import { Notice, once } from "./panel.js";
+import { copied, Notice, once } from "./panel.js";
 
 const MOST_GHOSTS = 3;
 const DOCUMENT = `You answer questions about this text, in one or two short sentences.
@@ -130,17 +130,11 @@ function Ghost({ guess, onKey }) {
     <ul>
       ${sorted.slice(0, MOST_GHOSTS).map((each) => html`<li key=${each.replica} class=${each.chosen ? "chosen" : ""}>
         <span class="ghost-name" title=${each.replica}>${nameOf(each.replica)}</span>
-        <${PromptBar} each=${each} tokens=${tokens} />
+        <span class="prompt-bar">${["device", "host", "store"].map((tier) => html`<span key=${tier} class=${tier} style=${{ width: `${(100 * each[`${tier}_tokens`]) / tokens}%` }} />`)}</span>
         <span class="num">${count(each.cached_tokens)} cached</span><span class="num">${seconds(each.ttft_s)}</span></li>`)}
     </ul>
     ${more > 0 && html`<p class="note">and ${count(more)} more ${more === 1 ? "replica" : "replicas"}</p>`}
   </div>`;
-}
-
-function PromptBar({ each, tokens }) {
-  const share = (part) => ({ width: `${(100 * part) / tokens}%` });
-  return html`<span class="prompt-bar"><span class="device" style=${share(each.device_tokens)} /><span class="host" style=${share(each.host_tokens)} />
-    <span class="store" style=${share(each.store_tokens)} /></span>`;
 }
 
 const Turn = once(({ turn, isLast, pageSize, acts, row, admin }) => {
@@ -244,11 +238,7 @@ function Kill({ replica, admin }) {
 function Copy({ turn }) {
   const [shown, setShown] = useState(null);
   const url = new URL(`${talk.api}v1`, location.href).href;
-  const copy = (name, text) =>
-    (navigator.clipboard?.writeText(text) ?? Promise.reject(new Error())).then(
-      () => setShown({ said: `Copied as ${name}.` }),
-      () => setShown({ said: "Copying is not allowed here: mark the text.", text }),
-    );
+  const copy = async (name, text) => setShown(await copied(text, `Copied as ${name}.`));
   const body = talk.body(turn);
   return html`<span class="note">Copy as ${" "}
       <button type="button" class="link-button" aria-label="Copy as curl" onClick=${() => copy("curl", asCurl(url, { ...body, stream_options: undefined }))}>curl</button>${" or "}
@@ -273,9 +263,10 @@ function KeyField({ onGiven }) {
 }
 
 function Settings({ state }) {
-  const change = (name) => (event) => {
-    const value = Number(event.target.value);
-    if (event.target.value !== "" && Number.isFinite(value)) talk.options = { ...talk.options, [name]: value };
+  const change = (name) => ({ target: { value } }) => {
+    if (value === "") return; // or no number
+    talk.options = { ...talk.options, [name]: Number(value) };
+    talk.type(talk.draft); // another length may be taken, or refused
   };
   return html`<details class="play-settings"><summary>System prompt, length, temperature</summary>
     <label>System prompt <textarea rows="4" value=${talk.system}

@@ -94,9 +94,12 @@ class Site:
 
     def _state(self) -> dict[str, Any]:
         whole = self.fleet.answer(0)
-        ids = zip(whole["replicas"], self.house.leases.replicas, strict=False)
+        here = self.house.leases.replicas
+        ids = zip(whole["replicas"], here, strict=False)
         rows = [row | {"id": replica, "name": NAMES[replica]} for row, replica in ids]
-        return whole | {"replicas": rows, "requests": self._rows()}
+        end = {"role": "unified", "time": whole["time"], "died": True}
+        ended = [{"id": replica, "name": name, **end} for replica, name in NAMES.items() if replica not in here]
+        return whole | {"replicas": rows, "ended": ended, "requests": self._rows()}
 
     def _rows(self) -> list[dict[str, Any]]:
         return list(changed_rows(self.house.dispatcher, 0)[0])
@@ -230,6 +233,24 @@ def test_a_prompt_that_would_be_refused_is_told_once_and_is_not_sent(page: Page,
     page.one("#play-text").send_keys(Keys.ENTER)
     assert not page.one(".play-send").is_enabled()
     assert (page.all(".turn"), page.all(".play .notice")) == ([], [])
+    assert [each for each in page.complaints() if "400" not in each] == []
+
+
+def test_a_prompt_that_is_refused_for_the_length_of_its_answer_can_be_sent_once_that_is_less(
+    page: Page, site: tuple[str, Site]
+) -> None:
+    page.open(f"{site[0]}{ROOT}")
+    page.one("#play-text").send_keys("Name a colour.")
+    page.one(".play-settings summary").click()
+    longest = page.all(".play-settings input")[0]
+    longest.send_keys(Keys.CONTROL, "a")
+    longest.send_keys("-1")
+    page.until(lambda: page.all(".play .note.warn") != [], "the reason")
+    assert not page.one(".play-send").is_enabled()
+    longest.send_keys(Keys.CONTROL, "a")
+    longest.send_keys("4")
+    page.says(".ghost", "Would go to")
+    assert page.one(".play-send").is_enabled()
     assert [each for each in page.complaints() if "400" not in each] == []
 
 
