@@ -77,7 +77,8 @@ export function outcomeWord(outcome) {
 
 const named = new Map(); // replica -> its name, as the observatory tells it: replica 1
 
-export function takeNames(rows) {
+export function takeNames(rows, anew) {
+  if (anew) named.clear(); // an observatory that has started anew numbers anew
   for (const { id, name } of rows) if (name) named.set(id, name);
 }
 

@@ -67,7 +67,7 @@ function App({ state, link, paused }) {
     ${state && link.status === "live" && html`<${Tour} calm=${!state.alerts.some((each) => each.severity === "critical" && each.state !== "pending")} />`}
     <${Header} model=${state?.model} mode=${state?.mode} facts=${state?.facts} up=${upOf(state)} link=${link} paused=${paused}
       onPause=${pause} onTheme=${stable.theme} onHelp=${stable.help} onTry=${stable.tryIt} />
-    ${link.status === "lost" && html`<${LostBanner} link=${link} known=${state} onRetry=${retry} />`}
+    ${link.status === "lost" && html`<${LostBanner} link=${link} known=${state} onRetry=${() => connection.open()} />`}
     ${help && html`<${Keys} onClose=${stable.help} />`}
     ${state
       ? html`<${Page} state=${state} selection=${selection} choose=${stable.choose} theme=${theme} paused=${paused} old=${link.status === "lost"} />`
@@ -163,16 +163,12 @@ function pause() {
   draw();
 }
 
-function retry() {
-  connection.open();
-}
-
 document.addEventListener("visibilitychange", draw);
 const connection = new Connection({
   snapshot: new URLSearchParams(location.search).has("snapshot"),
   onState: (state) => {
     shown.latest = state;
-    takeNames([...state.ended, ...state.replicas]);
+    takeNames([...state.ended, ...state.replicas], state.whole);
     remember(state);
     if (shown.paused) return;
     shown.state = state;

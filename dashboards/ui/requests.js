@@ -18,6 +18,8 @@ const KINDS = {
 const ROW = 30; // px
 const IN_VIEW = 14; // lines
 const BEYOND = 6; // lines drawn above and below those in view
+const WORDS = /(?:replica|prefill|decode) \d+|\S+/g; // a replica's name is one
+const TEXT_ORDER = new Intl.Collator("en", { numeric: true }).compare; // replica 2, replica 10
 const STUCK_S = 2; // without a token, and
 const STUCK_GAPS = 5; // as many mean gaps between its tokens
 const SCALED_BY = 400; // newest requests that the scale of the bars is taken from
@@ -38,10 +40,11 @@ export function matches(row, { text = "", outcome = "", replica = "", kinds = []
   const is = { slow: row.missed?.length > 0, retried: row.tries > 1, stuck: isStuck(row, now),
     mispredicted: row.cached_tokens != null && row.cached_tokens < row.predicted_tokens };
   if (!kinds.every((each) => is[each])) return false;
-  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  if (words.length === 0) return true;
-  const where = [row.rid, nameOf(row.replica), row.replica, row.prefill, row.caller, row.session, row.finish, row.endpoint, row.policy, row.reason, row.outcome].join(" ").toLowerCase();
-  return words.every((each) => where.includes(each));
+  const words = text.toLowerCase().match(WORDS);
+  if (!words) return true;
+  const names = [nameOf(row.replica), nameOf(row.prefill)];
+  const where = [...names, row.rid, row.replica, row.prefill, row.caller, row.session, row.finish, row.endpoint, row.policy, row.reason, row.outcome, outcomeWord(row.outcome)].join(" ").toLowerCase();
+  return words.every((each) => (each.includes(" ") ? names.includes(each) : where.includes(each))); // replica 1 is not replica 10
 }
 
 const HEADS = ["time", "request", "replica", "key", "prompt", "cached", "output", "finish", "TTFT", "ITL", "total"];
@@ -60,7 +63,7 @@ export function ordered(rows, [column, sign]) {
   const value = (row) => (column === "cached" ? reusedOf(row) : column === "replica" ? nameOf(row.replica) : row[FIELDS[column]]) ?? null;
   return [...rows].sort((a, b) => {
     const [one, two] = [value(a), value(b)];
-    return one === two ? 0 : one === null ? 1 : two === null ? -1 : one < two ? -sign : sign;
+    return one === two ? 0 : one === null ? 1 : two === null ? -1 : sign * (typeof one === "string" ? TEXT_ORDER(one, two) : one - two);
   });
 }
 

@@ -88,6 +88,15 @@ test("long ids are shortened", () => {
   assert.equal(format.shortId("0123456789abcdef0123456789abcdef"), "012345…abcdef");
 });
 
+test("an observatory that has started anew numbers replicas anew", () => {
+  const names = () => ["R#old", "R#new"].map(format.nameOf);
+  format.takeNames([{ id: "R#old", name: "replica 1" }], true);
+  format.takeNames([{ id: "R#new", name: "replica 2" }], false);
+  assert.deepEqual(names(), ["replica 1", "replica 2"], "one that has left is still told of");
+  format.takeNames([{ id: "R#new", name: "replica 1" }], true);
+  assert.deepEqual(names(), ["old", "replica 1"]);
+});
+
 test("replicas in trouble come first, and the order does not follow the load", () => {
   const all = [["e", "accepting"], ["d", "starting"], ["c", "draining"], ["b", "unhealthy"], ["a", "accepting", 9]]
     .map(([id, state, report_age_s = 0]) => ({ id, state, report_age_s, node: "n", running: id.charCodeAt(0) }));
@@ -101,6 +110,9 @@ test("requests are found by words, outcome, replica and kind, all at once", () =
   for (const filter of [{}, { text: "REQ-7 chat" }, { outcome: "ok", replica: "P#y" }, { kinds: ["slow", "retried", "mispredicted"] }])
     assert.ok(matches(one, filter), JSON.stringify(filter));
   for (const filter of [{ text: "req-7 embeddings" }, { outcome: "error" }, { replica: "R#z" }]) assert.ok(!matches(one, filter), JSON.stringify(filter));
+  format.takeNames([{ id: "R#x", name: "decode 10" }, { id: "P#y", name: "prefill 1" }], true);
+  for (const text of ["decode 10", "Prefill 1 ok", "prefill", "open req-7"]) assert.ok(matches({ ...one, outcome: text.startsWith("open") ? "running" : "ok" }, { text }), text);
+  for (const text of ["decode 1", "prefill 7", "open"]) assert.ok(!matches(one, { text }), text);
   assert.ok(!matches({ ...one, missed: [], tries: 1 }, { kinds: ["slow"] }));
   assert.ok(!matches({ ...one, cached_tokens: null }, { kinds: ["mispredicted"] }), "not known yet is not missed");
 });
@@ -112,6 +124,9 @@ test("requests are ordered by a column, those without a value last, and by time 
   assert.deepEqual([names("time", -1), names("time", 1), names("prompt", -1), names("prompt", 1), names("TTFT", -1), names("TTFT", 1), names("cached", -1)],
     ["dcba", "abcd", "bacd", "cabd", "adbc", "bdac", "acbd"]);
   assert.equal(rows[0].rid, "d", "what is held is not changed");
+  format.takeNames([2, 10, 1].map((number) => ({ id: `R#${number}`, name: `replica ${number}` })), true);
+  const replicas = [2, 10, 1].map((number) => ({ replica: `R#${number}` }));
+  assert.deepEqual([1, -1].map((sign) => ordered(replicas, ["replica", sign]).map((each) => each.replica.slice(2)).join(" ")), ["1 2 10", "10 2 1"]);
 });
 
 test("a request is stuck when its last token is old beside its own gaps, never when it is quick or over", () => {
@@ -356,6 +371,16 @@ test("a prompt that was not answered is the draft again, unless another has been
   clearTimeout(conversation.timer);
   assert.deepEqual([conversation.draft, conversation.turns.map((turn) => `${turn.user} ${turn.status}`)], ["second", ["first failed"]]);
   delete globalThis.sessionStorage;
+});
+
+test("a prompt that was refused may be sent as soon as it is another", () => {
+  const conversation = new talk.Conversation(() => {});
+  for (const [guess, kept] of [[{ error: "too long", status: 400 }, null], [{ body: {} }, { body: {} }]]) {
+    conversation.guess = guess;
+    conversation.type("shorter");
+    clearTimeout(conversation.timer);
+    assert.deepEqual(conversation.guess, kept);
+  }
 });
 
 test("an answer that breaks off is told, and a state that cannot be drawn does not end the polls", async (t) => {
