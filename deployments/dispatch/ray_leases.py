@@ -9,11 +9,13 @@ Serve pickles request_router.py by value, so the globals there are copies. It sh
 """
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.context import _serve_request_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -82,7 +84,11 @@ class RayLeases:
         if at is None:
             raise ReplicaGone(f"replica {replica_id} is no longer running")
         handle = self._handles[at].options(method_name=method.__name__, session_id=f"{PIN}{replica_id}")
-        response = handle.remote(*args, **kwargs)
+        # Serve ends the calls of an HTTP request whose client has left, and a stream may outlive its connection: a call
+        # is no part of a request for Serve, and is cancelled below
+        apart = contextvars.copy_context()
+        apart.run(_serve_request_context.set, None)
+        response = apart.run(handle.remote, *args, **kwargs)
         try:
             return cast(T, await response)
         except asyncio.CancelledError:

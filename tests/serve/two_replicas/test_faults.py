@@ -1,13 +1,15 @@
 """Processes that hang or are killed under a load of streams: every stream has the ids of an undisturbed run, or is cut
 at once, and asked for again it has them."""
 
+import asyncio
 import contextlib
 import json
 import os
 import random
+import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.client import events
 from tests.joined_stream import equal, joined
 from tests.serve.running import HTTP, Running
 
@@ -230,3 +233,50 @@ def listens(app: Running) -> bool:
         return HTTP.get(f"{app.url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+class CutsOnce(httpx.AsyncHTTPTransport):
+    """Connections of which the first breaks once it has had so many bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._left: int | None = num_bytes
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        if self._left is not None:
+            response.stream = Cut(response.stream, self._left)  # type: ignore[arg-type]
+            self._left = None
+        return response
+
+
+class Cut(httpx.AsyncByteStream):
+    def __init__(self, stream: httpx.AsyncByteStream, num_bytes: int) -> None:
+        self._stream, self._left = stream, num_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._stream:
+            yield piece
+            self._left -= len(piece)
+            if self._left < 0:
+                raise httpx.ReadError("cut")
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def test_a_stream_outlives_its_connection_and_its_request_runs_once(app: Running) -> None:
+    """Serve ends the calls of a request whose client has left, unless they are no part of it (ray_leases.py)."""
+    body = {"prompt": "Tell me of the city by the sea:", "max_tokens": 2 * TOKENS, "ignore_eos": True, **WAYS[1]}
+
+    async def said(name: str, transport: httpx.AsyncHTTPTransport | None = None) -> list[str]:
+        async with httpx.AsyncClient(base_url=app.url, timeout=120, transport=transport) as http:
+            got = [event async for event in events(http, "/v1/completions", body, headers={"x-request-id": name})]
+        return [json.loads(event.data)["choices"][0]["text"] for event in got if event.data != "[DONE]"]
+
+    calm = "".join(await said("undisturbed"))
+    assert "".join(await said("cut", CutsOnce(5_000))) == calm
+    told = (await asyncio.to_thread(HTTP.get, f"{app.url}/route/cut", timeout=30)).json()
+    assert (told["outcome"], told["num_retries"]) == ("ok", 0)
+    metrics = (await asyncio.to_thread(HTTP.get, f"{app.url}/metrics", timeout=30)).text
+    assert re.search(r'^manta_router_streams_resumed_total\{[^}]*how="kept"[^}]*\} 1\.0$', metrics, re.MULTILINE)
