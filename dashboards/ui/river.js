@@ -5,11 +5,12 @@
 // Invariant: what is shown while it follows is DELAY_S old: all of it is known, and nothing appears late.
 
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
-import { clock, count, nameOf, outcomeWord, seconds } from "./format.js";
+import { clock, count, nameOf, seconds } from "./format.js";
 import { Choice, Panel, once } from "./panel.js";
 import { Legend } from "./pools.js";
-import { GROUPS, Layout, clamped, isBad, laneHeights, neighbour, pieceAt, stagesAt } from "./river_layout.js";
+import { GROUPS, Layout, clamped, laneHeights, neighbour, pieceAt } from "./river_layout.js";
 import { AXIS, BAR, paintArrivals, paintRiver, paletteOf, rowAt, sized } from "./river_paint.js";
+import { describe, noteOf, summary } from "./river_words.js";
 
 const SPANS_S = [10, 60, 300, 600];
 const KEPT_S = 600;
@@ -66,36 +67,6 @@ export const River = once(({ state, selection, choose, theme, paused }) => {
     <${Legend} />
   <//>`;
 });
-
-function noteOf({ id, state, dead }, running) {
-  if (state === "gone") return dead ? "lost" : "left";
-  return state === "accepting" ? `${count(running.get(id))} running` : state;
-}
-
-// The last minute in words.
-function summary({ requests, time }, lanes) {
-  const since = requests.filter((each) => each.time > time - 60);
-  if (since.length === 0) return "no request in the last minute";
-  const open = requests.filter((each) => each.outcome === "running").length;
-  const moved = since.filter((each) => each.tries > 1).length;
-  const failed = since.filter(isBad).length;
-  const lost = lanes.filter((each) => each.state === "gone" && each.dead).length;
-  return [`last minute: ${count(since.length)} ${since.length === 1 ? "request" : "requests"}`, `${count(open)} open`,
-    moved && `${count(moved)} went on with another replica`, failed && `${count(failed)} failed`,
-    lost && `${count(lost)} ${lost === 1 ? "replica" : "replicas"} lost`].filter(Boolean).join(", ");
-}
-
-function describe({ row, replica: lane, failure, moved }, now, grouped) {
-  const replica = grouped ? row.replica : lane;
-  const stages = stagesAt(row, now).filter(([, start, end]) => end - start >= 0.0005);
-  return [
-    `${row.rid}: ${outcomeWord(row.outcome)}${row.missed?.length ? `, missed ${row.missed.join(" and ").toUpperCase()}` : ""}`,
-    failure == null ? `${replica && nameOf(replica)}${row.tries > 1 ? `, ${row.tries} tries` : ""}${moved ? `, where it waited until it moved (${moved})` : ""}` : `${nameOf(replica)} failed: ${failure}`,
-    `${count(row.cached_tokens)} of ${count(row.prompt_tokens)} prompt tokens cached, ${count(row.output_tokens)} made`,
-    `TTFT ${seconds(row.ttft_s)}${row.total_s == null ? "" : `, ${seconds(row.total_s)} in all`}`,
-    stages.map(([name, start, end]) => `${name} ${seconds(end - start)}`).join(", "),
-  ];
-}
 
 // What is on the screen, and what a pointer and keys do with it.
 class Stage {

@@ -250,7 +250,7 @@ class State:
         after = 0 if whole else version
         changed = {"requests": self._requests.rows(after), "history": self._history.since(after)}
         if whole:
-            changed["past"] = self._past.body()
+            changed["past"] = self._past.told()
         return {**self._body, "whole": whole, **changed}
 
     def answer(self, version: int, *, zipped: bool, now_s: float) -> bytes:
@@ -417,7 +417,7 @@ class Past:
             own = [row["running"], row["waiting"], row["queued_tokens"], used]
             self._points[name].append([time_s, *own, *(row["rates"][rate] for rate in _RATES)])
 
-    def body(self) -> dict[str, list[list[Age]]]:
+    def told(self) -> dict[str, list[list[Age]]]:
         return {name: list(points) for name, points in self._points.items()}
 
 
