@@ -1,17 +1,26 @@
 """One prefill and one decode replica, and an observatory, for all tests of this folder."""
 
+import contextlib
+import random
+import socket
 from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.running import Running, free_port, serving
+from tests.serve.running import Running, serving
 from tests.serve.watched import PATIENT
 
 
 @pytest.fixture(scope="package")
 def otlp_port() -> int:
-    """Where the routers send spans: those of requests whose caller traces them, and none else."""
-    return free_port()
+    """Where the routers send spans: those of requests whose caller traces them, and none else.
+
+    It is bound minutes later, so it is none that the kernel gives to others, nor one of Ray's workers'.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("none of 100 ports is free")
 
 
 @pytest.fixture(scope="package")
