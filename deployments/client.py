@@ -85,6 +85,8 @@ async def events(
                 if not ended:
                     raise httpx.RemoteProtocolError("the stream ended before its last event")
             except (httpx.TransportError, httpx.HTTPStatusError) as error:
+                if ended and went_on:
+                    break  # the answer is whole
                 now_s = time.monotonic()
                 give_up_s = now_s + within_s if give_up_s is None else give_up_s
                 if ended or not resumable or now_s > give_up_s:

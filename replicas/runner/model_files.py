@@ -74,8 +74,8 @@ def load_model_config(
     """Read the config of a model's folder or hub id.
 
     Args:    revision: of a hub id; None is its main branch.
-             dtype: to compute in; None takes the checkpoint's on CUDA, and on a CPU that multiplies bfloat16 if the
-             checkpoint has it and nothing says how its weights are rounded; else float32.
+             dtype: to compute in; None takes the checkpoint's on CUDA, and bfloat16 on a CPU with AMX if the checkpoint
+             has it and nothing says how its weights are rounded; else float32.
              context_len: another context than the model's own, mostly shorter; None takes the model's.
              device: for the default dtype; None is CUDA where there is one.
              quantization: of the weights, as they are loaded.

@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
+from deployments import client as deployed_client
 from deployments.client import ServerEvent, events
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.route_log import RequestWatch
@@ -510,3 +511,34 @@ async def test_a_stream_without_ids_that_is_cut_is_an_error_and_does_not_begin_a
         with pytest.raises(httpx.RemoteProtocolError, match="before its last event"):
             _ = [event async for event in events(http, COMPLETIONS, {"prompt": "Once"})]
     assert [request.url.path for request in asked] == [COMPLETIONS, "/abort_request"]
+
+
+class Hangs(httpx.AsyncBaseTransport):
+    """Three connections: one says something and falls silent, one never opens, one says the rest."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request.headers.get("last-event-id", ""))
+        if len(self.asked) == 2:
+            await asyncio.Event().wait()
+        return httpx.Response(200, headers={"x-manta-alive": "0.02"}, stream=Said(len(self.asked)))
+
+
+class Said(httpx.AsyncByteStream):
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"id: 1\ndata: {}\n\n" if self._number == 1 else b": alive\nid: 2\ndata: [DONE]\n\n"
+        await asyncio.Event().wait()
+
+
+async def test_a_router_that_does_not_go_on_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployed_client, "OPENS_S", 0.05)
+    transport = Hangs()
+    async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=None) as http:
+        got = [event.id async for event in events(http, COMPLETIONS, {"prompt": "Once"})]
+    assert got == ["1", "2"]
+    assert transport.asked == ["", "1", "1"]
