@@ -213,7 +213,7 @@ def _command(text: str, talk: Conversation, url: str, admin_key: str | None, tol
         told.print(Text("a new conversation", "bright_black"))
     elif text == "/explain" and talk.last is not None:
         try:
-            told.print(explain.drawn(ask.route(url, talk.last.rid, admin_key)))
+            told.print(explain.asked(url, talk.last.rid, admin_key))
         except ask.Unanswered as error:
             told.print(Text(str(error), "red"))
             return error.status

@@ -4,10 +4,12 @@ In order: where the request went and why, its candidates, each try, and where it
 older router's, a request that still runs) is left out, never drawn as 0.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -15,6 +17,7 @@ from rich.console import Console, RenderableType
 from deployments.watch.terminal import ask
 from deployments.watch.terminal.keyboard import on_terminal
 from deployments.watch.terminal.table import Cell, Table, bar, count, percent, plain, seconds, spaced
+from deployments.watch.terminal.tables import names_of
 from deployments.watch.terminal.words import STAGES
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term
 
@@ -31,16 +34,27 @@ _SPARE = (  # columns that a narrow terminal leaves out, in this order, behind a
 Part = str | Table
 
 
-def drawn(body: Mapping[str, Any]) -> RenderableType:
-    """Draw the heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages."""
+def asked(url: str, rid: str, key: str | None) -> RenderableType:
+    """Draw what the Manta at ``url`` knows of request ``rid``. Raises: Unanswered."""
+    body, names = ask.route(url, rid, key), {}
+    with contextlib.suppress(ask.Unanswered):  # no live view, no names
+        names = names_of(ask.state(url, key))
+    return drawn(body, names)
+
+
+def drawn(body: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> RenderableType:
+    """Draw the heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages.
+
+    ``names``: of replicas by id, as the live view has them; of those that are not in it only the id is shown.
+    """
     said: list[Part] = [_heading(body)]
     for number, each in enumerate(body["tries"]):
         sentence = each.get("sentence") or f"{body['rid']} went to {each['replica']} by {each['policy']}."
         said.append(sentence if len(body["tries"]) == 1 else f"Try {number + 1}: {sentence}")
         if each["candidates"]:
-            said.append(_candidates(each["candidates"]))
+            said.append(_candidates(each["candidates"], names))
         if each.get("pair"):
-            said += _pair(each)
+            said += _pair(each, names)
         said.append(_end(each))
     waterfall = _waterfall(body)
     return spaced([*said, *([] if waterfall is None else [waterfall])])
@@ -55,13 +69,14 @@ def _heading(body: Mapping[str, Any]) -> str:
     )
 
 
-def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
+def _candidates(candidates: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Table:
     shown = _shown(CANDIDATE, candidates)
     marked = [index for index, each in enumerate(candidates) if each["chosen"]]
     rows = [
         {
             "": ">" if each["chosen"] else "",
             "candidate": each["replica"],
+            **_named(each["replica"], names),
             "role": each["role"],
             **_numbers(shown, each),
         }
@@ -88,7 +103,11 @@ def _numbers(terms: Sequence[Term], values: Mapping[str, Any]) -> dict[str, str]
     }
 
 
-def _pair(each: Mapping[str, Any]) -> list[Part]:
+def _named(replica_id: str, names: Mapping[str, str]) -> dict[str, str]:
+    return {"name": names.get(replica_id, "")} if names else {}
+
+
+def _pair(each: Mapping[str, Any], names: Mapping[str, str]) -> list[Part]:
     """Say where the prompt is computed and what that costs; then how the hand-off went."""
     pair = each["pair"]
     where = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
@@ -99,6 +118,7 @@ def _pair(each: Mapping[str, Any]) -> list[Part]:
         {
             "": ">" if terms["replica_id"] == pair["decode"] else "",
             "decode replica": terms["replica_id"],
+            **_named(terms["replica_id"], names),
             **_numbers(shown, terms),
         }
         for terms in pair["decode_replicas"]
@@ -154,14 +174,13 @@ def _waterfall(body: Mapping[str, Any]) -> Table | None:
 def run(url: str, rid: str, key: str | None, *, as_json: bool) -> int:
     """Print the answer. Return the exit status: 0, or why there is no answer (ask.py)."""
     try:
-        body = ask.route(url, rid, key)
+        if as_json:
+            print(json.dumps(ask.route(url, rid, key)))
+        elif on_terminal(sys.stdout):
+            Console().print(asked(url, rid, key))
+        else:
+            print(plain(asked(url, rid, key)))
     except ask.Unanswered as error:
         print(error, file=sys.stderr)
         return error.status
-    if as_json:
-        print(json.dumps(body))
-    elif on_terminal(sys.stdout):
-        Console().print(drawn(body))
-    else:
-        print(plain(drawn(body)))
     return 0

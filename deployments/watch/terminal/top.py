@@ -59,7 +59,7 @@ def run(url: str, key: str | None, options: Options) -> int:
 
     def told(rid: str) -> RenderableType:
         try:
-            return explain.drawn(ask.route(url, rid, key))
+            return explain.asked(url, rid, key)
         except ask.Unanswered as error:
             return Text(str(error), TROUBLE)
 

@@ -175,6 +175,23 @@ def test_the_command_prints_text_or_json_and_an_unknown_request_is_exit_status_1
     assert capsys.readouterr().err == "no decision is kept for 'you'\n"
 
 
+def test_replicas_have_the_names_of_the_live_view_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    state = {
+        "version": 1,
+        "replicas": [{"id": "a1", "name": "replica 1"}],
+        "ended": [{"id": "b2", "name": "replica 2"}],
+    }
+
+    def respond(path: str, _: Mapping[str, str], __: bytes) -> tuple[int, bytes]:
+        return 200, json.dumps(state if path.startswith("/manta/api/state") else answer(tried())).encode()
+
+    with answering(respond) as port:
+        assert explain.run(f"127.0.0.1:{port}", "me", None, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert ">  a1         replica 1  unified" in told
+    assert "   b2         replica 2  unified" in told
+
+
 def test_routers_that_ask_for_the_admin_key_are_shown_it_and_a_refusal_says_how_to_give_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
