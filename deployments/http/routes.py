@@ -19,7 +19,7 @@ from deployments.http.answer_bodies import RouteBody, RouteExplanationBody
 from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
 from deployments.http.bodies import Route, WireType
-from deployments.http.convert import check_model, prompts_of_ids, salt_of
+from deployments.http.convert import check_model, checked, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.service import Service, service_of
 from replicas.errors import InvalidRequest
@@ -42,7 +42,7 @@ class ExplainRequest(WireType):
     messages: bodies.Conversation | None = said(bodies.CONVERSATION)
     text: str | None = said("The prompt, as in /generate.")
     input_ids: bodies.TokenRow | None = said("The prompt as token ids.")
-    max_tokens: bodies.UpToContext | None = said("The most output tokens; without it 128.")
+    max_tokens: bodies.UpToContext | None = said("The most output tokens; without it 128, or what the context leaves.")
     priority: bodies.Priority = None
     cache_salt: bodies.CacheSalt = None
     extra_key: bodies.ExtraKey = None
@@ -50,18 +50,20 @@ class ExplainRequest(WireType):
 
 @router.post("/route/explain", **gives(RouteExplanationBody, *RUN))
 async def explain_route(request: Request, body: ExplainRequest) -> Response:
-    """Route a request without sending it. Raises: InvalidRequest; NoReplica if no replica may take the request."""
+    """Route a request without sending it. Raises: InvalidRequest, PromptTooLong; NoReplica if none may take it."""
     service = service_of(request)
     check_model(service, body.model)
+    ids, param = await _ids(service, body)
+    most = min(128, max(service.model.context_len - len(ids), 1)) if body.max_tokens is None else body.max_tokens
     would_be = GenerateRequest(
         rid=new_rid("explain"),
-        token_ids=await _ids(service, body),
-        sampling=SamplingParams(max_new_tokens=128 if body.max_tokens is None else body.max_tokens),
+        token_ids=ids,
+        sampling=SamplingParams(max_new_tokens=most),
         cache_salt=salt_of(body.cache_salt, body.extra_key),
         priority=body.priority or 0,
     )
     would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
-    would_be.validate(vocab_size=service.model.vocab_size)
+    checked(service, would_be, names={"prompt": param})
     dispatcher, hints = service.dispatcher, hints_of(request.headers)
     decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be, hints), hints))
     router_id, shown = dispatcher.router_id, decision_body(decision)
@@ -91,7 +93,8 @@ async def route(request: Request, rid: bodies.PathName) -> Response:
     return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
 
 
-async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
+async def _ids(service: Service, body: ExplainRequest) -> tuple[TokenIds, str]:
+    """Return the prompt's ids, and the name of its field."""
     given = {name: getattr(body, name) for name in ("prompt", "messages", "text", "input_ids")}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
@@ -106,8 +109,7 @@ async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
         [ids] = await prompts_of_ids(service, [value], param=param)
     if not len(ids):
         raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
-    service.check_length(len(ids), param=param)
-    return ids
+    return ids, param
 
 
 def own_route(dispatcher: Dispatcher, name: str) -> dict[str, Any] | None:

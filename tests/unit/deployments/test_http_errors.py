@@ -247,6 +247,7 @@ TOO_LONG: list[tuple[str, Any, str, str]] = [
     (NATIVE, native(sampling_params={"max_new_tokens": 8192}), "max_new_tokens", "you requested 8193 tokens (1 in the"),
     (NATIVE, {"inputs": "hi", "parameters": {"max_new_tokens": 10**9}}, "max_new_tokens", "to at most 8191."),
     ("/route/explain", {"input_ids": [5] * 8192}, "input_ids", "However, your prompt resulted in 8192 tokens"),
+    ("/route/explain", {"input_ids": [5] * 8000, "max_tokens": 193}, "max_tokens", "you requested 8193 tokens (8000"),
 ]  # fmt: skip
 
 
