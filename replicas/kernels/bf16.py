@@ -92,9 +92,14 @@ def finish(a: Any, rows: int, at: int, stride: int, column: int, out: int) -> No
             store(out + row * a.out_stride + i, value)
 
 
-def make_run(multiply: Any, name: str) -> Any:
+@inlined
+def no_tiles(a: Any) -> None:
+    """Compiled where a CPU has none: LLVM ends the process at an instruction that the CPU lacks, called or not."""
+
+
+def make_run(multiply: Any, name: str, begin: Any = no_tiles, finish_tiles: Any = no_tiles) -> Any:
     """Make the function that all threads of a team run. ``multiply(a, rows, x, b, c, c_stride, start)``: inputs from
-    ``start`` on of a panel by a block of rows."""
+    ``start`` on of a panel by a block of rows; between ``begin(a)`` and ``finish_tiles(a)``."""
 
     def run(a: Any) -> None:
         """Multiply, task by task: (strip of panels, block of x rows), blocks of a strip one after the other."""
@@ -104,8 +109,7 @@ def make_run(multiply: Any, name: str) -> Any:
             out = a.rounded + row // TILE_ROWS * a.group_bytes + row % TILE_ROWS * a.row_bytes + step * a.step_bytes
             round_step(a.x + row * a.x_stride + 4 * STEP * step, a.k - STEP * step, out)
         barrier()
-        if a.tiles:
-            begin_tiles(a.tiles)
+        begin(a)
         panels, blocks = (a.n + COLUMNS - 1) // COLUMNS, (a.m + BLOCK_ROWS - 1) // BLOCK_ROWS
         num_tasks = (panels + a.strip - 1) // a.strip * blocks
         task = take_next(a.counter)
@@ -125,11 +129,20 @@ def make_run(multiply: Any, name: str) -> Any:
                 c, ldc = place_of_sums(a, rows, column, out, aside)
                 finish(a, rows, c, ldc, column, out)
             task = take_next(a.counter)
-        if a.tiles:
-            end_tiles()
+        finish_tiles(a)
 
     run.__qualname__ = f"run_{name}"
     return inlined(run)
+
+
+@inlined
+def configured(a: Any) -> None:
+    begin_tiles(a.tiles)
+
+
+@inlined
+def released(a: Any) -> None:
+    end_tiles()
 
 
 @inlined
@@ -158,7 +171,7 @@ def multiply_dots(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: in
         row = end
 
 
-_RUN_TILES = make_run(multiply_tiles, "tiles")
+_RUN_TILES = make_run(multiply_tiles, "tiles", configured, released)
 
 
 @kernel(Bf16Args)

@@ -1,7 +1,7 @@
 """Products in bf16: sums of rounded numbers, a row's bits the same among any others, by each instruction that is here.
 
-`python -m tests.unit.kernels.test_bf16` compiles the kernels for a CPU that has both, on any x86, and prints how many
-of either's instructions they have.
+`python -m tests.unit.kernels.test_bf16 WAY ...` compiles those kernels, on any x86 for the CPU that the environment
+names, and prints how many of either's instructions they have.
 """
 
 import functools
@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # outputs: half a panel, and one, three and thirty of them; inputs: less than a step, and more than are taken at once
 SHAPES = [(16, 16), (33, 1), (101, 77), (80, 72), (960, 576), (70, 3 * PART + 16)]
 ROWS = [*range(1, 18), FEW_ROWS - 1, FEW_ROWS, FEW_ROWS + 1, 48, BLOCK_ROWS, BLOCK_ROWS + DOT_ROWS + 1, 300]
-FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "amx-tile", "amx-bf16", "avx2", "fma", "f16c")
+FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx2", "fma", "f16c")
+TILES = ("amx-tile", "amx-bf16")
 
 
 @functools.cache
@@ -149,28 +151,41 @@ def test_it_is_done_where_it_is_faster(
     assert bf16_tiles.way.__wrapped__() == found
 
 
+def compiled(folder: Path, cpu: str, features: Sequence[str], *ways: Way) -> dict[str, dict[str, int]]:
+    """Compile what multiplies so for ``cpu``, and count its instructions."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | {
+        "NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": cpu,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in features),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.unit.kernels.test_bf16", *ways]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numba compiles for the machine that it runs on")
 def test_the_kernels_compile_to_either_instruction(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | {
-        "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": "sapphirerapids",
-        "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in FEATURES),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.unit.kernels.test_bf16"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = compiled(tmp_path, "sapphirerapids", [*FEATURES, *TILES], "amx", "dots")
     assert told["amx"]["tdpbf16ps"] >= 12  # 2 of one group of rows, 4 of two; both with and without fetches
     assert told["amx"]["vdpbf16ps"] == 0
     assert told["dots"]["vdpbf16ps"] >= DOT_ROWS * (DOT_ROWS + 1)  # two for each row of each tile
     assert told["dots"]["spills"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numba compiles for the machine that it runs on")
+def test_dots_compile_for_a_cpu_without_tiles(tmp_path: Path) -> None:
+    """LLVM ends the process where it meets an instruction that the CPU lacks."""
+    assert compiled(tmp_path, "znver4", FEATURES, "dots")["dots"]["vdpbf16ps"] >= DOT_ROWS * (DOT_ROWS + 1)
+
+
 def main() -> None:
     from replicas.kernels.bf16 import PRODUCTS
 
     told = {}
-    for name, product in PRODUCTS.items():
+    for name in sys.argv[1:]:
+        product = PRODUCTS[name]  # type: ignore[index]
         assert product.address
         assembly = product._compiled._library.get_asm_str()
         told[name] = {
