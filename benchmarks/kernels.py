@@ -24,7 +24,7 @@ from benchmarks import accuracy, harness
 from benchmarks.harness import Part, Row, Table, timed
 from benchmarks.limits import FORMATS, Limits
 from replicas.attention.cpu import CpuAttention
-from replicas.kernels import elementwise
+from replicas.kernels import bf16_tiles, elementwise
 from replicas.kernels.program import Program
 from replicas.kernels.team import team
 from replicas.kernels.weight_formats import WeightFormat
@@ -180,12 +180,19 @@ def product_rows(options: argparse.Namespace) -> list[Row]:
                     table.add(f"{m:,} rows, float32", rates, "GFLOP/s", limit=limit, target=target, note=note)
                     table.rows += _beside_blas(table.section, m, median, weight, len(used)) if m >= 32 else []
                 else:
-                    table.add(f"{m:,} rows, {format_}", rates, "GFLOP/s", note=note)
+                    dots = statistics.median(limits.dots) / 1e9 if _by_dots(each.weights) and m >= 256 else None
+                    share = None if dots is None else ">= 85 %"
+                    table.add(f"{m:,} rows, {format_}", rates, "GFLOP/s", limit=dots, target=share, note=note)
                     least = f">= {each.least if m == 1 else 1:g} x"
                     table.add(f"{m:,} rows, {format_} / float32", [median / exact], "x", target=least)
         rows += table.rows
     limits.sample()
     return limits.rows() + rows
+
+
+def _by_dots(format_: WeightFormat) -> bool:
+    """Tell whether products by weights in the format are bound by `Limits.dots`."""
+    return format_ == "bfloat16" and bf16_tiles.way() == "dots"
 
 
 def _products(weight: Tensor, format_: WeightFormat) -> list[Matmul]:

@@ -16,8 +16,9 @@ from numba.core import cgutils, types
 from benchmarks.harness import Row, timed
 from replicas.config import ModelConfig
 from replicas.kernels import simd
+from replicas.kernels.bf16_tiles import emit_dots
 from replicas.kernels.simd import VEC, W
-from replicas.kernels.team import kernel, struct, team
+from replicas.kernels.team import Kernel, kernel, struct, team
 from replicas.kernels.weight_formats import NUMBER_BYTES, WeightFormat
 
 READ_BYTES = 256 << 20  # far beyond any cache
@@ -46,19 +47,28 @@ FMA_ROUNDS = 1 << 20  # 3 to 10 ms
 PeakArgs = struct("PeakArgs", "rounds memory")
 
 
-@simd.op(types.void, types.int64, types.int64)
-def _multiply_add(builder: Any, rounds: Any, memory: Any) -> None:
-    """Compute ``sum = sum * x + x`` in `SUMS` vectors at once, which lie at memory; the first gets their sum."""
-    x = simd.emit_load(builder, memory)
-    starts = [simd.emit_load(builder, simd.add_bytes(builder, memory, 4 * W * i)) for i in range(SUMS)]
-    places = [cgutils.alloca_once_value(builder, start) for start in starts]
-    with cgutils.for_range(builder, rounds, intp=simd.I64):
+def _in_registers(emit: Callable[[Any, Any, Any], Any]) -> Any:
+    """Make ``f(rounds, memory)``: ``sum = emit(builder, sum, x)`` in `SUMS` vectors at once, which lie at memory; the
+    first gets their sum."""
+
+    @simd.op(types.void, types.int64, types.int64)
+    def repeat(builder: Any, rounds: Any, memory: Any) -> None:
+        x = simd.emit_load(builder, memory)
+        starts = [simd.emit_load(builder, simd.add_bytes(builder, memory, 4 * W * i)) for i in range(SUMS)]
+        places = [cgutils.alloca_once_value(builder, start) for start in starts]
+        with cgutils.for_range(builder, rounds, intp=simd.I64):
+            for place in places:
+                builder.store(emit(builder, builder.load(place), x), place)
+        total = ir.Constant(VEC, [0.0] * W)
         for place in places:
-            builder.store(simd.emit_fma(builder, builder.load(place), x, x), place)
-    total = ir.Constant(VEC, [0.0] * W)
-    for place in places:
-        total = builder.fadd(total, builder.load(place))
-    simd.emit_store(builder, memory, total)
+            total = builder.fadd(total, builder.load(place))
+        simd.emit_store(builder, memory, total)
+
+    return repeat
+
+
+_multiply_add = _in_registers(lambda builder, total, x: simd.emit_fma(builder, total, x, x))
+_dots = _in_registers(lambda builder, total, x: emit_dots(builder, total, x, x))
 
 
 @kernel(PeakArgs)
@@ -67,12 +77,21 @@ def _peak(pointer: Any) -> None:
     _multiply_add(a.rounds, a.memory)
 
 
-def peak_flops(num_threads: int) -> float:
-    """Measure multiply-adds in fp32 that need no memory, by kernels' widest vectors: operations a second, median."""
+@kernel(PeakArgs)
+def _peak_dots(pointer: Any) -> None:
+    a = carray(pointer, 1)[0]
+    _dots(a.rounds, a.memory)
+
+
+def peak_flops(num_threads: int, work: Kernel = _peak, flops: int = 2 * W) -> float:
+    """Measure arithmetic that needs no memory, by kernels' widest vectors: operations a second, median.
+
+    Args: work: multiply-adds in fp32, or dots of bf16. flops: of one of its instructions.
+    """
     memory = torch.zeros(SUMS * W)
     arguments = PeakArgs(rounds=FMA_ROUNDS, memory=memory.data_ptr())
-    seconds = timed(lambda: team(num_threads).run(_peak, arguments), RUNS)
-    return 2 * W * SUMS * FMA_ROUNDS * num_threads / statistics.median(seconds)
+    seconds = timed(lambda: team(num_threads).run(work, arguments), RUNS)
+    return flops * SUMS * FMA_ROUNDS * num_threads / statistics.median(seconds)
 
 
 @dataclass(slots=True)
@@ -83,6 +102,7 @@ class Limits:
     bandwidth: list[float] = field(default_factory=list)  # bytes/s of summing 256 MiB of float32
     flops: list[float] = field(default_factory=list)  # 1/s of a 2048 x 2048 x 2048 product in fp32
     peak: list[float] = field(default_factory=list)  # 1/s of multiply-adds in registers
+    dots: list[float] = field(default_factory=list)  # 1/s of bf16 dot products in registers, where the CPU has them
 
     def sample(self) -> None:
         source = torch.ones(READ_BYTES // 4)
@@ -90,14 +110,19 @@ class Limits:
         self.bandwidth.append(READ_BYTES / self._median_s(source.sum))
         self.flops.append(2 * GEMM_SIZE**3 / self._median_s(lambda: torch.mm(left, right, out=out)))
         self.peak.append(peak_flops(self.num_threads))
+        if simd.compiles_for("avx512bf16"):
+            self.dots.append(peak_flops(self.num_threads, _peak_dots, 4 * W))
 
     def rows(self) -> list[Row]:
         section = f"limits of the machine, {self.num_threads} threads, {simd.instruction_set()}"
-        return [
+        rows = [
             Row.of(section, "memory read", [each / 1e9 for each in self.bandwidth], "GB/s"),
             Row.of(section, "fp32 multiply-adds in registers", [each / 1e9 for each in self.peak], "GFLOP/s"),
             Row.of(section, "fp32 GEMM 2048^3", [each / 1e9 for each in self.flops], "GFLOP/s"),
         ]
+        if self.dots:
+            rows.append(Row.of(section, "vdpbf16ps in registers", [each / 1e9 for each in self.dots], "GFLOP/s"))
+        return rows
 
     @property
     def median_bandwidth(self) -> float:

@@ -44,7 +44,7 @@ from replicas.runner.device import measure_hardware
 from replicas.runner.kv_access import RankedCopier
 from replicas.runner.model_files import load_model_config, model_identity
 from replicas.runner.port import MakeAgent, PortSpec
-from replicas.runner.product_choice import choose_products
+from replicas.runner.product_choice import choose_products, describe_gains
 from replicas.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
     products, why = choose_products(config, settings.products)
     origin = {**config.origin, "model.products": why}
     if settings.dtype is None and config.device == "cpu" and model.dtype == "bfloat16":
-        origin["model.dtype"] = "the checkpoint's, and this CPU multiplies it"
+        origin["model.dtype"] = f"the checkpoint's, which this CPU multiplies: {describe_gains('bfloat16')}"
     config = replace(config, products=products, origin=origin)
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)

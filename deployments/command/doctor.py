@@ -41,6 +41,8 @@ SHOWN = ("ray", "torch", "transformers", "nixl")  # versions that have a line ev
 PROCESS_BYTES = 1 << 30  # of a replica beside its weights: Python, torch, Ray, a small KV pool
 SMALL_SHM_BYTES = 1 << 30  # with less, Ray's object store is in /tmp
 ASKED_S = 10.0  # for nvidia-smi
+MEASURED_S = 120.0  # for products: a second, but where kernels are compiled first
+MEASURE = "import json; from replicas.runner import product_choice as p; print(json.dumps(p.instructions_told()))"
 TIME_ERROR = 5  # of adjtimex: the clock is not synchronised
 DAY_S = 86400.0
 GIB = float(1 << 30)
@@ -127,6 +129,15 @@ def clock(time_s: float, newest_file_s: float, *, is_synchronised: bool) -> Find
     return Finding("clock", text)
 
 
+def products(told: dict[str, str], problem: str) -> Iterator[Finding]:
+    """``told``: how this CPU multiplies, by the format of weights; ``problem``: why that could not be measured."""
+    if problem:
+        advice = "a replica on the CPU would fail likewise: see the lines on versions below"
+        yield Finding("products", f"cannot be measured: {problem}", Level.WARNING, advice)
+    for format_, text in told.items():
+        yield Finding(format_, text)
+
+
 def gpu(cuda: str | None, gpus: tuple[str, ...], problem: str, nvcc: str | None, *, wanted: bool) -> Iterator[Finding]:
     """``cuda``: version for which torch was built; ``problem``: why nvidia-smi fails; ``wanted``: by the settings."""
     level = Level.FAULT if wanted else Level.WARNING
@@ -178,6 +189,8 @@ def examine(config: Given) -> Iterator[Finding]:
         yield model(path, problem, weights)
     wanted = any(isinstance(each, dict) and each.get("gpus") for each in args.values())
     yield cores(len(os.sched_getaffinity(0)), _cores_limit())
+    if not wanted:
+        yield from products(*_products())
     yield memory(available_ram(), weights or 0, gpus_wanted=wanted)
     yield shared_memory(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None)
     yield proxy(haproxy.unusable(haproxy.found(os.environ), host=host))
@@ -247,6 +260,18 @@ def _gpus() -> tuple[tuple[str, ...], str]:
     except (OSError, subprocess.SubprocessError) as error:
         return (), f"nvidia-smi does not run: {error}"
     return tuple(told.stdout.strip().splitlines()), ""
+
+
+def _products() -> tuple[dict[str, str], str]:
+    """Measure products in a process of its own: how this CPU multiplies, and why that failed."""
+    command = [sys.executable, "-c", MEASURE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MEASURED_S, check=True, cwd=ROOT)
+        return dict(json.loads(done.stdout.splitlines()[-1])), ""
+    except subprocess.CalledProcessError as error:
+        return {}, (error.stderr.strip() or str(error)).splitlines()[-1]
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        return {}, str(error)
 
 
 def _clock_is_synchronised() -> bool:

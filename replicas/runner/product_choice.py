@@ -1,6 +1,7 @@
 """Chooses an engine's products on a CPU: measures ours and PyTorch's BLAS at the model's shapes when the engine starts.
 
-Owns:      the measurement (about a second), its record on disk, and the rule that makes `Products` of it.
+Owns:      the measurement (about a second), its record on disk, and the rule that makes `Products` of it; what products
+           gain by weights in another format than fp32, for the default dtype and `manta doctor`.
 Never:     changes a choice later: `Products` are a value that the engine's layers get.
 Invariant: BLAS is not used if the results are rounded afterwards: its order of sums depends on the rows.
 Thread:    the one that loads the engine. Rank 0 chooses for all ranks.
@@ -9,6 +10,7 @@ Times are CPU time of one thread: other load during an engine's start must not d
 time on two threads, a kernel that was twice as fast lost one in eight tries on a busy machine).
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,7 +18,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -32,8 +34,10 @@ from replicas.kernels import bf16_tiles
 from replicas.kernels.bf16_tiles import WAYS, Way
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.linear import LinearKernel
-from replicas.kernels.simd import W, compiled_for
+from replicas.kernels.simd import W, compiled_for, instruction_set
 from replicas.kernels.team import team
+from replicas.kernels.weight_formats import WeightFormat
+from replicas.layers.linear import Matmul
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ Rates = Mapping[Shape, Mapping[int, tuple[float, float]]]  # by rows of a step: 
 ROWS = (32, 64, 256)  # that are measured: in steps of fewer, running as one program gains more than another product
 CLEARLY_FASTER = 1.15  # measured times differ by less from run to run
 ROUNDS, TRIES = 4, 2  # of a measurement: the quickest run of all counts
+GAIN_SHAPE, GAIN_ROWS = (2048, 2048), (1, 8, 32, 256)  # of `gains`: fp32 weights of 16 MB, which no L2 holds
 MOST_FLOATS = 1 << 21  # of a weight that stands for one with more rows: 8 MB
 BLAS_ROWS = 64  # and more, where BLAS is set
 ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what holds a BLAS to other instructions
@@ -71,8 +76,39 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
         return Products(), "own, as set"
     if setting == "blas":
         return blas_products(model, tp), f"BLAS for {BLAS_ROWS} rows and more, as set"
-    products = faster(_recorded(_measure, product_shapes(model, tp)))
+    products = faster(_recorded("own and BLAS", _measure, product_shapes(model, tp)))
     return products, f"{products.describe()}, as measured on this CPU"
+
+
+def gains(format_: WeightFormat) -> dict[int, float]:
+    """Tell how many times as fast as by fp32 weights a product by weights in ``format_`` is on this CPU, by rows."""
+    rates = _recorded(f"float32 and {format_}", functools.partial(_beside_floats, format_), [GAIN_SHAPE])
+    return {rows: round(other / own, 2) for rows, (own, other) in rates[GAIN_SHAPE].items()}
+
+
+def describe_gains(format_: WeightFormat) -> str:
+    """Say `gains` in words."""
+    by_rows = gains(format_)
+    rows, factors = (" ".join(f"{each:g}" for each in side) for side in (by_rows, by_rows.values()))
+    return f"products of {rows} tokens {factors} x as fast as in float32"
+
+
+def multiplies_bf16() -> bool:
+    """Tell whether this CPU's bf16 products are slower than fp32's at no number of rows, so that a checkpoint's
+    bfloat16 is worth its rounding."""
+    return bf16_tiles.way() is not None and min(gains("bfloat16").values()) >= 1.0
+
+
+def instructions_told() -> dict[str, str]:
+    """Say by what this CPU multiplies weights of each format, and what that gains: lines of `manta doctor`."""
+    way, widened = bf16_tiles.way(), "widened for fp32 arithmetic"
+    how: dict[WeightFormat, str] = {
+        "bfloat16": widened if way is None else f"by {WAYS[way]}",
+        "int8": "as bytes, by VNNI" if cpu_has_vnni() else widened,
+        "q4_1": widened,
+    }
+    told = {"float32": f"multiply-adds of {instruction_set()}"}
+    return told | {str(name): f"{text}: {describe_gains(name)}" for name, text in how.items()}
 
 
 def _bf16_way(model: ModelConfig) -> Way | None:
@@ -126,6 +162,28 @@ def _measure(shapes: Sequence[Shape]) -> Rates:
     return _rates(cases)
 
 
+def _beside_floats(format_: WeightFormat, shapes: Sequence[Shape]) -> Rates:
+    """Of our product by fp32 weights and by weights in ``format_``."""
+    cases: list[_Case] = []
+    for n, k in shapes:
+        weight, own, other = torch.full((n, k), 0.5), Matmul(), Matmul(format_=format_)
+        with _one_thread():  # the team's size
+            own.prepare(lambda weight=weight: weight, None)  # type: ignore[misc]
+            other.prepare(lambda weight=weight: weight, None)  # type: ignore[misc]
+        cases += [_Case((n, k), torch.ones(rows, k), n, (own, other)) for rows in GAIN_ROWS]
+    return _rates(cases)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
     """Two products of the same numbers, to be compared."""
@@ -140,9 +198,7 @@ def _rates(cases: Sequence[_Case]) -> Rates:
     """Measure the GFLOP/s of the quickest of several runs on one thread. Each round runs all cases, so one disturbed
     moment does not decide."""
     least_s = [[math.inf, math.inf] for _ in cases]
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _one_thread():
         for _ in range(ROUNDS):
             for case, seconds in zip(cases, least_s, strict=True):
                 for i, work in enumerate(case.works):
@@ -150,8 +206,6 @@ def _rates(cases: Sequence[_Case]) -> Rates:
                         started_s = time.thread_time()
                         work(case.x)
                         seconds[i] = min(seconds[i], time.thread_time() - started_s)
-    finally:
-        torch.set_num_threads(num_threads)
     rates: dict[Shape, dict[int, tuple[float, float]]] = {}
     for case, seconds in zip(cases, least_s, strict=True):
         gflop = 2e-9 * case.x.numel() * case.outputs
@@ -160,9 +214,12 @@ def _rates(cases: Sequence[_Case]) -> Rates:
     return rates
 
 
-def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shape]) -> Rates:
-    """Return this program's measurements of these shapes on this kind of CPU: from disk, else made and kept."""
-    key = {"what": measure.__name__, "shapes": sorted(set(shapes)), **_machine()}
+def _recorded(what: str, measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shape]) -> Rates:
+    """Return this program's measurements of these shapes on this kind of CPU: from disk, else made and kept.
+
+    ``what``: the two products that ``measure`` compares.
+    """
+    key = {"what": what, "shapes": sorted(set(shapes)), **_machine()}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / f"products-{name}.json"
     try:
@@ -171,8 +228,8 @@ def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shap
     except (OSError, ValueError, KeyError, TypeError):
         pass
     started_s, rates = time.monotonic(), measure(sorted(set(shapes)))
-    log.info("products measured in %.1f s, GFLOP/s of ours and of BLAS by rows: %s",
-             time.monotonic() - started_s, _in_words(rates))  # fmt: skip
+    log.info("products measured in %.1f s, GFLOP/s of %s by rows: %s",
+             time.monotonic() - started_s, what, _in_words(rates))  # fmt: skip
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         written = file.with_suffix(f".{os.getpid()}")
@@ -200,7 +257,7 @@ def _machine() -> dict[str, object]:
         "torch": torch.__version__,
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16],
-        "rows": ROWS,
+        "rows": (ROWS, GAIN_ROWS),
     }
 
 

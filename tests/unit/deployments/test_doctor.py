@@ -80,6 +80,13 @@ def test_what_a_gpu_lacks_is_a_fault_where_the_settings_want_it(
     assert all(bool(each.advice) == (each.level is not OK) for each in found)
 
 
+def test_products_that_cannot_be_measured_are_a_warning_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MEASURE", "raise OSError('no libgomp')")
+    [found] = doctor.products(*doctor._products())
+    assert (found.check, found.level) == ("products", WARNING)
+    assert found.text == "cannot be measured: OSError: no libgomp"
+
+
 def test_the_exit_status_is_1_on_a_fault_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.report([doctor.cores(1, None)], as_json=False) == 0
     assert capsys.readouterr().out.endswith("0 faults, 1 warning\n")
@@ -107,12 +114,13 @@ def test_this_machine_is_looked_at_without_ray_or_torch(tmp_path: Path) -> None:
         holder.close()
         command = [sys.executable, "-X", "importtime", "-m", "deployments", "doctor", "--json"]
         command.append(settings(tmp_path, port=port, model=str(model)))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     found = {each["check"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1
     assert found["model"]["text"].endswith("has no weights")
     assert found["cores"]["text"].split(",")[0] == str(len(os.sched_getaffinity(0)))
     assert found["ray"]["level"] == "ok"
+    assert "x as fast as in float32" in found["bfloat16"]["text"]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "packaging.requirements" in imported
     assert not imported & {"ray", "torch", "transformers", "pydantic"}

@@ -124,6 +124,33 @@ def test_blas_is_not_used_if_k_and_v_are_rounded(
     assert not measured
 
 
+def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    calls: list[str] = []
+
+    def measure(format_: str, shapes: Sequence[Shape]) -> Rates:
+        calls.append(format_)
+        return {shape: {1: (40.0, 80.0), 256: (80.0, 60.0)} for shape in shapes}
+
+    monkeypatch.setattr(product_choice, "_beside_floats", measure)
+    monkeypatch.setattr(bf16_tiles, "way", lambda: "dots")
+    for _ in range(2):
+        assert product_choice.gains("bfloat16") == {1: 2.0, 256: 0.75}
+    assert not product_choice.multiplies_bf16()  # not with 256 rows
+    assert calls == ["bfloat16"]
+    told = product_choice.instructions_told()
+    assert told["bfloat16"] == ("by AVX-512's dot products: products of 1 256 tokens 2 0.75 x as fast as in float32")
+    assert list(told) == ["float32", "bfloat16", "int8", "q4_1"]
+    assert calls == ["bfloat16", "int8", "q4_1"]
+
+
+def test_narrower_weights_are_measured_by_the_kernels_that_serve_them() -> None:
+    """Half the bytes, read from memory: with one row nothing but a fault of the measurement would be slower."""
+    for format_ in ("bfloat16", "int8"):
+        by_rows = product_choice.gains(format_)  # type: ignore[arg-type]
+        assert list(by_rows) == list(product_choice.GAIN_ROWS)
+        assert by_rows[1] > 1
+
+
 @pytest.mark.parametrize("setting", ["auto", "blas"])
 @pytest.mark.parametrize(
     ("changes", "says"),
