@@ -253,6 +253,9 @@ ALERTS = (
     Alert(name="RouterReportsOld", severity="warning", for_s=15, at_once=True,
           when=Over(source="report_age_s", bound=30, by=("model", "target")),
           summary="The newest report of {target} is {duration} old."),
+    Alert(name="KeysFileFailed", severity="warning", for_s=60,
+          when=Stands(promql="max by (model, role, replica) (manta_router_keys_file_failed) > 0"),
+          summary="Router {replica} of {model} cannot use its file of keys: those from before stay in force."),
 )  # fmt: skip
 
 BOUNDS = {alert.name: alert.when.bound for alert in ALERTS if isinstance(alert.when, Share | Over)}  # for the boards

@@ -311,6 +311,12 @@ _ROUTING = [
             {"how": ("kept", "recalled", "again")}),
     Metric(ROUTER, COUNTER, "router_streams_expired_total", "Streams that were given up, with something for a client "
             "that did not come back within router.reconnect_s."),
+    Metric(ROUTER, GAUGE, "router_keys_file_failed", "1: router.keys_file has changed and cannot be used, or is gone; "
+            "the keys from before stay in force."),
+    Metric(ROUTER, COUNTER, "tenant_requests_total", "Requests of each tenant of router.keys_file that were sent to a "
+            "replica, counted at their end; others: of all tenants but the first 100.", {"tenant": OPEN}),
+    Metric(ROUTER, COUNTER, "tenant_tokens_total", "Tokens of each tenant: prompt tokens that no cache had, and output "
+            "tokens; others: of all tenants but the first 100.", {"tenant": OPEN, "kind": ("input", "output")}),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),
     Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; error: the decode replica "

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import yaml
 
 from deployments.command import arguments
-from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, new_key
+from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, digest, new_key
 from deployments.settings.places import ROOT, VERSION
 from deployments.settings.settings_file import ALL_ADDRESSES, Given, SettingsFile, check_port, refuse, setting_of
 from replicas.errors import InvalidConfig
@@ -61,10 +61,16 @@ def _run(args: argparse.Namespace) -> int:
 
                 return doctor.report(list(doctor_gpu.examine()), as_json=args.json)
             return doctor.report(list(doctor.examine(args.config)), as_json=args.json)
+        case "key" if args.action == "list":
+            from deployments.watch.terminal import keys
+
+            return keys.run(args.url, args.key or os.environ.get(KEY_VARIABLE))
         case "key":
-            print(new_key())
+            key = new_key()
+            print(key)
             where = f"for clients: a line of router.api_key_file, or {KEYS_VARIABLE}; for the operator: {KEY_VARIABLE}"
-            print(where, file=sys.stderr)
+            entry = f"- {{id: {args.id}, sha256: {digest(key).hex()}}}"
+            print(f"{where}\nor of a tenant, in router.keys_file: {entry}", file=sys.stderr)
             return 0
         case "settings":
             from deployments.command import settings_doc

@@ -71,7 +71,7 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     for where in keys.short:
         told = "%s has a key of fewer than %d characters, which can be guessed: `manta key new` makes a long one"
         log.warning(told, where.rstrip(","), GOOD_KEY_LEN)
-    if keys.api and keys.admin is None:
+    if keys.asked and keys.admin is None:
         log.warning("API keys and no admin key (%s): routes of the admin and metrics refuse all", KEY_VARIABLE)
     if config.model.revision is None and local_model(config.model.path) is None:
         log.warning("model.revision is not set: each start loads the newest commit of %s. Set it to a commit; "

@@ -28,7 +28,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import logs
 from deployments.channel.channel_server import ChannelServer
-from deployments.dispatch import ray_leases
+from deployments.dispatch import quotas, ray_leases
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.dispatcher import Dispatcher
@@ -73,7 +73,7 @@ class RouterIngress:
     ) -> None:
         self._metrics: ServedMetrics | None = None
         self._tracing: tracing.Tracing | None = None
-        self._moving: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._recorder: Recorder | None = None
         logs.into_serve()
         self._config = config = parse(settings)
@@ -107,7 +107,8 @@ class RouterIngress:
         address = await self._channel.start(
             router_id=router_id, node_id=self._node_id, host=ray.util.get_node_ip_address()
         )
-        metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
+        used = None if keys.tenants is None else quotas.Quotas(keys.tenants)
+        metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet, quotas=used)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id, guard=keys.guard)
         self.metrics_target = None if self._metrics is None else self._metrics.target  # None if metrics are off
         self._recorder = _recorder(config, router_id, self._fleet)
@@ -131,9 +132,13 @@ class RouterIngress:
             expects_one=lambda: self._fleet.expects_one,
             watch=metrics.watch,
         )
+        dispatcher.quotas = used
         if config.router.move_waiting:
-            self._moving = asyncio.create_task(dispatcher.move_forever())
-        self._service = _service(config, settings, dispatcher, self._fleet, leases, _peers(config), metrics.shown)
+            self._tasks.append(asyncio.create_task(dispatcher.move_forever()))
+        peers = _peers(config)
+        self._service = _service(config, settings, dispatcher, self._fleet, leases, peers, metrics.shown)
+        if used is not None:
+            self._tasks.append(asyncio.create_task(quotas.keep(used, functools.partial(_elsewhere, peers, router_id))))
         self._tracing = tracing.of_router(
             config.observability, model=config.model.name, router_id=router_id, version=self._service.version
         )
@@ -153,7 +158,7 @@ class RouterIngress:
             keys=self._keys,
             browsers=browser_rules(
                 listens_on=self._listens_on,
-                has_keys=bool(self._keys.api),
+                has_keys=self._keys.asked,
                 allowed_hosts=settings.allowed_hosts,
                 origins=settings.cors_origins,
             ),
@@ -168,6 +173,12 @@ class RouterIngress:
     async def ask_response(self, ask: ResponseAsk) -> dict[str, Any] | None:
         """Do what a client of another router asks of a response; the other routers call it."""
         return await asked_of(self._service.background, ask)
+
+    async def told_quotas(self) -> tuple[str, quotas.Told]:
+        """Return this router's id, and what keys have used here; the other routers call it."""
+        dispatcher = self._service.dispatcher
+        assert dispatcher.quotas is not None, "all routers have a file of keys, or none has"
+        return dispatcher.router_id, dispatcher.quotas.told(dispatcher.choices)
 
     async def find_request(self, name: str) -> dict[str, Any] | None:
         """Find a request; the observatory calls it, and the next two methods."""
@@ -190,8 +201,8 @@ class RouterIngress:
 
     async def __del__(self) -> None:
         """Stop; Serve calls it, also after a constructor that failed half-way."""
-        if self._moving is not None:
-            self._moving.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._metrics is not None:
             self._metrics.close()
         for name in ("_fleet", "_channel"):
@@ -244,6 +255,11 @@ def _recorder(config: AppConfig, router_id: str, fleet: Fleet) -> Recorder | Non
     )
 
 
+async def _elsewhere(peers: RouterPeers, router_id: str) -> dict[str, quotas.Told]:
+    """Ask what keys have used at the other routers."""
+    return {router: told for router, told in (await peers.used()).items() if router != router_id}
+
+
 def _lost_error(replica_id: str) -> ReplicaGone:
     return ReplicaGone(f"replica {replica_id} died, or its connection was lost")
 
@@ -279,7 +295,7 @@ def _service(
         registry=registry,
         max_body_bytes=config.router.max_body_bytes,
         max_schema_bytes=config.router.max_schema_bytes,
-        isolates_keys=config.router.cache_isolation == "key",
+        isolation=config.router.cache_isolation,
         body_timeout_s=config.router.body_timeout_s,
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,

@@ -260,6 +260,8 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # requests with different salts never share a page
     priority: int = 0  # higher runs first
+    tenant: str = ""  # whose share of the replica it takes
+    weight: float = 1.0  # of that share
     deadline_s: float | None = None  # seconds from submit; None waits as long as it takes
     objective_s: float | None = None  # within which its first token should come, from submit; None: it is never late
     waited_s: float = 0.0  # before submit, at replicas that are gone: it goes before those that came after it

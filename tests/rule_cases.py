@@ -153,6 +153,10 @@ CASES = (
     Case(alert="RouterReportsOld", series={f'manta_router_report_age_seconds{{{ROUTER},target="a"}}': "0+20x9"},
          quiet_at="2m", fires_at="3m", labels={"model": "m", "target": "a"},
          summary="The newest report of a is 1m 0s old."),
+    Case(alert="KeysFileFailed", series={f"manta_router_keys_file_failed{{{ROUTER}}}": "0 0 1x9"},
+         quiet_at="2m", fires_at="3m", labels={"model": "m", "role": "router", "replica": "r1"},
+         summary="Router r1 of m cannot use its file of keys: those from before stay in force."),
+    Case(alert="KeysFileFailed", series={f"manta_router_keys_file_failed{{{ROUTER}}}": "0 1 0x9"}, quiet_at="5m"),
 )  # fmt: skip
 
 # recording rule -> series, minute, labels of what it records, value

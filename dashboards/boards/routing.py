@@ -64,6 +64,16 @@ DECISIONS = Row("Decisions", (
         "Streams that wait for their clients, clients that resumed one, and streams whose clients did not come back.",
         "again: the router that had the stream died, or the client came to another one. Given up and growing: clients "
           "leave for good; they should abort, or leave x-manta-reconnect out.", needs=Needs.EVENT),
+    Panel("Tokens by tenant", {"{{tenant}}, {{kind}}": rate("tenant_tokens_total", "tenant", "kind")}, Unit.PER_S,
+        "Uncached prompt tokens and output tokens of the tenants of router.keys_file, per second.",
+        "One far above its share while others wait: lower its weight, or set limits.", needs=Needs.EVENT),
+    Panel("Requests by tenant", {
+        "{{tenant}}": rate("tenant_requests_total", "tenant"),
+        "file of keys failed": gauge("router_keys_file_failed", over="max"),
+    }, Unit.PER_S,
+        "Requests of the tenants of router.keys_file per second; and 1 while that file cannot be used.",
+        "File of keys failed: a router's log says why, and `manta key list`; the keys from before stay in force.",
+        needs=Needs.EVENT),
 ), is_open=True)  # fmt: skip
 
 KNOWLEDGE = Row("Router state", (

@@ -73,7 +73,7 @@ def announce(
     rows += [("logs", logs), ("stop", "Ctrl-C")]
     show_box(f"Manta {VERSION}", rows, out)
     for name, config in configs.items():
-        line = curl(urls[name], config.model.name, with_key=bool(config.router.known_keys().api))
+        line = curl(urls[name], config.model.name, with_key=config.router.known_keys().asked)
         print(f"\nTry it:\n\n{line}\n", file=out, flush=True)
 
 

@@ -149,8 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor = add("doctor", "look at this machine and a settings file for what would keep Manta from starting")
     doctor.add_argument("--gpu", action="store_true", help="look at what a GPU needs; with one, compile for minutes")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    key = add("key", "make a random key, for clients or for the operator")
-    key.add_argument("action", choices=["new"], help="print a new key, and on standard error where it belongs")
+    key = add("key", "make a random key, for clients or for the operator; list the keys of router.keys_file")
+    key.add_argument("action", choices=["new", "list"], help="new: print a key, and on standard error where it "
+                     "belongs; list: the keys of a running Manta, their limits and use")  # fmt: skip
+    key.add_argument("--id", default="NAME", help="of the entry for router.keys_file that new prints beside the key")
+    key.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
+    _add_key(key, KEY_VARIABLE)
     add("dashboards", "write Prometheus settings, rules and Grafana boards, or check them")
     add("settings", "print the table of all settings in Markdown (docs/settings.md)")
     serve.add_argument("--print-config", action="store_true", help="print the settings as a file, and start nothing")

@@ -28,9 +28,11 @@ from deployments.dispatch.attempt import Attempt, StraightWay, TakenBack, Tries,
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress, left_after
+from deployments.dispatch.quotas import OverQuota, Quotas, Reserved
 from deployments.dispatch.rids import owner_of
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
 from deployments.dispatch.timeline import Arrival
+from deployments.settings.tenants import TenantKey
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
@@ -144,7 +146,8 @@ class Dispatcher:
         self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
         self.num_retries = 0
         self.num_open = 0
-        self._choices: collections.Counter[str] = collections.Counter()  # that run or wait, by the key's name
+        self.quotas: Quotas | None = None  # where there is a file of keys; the router sets it
+        self.choices: collections.Counter[str] = collections.Counter()  # that run or wait, by the key's name
         self._running: dict[Attempt, Waiting] = {}  # the tries that run
         self.watch = watch if watch is not None else RequestWatch()
 
@@ -161,53 +164,51 @@ class Dispatcher:
         Args: arrival: of its HTTP request; None: now. made: output ids of choices from a run of another router; the
               deltas go on behind them.
 
-        Raises: the error of the replica that refused it; NoReplica; Saturated; the last try's error if all failed.
+        Raises: the error of the replica that refused it; NoReplica; Saturated; OverQuota; the last try's error if all
+        failed.
         """
         request = self.with_objective(request, hints)
         progress, started_s = Progress(request), self._clock()
         progress.restore(made or {})
         tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
-        self.num_open += 1
-        try:
-            with self._follow(request, hints, arrival, started_s) as following, self._counted(request):
-                while True:
-                    last = LAST_TRY if tries.is_last_of_several else ""
-                    now = left_after(progress.so_far(), self._clock() - started_s)
-                    held_out = self._hold_out.now()
-                    query = self._bounded(query_of(now, hints, tries.excluded, one_replica=last), held_out)
-                    decision, since_s = await self._choose(query, failure)
-                    noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
-                    if tries.number == 0:
-                        self._refuse_if_saturated(noted)
-                    attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
-                    self._running[attempt] = Waiting(
-                        query=query, decision=decision, arrived_s=started_s, key=owner_of(request.rid)
-                    )
-                    try:
-                        async with contextlib.aclosing(attempt.run(following.saw, straight)) as deltas:
-                            async for delta in deltas:
-                                yield delta
-                        return
-                    except TakenBack as error:
-                        failure = error
-                        following.moved("freed" if error.move is None else error.move.cause)
-                        tries.moved()
-                    except MantaError as error:
-                        noted.failure = f"{type(error).__name__}: {error}"
-                        if not error.retryable:
-                            raise
-                        following.failed()
-                        failure = error
-                        lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
-                        assert lost is not None
-                        self._record(request, tries.number, lost, error, progress)
-                        if not tries.failed(lost, error):
-                            raise
-                    finally:
-                        del self._running[attempt]
-        finally:
-            self.num_open -= 1
+        with self._follow(request, hints, arrival, started_s) as following, self._counted(progress) as charge:
+            while True:
+                last = LAST_TRY if tries.is_last_of_several else ""
+                now = left_after(progress.so_far(), self._clock() - started_s)
+                held_out = self._hold_out.now()
+                query = self._bounded(query_of(now, hints, tries.excluded, one_replica=last), held_out)
+                decision, since_s = await self._choose(query, failure)
+                noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
+                if tries.number == 0:
+                    self._refuse_if_saturated(noted)
+                    charge(noted)
+                attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
+                self._running[attempt] = Waiting(
+                    query=query, decision=decision, arrived_s=started_s, key=owner_of(request.rid)
+                )
+                try:
+                    async with contextlib.aclosing(attempt.run(following.saw, straight)) as deltas:
+                        async for delta in deltas:
+                            yield delta
+                    return
+                except TakenBack as error:
+                    failure = error
+                    following.moved("freed" if error.move is None else error.move.cause)
+                    tries.moved()
+                except MantaError as error:
+                    noted.failure = f"{type(error).__name__}: {error}"
+                    if not error.retryable:
+                        raise
+                    following.failed()
+                    failure = error
+                    lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
+                    assert lost is not None
+                    self._record(request, tries.number, lost, error, progress)
+                    if not tries.failed(lost, error):
+                        raise
+                finally:
+                    del self._running[attempt]
 
     def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
         """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""
@@ -245,30 +246,79 @@ class Dispatcher:
             assert num_streams == 0, f"{num_streams} streams are open, no request is"
             assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
             assert not self._running, f"{len(self._running)} tries run, no request is open"
-            assert not self._choices, f"choices are counted for {self._choices}, no request is open"
+            assert not self.choices, f"choices are counted for {self.choices}, no request is open"
 
     def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
         most_s = self._limits.max_wait_s / self._router.overrun.beyond(self._limits.max_wait_s)
         return replace(query, max_wait_s=most_s, excluded=query.excluded | held_out.keys())
 
     @contextlib.contextmanager
-    def _counted(self, request: GenerateRequest) -> Iterator[None]:
-        """Count the choices of ``request`` as its key's, while it runs or waits. Raises: Saturated, if too many do."""
-        key, most = owner_of(request.rid), self._limits.max_choices_per_key
-        num, num_new = self._choices[key], request.sampling.n
+    def _counted(self, progress: Progress) -> Iterator[Callable[[Try], None]]:
+        """Count the choices of a request as its key's, while it runs or waits. Gives: what counts its tokens from the
+        first try on, which is about to be sent. Raises: Saturated, if too many choices do; from there on OverQuota."""
+        request = progress.request
+        key, num_new = owner_of(request.rid), request.sampling.n
+        num, most, where = self.choices[key], self._limits.max_choices_per_key, "router.max_choices_per_key"
+        entry = None if self.quotas is None else self.quotas.key_of(key)
+        if self.quotas is not None and entry is not None and entry.limits.choices is not None:
+            num += self.quotas.choices_elsewhere(key)
+            most, where = entry.limits.choices, "limits.choices of the key"
         if key and num + num_new > most:
             raise Saturated(
                 f"{num} choices of this API key run or wait, {num_new} more would exceed {most} "
-                "(router.max_choices_per_key): send fewer at a time, or try again later",
+                f"({where}): send fewer at a time, or try again later",
                 retry_after_s=1.0,
             )
-        self._choices[key] += num_new
+        self.num_open += 1
+        self.choices[key] += num_new
         try:
-            yield
+            if self.quotas is None or entry is None:
+                yield lambda noted: None
+            else:
+                with self._charged(self.quotas, entry, progress) as charge:
+                    yield charge
         finally:
-            self._choices[key] -= num_new
-            if not self._choices[key]:
-                del self._choices[key]
+            self.num_open -= 1
+            self.choices[key] -= num_new
+            if not self.choices[key]:
+                del self.choices[key]
+
+    @contextlib.contextmanager
+    def _charged(self, quotas: Quotas, key: TenantKey, progress: Progress) -> Iterator[Callable[[Try], None]]:
+        """Count what a request uses: an estimate from the call of what this gives, at its end what it was."""
+        request, reserved = progress.request, list[Reserved]()
+
+        def charge(noted: Try) -> None:
+            uncached_len, sampling = len(request.token_ids) - noted.decision.overlap_tokens, request.sampling
+            try:
+                made = quotas.reserve(
+                    key, input_tokens=uncached_len, output_tokens=sampling.max_new_tokens, choices=sampling.n
+                )
+            except OverQuota as error:
+                self._refuse(noted, error)
+                raise
+            reserved.append(made)
+
+        try:
+            yield charge
+        except MantaError:
+            while reserved and not progress.started:  # it is no fault of the client that nothing came
+                quotas.give_back(reserved.pop())
+            raise
+        finally:
+            for each in reserved:
+                quotas.settle(
+                    each,
+                    input_tokens=progress.uncached_tokens,
+                    output_tokens=progress.num_delivered,
+                    choices=request.sampling.n,
+                )
+
+    def _refuse(self, noted: Try, error: MantaError) -> None:
+        """Close a decision with which nothing was sent."""
+        noted.outcome = RouteOutcome(ending=Ending.CANCELLED)
+        self._router.done(noted.decision, noted.outcome)
+        noted.failure = f"{type(error).__name__}: {error}"
 
     def _follow(self, request: GenerateRequest, hints: RouteHints, arrival: Arrival | None, now_s: float) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
@@ -331,14 +381,12 @@ class Dispatcher:
         if decision.predicted_ttft_s * overrun <= most_s or wait_s <= most_s:
             return
         late = f" (first tokens take {overrun:.1f} times their estimate)" if overrun > 1.05 else ""
-        noted.outcome = RouteOutcome(ending=Ending.CANCELLED)
-        self._router.done(decision, noted.outcome)
         error = Saturated(
             f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s{late}, at most "
             f"{most_s:g} s are allowed (router.max_wait_s): try again later",
             retry_after_s=wait_s - most_s,
         )
-        noted.failure = f"{type(error).__name__}: {error}"
+        self._refuse(noted, error)
         raise error
 
     def _record(

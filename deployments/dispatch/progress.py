@@ -69,6 +69,12 @@ class Progress:
         return any(self._ids) or any(self._ended)
 
     @property
+    def uncached_tokens(self) -> int | None:
+        """The prompt tokens that were computed for its first answer; None until something has come."""
+        first = next((usage for usage in self._first_usage if usage is not None), None)
+        return None if first is None else first.prompt_tokens - first.cached_tokens
+
+    @property
     def num_delivered(self) -> int:
         return sum(len(ids) for ids in self._ids)
 

@@ -23,6 +23,7 @@ from typing import ParamSpec
 
 from dashboards.catalog import ANSWERING, FAILED
 from deployments import logs
+from deployments.dispatch.quotas import OverQuota
 from deployments.dispatch.rids import client_rid, owner_of
 from deployments.dispatch.timeline import Arrival, LegTimes, Timeline
 from replicas.distributions import Tally
@@ -411,6 +412,7 @@ def told_of(
     told: dict[str, str | int | float | None] = {
         "rid": request.rid,
         "key": owner_of(request.rid) or None,
+        "tenant": request.tenant or None,
         "model_replica": None if last is None else last.decision.replica_id,  # Serve's "replica" is the router's own
         "prefill_replica": None if last is None else last.decision.prefill_id,
         "prompt": len(request.token_ids),
@@ -442,6 +444,8 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
         return "cancelled"
     if isinstance(error, Overloaded):
         return "shed"
+    if isinstance(error, OverQuota):
+        return "invalid"  # it says nothing about the fleet
     return outcome_of_status(getattr(error, "http_status", 500))
 
 

@@ -9,13 +9,15 @@ Thread:    the event loop of a router, or of the observatory; asking Serve for t
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import RayServeException
+
+from deployments.dispatch.quotas import Told
 
 Body = dict[str, Any]  # an answer of ``GET /route/{name}``; or about a response, of which no two routers know
 What = Literal["response", "events", "cancel", "delete"]
@@ -51,6 +53,10 @@ class RouterPeers(Protocol):
         """Do what a client asks of a response in the background (http/apis/responses.py), at the router that has it."""
         ...
 
+    async def used(self) -> Mapping[str, Told]:
+        """Return what the keys have used at each router that answers, by its id."""
+        ...
+
 
 class NoPeers:
     """`RouterPeers` of the only router of its application."""
@@ -60,6 +66,9 @@ class NoPeers:
 
     async def ask_response(self, ask: ResponseAsk) -> FoundRoute:
         return FoundRoute()
+
+    async def used(self) -> Mapping[str, Told]:
+        return {}
 
 
 async def newest(asked: Sequence[Awaitable[Body | None]], *, within_s: float) -> FoundRoute:
@@ -137,6 +146,16 @@ class RayPeers:
 
     async def ask_response(self, ask: ResponseAsk) -> FoundRoute:
         return await self._find("ask_response", ask, about=ask.what)  # without keys its id is all that protects it
+
+    async def used(self) -> Mapping[str, Told]:
+        try:
+            answers = await self._routers.ask("told_quotas", within_s=self._answer_s)
+        except NobodyAsked as error:
+            log.warning("the other routers were not asked what keys have used: %s", error)
+            return {}
+        waited = (asyncio.wait_for(each, self._answer_s) for each in answers)
+        told = await asyncio.gather(*waited, return_exceptions=True)
+        return dict(each for each in told if not isinstance(each, BaseException))
 
     async def _find(self, method: str, asked: str | ResponseAsk, *, about: str) -> FoundRoute:
         """``about``: what the log may say of it."""

@@ -33,11 +33,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.dispatch.quotas import Quotas
 from deployments.dispatch.rids import owned
 from deployments.http.http_errors import BodyTooLarge, BodyTooSlow, error_response
-from deployments.settings.keys import ANYBODY, CALLER, KEY_VARIABLE, Caller, KeyDigests, shown_keys
+from deployments.settings.keys import ANYBODY, CALLER, KEY_VARIABLE, CacheIsolation, Caller, KeyDigests, shown_keys
 from deployments.settings.places import is_loopback
-from replicas.errors import MantaError, RequestAborted
+from deployments.settings.tenants import TenantKey
+from replicas.errors import InvalidRequest, MantaError, RequestAborted
 from replicas.types import GenerateRequest
 
 OPEN = ("/", "/health", "/ready", "/ping")
@@ -53,12 +55,19 @@ class KeyNeeded(MantaError):
         self.code = code
 
 
+class NotAllowed(KeyNeeded):
+    """The key is right, and may not do this."""
+
+    http_status = 403
+
+
 class KeyCheck:
     """ASGI middleware: if API keys exist, answers a request without one before its body is read."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyDigests) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyDigests, quotas: Quotas | None = None) -> None:
         self._app = app
         self._keys = keys
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -69,7 +78,21 @@ class KeyCheck:
                 return
             scope.setdefault("state", {})["caller"] = caller = caller or ANYBODY
             CALLER.set(caller.name)
+            if caller.key is not None and self._quotas is not None:
+                send = _telling(self._quotas, caller.key, send)
         await self._app(scope, receive, send)
+
+
+def _telling(quotas: Quotas, key: TenantKey, send: Send) -> Send:
+    """Return ``send`` with headers that say what the key has left."""
+
+    async def telling(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            told = [(name.encode(), value.encode()) for name, value in quotas.headers(key).items()]
+            message["headers"] = [*message["headers"], *told]
+        await send(message)
+
+    return telling
 
 
 def _key_needed(headers: Mapping[str, str]) -> KeyNeeded:
@@ -99,14 +122,46 @@ def admin_only(request: Request) -> None:
         )
 
 
-def scoped(request: GenerateRequest, caller: Caller, *, isolates: bool) -> GenerateRequest:
-    """Put the caller into the id of ``request``, and with ``isolates`` also into its salt, so that it shares cached
-    prefixes only with requests of the same key and salt."""
+def scoped(request: GenerateRequest, caller: Caller, *, isolation: CacheIsolation, model: str) -> GenerateRequest:
+    """Put the caller into the id of ``request``, its tenant beside it, and one of both into its salt, as ``isolation``
+    says: it shares cached prefixes only with requests of the same salt.
+
+    Raises: NotAllowed, InvalidRequest for what its key may not ask for of ``model``.
+    """
     if not caller.name:
         return request
-    salt = f"\0{caller.name}\0{request.cache_salt}" if isolates else request.cache_salt  # clients cannot send NUL
-    key = owned(request.routing_key, caller.name) if request.routing_key else ""
-    return replace(request, rid=owned(request.rid, caller.name), cache_salt=salt, routing_key=key)
+    space = {"key": caller.name, "tenant": f"tenant {caller.tenant}", "none": ""}[isolation]
+    salt = f"\0{space}\0{request.cache_salt}" if space else request.cache_salt  # clients cannot send NUL
+    routing_key = owned(request.routing_key, caller.name) if request.routing_key else ""
+    key, weight, priority = caller.key, 1.0, request.priority
+    if key is not None:
+        _check_limits(request, key, model)
+        weight, priority = key.weight, min(priority, key.highest_priority)
+    rid = owned(request.rid, caller.name)
+    return replace(
+        request,
+        rid=rid,
+        cache_salt=salt,
+        routing_key=routing_key,
+        tenant=caller.tenant,
+        weight=weight,
+        priority=priority,
+    )
+
+
+def _check_limits(request: GenerateRequest, key: TenantKey, model: str) -> None:
+    limits, sampling = key.limits, request.sampling
+    if key.models is not None and model not in key.models:
+        raise NotAllowed(f"this key may not use the model {model!r}", code="model_not_allowed")
+    if limits.n is not None and sampling.n > limits.n:
+        raise InvalidRequest(f"n: this key may ask for at most {limits.n} choices, got {sampling.n}", param="n")
+    longest = len(request.token_ids) + sampling.max_new_tokens
+    if limits.context is not None and longest > limits.context:
+        raise InvalidRequest(
+            f"max_tokens: prompt and answer may have {limits.context:,} tokens with this key; the prompt has "
+            f"{len(request.token_ids):,}, and {sampling.max_new_tokens:,} more are asked for",
+            param="max_tokens",
+        )
 
 
 ANY = "*"

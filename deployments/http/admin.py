@@ -132,6 +132,15 @@ async def model_info(request: Request) -> Response:
     return JSONResponse(body)
 
 
+@router.get("/keys", dependencies=ADMIN, **gives(answers.KeysBody))
+async def keys(request: Request) -> Response:
+    """List the keys of `router.keys_file` with their limits, and what each has used within a minute."""
+    dispatcher = service_of(request).dispatcher
+    if dispatcher.quotas is None:
+        return JSONResponse({"path": None, "error": "", "keys": []})
+    return JSONResponse(dispatcher.quotas.body(dispatcher.choices))
+
+
 @router.get("/get_server_info", dependencies=ADMIN, **gives(answers.ServerInfoBody))
 @router.get("/server_info", dependencies=ADMIN, **gives(answers.ServerInfoBody))
 async def server_info(request: Request) -> Response:

@@ -589,6 +589,36 @@ class ServerInfoBody(AnswerBody):
     internal_states: list[dict[str, Any]] = Field(description="For each replica: identity, pool, queues, counters.")
 
 
+class KeyUse(AnswerBody):
+    """What a key has used within a minute, at all routers."""
+
+    requests: int = Field(description="Requests sent.")
+    input_tokens: int = Field(description="Prompt tokens that no cache had; of open requests an estimate.")
+    output_tokens: int = Field(description="Output tokens; of open requests an estimate.")
+    choices: int = Field(description="Choices that run or wait now.")
+
+
+class KeyBody(AnswerBody):
+    """One key of `router.keys_file`; none of its fields holds the key."""
+
+    id: str = Field(description="Its id.")
+    tenant: str = Field(description="Its tenant.")
+    weight: float = Field(description="Of the tenant's share.")
+    limits: dict[str, int | None] = Field(description="What it may use; null: no limit.")
+    highest_priority: int = Field(description="A higher one counts as this.")
+    models: list[str] | None = Field(description="The models that it may use; null: all.")
+    admin: bool = Field(description="Whether it is an admin's key.")
+    used: KeyUse
+
+
+class KeysBody(AnswerBody):
+    """All keys of `router.keys_file`, and whether the file as it is now is in force."""
+
+    path: str | None = Field(description="The file; null: there is none.")
+    error: str = Field(description="Why the file as it is now is not in force; empty if it is.")
+    keys: list[KeyBody]
+
+
 class HealthBody(AnswerBody):
     """The answer while replicas are ready."""
 

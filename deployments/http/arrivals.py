@@ -172,11 +172,12 @@ class Generations:
         Args: resumes: another router may have run it: what that has made is not made again.
         """
         request = replace(request, routing_key=self._hints.session_id) if self._hints.session_id else request
-        request = scoped(request, self._caller, isolates=self._service.isolates_keys)
+        service = self._service
+        request = scoped(request, self._caller, isolation=service.isolation, model=service.model.name)
         self.rids.append(request.rid)
         if resumes:
             return self._resumed(request)
-        return self._service.dispatcher.stream(request, self._hints, self._arrival, straight)
+        return service.dispatcher.stream(request, self._hints, self._arrival, straight)
 
     async def _resumed(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of ``request``, the first of which hold what a replica remembers of it."""

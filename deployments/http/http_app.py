@@ -58,7 +58,7 @@ def make_app(
     app.add_middleware(http_errors.Unforeseen)
     if tracing is not None:
         app.add_middleware(Traces, tracing=tracing, routes=service.dispatcher.routes)
-    app.add_middleware(KeyCheck, keys=keys)
+    app.add_middleware(KeyCheck, keys=keys, quotas=service.dispatcher.quotas)
     if browsers is not None:
         app.add_middleware(BrowserCheck, rules=browsers)
     if cors_origins:

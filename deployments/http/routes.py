@@ -62,7 +62,7 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
         cache_salt=salt_of(body.cache_salt, body.extra_key),
         priority=body.priority or 0,
     )
-    would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
+    would_be = scoped(would_be, caller_of(request), isolation=service.isolation, model=service.model.name)
     checked(service, would_be, names={"prompt": param})
     dispatcher, hints = service.dispatcher, hints_of(request.headers)
     decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be, hints), hints))

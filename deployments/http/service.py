@@ -37,7 +37,7 @@ from deployments.output.examined import ExaminedGrammars
 from deployments.output.output_format import OutputFormat
 from deployments.output.prompting import ChatPrompting
 from deployments.output.tools import ToolUse
-from deployments.settings.keys import CALLER
+from deployments.settings.keys import CALLER, CacheIsolation
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidConfig, PromptTooLong, UnsupportedModel
@@ -114,7 +114,7 @@ class Service:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
     max_schema_bytes: int = 1 << 20
-    isolates_keys: bool = True  # requests of different API keys share no cached prefix
+    isolation: CacheIsolation = "key"  # between whose requests cached prefixes are not shared
     body_timeout_s: float = 60.0
     tool_format: str = "auto"
     reasoning_format: str = "auto"

@@ -16,13 +16,15 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deployments.settings.places import ROOT
+from deployments.settings.tenants import TenantKey, TenantKeys
 from replicas.errors import InvalidConfig
 
 KEYS_VARIABLE = "MANTA_API_KEYS"
 KEY_VARIABLE = "MANTA_ADMIN_KEY"
+CacheIsolation = Literal["key", "tenant", "none"]
 KEY_LEN = 8  # characters, at least
 SECRET = ("admin_key", "api_key_file")  # of the group ``router``
 GOOD_KEY_LEN = 20  # shorter ones warn: who reads log lines may search for the key that a caller's name was made from
@@ -35,6 +37,12 @@ class Caller:
 
     name: str = ""  # 16 hex digits made from its key, in its request ids and salts; "" without a key
     is_admin: bool = False
+    key: TenantKey | None = None  # of router.keys_file; None: its key is not from there
+
+    @property
+    def tenant(self) -> str:
+        """The name of its tenant: a key that is not from router.keys_file is one by itself."""
+        return self.name if self.key is None else self.key.of
 
 
 ANYBODY = Caller()
@@ -56,16 +64,22 @@ class KeyDigests:
     api: tuple[ApiKey, ...] = ()
     admin: ApiKey | None = None
     short: tuple[str, ...] = ()  # where a key has fewer than GOOD_KEY_LEN characters
+    tenants: TenantKeys | None = None  # of router.keys_file, which may change while routers run
 
     @property
     def exist(self) -> bool:
         """Whether any key exists. If so, the admin's routes ask for the admin key, even if there is none."""
-        return bool(self.api) or self.admin is not None
+        return self.asked or self.admin is not None
+
+    @property
+    def asked(self) -> bool:
+        """Whether clients need an API key."""
+        return bool(self.api) or self.tenants is not None
 
     @property
     def guard(self) -> bytes | None:
         """The digest of the key for the metrics ports. None: no key is needed; b"": no key is accepted."""
-        return self.admin.digest if self.admin is not None else b"" if self.api else None
+        return self.admin.digest if self.admin is not None else b"" if self.asked else None
 
     def caller(self, headers: Mapping[str, str]) -> Caller | None:
         """Identify the caller by the key in ``headers``. Returns: None if an API key is required and none matches."""
@@ -76,7 +90,10 @@ class KeyDigests:
         right = [key for key in keys for each in given if hmac.compare_digest(each, key.digest)]  # compares all of them
         if right:
             return Caller(name=right[0].name, is_admin=right[0] is self.admin)
-        return None if self.api else ANYBODY
+        for found in (self.tenants.find(each) for each in given if self.tenants is not None):
+            if found is not None:
+                return Caller(name=found.name, is_admin=found.admin, key=found)
+        return None if self.asked else ANYBODY
 
 
 NO_KEYS = KeyDigests()
@@ -100,7 +117,11 @@ def shown_keys(headers: Mapping[str, str]) -> list[str]:
 
 
 def read_keys(
-    *, api_key_file: str | None, admin_key: str | None, environ: Mapping[str, str] = os.environ
+    *,
+    api_key_file: str | None,
+    admin_key: str | None,
+    keys_file: str | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> KeyDigests:
     """Read the keys from the settings and the environment. Raises: InvalidConfig, whose text never contains a key."""
     listed = [(key, KEYS_VARIABLE) for key in _split(environ.get(KEYS_VARIABLE, ""))]
@@ -118,7 +139,11 @@ def read_keys(
         )
     short = dict.fromkeys(where for key, where in given if len(key) < GOOD_KEY_LEN)
     admins = _accepted(admin) if admin else None
-    return KeyDigests(api=tuple(_accepted(key) for key in keys), admin=admins, short=tuple(short))
+    tenants = None if keys_file is None else TenantKeys.read(keys_file)
+    for key in [*keys, *([admin] if admin else [])]:
+        if tenants is not None and (same := tenants.find(digest(key))) is not None:
+            raise InvalidConfig(f"router.keys_file: {same.id} has a key that is given elsewhere too: use one place")
+    return KeyDigests(api=tuple(_accepted(key) for key in keys), admin=admins, short=tuple(short), tenants=tenants)
 
 
 def _of_file(path: str) -> list[str]:

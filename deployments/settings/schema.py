@@ -25,7 +25,7 @@ from deployments.settings.groups import (
     TransferGroup,
     in_bytes,
 )
-from deployments.settings.keys import SECRET, KeyDigests, read_keys
+from deployments.settings.keys import SECRET, CacheIsolation, KeyDigests, read_keys
 from deployments.settings.settings_file import BYTES, sentences, setting_of, shown
 from kvtransfer.stores.urls import parsed
 from replicas.config import (
@@ -118,10 +118,13 @@ class RouterSettings(Settings):
     record: str | None = Field(default=None, pattern="^/")
     record_bytes: int = Field(default=1 << 30, ge=1 << 16)  # where a router's recording ends
     api_key_file: str | None = None  # file of API keys, one a line; MANTA_API_KEYS adds to them
+    # file of keys with tenants, limits and weights, read anew when it changes; each router's node has it at this path
+    keys_file: str | None = None
     # key for the admin's routes and the metrics ports; by default MANTA_ADMIN_KEY, else none
     admin_key: SecretStr | None = None
-    # key: requests of different API keys share no cached prefix; none: they do
-    cache_isolation: Literal["key", "none"] = "key"
+    # key: requests of different API keys share no cached prefix; tenant: those of different tenants share none; none:
+    # all share
+    cache_isolation: CacheIsolation = "key"
     # names accepted in Host beside the loopback's, where the loopback is served without keys; *: any
     allowed_hosts: tuple[str, ...] = ()
     # origins of web pages that may call the API, such as http://localhost:3000; *: all
@@ -130,7 +133,7 @@ class RouterSettings(Settings):
     def known_keys(self) -> KeyDigests:
         """Read the keys of these settings and of this environment. Raises: InvalidConfig."""
         given = None if self.admin_key is None else self.admin_key.get_secret_value()
-        return read_keys(api_key_file=self.api_key_file, admin_key=given)
+        return read_keys(api_key_file=self.api_key_file, admin_key=given, keys_file=self.keys_file)
 
     def shown(self) -> dict[str, Any]:
         """Write the settings without the secrets."""

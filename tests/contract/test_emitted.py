@@ -38,6 +38,7 @@ QUIET = {
     "kv_pool_alloc_failures_total", "kv_pool_failed_checks_total",
     "router_retries_total", "requests_moved_total", "router_cache_event_gaps_total",
     "router_streams_resumed_total", "router_streams_expired_total",  # test_resumed_streams.py
+    "tenant_requests_total", "tenant_tokens_total",  # test_quotas.py
     *(metric.name for metric in METRICS if metric.name.startswith("tier_")),  # test_replica_figures.py
     "inter_token_latency_seconds",  # a fake device makes all tokens before the router looks
 }  # fmt: skip

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from dashboards.catalog import ROLES, Process
+from deployments.dispatch.quotas import Quotas
 from deployments.dispatch.route_log import OBJECTIVES, RequestWatch
 from deployments.fleet.fleet import Fleet
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
+from deployments.settings.tenants import TenantKeys
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of, tell_build
 from deployments.watch.metrics.router_events import RouterEvents
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
@@ -33,6 +35,8 @@ NAMES = (
     "router_cache_snapshots_total",
     "router_replicas",
 )
+
+TENANTS = ("router_keys_file_failed", "tenant_requests_total", "tenant_tokens_total")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,7 @@ class RouterMetrics:
     """All metrics of one router; with ``observability.metrics: false`` no port is opened, and what
     the live view needs is counted alone."""
 
-    def __init__(self, config: AppConfig, *, router_id: str, fleet: Fleet) -> None:
+    def __init__(self, config: AppConfig, *, router_id: str, fleet: Fleet, quotas: Quotas | None = None) -> None:
         identity = Identity(model=config.model.name, role=ROLE, replica=router_id)
         self._settings = config.observability
         self._emitter: Emitter | None = None
@@ -118,6 +122,7 @@ class RouterMetrics:
         self.watch = RequestWatch(self._objectives)  # what follows requests
         if self._settings.metrics:
             self._emitter = self._bind(config, identity, fleet)
+            self._emitter.tell(TENANTS, (quotas if quotas is not None else Quotas(TenantKeys())).figures)
         # what a scrape through Serve's proxy may see: it reaches any one of the routers
         any_router = Emitter(Process.ROUTER, identity)
         tell_build(any_router)

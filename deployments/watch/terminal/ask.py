@@ -74,6 +74,14 @@ def replica(url: str, replica_id: str, key: str | None, *, action: str = "") -> 
         raise _refused(error, url, key) from error
 
 
+def keys(url: str, key: str | None) -> dict[str, Any]:
+    """Return the keys of the routers' file, and their use. Raises: Unanswered."""
+    try:
+        return _get(f"{_base(url)}/keys", key)
+    except urllib.error.HTTPError as error:
+        raise _refused(error, url, key) from error
+
+
 def first_model(url: str, key: str | None) -> str:
     """Return the name of the model that is served. Raises: Unanswered."""
     try:

@@ -3,6 +3,8 @@
 Some only ask, others kill.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,8 @@ from tests.serve.running import Running, serving
 KEY = "what an operator shows and no log does"
 SHOWN = {"Authorization": f"Bearer {KEY}"}
 API_KEY = "what-clients-show-and-no-log-does"
+TENANT_KEY = "what-a-tenant-shows-and-no-log-does"
+MOST = 20  # requests of it a minute
 RUNNING, QUEUED = 2, 4  # requests of one replica
 
 
@@ -20,6 +24,9 @@ RUNNING, QUEUED = 2, 4  # requests of one replica
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys").write_text(f"{API_KEY}\n")
+    digest = hashlib.sha256(TENANT_KEY.encode()).hexdigest()
+    entry = {"id": "few", "sha256": digest, "limits": {"requests": MOST}}
+    (folder / "keys.json").write_text(json.dumps([entry]))
     with serving(
         folder,
         admin_key=KEY,
@@ -27,7 +34,12 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         replicas={"count": 2, "cpus": 0.5, "health_period_s": 0.5},
         cache={"max_total_tokens": 8_000},
         scheduler={"max_running_requests": RUNNING, "max_queued_requests": QUEUED},
-        router={"policy": "estimated_ttft", "count": 2, "api_key_file": str(folder / "keys")},
+        router={
+            "policy": "estimated_ttft",
+            "count": 2,
+            "api_key_file": str(folder / "keys"),
+            "keys_file": str(folder / "keys.json"),
+        },
     ) as running:
         yield running
 

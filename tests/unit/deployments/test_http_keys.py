@@ -19,7 +19,7 @@ from deployments.http.http_errors import MESSAGES, OLLAMA
 from deployments.http.service import Service
 from deployments.output import examined
 from deployments.output.examined import ExaminedGrammars
-from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.settings.keys import NO_KEYS, CacheIsolation, KeyDigests, read_keys
 from deployments.settings.schema import parse
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
@@ -158,23 +158,44 @@ async def test_a_request_is_aborted_only_with_the_key_that_opened_it(
     await pending[1]
 
 
-@pytest.mark.parametrize(("isolates", "cached"), [(True, [0, 0, 96]), (False, [0, 96, 96])])
+@pytest.mark.parametrize(("isolation", "cached"), [("key", [0, 0, 96]), ("tenant", [0, 0, 96]), ("none", [0, 96, 96])])
 async def test_keys_share_no_cached_prefix_unless_they_are_told_to(
-    service: Service, house: House, engine_loop: EngineLoop, isolates: bool, cached: list[int]
+    service: Service, house: House, engine_loop: EngineLoop, isolation: CacheIsolation, cached: list[int]
 ) -> None:
     """Security note, item 11: whoever sent a prompt learnt how much of it another client's had left in the cache. Six
     pages of 16 tokens, of 100; the salt that both give is the same."""
-    service.__dict__["isolates_keys"] = isolates
-    text = service.tokenizer.decode(list(range(1000 + 100 * isolates, 1100 + 100 * isolates)))
+    service.__dict__["isolation"] = isolation
+    assert await cached_for(service, KEYS, (ONE, OTHER, ONE)) == cached
+
+
+@pytest.mark.parametrize(("isolation", "cached"), [("key", [0, 0, 0]), ("tenant", [0, 96, 0]), ("none", [0, 96, 96])])
+async def test_the_keys_of_one_tenant_share_cached_prefixes_if_tenants_alone_are_apart(
+    tmp_path: Path, service: Service, engine_loop: EngineLoop, isolation: CacheIsolation, cached: list[int]
+) -> None:
+    service.__dict__["isolation"] = isolation
+    held = {ONE: "team", OTHER: "team", "key-of-a-stranger": "strangers"}
+    file = tmp_path / "keys.json"
+    entries = [
+        {"id": f"{tenant}-{number}", "sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant}
+        for number, (key, tenant) in enumerate(held.items())
+    ]
+    file.write_text(json.dumps(entries))
+    keys = read_keys(api_key_file=None, admin_key=ADMIN, keys_file=str(file), environ={})
+    assert await cached_for(service, keys, tuple(held)) == cached
+
+
+async def cached_for(service: Service, keys: KeyDigests, shown: tuple[str, ...]) -> list[int]:
+    """Send one prompt with each key in turn, to an empty cache. Return how many of its tokens were cached for each."""
+    text = service.tokenizer.decode(list(range(1000, 1100)))
     ids = service.tokenizer.encode(text).tolist()[:100]
-    async with client_of(service, KEYS) as http:
+    found = []
+    async with client_of(service, keys) as http:
         assert (await http.post("/flush_cache?timeout=5", headers=bearer(ADMIN))).status_code == 200
-        body = {"prompt": ids, "max_tokens": 1, "cache_salt": "ours"}
-        found = []
-        for key in (ONE, OTHER, ONE):
+        for key in shown:
+            body = {"prompt": ids, "max_tokens": 1, "cache_salt": "ours"}
             answer = await http.post("/v1/completions", json=body, headers=bearer(key))
             found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-    assert found == cached
+    return found
 
 
 async def test_no_answer_log_line_or_record_holds_a_key(

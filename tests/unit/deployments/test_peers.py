@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
+from deployments.dispatch import quotas
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.peers import Body, FoundRoute, NoPeers, RayPeers, ResponseAsk, newer, newest
 from deployments.http.http_app import make_app
@@ -30,12 +31,12 @@ CANCEL = ResponseAsk(owner="me", response_id="resp_1", what="cancel")
 class Call:
     """One router's answer as Serve hands it over: a body, an error, or (with neither) one that never comes."""
 
-    def __init__(self, answer: Body | BaseException | None, *, hangs: bool = False) -> None:
+    def __init__(self, answer: Body | tuple[str, quotas.Told] | BaseException | None, *, hangs: bool = False) -> None:
         self.answer = answer
         self.hangs = hangs
         self.cancelled = False
 
-    async def get_async(self) -> Body | None:
+    async def get_async(self) -> Body | tuple[str, quotas.Told] | None:
         if self.hangs:
             await asyncio.Event().wait()
         if isinstance(self.answer, BaseException):
@@ -53,8 +54,8 @@ class Handle:
         self.calls = calls
         self.error = error
 
-    def broadcast(self, method: str, asked: str | ResponseAsk) -> "Handle":
-        assert (method, asked) in (("find_route", "mine"), ("ask_response", CANCEL))
+    def broadcast(self, method: str, *asked: str | ResponseAsk) -> "Handle":
+        assert (method, *asked) in (("find_route", "mine"), ("ask_response", CANCEL), ("told_quotas",))
         return self
 
     async def _fetch_replica_results_async(self) -> list[Call]:
@@ -107,6 +108,12 @@ async def test_the_router_that_has_a_response_answers_for_the_others() -> None:
     body: Body = {"response": {"status": "cancelled"}}
     assert await peers(Call(None), Call(body)).ask_response(CANCEL) == FoundRoute(body=body)
     assert (await peers(Call(None), Call(None, hangs=True)).ask_response(CANCEL)).unanswered.startswith("1 of 2")
+
+
+async def test_what_keys_have_used_is_that_of_the_routers_which_answer() -> None:
+    told = quotas.Told(used={7: {"key": [1.0, 20.0, 4.0]}}, choices={"key": 1})
+    assert await peers(Call(("one", told)), Call(None, hangs=True), Call(RayError("lost"))).used() == {"one": told}
+    assert await peers(error=RayError("no controller")).used() == {}
 
 
 async def test_the_log_names_no_response_and_no_caller(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,7 @@ async def test_the_choices_of_one_key_are_bounded_and_those_of_others_are_not(sc
     replica.hold.set()
     await scripted.collect(rid=f"{mine}.0-again", n=3)
     await asyncio.gather(*others, open_ones[1])
-    assert not scripted.dispatcher._choices
+    assert not scripted.dispatcher.choices
     scripted.dispatcher.check()
 
 

@@ -1,0 +1,250 @@
+"""What each key has used of late, and whether it may use more.
+
+Owns:      the counts of a key's requests and tokens: this router's own, and those that the others have told.
+Never:     asks another router on a request's way: each tells the others its own counts every TELL_S.
+Invariant: a request counts with an estimate from when it is sent, and with what it used from its end on. So at most
+           the requests that one router takes between two tellings go beyond a limit, and what estimates fall short.
+Thread:    the router's event loop.
+
+A minute is a sliding one: the count of this minute, and of the one before the part that is still within 60 s. It is
+exact if the minute before was used evenly.
+"""
+
+import asyncio
+import itertools
+import logging
+import operator
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from deployments.settings.tenants import TenantKey, TenantKeys
+from replicas.errors import MantaError
+
+log = logging.getLogger(__name__)
+
+MINUTE_S = 60.0
+TELL_S = 0.2  # from one look at the other routers' counts to the next
+LOOKS = 5  # such looks until the next one at the file of keys
+MOST_TENANTS = 100  # that metrics name; the rest is one
+OTHERS = "others"
+Kind = Literal["requests", "input_tokens", "output_tokens"]
+KINDS: tuple[Kind, ...] = ("requests", "input_tokens", "output_tokens")
+HEADERS = [tuple(f"x-ratelimit-{what}-{kind.replace('_', '-')}" for what in ("limit", "remaining", "reset"))
+           for kind in KINDS]  # fmt: skip
+FIRST_OUTPUT_LEN = 128.0  # assumed of a key's answers before any has ended
+Used = dict[str, list[float]]  # name of a key -> of each of KINDS
+
+
+class OverQuota(MantaError):
+    """The key has used what it may in a minute."""
+
+    http_status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What one router tells the others."""
+
+    used: Mapping[int, Used]  # in this minute and the one before
+    choices: Mapping[str, int]  # that run or wait there, by the key's name
+
+
+@dataclass(slots=True, kw_only=True)
+class Reserved:
+    """What one request counts with until it ends."""
+
+    key: TenantKey
+    minute: int
+    input_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class LastMinute:
+    """What a key has used, at all routers, of each of KINDS."""
+
+    this: list[float]  # minute
+    before: list[float]  # in the minute before this one
+    left: float  # the part of that one that is within 60 s
+
+    def used(self, at: int) -> float:
+        """Count what is within 60 s of the kind at ``at``."""
+        return self.this[at] + self.before[at] * self.left
+
+    def wait_s(self, at: int, room: float) -> float:
+        """Return how long it takes until no more than ``room`` counts, if nothing more comes."""
+        this, before = self.this[at], self.before[at]
+        if this <= room:
+            return MINUTE_S * (self.left - (room - this) / before)
+        return MINUTE_S * self.left + MINUTE_S * (1 - room / this)
+
+
+@dataclass(slots=True)
+class Quotas:
+    """The counts of all keys of one file."""
+
+    keys: TenantKeys
+    clock: Callable[[], float] = time.time  # of the day: routers must agree on the minute
+    totals: Counter[tuple[str, str]] = field(default_factory=Counter)  # (tenant, kind), since the start, at this router
+    _own: dict[int, Used] = field(default_factory=dict)
+    _others: dict[str, Told] = field(default_factory=dict)
+    _output_len: dict[str, float] = field(default_factory=dict)  # of a choice, by key: a running mean
+
+    def key_of(self, name: str) -> TenantKey | None:
+        """Return the key of the caller ``name``; None for one that is not in the file."""
+        return self.keys.by_name.get(name)
+
+    def choices_elsewhere(self, name: str) -> int:
+        """Count the choices of a key that run or wait at other routers."""
+        return sum(told.choices.get(name, 0) for told in self._others.values())
+
+    def used(self, name: str, kind: Kind) -> float:
+        """Count what a key has used within a minute."""
+        return self._last_minute(name).used(KINDS.index(kind))
+
+    def reserve(self, key: TenantKey, *, input_tokens: int, output_tokens: int, choices: int) -> Reserved:
+        """Count a request that is about to be sent. ``output_tokens``: the most that a choice may have.
+
+        Raises: OverQuota, and counts nothing, if the key may not.
+        """
+        mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
+        counts = (1.0, float(input_tokens), min(float(output_tokens), mean) * choices)
+        window = self._last_minute(key.name)
+        for at, (limit, more) in enumerate(zip(key.limits.a_minute, counts, strict=True)):
+            if limit is not None and window.used(at) + more > limit:
+                raise _over(window, at, more, limit)
+        minute = int(self.clock() // MINUTE_S)
+        self._add(minute, key.name, counts)
+        return Reserved(key=key, minute=minute, input_tokens=counts[1], output_tokens=counts[2])
+
+    def settle(self, reserved: Reserved, *, input_tokens: int | None, output_tokens: int, choices: int) -> None:
+        """Count what a request has used. ``input_tokens``: None if nothing is known of its prompt."""
+        key = reserved.key
+        spent = reserved.input_tokens if input_tokens is None else float(input_tokens)
+        difference = (0.0, spent - reserved.input_tokens, output_tokens - reserved.output_tokens)
+        self._add(reserved.minute, key.name, difference)
+        if output_tokens:
+            mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
+            self._output_len[key.name] = mean + (output_tokens / choices - mean) / 8
+        for kind, num in zip(KINDS, (1, round(spent), output_tokens), strict=True):
+            self.totals[key.of, kind] += num
+
+    def give_back(self, reserved: Reserved) -> None:
+        """Count nothing for a request that has failed here before anything came of it."""
+        counts = (-1.0, -reserved.input_tokens, -reserved.output_tokens)
+        self._add(reserved.minute, reserved.key.name, counts)
+
+    def told(self, choices: Mapping[str, int]) -> Told:
+        """Return what to tell the other routers."""
+        return Told(used=self._own, choices=dict(choices))
+
+    def hear(self, told: Mapping[str, Told]) -> None:
+        """Take in what the other routers say, each under its id. Of one that says nothing, what it has used counts on
+        while it is within a minute, and no request is open."""
+        now = int(self.clock() // MINUTE_S)
+        silent = {
+            router: Told(used=each.used, choices={}) for router, each in self._others.items() if router not in told
+        }
+        recent = {router: each for router, each in silent.items() if max(each.used, default=0) >= now - 1}
+        self._others = {**recent, **told}
+
+    def figures(self) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """Yield the metrics of the file and its tenants. On the scrape's thread."""
+        yield "router_keys_file_failed", {}, float(bool(self.keys.error))
+        named, sums = set(self.keys.tenants[:MOST_TENANTS]), Counter[tuple[str, str]]()
+        for (tenant, kind), num in self.totals.copy().items():
+            sums[tenant if tenant in named else OTHERS, kind] += num
+        for tenant in sorted({*named, OTHERS}):
+            yield "tenant_requests_total", {"tenant": tenant}, sums[tenant, "requests"]
+            for kind in KINDS[1:]:
+                yield (
+                    "tenant_tokens_total",
+                    {"tenant": tenant, "kind": kind.removesuffix("_tokens")},
+                    sums[tenant, kind],
+                )
+
+    def body(self, choices: Mapping[str, int]) -> dict[str, Any]:
+        """Write the keys of the file, what they may use and what they have used within a minute."""
+        return {
+            "path": self.keys.path,
+            "error": self.keys.error,
+            "keys": [
+                {
+                    **key.model_dump(exclude={"sha256"}),
+                    "tenant": key.of,
+                    "used": {
+                        **{kind: round(self.used(key.name, kind)) for kind in KINDS},
+                        "choices": choices.get(key.name, 0) + self.choices_elsewhere(key.name),
+                    },
+                }
+                for key in self.keys.by_name.values()
+            ],
+        }
+
+    def headers(self, key: TenantKey) -> dict[str, str]:
+        """Write the headers that say how much is left."""
+        shown: dict[str, str] = {}
+        window = self._last_minute(key.name)
+        for at, limit in enumerate(key.limits.a_minute):
+            if limit is None:
+                continue
+            of_limit, of_remaining, of_reset = HEADERS[at]
+            free_s = MINUTE_S * (window.left + (window.this[at] > 0)) if window.this[at] or window.before[at] else 0.0
+            shown[of_limit] = str(limit)
+            shown[of_remaining] = str(max(0, int(limit - window.used(at))))
+            shown[of_reset] = f"{free_s:.1f}s"
+        return shown
+
+    def _last_minute(self, name: str) -> LastMinute:
+        minute, passed_s = divmod(self.clock(), MINUTE_S)
+        now = int(minute)
+        return LastMinute(self._sum(now, name), self._sum(now - 1, name), 1 - passed_s / MINUTE_S)
+
+    def _sum(self, minute: int, name: str) -> list[float]:
+        sums = [0.0] * len(KINDS)
+        for of_router in (self._own, *[told.used for told in self._others.values()]):
+            if minute in of_router and name in of_router[minute]:
+                sums = [*map(operator.add, sums, of_router[minute][name])]
+        return sums
+
+    def _add(self, minute: int, name: str, counts: tuple[float, float, float]) -> None:
+        now = int(self.clock() // MINUTE_S)
+        if minute < now - 1:
+            return
+        if minute not in self._own:
+            self._own = {each: used for each, used in self._own.items() if each >= now - 1} | {minute: {}}
+        used = self._own[minute].setdefault(name, [0.0] * len(KINDS))
+        for at, num in enumerate(counts):
+            used[at] += num
+
+
+async def keep(quotas: Quotas, ask: Callable[[], Awaitable[Mapping[str, Told]]]) -> None:
+    """Keep the counts in step with the other routers', and the keys with their file, until cancelled."""
+    for look in itertools.count(1):
+        await asyncio.sleep(TELL_S)
+        try:
+            quotas.hear(await ask())
+            if look % LOOKS == 0:
+                await asyncio.to_thread(quotas.keys.refresh)
+        except Exception:  # the edge: requests go on with what is known
+            log.exception("the counts of the other routers were not read; trying again")
+
+
+def _over(window: LastMinute, at: int, more: float, limit: int) -> OverQuota:
+    words = KINDS[at].replace("_", " ")
+    if more > limit:
+        return OverQuota(f"the request counts as {more:,.0f} {words}; this key may use {limit:,} a minute: make it "
+                         "smaller", retry_after_s=MINUTE_S)  # fmt: skip
+    return OverQuota(
+        f"this key has used {window.used(at):,.0f} of its {limit:,} {words} a minute, and the request needs "
+        f"{more:,.0f}: try again later",
+        retry_after_s=window.wait_s(at, limit - more),
+    )

@@ -1,0 +1,287 @@
+"""Keys with tenants: what their file may hold, its reload, and what a key may use. Replicas are scripted."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from deployments.dispatch.quotas import OverQuota, Quotas
+from deployments.http.http_app import make_app
+from deployments.settings.keys import read_keys
+from deployments.settings.tenants import KeyLimits, TenantKey, TenantKeys
+from deployments.watch.terminal import keys as terminal
+from replicas.errors import InvalidConfig
+from replicas.text.tokenizer import Tokenizer
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House, ScriptedReplica
+
+HEAVY, LIGHT, CHIEF = "a-key-of-the-heavy-tenant", "a-key-of-the-light-tenant", "a-key-of-the-chief"
+NOW_S = 60_000.0  # a minute begins
+
+
+def sha(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def entry(key: str, id: str, **more: Any) -> dict[str, Any]:
+    return {"id": id, "sha256": sha(key), **more}
+
+
+ENTRIES = [
+    entry(HEAVY, "heavy", tenant="bulk", weight=2.0, highest_priority=3,
+          limits={"requests": 4, "output_tokens": 100, "n": 2, "context": 60}),
+    entry(LIGHT, "light", models=["another"]),
+    entry(CHIEF, "chief", admin=True),
+]  # fmt: skip
+
+
+def written(path: Path, entries: object) -> str:
+    path.write_text(yaml.safe_dump(entries))
+    return str(path)
+
+
+class Clock:
+    now_s = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def key_of(**limits: int) -> TenantKey:
+    return TenantKey(id="k", sha256=sha(HEAVY), limits=KeyLimits(**limits))
+
+
+def quotas_of(clock: Clock | None = None) -> Quotas:
+    return Quotas(TenantKeys(), clock=clock or Clock())
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([], "0 keys"),
+        ({"id": "x"}, "valid list"),
+        ([{"id": "x"}], "0.sha256: Field required"),
+        ([{"id": "x", "sha256": "12"}], "0.sha256"),
+        ([entry(HEAVY, "a b")], "0.id"),
+        ([entry(HEAVY, "a", limits={"requests": 0})], "limits.requests"),
+        ([entry(HEAVY, "a", limits={"rpm": 5})], "limits.rpm"),
+        ([entry(HEAVY, "a", weight=0)], "0.weight"),
+        ([entry(HEAVY, "a"), entry(HEAVY, "b")], "b has the sha256"),
+        ([entry(HEAVY, "a"), entry(LIGHT, "a")], "a has the id"),
+        ([entry(HEAVY, "a", tenant="t"), entry(LIGHT, "b", tenant="t", weight=2)], "differ in their weight"),
+    ],
+)
+def test_a_file_of_keys_that_is_wrong_is_refused_with_the_entry_and_without_a_digest(
+    tmp_path: Path, entries: object, why: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=why) as refused:
+        TenantKeys.read(written(tmp_path / "keys.yaml", entries))
+    assert sha(HEAVY)[:10] not in str(refused.value)
+
+
+def test_a_key_is_in_one_place_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    with pytest.raises(InvalidConfig, match="light has a key that is given elsewhere"):
+        read_keys(api_key_file=None, admin_key=None, keys_file=path, environ={"MANTA_API_KEYS": LIGHT})
+
+
+def test_a_changed_file_is_in_force_and_a_bad_one_leaves_the_keys_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = TenantKeys.read(written(path, ENTRIES))
+
+    def valid() -> list[str]:
+        found = (keys.find(hashlib.sha256(key.encode()).digest()) for key in (HEAVY, LIGHT, CHIEF))
+        return [key.id for key in found if key is not None]
+
+    def failed() -> float:
+        return next(value for name, _, value in Quotas(keys).figures() if name == "router_keys_file_failed")
+
+    assert (valid(), failed()) == (["heavy", "light", "chief"], 0)
+    path.write_text("- {id: ")
+    keys.refresh()
+    keys.refresh()
+    assert (valid(), failed()) == (["heavy", "light", "chief"], 1)
+    assert "no YAML" in keys.error
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    path.unlink()
+    keys.refresh()
+    assert "cannot be read" in keys.error
+    assert len(valid()) == 3
+    written(path, ENTRIES[1:])
+    keys.refresh()
+    assert (valid(), failed(), keys.error) == (["light", "chief"], 0, "")
+
+
+def test_a_request_counts_with_an_estimate_and_then_with_what_it_used() -> None:
+    quotas, key = quotas_of(), key_of(input_tokens=1000, output_tokens=1000)
+    reserved = quotas.reserve(key, input_tokens=600, output_tokens=5000, choices=2)
+    assert quotas.used("k", "requests") == 0  # counted by the caller's name
+    assert [quotas.used(key.name, kind) for kind in ("requests", "input_tokens", "output_tokens")] == [1, 600, 256]
+    with pytest.raises(OverQuota, match=r"has used 600 of its 1,000 input tokens a minute, and the request needs 401"):
+        quotas.reserve(key, input_tokens=401, output_tokens=1, choices=1)
+    quotas.settle(reserved, input_tokens=50, output_tokens=16, choices=2)
+    assert [quotas.used(key.name, kind) for kind in ("requests", "input_tokens", "output_tokens")] == [1, 50, 16]
+    mean = 128 + (8 - 128) / 8  # what a choice is assumed to have next
+    quotas.reserve(key, input_tokens=1, output_tokens=5000, choices=1)
+    assert quotas.used(key.name, "output_tokens") == 16 + mean
+    assert quotas.totals == {("k", "requests"): 1, ("k", "input_tokens"): 50, ("k", "output_tokens"): 16}
+
+
+def test_a_request_that_alone_is_too_much_is_told_so() -> None:
+    with pytest.raises(OverQuota, match="counts as 11 input tokens; this key may use 10 a minute: make it smaller"):
+        quotas_of().reserve(key_of(input_tokens=10), input_tokens=11, output_tokens=1, choices=1)
+
+
+def test_what_is_refused_may_come_when_it_was_told_to_and_not_before() -> None:
+    clock = Clock()
+    quotas, key = quotas_of(clock), key_of(requests=10)
+
+    def ask() -> None:
+        quotas.reserve(key, input_tokens=1, output_tokens=1, choices=1)
+
+    for _ in range(10):
+        ask()
+    for _ in range(25):  # over three minutes
+        with pytest.raises(OverQuota) as refused:
+            ask()
+        clock.now_s += refused.value.retry_after_s - 0.01
+        with pytest.raises(OverQuota):
+            ask()
+        clock.now_s += 0.02
+        ask()
+    assert NOW_S + 120 < clock.now_s < NOW_S + 300
+    clock.now_s += 121
+    assert quotas.used(key.name, "requests") == 0
+
+
+def test_routers_that_tell_each_other_agree_and_one_that_has_gone_still_counts_for_a_minute() -> None:
+    clock = Clock()
+    one, other, key = quotas_of(clock), quotas_of(clock), key_of(requests=6)
+    for _ in range(3):
+        one.reserve(key, input_tokens=1, output_tokens=1, choices=1)
+    other.hear({"one": one.told({key.name: 2})})
+    assert other.choices_elsewhere(key.name) == 2
+    for _ in range(3):
+        other.reserve(key, input_tokens=1, output_tokens=1, choices=1)
+    one.hear({"other": other.told({})})
+    for each in (one, other):
+        with pytest.raises(OverQuota):
+            each.reserve(key, input_tokens=1, output_tokens=1, choices=1)
+    other.hear({})
+    assert (other.choices_elsewhere(key.name), other.used(key.name, "requests")) == (0, 6)
+    clock.now_s += 121
+    other.hear({})
+    assert other.used(key.name, "requests") == 0
+
+
+class Served:
+    """A router whose keys are those of a file, with one scripted replica."""
+
+    def __init__(self, house: House, app: Any, replica: ScriptedReplica) -> None:
+        self.house, self.app, self.replica = house, app, replica
+
+    async def ask(self, key: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app=self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://manta", timeout=30) as http:
+            headers = {"Authorization": f"Bearer {key}"}
+            if path == "/keys":
+                return await http.get(path, headers=headers)
+            return await http.post(path, json={"prompt": "a b c", "max_tokens": 4, **body}, headers=headers)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    keys = read_keys(api_key_file=None, admin_key=None, keys_file=written(tmp_path / "keys.yaml", ENTRIES), environ={})
+    async with House() as house:
+        assert keys.tenants is not None
+        house.dispatcher.quotas = Quotas(keys.tenants, clock=Clock())
+        replica = ScriptedReplica("r1")
+        await house.ready(replica)
+        service = house.service(Tokenizer(MODEL))
+        yield Served(house, make_app(service, keys=keys), replica)
+
+
+@pytest.mark.model
+async def test_headers_say_what_is_left_and_429_comes_in_openais_form(served: Served) -> None:
+    answers = [await served.ask(HEAVY) for _ in range(5)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 429]
+    left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+    assert left == ["3", "2", "1", "0", "0"]
+    assert answers[0].headers["x-ratelimit-limit-output-tokens"] == "100"
+    assert "x-ratelimit-limit-input-tokens" not in answers[0].headers
+    error = answers[-1].json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert int(answers[-1].headers["retry-after"]) == 75  # a quarter of the minute's four is gone 15 s into the next
+    assert len(served.replica.requests) == 4
+    assert [record.outcome for record in served.house.dispatcher.routes.recent()].count("invalid") == 1
+    served.house.dispatcher.check()
+
+
+@pytest.mark.model
+async def test_of_200_at_once_no_more_are_sent_than_the_limit(served: Served) -> None:
+    answers = await asyncio.gather(*(served.ask(HEAVY) for _ in range(200)))
+    assert sorted({answer.status_code for answer in answers}) == [200, 429]
+    assert len(served.replica.requests) == 4
+
+
+@pytest.mark.model
+async def test_what_a_key_may_not_ask_for_is_refused_by_name(served: Served) -> None:
+    refused = await served.ask(LIGHT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+    assert refused.json()["error"]["type"] == "permission_error"
+    assert (await served.ask("an-unknown-key")).status_code == 401
+    for param, value in (("n", 3), ("max_tokens", 60)):
+        refused = await served.ask(HEAVY, "/v1/completions", **{param: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert not served.replica.requests
+
+
+@pytest.mark.model
+async def test_a_replica_is_told_tenant_weight_and_a_priority_that_the_key_may_have(served: Served) -> None:
+    await served.ask(HEAVY, priority=9)
+    await served.ask(CHIEF, priority=9)
+    told = [(each.tenant, each.weight, each.priority) for each in served.replica.requests]
+    assert told == [("bulk", 2.0, 3), ("chief", 1.0, 9)]
+
+
+@pytest.mark.model
+async def test_a_request_that_fails_here_counts_nothing_and_one_that_ends_as_it_was(served: Served) -> None:
+    quotas = served.house.dispatcher.quotas
+    assert quotas is not None
+    key, used = quotas.key_of(served_name("heavy")), quotas.used
+    assert key is not None
+    await served.ask(HEAVY)
+    assert (used(key.name, "requests"), used(key.name, "output_tokens")) == (1, 4)
+    served.house.remove("r1")
+    assert (await served.ask(HEAVY)).status_code == 503
+    told = {(name, labels.get("tenant"), labels.get("kind")): value for name, labels, value in quotas.figures()}
+    assert told["tenant_requests_total", "bulk", None] == 1
+    assert (told["tenant_tokens_total", "bulk", "input"], told["tenant_tokens_total", "bulk", "output"]) == (3, 4)
+    assert told["tenant_requests_total", "others", None] == 0
+    assert (used(key.name, "requests"), used(key.name, "output_tokens")) == (1, 4)
+
+
+def served_name(id: str) -> str:
+    return TenantKey(id=id, sha256=sha(id)).name
+
+
+@pytest.mark.model
+async def test_the_admins_of_the_file_list_its_keys_and_their_use_and_no_key_is_shown(served: Served) -> None:
+    assert (await served.ask(HEAVY)).status_code == 200
+    refused = await served.ask(HEAVY, "/keys")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin_key_needed")
+    listed = await served.ask(CHIEF, "/keys")
+    assert listed.status_code == 200
+    assert sha(HEAVY) not in listed.text
+    heavy = listed.json()["keys"][0]
+    assert (heavy["tenant"], heavy["used"]["requests"], heavy["used"]["output_tokens"]) == ("bulk", 1, 4)
+    lines = terminal.drawn(listed.json()).splitlines()
+    [row] = [line.split() for line in lines if line.startswith("heavy")]
+    assert row == ["heavy", "bulk", "2", "1", "of", "4", "3", "4", "of", "100", "0"]
