@@ -1,5 +1,5 @@
 """The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, kill, chat, logs, list,
-pull, bench, dashboards, doctor, key.
+pull, bench, batch, dashboards, doctor, key.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
 """
@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
         print(_versions())
         return 0
     match args.command:
-        case "top" | "explain" | "kill" | "chat" | "bench":
+        case "top" | "explain" | "kill" | "chat" | "bench" | "batch":
             return _ask(args)
         case "run":
             return _own(args)
@@ -102,6 +102,11 @@ def _ask(args: argparse.Namespace) -> int:
             from deployments.watch.terminal import kill
 
             return kill.run(args.url, args.replica, admin_key, sure=args.yes, for_s=args.for_s)
+        case "batch":
+            from deployments.watch.terminal import batches
+
+            cancel = args.cancel and args.batch is not None
+            return batches.run(args.url, args.batch, _client_key(args), cancel=cancel, as_json=args.json)
         case "bench":
             from deployments.watch.terminal import bench, chat
 

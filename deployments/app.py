@@ -142,7 +142,9 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
 
 def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:
     """Return Serve's options: our rule (autoscaling.py), or Serve's own if its target is given."""
-    serves = settings.model_dump(exclude={"ttft_objective_s", "pool_high", "running_high", "slack"}, exclude_none=True)
+    serves = settings.model_dump(
+        exclude={"ttft_objective_s", "pool_high", "running_high", "slack", "counts_batches"}, exclude_none=True
+    )
     if settings.target_ongoing_requests is not None:
         return AutoscalingConfig(**serves)
     objective = {

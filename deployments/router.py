@@ -27,6 +27,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments import logs
+from deployments.batches.runner import BatchRunner
+from deployments.batches.store import BatchStore
 from deployments.channel.channel_server import ChannelServer
 from deployments.dispatch import quotas, ray_leases
 from deployments.dispatch.attempt import TryLimits
@@ -45,6 +47,7 @@ from deployments.http import tracing
 from deployments.http.access import browser_rules
 from deployments.http.apis.responses import asked_of
 from deployments.http.http_app import make_app
+from deployments.http.lines import line_answers
 from deployments.http.routes import own_route
 from deployments.http.service import Service, read_face, tokenizer_folder
 from deployments.settings.groups import without_secrets
@@ -142,6 +145,9 @@ class RouterIngress:
         self._tracing = tracing.of_router(
             config.observability, model=config.model.name, router_id=router_id, version=self._service.version
         )
+        runner = _runner(config, self._service, keys, router_id)
+        if runner is not None:
+            self._tasks.append(asyncio.create_task(runner.run_forever()))
         self._listens_on = await asyncio.to_thread(serve_details.listens_on)
         log.info("%s", logs.WAITS_FOR_REPLICA)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
@@ -203,6 +209,7 @@ class RouterIngress:
         """Stop; Serve calls it, also after a constructor that failed half-way."""
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # that of batches leaves them to other routers
         if self._metrics is not None:
             self._metrics.close()
         for name in ("_fleet", "_channel"):
@@ -260,6 +267,20 @@ async def _elsewhere(peers: RouterPeers, router_id: str) -> dict[str, quotas.Tol
     return {router: told for router, told in (await peers.used()).items() if router != router_id}
 
 
+def _runner(config: AppConfig, service: Service, keys: KeyDigests, router_id: str) -> BatchRunner | None:
+    """Return what runs batches in this router, if there is a folder for them."""
+    if service.batches is None:
+        return None
+    return BatchRunner(
+        service.batches,
+        line_answers(service, keys),
+        router_id=router_id,
+        places=service.fleet.line_places,
+        max_line_bytes=config.router.max_body_bytes,
+        watch=service.dispatcher.watch,
+    )
+
+
 def _lost_error(replica_id: str) -> ReplicaGone:
     return ReplicaGone(f"replica {replica_id} died, or its connection was lost")
 
@@ -280,6 +301,7 @@ def _service(
     peers: RouterPeers,
     registry: CollectorRegistry,
 ) -> Service:
+    folder = config.batch_folder
     return Service(
         model=read_face(config.model),
         tokenizer=Tokenizer(tokenizer_folder(config.model)),
@@ -293,6 +315,8 @@ def _service(
             kept_s=config.router.background_kept_s, timeout_s=config.router.background_timeout_s
         ),
         registry=registry,
+        batches=None if folder is None else BatchStore(folder, max_bytes=config.router.batch_bytes),
+        max_file_bytes=config.router.batch_file_bytes,
         max_body_bytes=config.router.max_body_bytes,
         max_schema_bytes=config.router.max_schema_bytes,
         isolation=config.router.cache_isolation,

@@ -145,6 +145,7 @@ class Asked:
     first_by_s: float = math.inf  # when its first token is late
     routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
     waited_s: float = 0.0  # seconds before it arrived, at replicas that are gone
+    offline: bool = False  # a line of a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +154,9 @@ class Bound:
 
     own_len: int = 0  # its tokens to compute, as it came
     at_len: float = math.inf  # the prompt tokens that the engine has computed in all when its own must be
+
+
+OFFLINE = -2000  # the priority of lines of batches: below every other
 
 
 @dataclass(slots=True, eq=False)
@@ -244,6 +248,7 @@ class Req:
                 first_by_s=math.inf if request.objective_s is None else now_s + request.objective_s,
                 routing_key=request.routing_key,
                 waited_s=request.waited_s,
+                offline=request.offline,
             ),
             prompt_len=prompt_len,
             ids=ids,

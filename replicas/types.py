@@ -272,6 +272,7 @@ class GenerateRequest:
     hand_off: HandOff | None = None  # None: this replica does all of it
     recall: str = ""  # by which another router asks for its output, should this one die; "" for no such request
     routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
+    offline: bool = False  # a line of a batch: it runs in the gaps that others leave, below every priority
 
     def __post_init__(self) -> None:
         """Raises: InvalidRequest, as `to_token_ids`."""
@@ -529,6 +530,10 @@ class EngineStats:
     failed_checks: int = 0  # of the idle pool, which found pages lost
     late_uncached_tokens: int = 0  # of the queued ones, of late requests, before which one goes that can be in time
     late_factor: float = 0.0  # of scheduler.policy on_time; 0 under the other orders
+    # lines of batches; no other count of waiting requests has those that wait here
+    num_offline_waiting: int = 0
+    num_offline_running: int = 0  # of ``num_running``, paused ones too
+    offline_pages: int = 0  # of the pool's used pages, those that lines of batches alone hold, at the least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

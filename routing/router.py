@@ -125,8 +125,12 @@ class Router:
         return feed is not None and feed.apply_snapshot(snapshot)
 
     def choose(self, query: RouteQuery) -> Decision:
-        """Choose where ``query`` goes; it counts as open there until ``done``. Raises NoReplica if none may take it."""
+        """Choose where ``query`` goes; it counts as open there until ``done``, unless it is offline: no other request
+        waits for it. Raises NoReplica if none may take it."""
         decision, pages = self._decide(query, dry_run=False)
+        if query.offline:
+            self._num_decisions = decision.number + 1
+            return decision
         self._open(decision, pages, query)
         self._last = decision.replica_id
         return decision
@@ -193,6 +197,8 @@ class Router:
 
     def began(self, decision: Decision, ttft_s: float) -> None:
         """Note that the first token of ``decision`` has come, after ``ttft_s``."""
+        if not self.is_open(decision):
+            return
         self.overrun.record(decision.predicted_ttft_s, ttft_s)
         for leg in legs(decision):
             self._fleet.load.note(leg.number, begun=True)

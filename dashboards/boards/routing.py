@@ -74,6 +74,13 @@ DECISIONS = Row("Decisions", (
         "Requests of the tenants of router.keys_file per second; and 1 while that file cannot be used.",
         "File of keys failed: a router's log says why, and `manta key list`; the keys from before stay in force.",
         needs=Needs.EVENT),
+    Panel("Lines of batches", {
+        "running": gauge("router_batch_lines_running", over="sum"),
+        "{{outcome}} per second": rate("router_batch_lines_total", "outcome"),
+    }, Unit.NUMBER,
+        "Lines of batches that run in the gaps that other requests leave, and what became of those that ran.",
+        "Only repeated: others leave no gap, or replicas are not ready; see TTFT. failed: the batch's error file says "
+          "why.", needs=Needs.EVENT),
 ), is_open=True)  # fmt: skip
 
 KNOWLEDGE = Row("Router state", (

@@ -32,6 +32,7 @@ EXAMPLES = {
     "explain": "manta explain chatcmpl-4f2a",
     "kill": "manta kill 1 --yes",
     "chat": "echo 'Name three colours.' | manta chat --max-tokens 32",
+    "batch": "manta batch",
     "logs": "manta logs router --follow",
     "list": "manta list",
     "pull": "manta pull Qwen/Qwen3-0.6B",
@@ -183,14 +184,18 @@ def _add_clients(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
                        "(default 60s); what then runs is waited for")  # fmt: skip
     bench.add_argument("--concurrency", type=_number, default=8, metavar="N", help="users who chat at once (default 8)")
     bench.add_argument("--max-tokens", type=_number, default=64, metavar="N", help="longest answer (default 64)")
-    _add_key(bench, API_KEY_VARIABLE)
+    batch = add("batch", "list the batches of a key and how far they are, or end one")
+    batch.add_argument("batch", nargs="?", metavar="ID", help="a batch (default: the last 100)")
+    batch.add_argument("--cancel", action="store_true", help="end it: what is answered becomes its output")
+    for command in (batch, bench):
+        _add_key(command, API_KEY_VARIABLE)
     for command in (chat, bench):
         command.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
     for command in (top, explain, kill):
         _add_key(command, KEY_VARIABLE)
-    for command in (top, explain, kill, chat, bench):
+    for command in (top, explain, kill, chat, bench, batch):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
-    for command in (top, explain):
+    for command in (top, explain, batch):
         command.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -78,6 +78,7 @@ def query_of(
         max_new_tokens=request.sampling.max_new_tokens,
         priority=request.priority,
         objective_s=math.inf if request.objective_s is None else request.objective_s,
+        offline=request.offline,
         session_id=hints.session_id,
         allowed=hints.allowed,
         excluded=excluded,
@@ -88,6 +89,8 @@ def query_of(
 def why_one_replica(request: GenerateRequest) -> str:
     """Say what in ``request`` a hand-off cannot carry; "" if nothing."""
     sampling = request.sampling
+    if request.offline:
+        return "a line of a batch stays on one replica"
     if sampling.n > 1:
         return f"its {sampling.n} choices share one prompt"
     if sampling.max_new_tokens == 0:
@@ -99,8 +102,14 @@ def why_one_replica(request: GenerateRequest) -> str:
     return ""
 
 
+def _hints(request: GenerateRequest, hints: RouteHints, failure: MantaError | None) -> RouteHints:
+    """Return the hints of a try: a line of a batch that has failed may go on anywhere."""
+    return NO_HINTS if request.offline and failure is not None else hints
+
+
 log = logging.getLogger(__name__)
 
+UNWATCHED = RequestWatch()  # of lines of batches, which have no objectives and counts of their own
 LAST_TRY = "the last try stays on one replica"
 LOOK_AGAIN_S = 0.1  # for a replica that can take over a request
 MEET_S = 5.0  # how long a new request waits for a replica that Serve has started and that has not reported yet
@@ -177,11 +186,12 @@ class Dispatcher:
                 last = LAST_TRY if tries.is_last_of_several else ""
                 now = left_after(progress.so_far(), self._clock() - started_s)
                 held_out = self._hold_out.now()
-                query = self._bounded(query_of(now, hints, tries.excluded, one_replica=last), held_out)
+                query = query_of(now, _hints(now, hints, failure), tries.excluded, one_replica=last)
+                query = self._bounded(query, held_out)
                 decision, since_s = await self._choose(query, failure)
                 noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
                 if tries.number == 0:
-                    self._refuse_if_saturated(noted)
+                    self._refuse_if_saturated(noted, offline=request.offline)
                     charge(noted)
                 attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
                 self._running[attempt] = Waiting(
@@ -212,6 +222,8 @@ class Dispatcher:
 
     def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
         """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""
+        if request.offline:
+            return request
         asked_s = hints.objective_s
         return replace(request, objective_s=self._limits.objective_s if asked_s is None else asked_s)
 
@@ -254,16 +266,17 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _counted(self, progress: Progress) -> Iterator[Callable[[Try], None]]:
-        """Count the choices of a request as its key's, while it runs or waits. Gives: what counts its tokens from the
-        first try on, which is about to be sent. Raises: Saturated, if too many choices do; from there on OverQuota."""
+        """Count the choices of a request as its key's, while it runs or waits; none of a line of a batch. Gives: what
+        counts its tokens from the first try on, which is about to be sent. Raises: Saturated, if too many choices do;
+        from there on OverQuota."""
         request = progress.request
-        key, num_new = owner_of(request.rid), request.sampling.n
+        key, num_new = owner_of(request.rid), 0 if request.offline else request.sampling.n
         num, most, where = self.choices[key], self._limits.max_choices_per_key, "router.max_choices_per_key"
         entry = None if self.quotas is None else self.quotas.key_of(key)
         if self.quotas is not None and entry is not None and entry.limits.choices is not None:
             num += self.quotas.choices_elsewhere(key)
             most, where = entry.limits.choices, "limits.choices of the key"
-        if key and num + num_new > most:
+        if key and num_new and num + num_new > most:
             raise Saturated(
                 f"{num} choices of this API key run or wait, {num_new} more would exceed {most} "
                 f"({where}): send fewer at a time, or try again later",
@@ -322,9 +335,8 @@ class Dispatcher:
 
     def _follow(self, request: GenerateRequest, hints: RouteHints, arrival: Arrival | None, now_s: float) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
-        return Following(
-            request, came, routes=self.routes, watch=self.watch, clock=self._clock, session_id=hints.session_id
-        )
+        watch = UNWATCHED if request.offline else self.watch
+        return Following(request, came, routes=self.routes, watch=watch, clock=self._clock, session_id=hints.session_id)
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
         """Return a decision and when choosing began; after a failed try, wait for a replica that can take over. A new
@@ -369,21 +381,23 @@ class Dispatcher:
             on_report=self._hold_out.take,
         )
 
-    def _refuse_if_saturated(self, noted: Try) -> None:
+    def _refuse_if_saturated(self, noted: Try, *, offline: bool) -> None:
         """Raise Saturated, with nothing sent, if even the shortest queue is too long.
 
         A prompt that itself takes long to compute is no reason: trying again later would not help. Where requests have
-        waited longer than allowed of late, and than estimated, this one is expected to.
+        waited longer than allowed of late, and than estimated, this one is expected to. A line of a batch is let in
+        only where others keep their objective.
         """
-        decision, most_s = noted.decision, self._limits.max_wait_s
+        decision, most_s = noted.decision, self._limits.objective_s if offline else self._limits.max_wait_s
         overrun = self._router.overrun.beyond(most_s)
         wait_s = decision.shortest_wait_s * overrun
         if decision.predicted_ttft_s * overrun <= most_s or wait_s <= most_s:
             return
         late = f" (first tokens take {overrun:.1f} times their estimate)" if overrun > 1.05 else ""
+        setting = "observability.ttft_objective_s" if offline else "router.max_wait_s"
         error = Saturated(
             f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s{late}, at most "
-            f"{most_s:g} s are allowed (router.max_wait_s): try again later",
+            f"{most_s:g} s are allowed ({setting}): try again later",
             retry_after_s=wait_s - most_s,
         )
         self._refuse(noted, error)

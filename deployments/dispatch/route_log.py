@@ -270,6 +270,12 @@ class RequestWatch:
     def stream_resumed(self, how: str) -> None:
         """Note a client that came back: its stream was ``kept``, or its request runs ``again``."""
 
+    def lines_running(self, num: int) -> None:
+        """Note how many lines of batches run now."""
+
+    def line_ran(self, outcome: str) -> None:
+        """Note what has become of a line of a batch: one of the catalogue's LINES."""
+
     def stream_expired(self) -> None:
         """Note a stream that was given up, with something for a client that did not come back in time."""
 

@@ -53,13 +53,13 @@ def view_of(
     return ReplicaView(
         replica_id=info.replica_id,
         time_s=as_of_s,
-        num_running=stats.num_running,
+        num_running=stats.num_running - stats.num_offline_running,  # which give way to any request
         num_waiting=stats.num_waiting,
         num_receiving=stats.num_preallocating + stats.num_receiving,
         queued_uncached_tokens=stats.waiting_uncached_tokens,
         late_uncached_tokens=stats.late_uncached_tokens,
         late_factor=stats.late_factor,
-        pool_utilization=stats.pool.utilization,
+        pool_utilization=stats.pool.utilization - stats.offline_pages / max(stats.pool.num_pages, 1),
         pool_pages=stats.pool.num_pages,
         page_size=stats.pool.page_size,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
@@ -99,6 +99,7 @@ LOOK_AGAIN_S = 0.05  # and with reports: a report costs the same however many re
 ATTACH_AGAIN_S = 0.5
 ANSWER_S = 5.0  # within which each replica answers a call to all, or is left out
 T = TypeVar("T")
+SPARE_LINES = 4  # of batches, that wait at a replica so that it never idles
 SETTLED_STEPS = 16  # before these a long step may be one that compiles
 SLOWER = 4.0
 
@@ -348,6 +349,15 @@ class Fleet:
     def expects_one(self) -> bool:
         """Tell whether a member is about to report for the first time."""
         return self._words.expects_one
+
+    def line_places(self) -> dict[str, int]:
+        """Count the lines of batches that each replica may have: its rows that no other request has or waits for, and a
+        few that wait."""
+        return {
+            view.replica_id: max(view.max_running_requests - view.num_running - view.num_waiting, 0) + SPARE_LINES
+            for view in self._router.views
+            if view.may_take and view.role is not Role.PREFILL
+        }
 
     @property
     def num_draining(self) -> int:

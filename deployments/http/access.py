@@ -16,15 +16,17 @@ also read the answers. Without keys, these are refused:
     Host          a name that is not the loopback's, while the server listens on the loopback only                403
     Origin        another site's, on anything except GET and HEAD                                                 403
     Sec-Fetch-Site  another site's, on anything except GET and HEAD                                               403
-    Content-Type  text/plain or a multipart form, which only pages send; with an Origin or Sec-Fetch-Site also
-                  everything that is not JSON. Others are read: `curl -d` declares a form, `requests` nothing     415
+    Content-Type  text/plain or a multipart form, which only pages send (and programs to `UPLOADS`, without any header
+                  that only browsers add); with an Origin or Sec-Fetch-Site also everything that is not JSON. Others
+                  are read: `curl -d` declares a form, `requests` nothing                                       415
     GET /flush_cache with any header that only browsers add                                                       403
 """
 
 import asyncio
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -168,6 +170,7 @@ ANY = "*"
 USUAL = ("127.0.0.1", "localhost")
 SAFE = ("GET", "HEAD", "OPTIONS")
 CHANGES = ("/flush_cache",)  # paths where a GET changes state
+UPLOADS = ("/v1/files",)  # paths that take a form, but of programs only: browsers say that they send one (ADDED)
 OF_PAGES = ("text/plain", "multipart/form-data")
 JSON = "application/json"
 ADDED = ("origin", "sec-fetch-site", "referer")  # headers of browsers; curl and HTTP libraries do not send them
@@ -211,6 +214,8 @@ class BrowserRules:
                 )
         elif site in ("cross-site", "same-site"):  # another port of localhost is same-site
             raise Refused("a page of another site may not call this server", code="origin_not_allowed")
+        if path in UPLOADS and not any(name in headers for name in ADDED):
+            return
         self._check_kind(headers.get("content-type", ""), by_browser=origin is not None or bool(site))
 
     def _check_kind(self, content_type: str, *, by_browser: bool) -> None:
@@ -290,6 +295,23 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
             raise _too_large(len(data), max_bytes)
     return bytes(data)
+
+
+async def read_chunks(request: Request, *, timeout_s: float) -> AsyncGenerator[bytes, None]:
+    """Yield a body of any length as it comes, for a reader that bounds its bytes. Raises: BodyTooSlow where nothing
+    comes for ``timeout_s``; RequestAborted."""
+    async with contextlib.aclosing(request.stream()) as stream:
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    chunk = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except ClientDisconnect as error:
+                raise RequestAborted("the client closed the connection before the end of its body") from error
+            except TimeoutError as error:
+                raise BodyTooSlow(f"nothing of the body came for {timeout_s:g} s") from error
+            yield chunk
 
 
 def _too_large(num_bytes: int, max_bytes: int) -> BodyTooLarge:

@@ -386,6 +386,70 @@ class DeletedResponseBody(AnswerBody):
     deleted: bool = Field(description="Always true.")
 
 
+class FileBody(AnswerBody):
+    """A file that is kept for batches."""
+
+    id: str = Field(description="The file's id.")
+    object: Literal["file"]
+    bytes: int = Field(description="Its size.")
+    created_at: UnixTime
+    expires_at: int | None = Field(description="When it is deleted; null: it stays.")
+    filename: str = Field(description="Its name, as it was uploaded.")
+    purpose: str = Field(description="`batch`, `batch_output`, or as it was uploaded.")
+    status: Literal["processed"]
+
+
+class FileListBody(AnswerBody):
+    """A page of the list of files."""
+
+    object: Literal["list"]
+    data: list[FileBody] = Field(description="The files.")
+    has_more: bool = Field(description="Whether more follow behind the last one's id (`after`).")
+
+
+class DeletedFileBody(AnswerBody):
+    """What became of a file."""
+
+    id: str = Field(description="The file's id.")
+    object: Literal["file"]
+    deleted: bool = Field(description="Always true.")
+
+
+class BatchCountsBody(AnswerBody):
+    """How far the lines of a batch are."""
+
+    total: int = Field(description="Its lines.")
+    completed: int = Field(description="Lines with an answer.")
+    failed: int = Field(description="Lines with an entry in the error file.")
+
+
+class BatchBody(AnswerBody):
+    """A batch, as it is now."""
+
+    id: str = Field(description="The batch's id.")
+    object: Literal["batch"]
+    endpoint: str = Field(description="That of its lines.")
+    input_file_id: str = Field(description="The file with its lines.")
+    completion_window: str = Field(description="How long it may take.")
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ] = Field(description="How far it is.")
+    created_at: UnixTime
+    expires_at: UnixTime
+    output_file_id: str | None = Field(description="The file with the answers, once it has ended and there are any.")
+    error_file_id: str | None = Field(description="The file with the lines that failed, likewise.")
+    request_counts: BatchCountsBody = Field(description="How far its lines are.")
+    metadata: dict[str, str] | None = Field(description="As it was given.")
+
+
+class BatchListBody(AnswerBody):
+    """A page of the list of batches."""
+
+    object: Literal["list"]
+    data: list[BatchBody] = Field(description="The batches.")
+    has_more: bool = Field(description="Whether more follow behind the last one's id (`after`).")
+
+
 class ResponseEventBody(AnswerBody):
     """One event of a streamed response, with the fields of its type, as OpenAI's. No [DONE] follows the last."""
 

@@ -72,6 +72,7 @@ MOST_REPLICAS = 1024
 RECALL_S = 2.0  # for replicas to say what they remember of a request
 _OPENING = re.compile(r"(\d{1,12})\.([0-9a-f]{16})\.(\d{1,20})")
 
+BATCH = "batch"  # the endpoint of lines of batches (lines.py), which no path has
 # end of the path, behind the application's route prefix -> endpoint
 ENDPOINTS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
@@ -174,6 +175,8 @@ class Generations:
         request = replace(request, routing_key=self._hints.session_id) if self._hints.session_id else request
         service = self._service
         request = scoped(request, self._caller, isolation=service.isolation, model=service.model.name)
+        if self._arrival.endpoint == BATCH:
+            request = replace(request, offline=True)
         self.rids.append(request.rid)
         if resumes:
             return self._resumed(request)

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.batches.runner import ENDPOINTS
 from deployments.http.access import read_bytes
 from deployments.http.api_document import about, body_like, said, shape, shown
 from deployments.http.arrivals import last_event_of
@@ -417,6 +418,19 @@ class ChatRequest(TemplateFields, GeneratingFields):
     modalities: Annotated[Items[Annotated[str, shown(const="text")]], shown(minItems=1, maxItems=1)] | None = said(
         'Only `["text"]`.'
     )
+
+
+class BatchRequest(WireType):
+    """The body of /v1/batches: a file to be run."""
+
+    model_config = body_like(
+        {"input_file_id": "file-0123", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    )
+
+    input_file_id: str = about("The file with a request on each line; its purpose is `batch`.")
+    endpoint: str = about(f"That of all its lines: {', '.join(f'`{each}`' for each in ENDPOINTS)}.")
+    completion_window: str = about("How long it may take, as `24h`, `30m`; at most `7d`. Then it expires.")
+    metadata: dict[str, str] | None = said("Shown with the batch.")
 
 
 class TokenizeRequest(TemplateFields):

@@ -26,6 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
+from deployments.batches.store import BatchStore
 from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.kept_streams import KeptStreams
@@ -111,6 +112,8 @@ class Service:
     peers: RouterPeers = field(default_factory=NoPeers)
     streams: KeptStreams = field(default_factory=KeptStreams)
     background: BackgroundStreams = field(default_factory=BackgroundStreams)
+    batches: BatchStore | None = None
+    max_file_bytes: int = 200 << 20  # of an upload
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
     max_schema_bytes: int = 1 << 20

@@ -106,6 +106,7 @@ class AutoscalingSettings(Settings):
     running_high: float = Field(default=0.9, gt=0, le=1)
     # replicas stop when the rest would be loaded to at most this share of the three limits above
     slack: float = Field(default=0.7, gt=0, le=1)
+    counts_batches: bool = False  # replicas start for lines of batches too, which else only use what is idle
     # requests per replica, by Ray Serve's own rule; it replaces the four settings above
     target_ongoing_requests: float | None = Field(default=None, gt=0)
     # how long the need for more replicas must last before they start

@@ -95,6 +95,16 @@ class KeyDigests:
                 return Caller(name=found.name, is_admin=found.admin, key=found)
         return None if self.asked else ANYBODY
 
+    def named(self, name: str) -> Caller | None:
+        """Return the caller ``name``, as of now. Returns: None if an API key is required and it has none any more."""
+        for key in self.api if self.admin is None else (self.admin, *self.api):
+            if key.name == name:
+                return Caller(name=name, is_admin=key is self.admin)
+        found = None if self.tenants is None else self.tenants.by_name.get(name)
+        if found is not None:
+            return Caller(name=name, is_admin=found.admin, key=found)
+        return None if self.asked else Caller(name=name)
+
 
 NO_KEYS = KeyDigests()
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from replicas.cache.node import TreeNode
+from replicas.request import OFFLINE
 
 Rank = tuple[int, ...]  # smallest goes first
 
@@ -79,7 +80,13 @@ class EvictionQueue:
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; allowed: {sorted(POLICIES)}")
         by_policy = POLICIES[policy]
-        self._rank = by_policy if spare is None else lambda node: (not spare(node), *by_policy(node))
+
+        def rank(node: TreeNode) -> Rank:
+            # what only lines of batches use goes before what others do: they come in the order of their prefixes
+            usual = (node.priority != OFFLINE, *by_policy(node))
+            return usual if spare is None else (not spare(node), *usual)
+
+        self._rank = rank
         self._can_go = can_go
         self._heap: list[tuple[Rank, int, TreeNode]] = []
         self._filed: dict[TreeNode, Rank] = {}  # by what its live entry is filed under

@@ -27,6 +27,7 @@ import numpy as np
 from replicas.cache.audit import audit
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.host_pages import HostTier
+from replicas.cache.node import path_to
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
@@ -102,6 +103,8 @@ class KvCache:
         row = self._table.alloc()
         longest = self.longest_reuse(req, whole=whole) if reuse else 0
         match = self._cache.match_prefix(req.ids[:longest], req.salt)
+        for node in path_to(match.node):
+            node.priority = max(node.priority, req.rank.priority)
         self._table.write(row, 0, self._allocator.pages_to_slots(match.pages))
         lock = self._cache.inc_lock_ref(match.node)
         req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)

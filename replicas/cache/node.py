@@ -38,7 +38,7 @@ class TreeNode:
     hit_count: int = 0  # one more if it was computed again after every tier had lost it
     below_pages: int = 0  # of all nodes below it
     below_nodes: int = 0
-    priority: int = 0  # highest of the requests that inserted it
+    priority: int = 0  # highest of the requests that inserted or used it
     ahead: int = 0  # tokens from its first to the end of the longest sequence that was inserted through it
     page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
     host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none

@@ -20,9 +20,10 @@ from replicas.distributions import Distributions
 from replicas.request import ReqState
 from replicas.scheduler.admission import least_prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, PendingStep, StepPlan
+from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import Counters, NewToken
-from replicas.types import EngineStats, TierStats
+from replicas.types import EngineStats, PoolStats, TierStats
 
 SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
 RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
@@ -135,12 +136,17 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
     parked = queues.away.in_state(ReqState.WAITING)
     # a parked prefill leg waits for pages of its receiver, not for this engine, so it does not count as queued
     num_legs = sum(req.is_prefill_leg for req in parked)
-    uncached = queues.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
+    offline = [req for req in queues.holding if req.asked.offline]
+    pool = store.stats()
+    uncached = queues.waiting.uncached_tokens() + (chunked.extend_len if chunked and not chunked.asked.offline else 0)
     return EngineStats(
         time_s=now_s,
-        pool=store.stats(),
+        pool=pool,
         num_waiting=len(queues.waiting) + len(parked) - num_legs,
-        num_running=len(queues.running) + len(queues.forced) + (chunked is not None),
+        num_running=len(queues.running) + len(queues.paused) + len(queues.forced) + (chunked is not None),
+        num_offline_waiting=len(queues.offline) - len(queues.paused),
+        num_offline_running=len(offline),
+        offline_pages=_pages_of_batches(queues, pool) if offline else 0,
         max_running_requests=scheduler.max_running,
         waiting_uncached_tokens=uncached,
         late_uncached_tokens=min(queues.waiting.late_len, uncached),
@@ -176,6 +182,13 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         blocked=scheduler.blocked,
         tiers=_tier_stats(scheduler.kv, counters),
     )
+
+
+def _pages_of_batches(queues: Queues, pool: PoolStats) -> int:
+    """Count the used pages that no other request can hold; what others share among them is counted for each."""
+    held = [req.holding for req in queues.holding if req.holding is not None and not req.asked.offline]
+    others = sum(-(-each.kv_len // pool.page_size) for each in held)
+    return max(0, pool.protected_pages + pool.reserved_pages - others)
 
 
 def _tier_stats(kv: KvCache, counters: Counters) -> TierStats | None:

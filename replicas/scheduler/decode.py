@@ -105,11 +105,13 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
     """
     retracted, running = False, queues.running
     while running and kv.pages_needed_decode(running) * kv.page_size > kv.available_tokens():
-        chunked = queues.chunked
-        if len(running) == 1 and chunked is not None and not chunked.is_prefill_leg:
+        chunked, holders = queues.chunked, [*running, *queues.paused]
+        if chunked is not None and chunked.asked.offline:
+            holders.append(chunked)
+        if len(holders) == 1 and chunked is not None and not chunked.is_prefill_leg:
             victim = chunked
         else:
-            victim = min(running, key=_retracted_first)
+            victim = min(holders, key=retracted_first)
         retract(victim, queues, kv, counters)
         retracted = True
     if retracted:
@@ -117,8 +119,8 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
     return retracted
 
 
-def _retracted_first(req: Req) -> tuple[int, int, int]:
-    """Lowest priority, then least output, then longest prompt (SPEC F11)."""
+def retracted_first(req: Req) -> tuple[int, int, int]:
+    """Lines of batches, then lowest priority, then least output, then longest prompt (SPEC F11)."""
     return (req.rank.priority, req.num_output, -req.prompt_len)
 
 
@@ -126,13 +128,14 @@ def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
     """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens."""
     assert not req.is_prefill_leg, f"prefill leg {req.rid}: its pages may be on their way"
     queues.remove(req)
-    counters.retractions += 1
-    counters.retracted_tokens += req.computed_len
+    if not req.asked.offline:  # else it says nothing of the pool: a line gives way to every request
+        counters.retractions += 1
+        counters.retracted_tokens += req.computed_len
     req.num_retractions += 1
     req.prompt_logprobs.clear()
     kv.release(req, keep=True)
     req.move(ReqState.WAITING)
-    queues.waiting.add(req)
+    queues.wait(req)
 
 
 class SharedPrefixes:
@@ -272,7 +275,9 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
     Returns: the requests that make one more token, and their places in the step under way; None if something else may
              have to run first, or if a token must be known to make the next one.
     """
-    has_queue = bool(len(queues.waiting) or len(queues.prealloc))
+    has_queue = bool(len(queues.waiting) or len(queues.prealloc) or len(queues.offline))
+    if queues.paused and not queues.others_begin:
+        return None
     if len(queues.under_way) != 1 or queues.chunked is not None or queues.forced or (has_queue and must_look):
         return None
     reqs = [req for req in queues.running if req.max_remaining > 1]  # else the step under way may make its last token

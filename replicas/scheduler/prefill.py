@@ -24,8 +24,8 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
-from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
-from replicas.scheduler.decode import DecodeRows, retract, sample_row
+from replicas.scheduler.admission import NewTokenRatio, StepBudget, line_tokens, prompt_tokens
+from replicas.scheduler.decode import DecodeRows, retract, retracted_first, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
@@ -79,20 +79,27 @@ def next_batch(
 ) -> ExtendBatch:
     """Form the next extend batch; it has no rows when nothing can start."""
     batch = ExtendBatch()
-    budget = StepBudget(
-        prompt_tokens(limits.chunk_size, limits.num_decode, page_size=kv.page_size), page_size=kv.page_size
-    )
+    num_tokens = prompt_tokens(limits.chunk_size, limits.num_decode, page_size=kv.page_size)
+    others_begin = queues.others_begin
+    if not others_begin and not queues.forced:  # whoever comes meanwhile waits for the step of a line's prompt
+        num_tokens = min(num_tokens, line_tokens(limits.chunk_size))
+    budget = StepBudget(num_tokens, page_size=kv.page_size)
     _extend_forced(batch, queues, kv, counters, budget)
-    if queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
-        return batch  # no memory or budget is left for the next chunk: no request may take it first
+    while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
+        if queues.chunked.asked.offline or not _gives_way(queues, kv, counters, limits):
+            return batch  # no memory or budget is left for the next chunk: no request may take it first
     batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
     barrier = queues.prealloc.barrier
-    for req in queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else ():
+    for req in _in_turn(queues, now_s, others_begin=others_begin):
         if barrier is not None and req.rank.from_s > barrier:
             refusal: Refusal | None = Refusal.OLDER_GRANT
         else:
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
+            while refusal in NO_ROOM and not req.asked.offline and _gives_way(queues, kv, counters, limits):
+                batch.reserved = sum(map(ratio.reserve, limits.in_flight))
+                batch.reserved += sum(_still_needs(each, ratio) for each in batch.reqs)
+                refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
         if refusal is None:
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
@@ -110,6 +117,23 @@ def next_batch(
         if refusal not in PASSING:
             break
     return batch
+
+
+def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
+    """List the requests in the order in which to try them: lines of batches, unless ``others_begin`` in this step."""
+    if not others_begin:
+        return sorted(queues.offline, key=lambda req: req.rank.from_s)
+    return queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []
+
+
+def _gives_way(queues: Queues, kv: KvCache, counters: Counters, limits: Limits) -> bool:
+    """Retract a paused line of a batch, whose row and pages another request needs. Returns: whether there was one."""
+    victim = min(queues.paused, key=retracted_first, default=None)
+    if victim is None:
+        return False
+    retract(victim, queues, kv, counters)
+    limits.in_flight.remove(victim)
+    return True
 
 
 def _start(
@@ -146,7 +170,7 @@ def _start(
     if not _extend(batch, req, queues, kv, budget):
         kv.release(req, keep=True)
         return Refusal.STEP_BUDGET
-    queues.waiting.remove(req)
+    queues.remove(req)
     req.move(ReqState.PREFILLING)
     if req.stamps.admitted_s is None:
         req.cached = req.cached.of(min(reused + loaded, req.prompt_len))

@@ -271,6 +271,7 @@ class Queues:
     """All open requests of one engine; what the functions of the scheduler read and change."""
 
     waiting: WaitingQueue
+    offline: ReqQueue = field(default_factory=ReqQueue)  # lines of batches that wait, or are paused between two tokens
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each, in the order in which they joined
     forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
@@ -281,12 +282,45 @@ class Queues:
     @property
     def holding(self) -> list[Req]:
         """The open requests that hold row and pages and are in a queue: all but those only in a step."""
-        return [*self.running, *self.forced, *self.away.holding, *([self.chunked] if self.chunked is not None else [])]
+        chunked = [self.chunked] if self.chunked is not None else []
+        return [*self.running, *self.paused, *self.forced, *self.away.holding, *chunked]
+
+    @property
+    def paused(self) -> list[Req]:
+        """The lines of batches that hold row and pages, and run on when no other request is about to begin."""
+        return [req for req in self.offline if req.state is ReqState.RUNNING]
+
+    @property
+    def others_begin(self) -> bool:
+        """Whether a request that is of no batch waits for its first step or its next one of its prompt."""
+        mid_prompt = self.chunked is not None and not self.chunked.asked.offline
+        return mid_prompt or len(self.waiting) > 0 or len(self.prealloc) > 0
+
+    def wait(self, req: Req, *, mid_prompt_len: int = 0) -> None:
+        """Let ``req``, which holds nothing, wait for its turn; ``mid_prompt_len``: as `WaitingQueue.add`."""
+        if req.asked.offline:
+            self.offline.add(req)
+        else:
+            self.waiting.add(req, mid_prompt_len=mid_prompt_len)
+
+    def pause(self) -> None:
+        """Keep the lines of batches that run out of the next steps."""
+        for req in [req for req in self.running if req.asked.offline]:
+            self.running.remove(req)
+            self.offline.add(req)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        for req in self.paused:
+            self.offline.remove(req)
+            self.running.append(req)
 
     def remove(self, req: Req) -> None:
         """Take ``req`` out of the queue that has it, if one has."""
         if req in self.away:
             self.away.remove(req)
+        elif req in self.offline:
+            self.offline.remove(req)
         elif req in self.prealloc:
             self.prealloc.remove(req)
         elif req.state is ReqState.WAITING:
@@ -303,6 +337,9 @@ class Queues:
         for req in (*self.waiting, *self.prealloc):
             assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
             assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
+        for req in self.offline:
+            assert req.asked.offline, f"{req.rid} is of no batch"
+            assert (req.holding is None) == (req.state is ReqState.WAITING), f"{req.rid} is {req.state}: {req.holding}"
         for req in self.prealloc:
             assert req.leg is not None, f"{req.rid} waits for a grant and is no decode leg"
         assert self.prealloc.short is None or self.prealloc.short in self.prealloc, "the head that bars others has left"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
-from replicas.request import CachedTokens, Req, ReqState
+from replicas.request import OFFLINE, CachedTokens, Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving, run_tokens
 from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
@@ -30,7 +30,9 @@ from replicas.scheduler.decode import (
     decode_rows,
     plan_ahead,
     prompt_groups,
+    retract,
     retract_until_it_fits,
+    retracted_first,
 )
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
@@ -103,7 +105,7 @@ class Scheduler:
     def only_away(self) -> bool:
         """Whether nothing is left to do here until another replica has done its part, or a grammar is compiled."""
         queues = self.queues
-        starting = len(queues.waiting) or queues.chunked is not None or len(queues.prealloc)
+        starting = len(queues.waiting) or len(queues.offline) or queues.chunked is not None or len(queues.prealloc)
         return not (starting or queues.running or queues.forced)
 
     def would_wait(self, num_new: int) -> int:
@@ -211,6 +213,7 @@ class Scheduler:
         assert not len(queues.under_way), "a step is under way: apply it, or schedule ahead"
         now_s = self._clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
+        self._order_batches()
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
         gave_way, decode = self._take_decode_slots() if mixed else (False, None)  # before any prompt's
@@ -271,15 +274,32 @@ class Scheduler:
 
     def _accept(self, req: Req) -> None:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
-        if self._config.priorities == "off":
+        if req.asked.offline:
+            req.rank.priority = OFFLINE
+        elif self._config.priorities == "off":
             req.rank.priority = 0
-        req.rank.from_s = req.stamps.arrival_s - req.asked.waited_s - req.rank.priority * self._config.ageing_s
+        req.rank.from_s = req.stamps.arrival_s - req.asked.waited_s
+        if not req.asked.offline:
+            req.rank.from_s -= req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
 
     def _wait(self, req: Req) -> None:
         chunked = self.queues.chunked
-        self.queues.waiting.add(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
+        self.queues.wait(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
         self._gate.disturb()
+
+    def _order_batches(self) -> None:
+        """Let lines of batches run only in steps in which no other request begins: they are paused with what they hold,
+        one in the middle of its prompt is retracted, and so are those without which a decode leg gets no memory."""
+        queues = self.queues
+        if not queues.others_begin:
+            queues.resume()
+            return
+        queues.pause()
+        if queues.chunked is not None and queues.chunked.asked.offline:
+            retract(queues.chunked, queues, self.kv, self.counters)
+        if queues.prealloc.short is not None and queues.paused:
+            retract(min(queues.paused, key=retracted_first), queues, self.kv, self.counters)
 
     def _end(self, req: Req, finish: Finish) -> None:
         """End ``req`` on the scheduler's own decision; the engine reads `LastRound.ended` to answer its caller."""
@@ -345,7 +365,7 @@ class Scheduler:
         """Choose the prompts of this step, and grant decode legs their memory."""
         queues, config, last = self.queues, self._config, self.last
         assert config.chunked_prefill_size is not None
-        in_flight = [*queues.running, *queues.away.in_state(ReqState.RECEIVING)]
+        in_flight = [*queues.running, *queues.paused, *queues.away.in_state(ReqState.RECEIVING)]
         num_handing_off = len(queues.away.in_state(ReqState.HANDING_OFF))  # each needs its row, and no more pages
         limits = Limits(
             chunk_size=config.chunked_prefill_size,

@@ -25,6 +25,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from deployments.batches.store import BatchStore
 from deployments.channel.channel_client import ChannelClient
 from deployments.http.api_document import describe
 from deployments.http.http_app import ROUTERS, make_app
@@ -39,8 +40,10 @@ from tests.unit.tokenizer_folders import byte_level_folder
 CONTEXT_LEN = 48  # no request generates more tokens than that
 LONGEST_RUN_S = 500.0  # with much else on the machine; alone it takes half a minute
 RESPONSE = "/v1/responses/{response_id}"  # none of a made-up id is kept
-CANCEL = f"{RESPONSE}/cancel"
+BATCH = "/v1/batches/{batch_id}"  # nor of this
+CANCEL, CANCEL_BATCH = f"{RESPONSE}/cancel", f"{BATCH}/cancel"
 STREAM = "/v1/streams/{name}"
+IDS = ("/route/{rid}", RESPONSE, STREAM, BATCH)
 ALIASES = ("/v1/tokenize", "/v1/detokenize", "/model_info", "/server_info", "/ready", "/prometheus/metrics")
 CHECKS = [
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
@@ -88,7 +91,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         )  # fmt: skip
         service = Service(
             model=face, tokenizer=tokenizer, dispatcher=house.dispatcher, fleet=house.fleet, leases=house.leases,
-            settings={},
+            settings={}, batches=BatchStore(tmp_path_factory.mktemp("batches"), max_bytes=1 << 30),
         )  # fmt: skip
         app = make_app(service)
         app.openapi()  # on a loaded machine it can take longer than schemathesis waits for it
@@ -119,7 +122,8 @@ def test_every_route_is_described(url: str) -> None:
     assert served == document["paths"].keys()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            assert ("requestBody" in operation) == (method == "post" and path not in ("/flush_cache", CANCEL)), path
+            has_body = method == "post" and path not in ("/flush_cache", CANCEL, CANCEL_BATCH)
+            assert ("requestBody" in operation) == has_body, path
 
 
 def described(keys: KeyDigests) -> FastAPI:
@@ -201,8 +205,8 @@ def test_what_the_document_says_is_what_the_routes_do(url: str, tmp_path: Path) 
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2000:]
     statuses = statuses_of(report)
     assert sum(map(len, statuses.values())) > 2000
-    of_an_id = {f"{method} {path}" for method in ("GET", "HEAD") for path in ("/route/{rid}", RESPONSE, STREAM)}
-    of_an_id |= {f"DELETE {RESPONSE}", f"POST {CANCEL}"}
+    of_an_id = {f"{method} {path}" for method in ("GET", "HEAD") for path in IDS}
+    of_an_id |= {f"DELETE {RESPONSE}", f"POST {CANCEL}", f"POST {CANCEL_BATCH}", "POST /v1/batches"}
     reranks = ("/v1/rerank", "/v2/rerank", "/rerank")  # whose prompt alone is longer than this context
     too_long = {f"POST {path}" for path in reranks}
     assert {name for name, seen in statuses.items() if 200 not in seen} == of_an_id | too_long

@@ -103,8 +103,8 @@ FLOORS: dict[str, set[str]] = {
 }
 # the rooms of deployments/, from the lowest: each may import what is below it, and the houses under deployments/
 ROOMS = (
-    ("output",), ("settings",), ("channel",), ("dispatch",), ("fleet",), ("http",), ("watch",), ("router", "replica"),
-    ("app",), ("command", "__main__"),
+    ("output",), ("settings",), ("channel",), ("dispatch",), ("fleet",), ("batches",), ("http",), ("watch",),
+    ("router", "replica"), ("app",), ("command", "__main__"),
 )  # fmt: skip
 BELOW = {"dashboards", "kvtransfer", "routing", "replicas", "deployments.logs", "deployments.autoscaling"}
 for level in ROOMS:

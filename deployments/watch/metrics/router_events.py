@@ -15,7 +15,7 @@ Which objectives a request met: `route_log.judged`.
 
 from collections.abc import Mapping
 
-from dashboards.catalog import ANSWERING, ENDPOINTS, FINISHES, OUTCOMES, STAGES
+from dashboards.catalog import ANSWERING, ENDPOINTS, FINISHES, LINES, OUTCOMES, STAGES
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLost
 from deployments.dispatch.route_log import RequestWatch, Try, predicted_tokens
@@ -78,6 +78,9 @@ class RouterEvents(RequestWatch):
         for how in ("kept", "again"):
             counter("router_streams_resumed_total", how=how)
         counter("router_streams_expired_total")
+        emitter.gauge("router_batch_lines_running")
+        for outcome in LINES:
+            counter("router_batch_lines_total", outcome=outcome)
         self._hand_offs = {}
         if disaggregated:
             self._hand_offs = {
@@ -151,6 +154,12 @@ class RouterEvents(RequestWatch):
 
     def stream_resumed(self, how: str) -> None:
         self._emitter.counter("router_streams_resumed_total", how=how).inc()
+
+    def lines_running(self, num: int) -> None:
+        self._emitter.gauge("router_batch_lines_running").set(num)
+
+    def line_ran(self, outcome: str) -> None:
+        self._emitter.counter("router_batch_lines_total", outcome=outcome).inc()
 
     def stream_expired(self) -> None:
         self._emitter.counter("router_streams_expired_total").inc()

@@ -92,6 +92,23 @@ def first_model(url: str, key: str | None) -> str:
         raise Unanswered(f"{url} lists no model: check --url", NOT_THERE) from error
 
 
+def batches(url: str, key: str | None) -> list[dict[str, Any]]:
+    """Return the last batches of ``key``, the newest first. Raises: Unanswered."""
+    try:
+        return list(_get(f"{_base(url)}/v1/batches?limit=100", key)["data"])
+    except urllib.error.HTTPError as error:
+        raise _chat_refused(error, url, key) from error
+
+
+def batch(url: str, batch_id: str, key: str | None, *, cancel: bool = False) -> dict[str, Any]:
+    """Return one batch of ``key``, or have it end. Raises: Unanswered."""
+    path = f"{_base(url)}/v1/batches/{urllib.parse.quote(batch_id, safe='')}"
+    try:
+        return _get(f"{path}/cancel", key, {}) if cancel else _get(path, key)
+    except urllib.error.HTTPError as error:
+        raise _chat_refused(error, url, key) from error
+
+
 @contextlib.contextmanager
 def answer(url: str, body: Mapping[str, Any], key: str | None) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
     """Send a chat request. Gives: the answer's headers, and its lines as they come. Raises: Unanswered."""

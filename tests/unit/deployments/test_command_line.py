@@ -20,7 +20,8 @@ from deployments.settings.settings_file import CommandLine, SettingChange
 from replicas.errors import InvalidConfig
 
 COMMANDS = (
-    "serve", "check", "top", "explain", "kill", "chat", "logs", "list", "pull", "doctor", "key", "bench", "dashboards",
+    "serve", "check", "top", "explain", "kill", "chat", "logs", "list", "pull", "doctor", "key", "bench", "batch",
+    "dashboards",
 )  # fmt: skip
 
 

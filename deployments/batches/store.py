@@ -1,0 +1,419 @@
+"""The files and batches of an application: one folder, which all routers share.
+
+    batches.sqlite   files and batches; of those that have not ended the lines, in the order in which to run them, and
+                     the entry of each line that has been answered
+    files/ID         the content of each file
+
+Owns:      the folder; every status of a batch; which router runs it.
+Never:     reads a request; runs one. Holds a file in memory, or a transaction while it reads one.
+Invariant: a line has at most one entry, whoever runs it: the first that is written. A file that has a row is complete:
+           the row is written behind it. The output of a batch, its row and its last status are one transaction.
+Thread:    any; each call has a connection of its own. Calls block: routers make them on other threads.
+
+A batch belongs to the router in its row until a time in its row, which that router puts off again and again. When it is
+over, another router takes the batch, and runs the lines that have no entry. Nothing but entries says what was done. The
+journal is SQLite's rollback journal, which needs no shared memory: routers on several nodes may share the folder where
+its file system has locks.
+
+    validating ──lines are in order──> in_progress ──all have entries──> finalizing ──files are written──> completed
+        │ no lines, or too many             ├── its time is over ──────────> finalizing ──────────────────> expired
+        └──> failed                         └── its client ends it ──> cancelling ────────────────────────> cancelled
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from replicas.errors import MantaError
+
+Row = dict[str, Any]
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+BUSY_S = 30.0  # how long a call waits for another one's transaction
+ORPHAN_S = 3600.0  # a file without a row is deleted after so long: its upload or its batch was cut off
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, filename TEXT NOT NULL,
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER);
+CREATE TABLE IF NOT EXISTS batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, metadata TEXT, status TEXT NOT NULL,
+    ends_as TEXT, output_file_id TEXT, error_file_id TEXT, errors TEXT,
+    total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER,
+    completed_at INTEGER, failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER,
+    router TEXT NOT NULL DEFAULT '', router_until REAL NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS lines (
+    batch TEXT NOT NULL, place INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
+    custom_id TEXT NOT NULL, PRIMARY KEY (batch, place)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (
+    batch TEXT NOT NULL, number INTEGER NOT NULL, ok INTEGER NOT NULL, entry TEXT NOT NULL,
+    PRIMARY KEY (batch, number));
+"""
+
+
+class FolderFull(MantaError):
+    """The files of all batches have as many bytes as the folder may hold."""
+
+    http_status = 413
+    code = "files_full"
+
+
+class FileInUse(MantaError):
+    """The file is the input of a batch that has not ended."""
+
+    http_status = 409
+    code = "file_in_use"
+
+
+class Line(NamedTuple):
+    """One request of a batch: where it stands in the input file."""
+
+    number: int  # in the file, from 0 on
+    start: int  # its first byte
+    size: int  # in bytes
+    custom_id: str
+    num_passed: int = 0  # answers after which it is run again
+    num_failed: int = 0  # of them, failures of the server
+
+
+class LineEntry(NamedTuple):
+    """What a line has become: a line of the output file, or of the error file."""
+
+    number: int
+    ok: bool
+    text: str
+
+
+class BatchStore:
+    """The files and batches in one folder."""
+
+    def __init__(self, folder: Path, *, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+        """``max_bytes``: of all files."""
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._clock = clock
+        (folder / "files").mkdir(parents=True, exist_ok=True)
+        with self._open() as db:
+            db.executescript(_SCHEMA)
+
+    def path(self, file_id: str) -> Path:
+        """Return where the content of a file is; ``file_id`` is one of ours."""
+        return self.folder / "files" / file_id
+
+    def new_file(self) -> str:
+        """Make the id of a file that is about to be written. Raises: FolderFull."""
+        with self._open() as db:
+            (held,) = db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
+        if held >= self._max_bytes:
+            raise FolderFull(
+                f"the files of all batches have {held:,} bytes, at most {self._max_bytes:,} are kept "
+                "(router.batch_bytes): delete some, as DELETE /v1/files/ID does"
+            )
+        return f"file-{secrets.token_hex(12)}"
+
+    def add_file(self, file_id: str, *, owner: str, filename: str, purpose: str, kept_s: int | None) -> Row:
+        """Add the file that was written to `path`; ``kept_s``: until it is deleted, None: it stays."""
+        with self._change() as db:
+            self._insert_file(db, file_id, owner=owner, filename=filename, purpose=purpose, kept_s=kept_s)
+        found = self.file(owner, file_id)
+        assert found is not None
+        return found
+
+    def file(self, owner: str, file_id: str) -> Row | None:
+        return self._one("SELECT * FROM files WHERE owner = ? AND id = ?", owner, file_id)
+
+    def files(
+        self, owner: str, *, purpose: str | None, after: str | None, most: int, ascending: bool
+    ) -> tuple[list[Row], bool]:
+        """List files behind the one of id ``after``. Returns: ``most`` of them, and whether there are more."""
+        wanted = ("AND purpose = ?", [purpose]) if purpose is not None else ("", [])
+        return self._page("files", owner, wanted, after=after, most=most, ascending=ascending)
+
+    def delete_file(self, owner: str, file_id: str) -> bool:
+        """Delete a file. Returns: whether it was there. Raises: FileInUse."""
+        with self._change() as db:
+            self._require_unused(db, file_id)
+            gone = db.execute("DELETE FROM files WHERE owner = ? AND id = ?", (owner, file_id)).rowcount > 0
+        if gone:
+            self.path(file_id).unlink(missing_ok=True)
+        return gone
+
+    def add_batch(
+        self, *, owner: str, endpoint: str, input_file_id: str, window: str, window_s: float, metadata: Row | None
+    ) -> Row:
+        """Add a batch, which the next router that looks takes."""
+        batch_id, now = f"batch_{secrets.token_hex(12)}", int(self._clock())
+        with self._change() as db:
+            db.execute(
+                "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, metadata, status, "
+                "created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
+                (batch_id, owner, endpoint, input_file_id, window, json.dumps(metadata), now, now + int(window_s)),
+            )
+        found = self.batch(owner, batch_id)
+        assert found is not None
+        return found
+
+    def batch(self, owner: str, batch_id: str) -> Row | None:
+        return self._one("SELECT * FROM batches WHERE owner = ? AND id = ?", owner, batch_id)
+
+    def batches(self, owner: str, *, after: str | None, most: int) -> tuple[list[Row], bool]:
+        """List batches, the newest first; as `files`."""
+        return self._page("batches", owner, ("", []), after=after, most=most, ascending=False)
+
+    def open_batches(self) -> list[Row]:
+        """List the batches of all owners that have not ended, the oldest first."""
+        with self._open() as db:
+            return _rows(db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} ORDER BY seq"))
+
+    def cancel(self, owner: str, batch_id: str) -> Row | None:
+        """Have a batch end, if it has not begun to; its router does it. Returns: its row."""
+        with self._change() as db:
+            db.execute(
+                "UPDATE batches SET status = 'cancelling', ends_as = 'cancelled', cancelling_at = ? "
+                "WHERE owner = ? AND id = ? AND status IN ('validating', 'in_progress')",
+                (int(self._clock()), owner, batch_id),
+            )
+        return self.batch(owner, batch_id)
+
+    def claim(self, router: str, *, hold_s: float, most: int) -> list[Row]:
+        """Take batches that no router runs, the oldest first, and hold those that ``router`` runs, for ``hold_s``.
+
+        Returns: at most ``most`` batches, which are its own for so long.
+        """
+        now = self._clock()
+        with self._change() as db:
+            db.execute(
+                f"UPDATE batches SET router = ?, router_until = ? WHERE id IN (SELECT id FROM batches WHERE status IN "
+                f"{OPEN} AND (router = ? OR router_until < ?) ORDER BY router = ? DESC, seq LIMIT ?)",
+                (router, now + hold_s, router, now, router, most),
+            )
+            return _rows(
+                db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} AND router = ? ORDER BY seq", (router,))
+            )
+
+    def release(self, router: str) -> None:
+        """Leave the batches of ``router`` to others: it ends."""
+        with self._change() as db:
+            db.execute("UPDATE batches SET router = '', router_until = 0 WHERE router = ?", (router,))
+
+    def put_in_order(self, batch: Row, keyed: Iterable[tuple[Line, bytes] | LineEntry], *, max_lines: int) -> None:
+        """Begin a batch: its lines are run in the order of their keys. What is an `LineEntry` already is not run.
+
+        The lines wait in a table of this connection, which SQLite keeps and sorts on disk.
+        """
+        wrong, number = list[LineEntry](), 0
+        with self._open() as db:
+            db.execute(
+                "CREATE TEMP TABLE keyed (number INTEGER, start INTEGER, size INTEGER, custom_id TEXT UNIQUE, key)"
+            )
+            db.execute("BEGIN")
+            for each in keyed:
+                number += 1
+                if number > max_lines:
+                    break
+                if isinstance(each, LineEntry):
+                    wrong.append(each)
+                    continue
+                line, key = each
+                added = db.execute("INSERT OR IGNORE INTO temp.keyed VALUES (?, ?, ?, ?, ?)", (*line[:4], key)).rowcount
+                if not added:
+                    wrong.append(not_run(line.number, line.custom_id, "duplicate_custom_id", "an earlier line has it"))
+            db.execute("COMMIT")
+            problem = (
+                f"it has more than {max_lines:,} lines" if number > max_lines else None if number else "it is empty"
+            )
+            db.execute("BEGIN IMMEDIATE")
+            if not self._may_go_on(db, batch, "validating"):
+                return
+            if problem is not None:
+                told = [{"code": "invalid_file", "message": f"the input file cannot be run: {problem}", "line": None,
+                         "param": "input_file_id"}]  # fmt: skip
+                self._end(db, batch, "failed", errors=json.dumps(told))
+            else:
+                db.execute(
+                    "INSERT INTO lines SELECT ?, ROW_NUMBER() OVER (ORDER BY key, number), number, start, size, "
+                    "custom_id FROM temp.keyed",
+                    (batch["id"],),
+                )
+                self._insert_entries(db, batch, wrong)
+                db.execute(
+                    "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? WHERE id = ?",
+                    (int(self._clock()), number, batch["id"]),
+                )
+            db.execute("COMMIT")
+
+    def to_run(self, batch_id: str) -> list[Line]:
+        """List the lines of a batch that have no entry yet, in the order in which to run them."""
+        with self._open() as db:
+            rows = db.execute(
+                "SELECT number, start, size, custom_id FROM lines WHERE batch = ?1 AND number NOT IN "
+                "(SELECT number FROM entries WHERE batch = ?1) ORDER BY place",
+                (batch_id,),
+            )
+            return [Line(*row) for row in rows]
+
+    def add_entries(self, batch: Row, entries: Iterable[LineEntry]) -> None:
+        """Keep what lines have become; of a line that has an entry nothing is changed."""
+        with self._change() as db:
+            if self._may_go_on(db, batch, "in_progress", "cancelling"):
+                self._insert_entries(db, batch, entries)
+
+    def finish(self, batch: Row, ends_as: str) -> None:
+        """Begin the end of a batch that runs; of what expires, lines without an entry get one."""
+        with self._change() as db:
+            if not self._may_go_on(db, batch, "in_progress"):
+                return
+            if ends_as == "expired":
+                rows = db.execute(
+                    "SELECT number, start, size, custom_id FROM lines WHERE batch = ?1 AND number NOT IN "
+                    "(SELECT number FROM entries WHERE batch = ?1)",
+                    (batch["id"],),
+                ).fetchall()
+                why = "the batch's completion window was over before this line was answered"
+                self._insert_entries(db, batch, (not_run(row[0], row[3], "batch_expired", why) for row in rows))
+            db.execute(
+                "UPDATE batches SET status = 'finalizing', ends_as = ?, finalizing_at = ? WHERE id = ?",
+                (ends_as, int(self._clock()), batch["id"]),
+            )
+
+    def write_files(self, batch: Row) -> None:
+        """End a batch: its entries become the output file and the error file, in the order of the input."""
+        made = {}
+        for column, ok in (("output_file_id", 1), ("error_file_id", 0)):
+            file_id = f"file-{secrets.token_hex(12)}"
+            if self._write_entries(batch["id"], ok, self.path(file_id)):
+                made[column] = file_id
+        with self._change() as db:
+            if self._may_go_on(db, batch, "finalizing", "cancelling"):
+                for column, file_id in made.items():
+                    name = f"{batch['id']}_{column.partition('_')[0]}.jsonl"
+                    self._insert_file(
+                        db, file_id, owner=batch["owner"], filename=name, purpose="batch_output", kept_s=None
+                    )
+                self._end(db, batch, batch["ends_as"], **made)
+                return
+        for file_id in made.values():
+            self.path(file_id).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Delete files whose time is over, and what was left of files that were cut off."""
+        now = self._clock()
+        with self._change() as db:
+            used = f"SELECT input_file_id FROM batches WHERE status IN {OPEN}"
+            db.execute(f"DELETE FROM files WHERE expires_at < ? AND id NOT IN ({used})", (now,))
+            known = {file_id for (file_id,) in db.execute("SELECT id FROM files")}
+        for path in (self.folder / "files").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another router was quicker
+                if path.name not in known and path.stat().st_mtime < now - ORPHAN_S:
+                    path.unlink()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        db = sqlite3.connect(self.folder / "batches.sqlite", timeout=BUSY_S, isolation_level=None)
+        try:
+            db.execute("PRAGMA synchronous = NORMAL")
+            yield db
+        finally:
+            db.close()  # what was not committed is undone
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        with self._open() as db:
+            db.execute("BEGIN IMMEDIATE")
+            yield db
+            db.execute("COMMIT")
+
+    def _one(self, query: str, *values: Any) -> Row | None:
+        with self._open() as db:
+            return next(iter(_rows(db.execute(query, values))), None)
+
+    def _page(
+        self, table: str, owner: str, wanted: tuple[str, list[Any]], *, after: str | None, most: int, ascending: bool
+    ) -> tuple[list[Row], bool]:
+        condition, values = wanted
+        order, beyond = ("ASC", ">") if ascending else ("DESC", "<")
+        if after is not None:
+            condition += f" AND seq {beyond} (SELECT seq FROM {table} WHERE owner = ? AND id = ?)"
+            values = [*values, owner, after]
+        query = f"SELECT * FROM {table} WHERE owner = ? {condition} ORDER BY seq {order} LIMIT ?"
+        with self._open() as db:
+            found = _rows(db.execute(query, (owner, *values, most + 1)))
+        return found[:most], len(found) > most
+
+    def _insert_file(
+        self, db: sqlite3.Connection, file_id: str, *, owner: str, filename: str, purpose: str, kept_s: int | None
+    ) -> None:
+        now = int(self._clock())
+        db.execute(
+            "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (file_id, owner, filename, purpose, self.path(file_id).stat().st_size, now,
+             None if kept_s is None else now + kept_s),
+        )  # fmt: skip
+
+    def _require_unused(self, db: sqlite3.Connection, file_id: str) -> None:
+        query = f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {OPEN}"
+        used = db.execute(query, (file_id,)).fetchone()
+        if used is not None:
+            raise FileInUse(f"file {file_id} is the input of {used[0]}, which has not ended: cancel that first")
+
+    def _may_go_on(self, db: sqlite3.Connection, batch: Row, *statuses: str) -> bool:
+        """Whether the batch is its router's still, in one of ``statuses``."""
+        marks = ", ".join("?" * len(statuses))
+        query = f"SELECT 1 FROM batches WHERE id = ? AND router = ? AND status IN ({marks})"
+        return db.execute(query, (batch["id"], batch["router"], *statuses)).fetchone() is not None
+
+    def _insert_entries(self, db: sqlite3.Connection, batch: Row, entries: Iterable[LineEntry]) -> None:
+        num = {True: 0, False: 0}
+        for each in entries:
+            row = (batch["id"], each.number, each.ok, each.text)
+            num[each.ok] += db.execute("INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?)", row).rowcount
+        query = "UPDATE batches SET completed = completed + ?, failed = failed + ? WHERE id = ?"
+        db.execute(query, (num[True], num[False], batch["id"]))
+
+    def _write_entries(self, batch_id: str, ok: int, path: Path) -> bool:
+        """Write the entries of one kind to ``path``. Returns: whether there are any."""
+        with self._open() as db, path.open("w", encoding="utf-8") as file:
+            query = "SELECT entry FROM entries WHERE batch = ? AND ok = ? ORDER BY number"
+            num = 0
+            for (text,) in db.execute(query, (batch_id, ok)):
+                file.write(text + "\n")
+                num += 1
+            file.flush()
+            os.fsync(file.fileno())
+        if not num:
+            path.unlink()
+        return num > 0
+
+    def _end(self, db: sqlite3.Connection, batch: Row, status: str, **columns: str) -> None:
+        columns = {"status": status, **columns}
+        assigned = ", ".join(f"{name} = ?" for name in columns)
+        db.execute(
+            f"UPDATE batches SET {assigned}, {status}_at = ?, router = '' WHERE id = ? AND router = ?",
+            (*columns.values(), int(self._clock()), batch["id"], batch["router"]),
+        )
+        for table in ("lines", "entries"):
+            db.execute(f"DELETE FROM {table} WHERE batch = ?", (batch["id"],))
+
+
+def not_run(number: int, custom_id: str | None, code: str, message: str) -> LineEntry:
+    """Make the entry of a line that is not run."""
+    error = {"code": code, "message": message, "line": number + 1}
+    return LineEntry(number, False, entry_text(custom_id, error=error))
+
+
+def entry_text(custom_id: str | None, *, response: str = "null", error: Row | None = None) -> str:
+    """Write an entry in OpenAI's form; ``response`` is JSON already."""
+    made = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id}
+    return f'{json.dumps(made)[:-1]}, "response": {response}, "error": {json.dumps(error)}}}'
+
+
+def _rows(cursor: sqlite3.Cursor) -> list[Row]:
+    names = [each[0] for each in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]

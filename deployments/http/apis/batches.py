@@ -1,0 +1,288 @@
+"""The routes of OpenAI's files and batches, as its SDK calls them; batches/ keeps and runs them.
+
+Owns:      the form of files and batches in answers.
+Never:     holds a file: one that comes goes to disk, one that goes comes from there.
+Invariant: a file or a batch is there for the key that made it; to any other it does not exist.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+
+from deployments.batches.runner import ENDPOINTS
+from deployments.batches.store import BatchStore, FolderFull, Row
+from deployments.http.access import caller_of, read_chunks
+from deployments.http.answer_bodies import BatchBody, BatchListBody, DeletedFileBody, FileBody, FileListBody
+from deployments.http.api_document import gives, shape
+from deployments.http.apis.multipart import boundary_of, read_form
+from deployments.http.bodies import BatchRequest, PathName, Route
+from deployments.http.http_errors import Busy
+from deployments.http.service import service_of
+from replicas.errors import InvalidRequest, MantaError
+from replicas.types import MAX_DEADLINE_S
+
+router = APIRouter(route_class=Route)
+MOST_UPLOADS = 8  # at a time
+MOST_DRAINED, DRAIN_S = 8 << 20, 2.0  # bytes and time
+MOST_KEPT_S = 30 * 24 * 3600
+_uploads = asyncio.Semaphore(MOST_UPLOADS)
+_WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_TIMES = [
+    "created",
+    "in_progress",
+    "expires",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": shape(
+                    {"expires_after[anchor]": {"const": "created_at"}, "expires_after[seconds]": {"type": "integer"}},
+                    file={"contentMediaType": "application/octet-stream"}, purpose={"type": "string"},
+                )
+            }
+        },
+    }
+}  # fmt: skip
+_PAGE = [
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1}},
+]
+_OF_FILES = [
+    {"name": "purpose", "in": "query", "schema": {"type": "string"}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+]
+
+
+class FileContent(FileResponse):
+    """A file as it was uploaded."""
+
+    media_type = "application/octet-stream"
+
+
+class NoBatches(MantaError):
+    """This server has no folder for files and batches."""
+
+    http_status = 404
+    code = "batches_off"
+
+
+class NotThere(MantaError):
+    """No file or batch of this id belongs to this key."""
+
+    http_status = 404
+    code = "not_found"
+
+
+@router.post("/v1/files", openapi_extra=_FORM, **gives(FileBody, 400, 404, 408, 413, 429, 499))
+async def upload_file(request: Request) -> Response:
+    """Keep a file, as it comes, for batches."""
+    async with contextlib.aclosing(read_chunks(request, timeout_s=service_of(request).body_timeout_s)) as chunks:
+        try:
+            store, boundary = _store(request), boundary_of(request.headers.get("content-type", ""))
+            if _uploads.locked():
+                raise Busy(f"{MOST_UPLOADS} files are being uploaded: try again later")
+            async with _uploads:
+                return JSONResponse(_file(await _kept(request, store, chunks, boundary)))
+        except (InvalidRequest, NoBatches, Busy, FolderFull):
+            await _drain(chunks)
+            raise
+
+
+async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes], boundary: bytes) -> Row:
+    """Keep the file of a form. Raises: as `read_form`, InvalidRequest, FolderFull."""
+    file_id = await asyncio.to_thread(store.new_file)
+    path = store.path(file_id)
+    try:
+        fields, filename = await read_form(chunks, boundary, path, max_bytes=service_of(request).max_file_bytes)
+        if filename is None:
+            raise InvalidRequest("file: the form has no file", param="file")
+        purpose, kept_s, name = fields.get("purpose", "")[:64], _kept_s(fields), filename[:512]
+        if not purpose:
+            raise InvalidRequest("purpose: is missing; that of a batch's input is batch", param="purpose")
+        owner = caller_of(request).name
+
+        def keep() -> Row:
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+            return store.add_file(file_id, owner=owner, filename=name, purpose=purpose, kept_s=kept_s)
+
+        return await asyncio.to_thread(keep)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+async def _drain(chunks: AsyncIterator[bytes]) -> None:
+    """Read what a refused client still sends, for a moment: one that sees its connection closed shows no answer."""
+    num_bytes = 0
+    with contextlib.suppress(MantaError, TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            async for chunk in chunks:
+                num_bytes += len(chunk)
+                if num_bytes > MOST_DRAINED:
+                    return
+
+
+@router.get("/v1/files", openapi_extra={"parameters": [*_PAGE, *_OF_FILES]}, **gives(FileListBody, 400, 404))
+async def list_files(request: Request) -> Response:
+    """List this key's files, the newest first."""
+    given, store = request.query_params, _store(request)
+    order = given.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order: must be asc or desc", param="order")
+    rows, has_more = await asyncio.to_thread(
+        store.files, caller_of(request).name, purpose=given.get("purpose"), after=given.get("after"),
+        most=_limit(request, 10_000, 10_000), ascending=order == "asc",
+    )  # fmt: skip
+    return _list([_file(row) for row in rows], has_more=has_more)
+
+
+@router.get("/v1/files/{file_id}", **gives(FileBody, 404))
+async def retrieve_file(request: Request, file_id: PathName) -> Response:
+    """Show what is known of a file."""
+    return JSONResponse(_file(await _file_row(request, file_id)))
+
+
+@router.get("/v1/files/{file_id}/content", response_class=FileContent, **gives(None, 404))
+async def file_content(request: Request, file_id: PathName) -> Response:
+    """Send a file's content."""
+    row = await _file_row(request, file_id)
+    return FileContent(_store(request).path(row["id"]), media_type=FileContent.media_type)
+
+
+@router.delete("/v1/files/{file_id}", **gives(DeletedFileBody, 404, 409))
+async def delete_file(request: Request, file_id: PathName) -> Response:
+    """Delete a file that no open batch reads."""
+    store = _store(request)
+    if not await asyncio.to_thread(store.delete_file, caller_of(request).name, file_id):
+        raise _no(file_id, "file")
+    return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+@router.post("/v1/batches", **gives(BatchBody, 400, 404, 408, 413, 415, 429, 499))
+async def create_batch(request: Request, body: BatchRequest) -> Response:
+    """Run the requests of a file in the gaps that others leave."""
+    store, owner = _store(request), caller_of(request).name
+    if body.endpoint not in ENDPOINTS:
+        raise InvalidRequest(f"endpoint: must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+    found = _WINDOW.fullmatch(body.completion_window)
+    window_s = int(found[1]) * _SECONDS[found[2]] if found is not None else 0
+    if not 0 < window_s <= MAX_DEADLINE_S:
+        raise InvalidRequest("completion_window: must be as 24h, and at most 7d", param="completion_window")
+    if body.metadata is not None and len(json.dumps(body.metadata)) > 16 << 10:
+        raise InvalidRequest("metadata: has more than 16 KiB", param="metadata")
+    file = await asyncio.to_thread(store.file, owner, body.input_file_id)
+    if file is None or file["purpose"] != "batch":
+        why = "there is no such file of this key" if file is None else f"its purpose is {file['purpose']}, not batch"
+        raise InvalidRequest(f"input_file_id: {why}", param="input_file_id")
+    row = await asyncio.to_thread(
+        store.add_batch, owner=owner, endpoint=body.endpoint, input_file_id=body.input_file_id,
+        window=body.completion_window, window_s=window_s, metadata=body.metadata,
+    )  # fmt: skip
+    return JSONResponse(batch_body(row))
+
+
+@router.get("/v1/batches", openapi_extra={"parameters": _PAGE}, **gives(BatchListBody, 400, 404))
+async def list_batches(request: Request) -> Response:
+    """List this key's batches, the newest first."""
+    store, most = _store(request), _limit(request, 20, 100)
+    rows, has_more = await asyncio.to_thread(
+        store.batches, caller_of(request).name, after=request.query_params.get("after"), most=most
+    )
+    return _list([batch_body(row) for row in rows], has_more=has_more)
+
+
+@router.get("/v1/batches/{batch_id}", **gives(BatchBody, 404))
+async def retrieve_batch(request: Request, batch_id: PathName) -> Response:
+    """Show how far a batch is."""
+    row = await asyncio.to_thread(_store(request).batch, caller_of(request).name, batch_id)
+    if row is None:
+        raise _no(batch_id, "batch")
+    return JSONResponse(batch_body(row))
+
+
+@router.post("/v1/batches/{batch_id}/cancel", **gives(BatchBody, 404))
+async def cancel_batch(request: Request, batch_id: PathName) -> Response:
+    """End a batch, unless it has ended; what is answered becomes its output."""
+    row = await asyncio.to_thread(_store(request).cancel, caller_of(request).name, batch_id)
+    if row is None:
+        raise _no(batch_id, "batch")
+    return JSONResponse(batch_body(row))
+
+
+def batch_body(row: Row) -> dict[str, Any]:
+    """Make a batch in OpenAI's form."""
+    same = ("id", "endpoint", "input_file_id", "completion_window", "status", "output_file_id", "error_file_id")
+    errors = None if row["errors"] is None else {"object": "list", "data": json.loads(row["errors"])}
+    return {
+        **{name: row[name] for name in same},
+        **{f"{name}_at": row[f"{name}_at"] for name in _TIMES},
+        "object": "batch",
+        "errors": errors,
+        "metadata": json.loads(row["metadata"]),
+        "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
+    }
+
+
+def _file(row: Row) -> dict[str, Any]:
+    shown = {name: row[name] for name in ("id", "bytes", "created_at", "expires_at", "filename", "purpose")}
+    return {**shown, "object": "file", "status": "processed", "status_details": None}
+
+
+def _list(data: list[dict[str, Any]], *, has_more: bool) -> Response:
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
+
+
+def _store(request: Request) -> BatchStore:
+    store = service_of(request).batches
+    if store is None:
+        raise NoBatches(
+            "this server keeps no files and runs no batches: set router.batch_folder to a folder that all routers share"
+        )
+    return store
+
+
+async def _file_row(request: Request, file_id: str) -> Row:
+    row = await asyncio.to_thread(_store(request).file, caller_of(request).name, file_id)
+    if row is None:
+        raise _no(file_id, "file")
+    return row
+
+
+def _no(name: str, what: str) -> NotThere:
+    return NotThere(f"there is no {what} {name[:200]!r} of this key")
+
+
+def _limit(request: Request, default: int, most: int) -> int:
+    given = request.query_params.get("limit", str(default))
+    if not (given.isdecimal() and len(given) < 7 and 1 <= int(given) <= most):
+        raise InvalidRequest(f"limit: must be 1 to {most:,}, got {given[:64]!r}", param="limit")
+    return int(given)
+
+
+def _kept_s(fields: dict[str, str]) -> int | None:
+    given = fields.get("expires_after[seconds]")
+    if fields.get("expires_after[anchor]", "created_at") != "created_at":
+        raise InvalidRequest("expires_after: anchor must be created_at", param="expires_after")
+    if given is None:
+        return None
+    if not (given.isdecimal() and len(given) < 9 and 1 <= int(given) <= MOST_KEPT_S):
+        raise InvalidRequest(f"expires_after: seconds must be 1 to {MOST_KEPT_S:,}", param="expires_after")
+    return int(given)

@@ -1,0 +1,600 @@
+"""Files and batches, as OpenAI's SDK asks for them over HTTP: what comes out, in which order lines run, what cuts a
+batch off, and that each line has one entry whatever happens.
+
+What a replica does is scripted, where it matters when; one batch is answered by the real model.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from deployments.batches import runner as runners
+from deployments.batches.runner import BatchRunner, Runs, keyed_lines
+from deployments.batches.store import BatchStore, Line, LineEntry, entry_text
+from deployments.dispatch.route_log import RequestWatch
+from deployments.http.access import browser_rules
+from deployments.http.http_app import make_app
+from deployments.http.lines import line_answers
+from deployments.http.service import Service
+from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.watch.terminal import batches as terminal
+from replicas.errors import MantaError, Overloaded
+from replicas.text.tokenizer import Tokenizer
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.listening import listening
+
+pytestmark = pytest.mark.model
+NAME = MODEL.rsplit("/", 1)[-1]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_S", "KEEP_S", "FIRST_WAIT_S"):
+        monkeypatch.setattr(runners, name, 0.02)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BatchStore:
+    return BatchStore(tmp_path / "batches", max_bytes=1 << 30)
+
+
+def line(number: int, text: str = "Tell me of Rome.", **body: Any) -> dict[str, Any]:
+    chat = {"model": NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **body}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": chat}
+
+
+def jsonl(lines: Sequence[Any]) -> bytes:
+    return b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines)
+
+
+def runner_of(service: Service, watch: RequestWatch | None = None, keys: KeyDigests = NO_KEYS) -> BatchRunner:
+    assert service.batches is not None
+    return BatchRunner(
+        service.batches, line_answers(service, keys), router_id="router", places=service.fleet.line_places,
+        max_line_bytes=service.max_body_bytes, watch=watch,
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def running(runner: BatchRunner) -> AsyncIterator[BatchRunner]:
+    task = asyncio.create_task(runner.run_forever())
+    try:
+        yield runner
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def served(service: Service, *keys: str) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    """The SDK over sockets, with each of ``keys``."""
+    digests = NO_KEYS
+    if keys:
+        digests = read_keys(api_key_file=None, admin_key=None, environ={"MANTA_API_KEYS": ",".join(keys)})
+    async with contextlib.AsyncExitStack() as stack:
+        port = await stack.enter_async_context(listening(make_app(service, keys=digests)))
+        clients = [
+            openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=30)
+            for key in keys or ("any",)
+        ]
+        for client in clients:
+            stack.push_async_callback(client.close)
+        yield clients
+
+
+async def begun(sdk: openai.AsyncOpenAI, lines: Sequence[Any], window: Any = "24h") -> Batch:
+    file = await sdk.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    return await sdk.batches.create(
+        input_file_id=file.id, endpoint=CHAT, completion_window=window, metadata={"of": "test"}
+    )
+
+
+async def ended(sdk: openai.AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(60):
+        while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
+            await asyncio.sleep(0.02)
+            batch = await sdk.batches.retrieve(batch.id)
+    return batch
+
+
+async def entries(sdk: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    content = await sdk.files.content(file_id)
+    return [json.loads(each) for each in content.text.splitlines()]
+
+
+async def test_a_batch_gives_the_answers_of_the_real_model(service: Service, store: BatchStore) -> None:
+    service = dataclasses.replace(service, batches=store)
+    async with served(service) as [sdk], running(runner_of(service)):
+        texts = ["The capital of France is", "Count to three.", "Say hello."]
+        batch = await begun(sdk, [line(n, text) for n, text in enumerate(texts)])
+        assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
+        done = await ended(sdk, batch)
+        assert done.status == "completed"
+        assert done.request_counts is not None
+        assert done.request_counts.model_dump() == {"total": 3, "completed": 3, "failed": 0}
+        assert done.error_file_id is None
+        told = await entries(sdk, done.output_file_id)
+        assert [each["custom_id"] for each in told] == ["line-0", "line-1", "line-2"]
+        for each, text in zip(told, texts, strict=True):
+            alone = await sdk.chat.completions.create(
+                model=NAME, messages=[{"role": "user", "content": text}], max_tokens=4, temperature=0
+            )
+            assert each["response"]["status_code"] == 200
+            assert each["response"]["body"]["choices"][0]["message"]["content"] == alone.choices[0].message.content
+            assert each["error"] is None
+        assert Batch.model_validate(done.model_dump(), strict=True)
+
+
+async def test_files_are_kept_listed_in_pages_and_deleted(tokenizer: Tokenizer, store: BatchStore) -> None:
+    async with House() as house, served(house.service(tokenizer, batches=store)) as [sdk]:
+        content = random.Random(0).randbytes(300_000)  # in which a boundary's begin stands often
+        files = [await sdk.files.create(file=(f"{n}.bin", content + b"\r\n--"), purpose="batch") for n in range(3)]
+        assert [file.filename for file in files] == ["0.bin", "1.bin", "2.bin"]
+        assert (await sdk.files.content(files[1].id)).content == content + b"\r\n--"
+        assert (await sdk.files.retrieve(files[0].id)).bytes == len(content) + 4
+        first = await sdk.files.list(limit=2)
+        assert [each.id for each in first.data] == [files[2].id, files[1].id]
+        assert [each.id async for each in first] == [files[2].id, files[1].id, files[0].id]
+        assert [each.id async for each in await sdk.files.list(order="asc", purpose="batch")] == [f.id for f in files]
+        assert (await sdk.files.delete(files[1].id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await sdk.files.content(files[1].id)
+        with pytest.raises(openai.NotFoundError):
+            await sdk.files.delete(files[1].id)
+        assert sorted(path.name for path in (store.folder / "files").iterdir()) == sorted([files[0].id, files[2].id])
+        lasting = await sdk.files.create(
+            file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        assert lasting.expires_at == lasting.created_at + 3600
+
+
+async def test_what_is_wrong_is_told_in_openais_form(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    full = BatchStore(tmp_path, max_bytes=100)
+    async with House() as house, served(house.service(tokenizer, batches=full, max_file_bytes=1000)) as [sdk]:
+        with pytest.raises(openai.APIStatusError, match="more than 1,000 bytes") as too_large:
+            await sdk.files.create(file=b"x" * 1001, purpose="batch")
+        assert too_large.value.status_code == 413
+        with pytest.raises(openai.BadRequestError, match="anchor"):
+            await sdk.files.create(
+                file=b"x", purpose="batch", expires_after={"anchor": "used_at", "seconds": 3600}  # type: ignore[typeddict-item]
+            )
+        for purpose in ("batch", "fine-tune"):
+            file = await sdk.files.create(file=b"x" * 60, purpose=purpose)  # type: ignore[arg-type]
+        with pytest.raises(openai.APIStatusError, match="delete some") as no_room:
+            await sdk.files.create(file=b"x", purpose="batch")
+        assert (no_room.value.status_code, no_room.value.code) == (413, "files_full")
+        wanted: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        for wrong, word in (
+            ({"endpoint": "/v1/images"}, "endpoint"),
+            ({"completion_window": "soon"}, "completion_window"),
+            ({"completion_window": "8d"}, "completion_window"),
+            ({"input_file_id": "file-none"}, "no such file"),
+            ({}, "purpose is fine-tune"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=word):
+                await sdk.batches.create(**{**wanted, **wrong})
+        with pytest.raises(openai.NotFoundError):
+            await sdk.batches.retrieve("batch_none")
+        with pytest.raises(openai.NotFoundError):
+            await sdk.batches.cancel("batch_none")
+        assert len(list((tmp_path / "files").iterdir())) == 2  # nothing is left of what was refused
+
+
+async def test_without_a_folder_the_routes_say_which_setting_makes_one(tokenizer: Tokenizer) -> None:
+    async with House() as house, served(house.service(tokenizer)) as [sdk]:
+        for ask in (sdk.files.list(), sdk.batches.list(), sdk.files.create(file=b"x", purpose="batch")):
+            with pytest.raises(openai.NotFoundError, match=r"router\.batch_folder"):
+                await ask
+
+
+async def test_a_form_is_no_way_in_for_pages(tokenizer: Tokenizer, store: BatchStore) -> None:
+    rules = browser_rules(listens_on="127.0.0.1", has_keys=False, allowed_hosts=())
+    async with House() as house:
+        app = make_app(house.service(tokenizer, batches=store), browsers=rules)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            form: dict[str, Any] = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+            assert (await client.post("/v1/files", **form)).status_code == 200
+            for page, status in (
+                ({"Origin": "http://evil.example"}, 403),
+                ({"Origin": "null"}, 403),  # a sandboxed frame
+                ({"Sec-Fetch-Site": "cross-site"}, 403),
+                ({"Sec-Fetch-Site": "same-site"}, 403),
+                ({"Host": "evil.example"}, 403),
+                ({"Origin": "http://127.0.0.1"}, 415),  # a page of our own has no such form
+                ({"Sec-Fetch-Site": "none"}, 415),
+                ({"Referer": "http://evil.example/"}, 415),  # a form of an old browser
+            ):
+                assert (await client.post("/v1/files", **form, headers=page)).status_code == status, page
+            assert len((await client.get("/v1/files")).json()["data"]) == 1
+            assert (await client.post("/v1/batches", **form)).status_code == 415
+
+
+async def test_lines_of_a_key_that_is_gone_are_not_run(tokenizer: Tokenizer, store: BatchStore) -> None:
+    left = read_keys(api_key_file=None, admin_key=None, environ={"MANTA_API_KEYS": "b" * 20})
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        async with served(service, "a" * 20) as [sdk], running(runner_of(service, keys=left)):
+            replica = ScriptedReplica("r0")
+            await house.ready(replica)
+            batch = await ended(sdk, await begun(sdk, [line(0)]))
+            assert (batch.status, batch.output_file_id, replica.requests) == ("completed", None, [])
+            assert batch.error_file_id is not None
+            [entry] = [json.loads(each) for each in (await sdk.files.content(batch.error_file_id)).text.splitlines()]
+            assert (entry["custom_id"], entry["response"]["status_code"]) == ("line-0", 401)
+
+
+async def test_one_keys_files_and_batches_do_not_exist_for_another(tokenizer: Tokenizer, store: BatchStore) -> None:
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        async with served(service, "a" * 20, "b" * 20) as [mine, theirs], running(runner_of(service)):
+            replica = ScriptedReplica("r0")
+            await house.ready(replica)
+            batch = await ended(mine, await begun(mine, [line(0)]))
+            assert batch.output_file_id is not None
+            for ask in (
+                theirs.batches.retrieve(batch.id),
+                theirs.batches.cancel(batch.id),
+                theirs.files.content(batch.output_file_id),
+                theirs.files.delete(batch.input_file_id),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await ask
+            assert [each async for each in await theirs.batches.list()] == []
+            assert [each async for each in await theirs.files.list()] == []
+            with pytest.raises(openai.BadRequestError, match="no such file"):
+                await theirs.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+            [asked] = replica.requests
+            assert asked.offline
+            assert asked.cache_salt.startswith("\0")  # it shares cached prefixes with its key's requests alone
+            none = openai.AsyncOpenAI(base_url=mine.base_url, api_key="c" * 20, max_retries=0)
+            with pytest.raises(openai.AuthenticationError):
+                await none.files.list()
+            await none.close()
+
+
+async def test_a_line_that_cannot_be_run_has_an_entry_in_the_error_file(
+    tokenizer: Tokenizer, store: BatchStore
+) -> None:
+    wrong = [
+        b"{no json",
+        b'"a text"',
+        {"method": "POST", "url": CHAT, "body": {}},
+        line(0),  # a second one of this custom_id
+        {**line(5), "url": "/v1/completions"},
+        line(6, stream=True),
+        line(7, max_tokens=-1),
+        line(8, model="another"),
+        b'{"custom_id": "long", "body": "' + b"x" * 70_000 + b'"}',
+    ]
+    async with House() as house:
+        service = house.service(tokenizer, batches=store, max_body_bytes=65_536)
+        async with served(service) as [sdk], running(runner_of(service)):
+            await house.ready(ScriptedReplica("r0"))
+            done = await ended(sdk, await begun(sdk, [line(0), b"", *wrong, line(9)]))
+            assert done.status == "completed"
+            assert done.request_counts is not None
+            assert done.request_counts.model_dump() == {"total": 11, "completed": 2, "failed": 9}
+            told = await entries(sdk, done.error_file_id)
+            codes = [each["error"] and each["error"]["code"] for each in told]
+            assert codes == [
+                "invalid_json_line", "invalid_line", "invalid_line", "duplicate_custom_id", "invalid_line",
+                "invalid_line", None, None, "invalid_line",
+            ]  # fmt: skip
+            assert [each["response"] and each["response"]["status_code"] for each in told][6:8] == [400, 404]
+            assert "max_tokens" in told[6]["response"]["body"]["error"]["message"]
+            ok = await entries(sdk, done.output_file_id)
+            assert [each["custom_id"] for each in ok] == ["line-0", "line-9"]
+
+
+@pytest.mark.parametrize(("lines", "why"), [([], "it is empty"), ([line(n) for n in range(4)], "more than 3 lines")])
+async def test_a_file_without_lines_or_with_too_many_fails(
+    tokenizer: Tokenizer, store: BatchStore, lines: list[Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "MAX_LINES", 3)
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        async with served(service) as [sdk], running(runner_of(service)):
+            done = await ended(sdk, await begun(sdk, lines))
+            assert (done.status, done.output_file_id) == ("failed", None)
+            assert done.errors is not None
+            assert done.errors.data is not None
+            assert why in str(done.errors.data[0].message)
+            await sdk.files.delete(done.input_file_id)
+
+
+async def test_a_cancelled_batch_keeps_what_was_answered_and_an_expired_one_says_what_was_not(
+    tokenizer: Tokenizer, store: BatchStore
+) -> None:
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        async with served(service) as [sdk], running(runner_of(service)):
+            replica = ScriptedReplica("r0")
+            await house.ready(replica)
+            for window, status in (("24h", "cancelled"), ("2s", "expired")):
+                replica.requests.clear()
+                replica.hold.set()
+                replica.pause_at = 3  # of the first one that gets there
+                batch = await begun(sdk, [line(n) for n in range(4)], window)
+                async with asyncio.timeout(20):
+                    while replica.hold.is_set():
+                        await asyncio.sleep(0.01)
+                with pytest.raises(openai.ConflictError):
+                    await sdk.files.delete(batch.input_file_id)
+                if status == "cancelled":
+                    assert (await sdk.batches.cancel(batch.id)).status == "cancelling"
+                done = await ended(sdk, batch)
+                assert done.status == status
+                failed = await entries(sdk, done.error_file_id)
+                answered = await entries(sdk, done.output_file_id)
+                if status == "expired":
+                    assert len(failed) + len(answered) == 4
+                    assert {each["error"]["code"] for each in failed} == {"batch_expired"}
+                assert replica.num_aborted > 0
+
+
+async def test_a_line_waits_while_others_would_be_late_and_runs_later(tokenizer: Tokenizer, store: BatchStore) -> None:
+    """503 and 429 are no entries; a server that fails again and again with one line is."""
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        watch = Lines()
+        async with served(service) as [sdk], running(runner_of(service, watch=watch)):
+            replica = ScriptedReplica("r0", refuse=Overloaded("it is full"))
+            await house.ready(replica)
+            batch = await begun(sdk, [line(0)])
+            async with asyncio.timeout(20):
+                while watch.ran["repeated"] < 5:
+                    await asyncio.sleep(0.01)
+            assert (await sdk.batches.retrieve(batch.id)).status == "in_progress"
+            replica.refuse = None
+            assert (await ended(sdk, batch)).output_file_id is not None
+            assert (watch.ran["completed"], watch.running) == (1, 0)
+            watch.ran.clear()
+            replica.refuse = MantaError("it cannot compute this one")
+            done = await ended(sdk, await begun(sdk, [line(0)]))
+            assert watch.ran == {"repeated": 2, "failed": 1}
+            [told] = await entries(sdk, done.error_file_id)
+            assert told["response"]["status_code"] == 500
+
+
+class Lines(RequestWatch):
+    """What the metrics are told of lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+        self.running = 0
+
+    def line_ran(self, outcome: str) -> None:
+        self.ran[outcome] += 1
+
+    def lines_running(self, num: int) -> None:
+        self.running = num
+
+
+async def test_lines_run_at_the_replicas_in_runs_of_neighbours(tokenizer: Tokenizer, store: BatchStore) -> None:
+    texts = [f"{chr(ord('a') + n % 8)} is a letter, and this is its question number {n}" for n in range(64)]
+    random.Random(1).shuffle(texts)
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        async with served(service) as [sdk], running(runner_of(service)):
+            replicas = [ScriptedReplica("r0"), ScriptedReplica("r1")]
+            await house.ready(*replicas)
+            done = await ended(sdk, await begun(sdk, [line(n, text) for n, text in enumerate(texts)]))
+            assert done.request_counts is not None
+            assert done.request_counts.completed == 64
+            told = await entries(sdk, done.output_file_id)
+            assert [each["custom_id"] for each in told] == [f"line-{n}" for n in range(64)]
+            for replica in replicas:
+                asked = [tokenizer.decode(request.token_ids).partition("user\n")[2][0] for request in replica.requests]
+                assert len(asked) >= 16
+                changes = sum(a != b for a, b in itertools.pairwise(asked))
+                assert changes <= 8  # the letters of a run, and of what it took from the other's
+
+
+def test_runs_are_halved_for_who_is_through_and_free_when_their_replica_is_gone() -> None:
+    lines = [Line(n, 0, 0, str(n)) for n in range(8)]
+    runs = Runs(lines)
+    runs.keep({"a": 1, "b": 1})
+    taken = [runs.take("a"), runs.take("b")]
+    assert [each.number for each in taken if each is not None] == [0, 4]
+    assert [each.number for each in [runs.take("b") for _ in range(3)] if each is not None] == [5, 6, 7]
+    again = runs.take("b")
+    assert again is not None
+    assert again.number == 2  # of 1, 2, 3 the second half
+    runs.again(again)
+    runs.keep({"b": 1})  # a is gone
+    rest = []
+    while (each := runs.take("b")) is not None:
+        rest.append(each.number)
+    assert sorted(rest) == [1, 2, 3]
+    assert len(runs) == 0
+
+
+def test_the_order_is_that_of_the_prompts_trie(store: BatchStore, tmp_path: Path) -> None:
+    texts = ["b", "a long prefix, then x", "a", "a long prefix, then y", "b, and more", "a long prefix"]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(jsonl([line(n, text) for n, text in enumerate(texts)]))
+    batch = claimed(store, path)
+    store.put_in_order(batch, keyed_lines(path, CHAT, max_bytes=1 << 20), max_lines=100)
+    order = [texts[each.number] for each in store.to_run(batch["id"])]
+    groups = [text[0] for text in order]
+    assert groups == sorted(groups)
+    long = [at for at, text in enumerate(order) if text.startswith("a long prefix")]
+    assert long == list(range(long[0], long[0] + 3))  # neighbours
+
+
+def claimed(store: BatchStore, path: Path, router: str = "r") -> dict[str, Any]:
+    """A batch over the file at ``path``, which ``router`` has taken."""
+    file_id = store.new_file()
+    store.path(file_id).write_bytes(path.read_bytes())
+    store.add_file(file_id, owner="", filename="f", purpose="batch", kept_s=None)
+    made = store.add_batch(owner="", endpoint=CHAT, input_file_id=file_id, window="24h", window_s=86_400, metadata=None)
+    return next(row for row in store.claim(router, hold_s=60, most=9) if row["id"] == made["id"])
+
+
+def test_a_batch_is_one_routers_and_another_takes_it_when_its_time_is_over(tmp_path: Path) -> None:
+    now = 1000.0
+    store = BatchStore(tmp_path / "b", max_bytes=1 << 30, clock=lambda: now)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(jsonl([line(n) for n in range(3)]))
+    batch = claimed(store, source, "first")
+    store.put_in_order(batch, keyed_lines(source, CHAT, max_bytes=1 << 20), max_lines=9)
+    assert store.claim("second", hold_s=60, most=9) == []
+    store.add_entries(batch, [LineEntry(0, True, entry_text("line-0"))])
+    now += 61
+    [taken] = store.claim("second", hold_s=60, most=9)
+    assert [each.number for each in store.to_run(batch["id"])] == [1, 2]
+    store.add_entries(
+        batch, [LineEntry(1, True, '{"of": "first"}')]
+    )  # it was only slow: the batch is not its own any more
+    store.add_entries(taken, [LineEntry(1, True, '{"of": "second"}'), LineEntry(1, True, '{"of": "third"}')])
+    store.add_entries(taken, [LineEntry(2, False, '{"of": "second"}')])
+    store.finish(taken, "completed")
+    store.finish(batch, "expired")
+    [ending] = store.claim("second", hold_s=60, most=9)
+    store.write_files(batch | {"ends_as": "completed"})  # nothing: it is not the first one's
+    store.write_files(ending)
+    done = store.batch("", batch["id"])
+    assert done is not None
+    assert (done["status"], done["completed"], done["failed"]) == ("completed", 2, 1)
+    told = store.path(done["output_file_id"]).read_text().splitlines()
+    assert [json.loads(each).get("of") for each in told] == [None, "second"]
+    assert len(list((store.folder / "files").iterdir())) == 3
+    store.release("second")
+    assert store.claim("third", hold_s=60, most=9) == []
+
+
+def test_files_that_expire_and_uploads_that_were_cut_off_are_swept(tmp_path: Path) -> None:
+    now = 1_000_000.0
+    store = BatchStore(tmp_path, max_bytes=1 << 30, clock=lambda: now)
+    for kept_s in (10, None):
+        file_id = store.new_file()
+        store.path(file_id).write_bytes(b"x")
+        store.add_file(file_id, owner="", filename="f", purpose="batch", kept_s=kept_s)
+    store.path("file-cut-off").write_bytes(b"x")
+    for path in (tmp_path / "files").iterdir():
+        os.utime(path, (now, now))
+    now += 20
+    store.sweep()
+    assert len(store.files("", purpose=None, after=None, most=9, ascending=True)[0]) == 1
+    now += 3600
+    store.sweep()
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [file_id]
+
+
+KILLED = """
+import asyncio, sys, json
+from pathlib import Path
+from deployments.batches import runner as runners
+from deployments.batches.runner import BatchRunner
+from deployments.batches.store import BatchStore
+
+runners.HOLD_S, runners.LOOK_S, runners.KEEP_S = 0.3, 0.02, 0.02
+
+async def answer(batch, line, body, replica):
+    await asyncio.sleep(0.024)
+    return 200, str(line.number), json.dumps({"of": json.loads(body)["n"]}).encode()
+
+store = BatchStore(Path(sys.argv[1]), max_bytes=1 << 30)
+runner = BatchRunner(store, answer, router_id=sys.argv[2], places=lambda: {"a": 4, "b": 4}, max_line_bytes=1 << 20)
+asyncio.run(runner.run_forever())
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_of_routers_at_any_moment_lose_and_double_no_line(tmp_path: Path, seed: int) -> None:
+    """Two routers over one folder, one of which is killed again and again (kill -9), from the order on to the files."""
+    chance, num_lines = random.Random(seed), 1000
+    store = BatchStore(tmp_path / "b", max_bytes=1 << 30)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(
+        jsonl([{"custom_id": f"c{n}", "url": CHAT, "body": {"n": n, "prompt": f"{n % 7}"}} for n in range(num_lines)])
+    )
+    batch = claimed(store, source, "gone")
+    store.release("gone")
+    routers: dict[int, subprocess.Popen[bytes]] = {}
+    num_kills = number = 0
+    done: dict[str, Any] | None = batch
+
+    def spawn() -> None:
+        nonlocal number
+        number += 1
+        routers[number] = subprocess.Popen([sys.executable, "-c", KILLED, str(store.folder), f"router{number}"])
+
+    try:
+        spawn()
+        spawn()
+        while (done := store.batch("", batch["id"])) is not None and done["status"] != "completed":
+            holder = str(done["router"]).removeprefix("router")
+            if not holder.isdecimal() or int(holder) not in routers:
+                time.sleep(0.05)  # a process that starts takes the batch soon
+                continue
+            victim = int(holder)
+            time.sleep(chance.uniform(0.0, 1.0))  # 1,000 lines at 8 places take three seconds
+            killed = routers.pop(victim)
+            killed.send_signal(signal.SIGKILL)
+            killed.wait()
+            num_kills += 1
+            spawn()
+            assert num_kills < 100, done
+    finally:
+        for each in routers.values():
+            each.kill()
+            each.wait()
+    assert done is not None
+    told = [json.loads(each) for each in store.path(done["output_file_id"]).read_text().splitlines()]
+    assert [each["custom_id"] for each in told] == [f"c{n}" for n in range(num_lines)]
+    assert [each["response"]["body"]["of"] for each in told] == list(range(num_lines))
+    assert (done["completed"], done["failed"], done["total"]) == (num_lines, 0, num_lines)
+    assert num_kills >= 2
+
+
+async def test_manta_batch_shows_how_far_batches_are_and_ends_one(
+    tokenizer: Tokenizer, store: BatchStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        async with served(service) as [sdk]:
+            url = str(sdk.base_url).removesuffix("/v1/")
+            show = functools.partial(asyncio.to_thread, terminal.run, url, key=None, as_json=False)
+            assert await show(batch_id=None, cancel=False) == 0
+            assert "no batch" in capsys.readouterr().out
+            async with running(runner_of(service)):
+                await house.ready(ScriptedReplica("r0"))
+                done = await ended(sdk, await begun(sdk, [line(0), line(1, max_tokens=-1), line(2)]))
+            assert await show(batch_id=done.id, cancel=False) == 0
+            shown = capsys.readouterr().out
+            assert "3 of 3" in shown
+            assert str(done.output_file_id) in shown
+            waiting = await begun(sdk, [line(0)])
+            assert await show(batch_id=waiting.id, cancel=True) == 0
+            assert "cancelling" in capsys.readouterr().out
+            assert await show(batch_id="batch_none", cancel=False) == 1
+            assert "no batch" in capsys.readouterr().err
