@@ -11,6 +11,7 @@ COMMANDS = {
     "soak": "more load than is carried, for an hour, with kills: what grows, what is lost",
     "serving": "what clients of a server see: workloads, a sweep of load, chats beside long prompts",
     "router": "the production router: policies over simulated replicas, and what a decision costs",
+    "agents": "agents that pause for tools, on a pool that is too small for all of them",
     "tiers": "the prefix cache's tiers: eviction and write policies over traces of prompts",
     "hand_off": "a prompt computed by one process and answered by another, and the transfer of its pages",
     "overhead": "CPU time around the engine: the token path, metrics, the observatory",

@@ -290,6 +290,9 @@ class CacheConfig:
     prefix_cache: Literal["radix", "chunk"] = "radix"  # radix: requests reuse cached prefixes; chunk: they do not
     # which unused pages are evicted first
     eviction: Eviction = "lru"
+    # conversations that are expected back keep their pages, an older one's before a younger's (docs/tiers.md); pages of
+    # all others go before those, in the order of ``cache.eviction``
+    sessions: bool = False
     mem_fraction_static: float = 0.9  # share of device memory for weights and KV; of engines on one GPU below 1 in all
     # the device memory of one replica; by default all of its GPUs, on a CPU 15 % of free RAM, at most 3 GiB
     device_memory_bytes: int | None = None

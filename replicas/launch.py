@@ -77,6 +77,7 @@ class EngineSettings:
     # for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start, and what
     # constrained requests need of the tokenizer is made soon
     commit_pool: bool = False
+    clock: Callable[[], float] = time.monotonic  # a benchmark may have its own
 
 
 def load_engine(settings: EngineSettings) -> Engine:
@@ -116,6 +117,7 @@ def load_engine(settings: EngineSettings) -> Engine:
         ),
         tokenizer=tokenizer,
         transfer=connected,
+        clock=settings.clock,
         started=StartReport(
             attention=runner.attention_choice,
             times={**runner.start_times, "total": time.monotonic() - started_s},
@@ -177,6 +179,7 @@ def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> K
         cache=config.cache,
         host=host,
         record_events=settings.record_events,
+        clock=settings.clock,
     )
     kv.window = config.model.window
     if copier is not None and kv.store.tiers is not None and config.cache.store is not None:

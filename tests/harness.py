@@ -48,6 +48,7 @@ class Bench:
         max_running: int = 8,
         context_len: int = 128,
         prefix_cache: str = "radix",
+        sessions: bool = True,
         window: int | None = None,
         **scheduler: object,
     ) -> None:
@@ -58,7 +59,7 @@ class Bench:
             page_size=page_size,
             max_requests=max_running,
             context_len=context_len,
-            cache=CacheConfig(prefix_cache=prefix_cache),
+            cache=CacheConfig(prefix_cache=prefix_cache, sessions=sessions),
             clock=self.clock,
         )
         self.kv.window = window

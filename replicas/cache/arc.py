@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvtransfer.pages import PageKey
-from replicas.cache.evict import EvictionQueue, TierQueue
+from replicas.cache.evict import EvictionQueue, TierQueue, kept
 from replicas.cache.node import TreeNode
 from replicas.cache.write_policy import LAST, ReuseGaps, WritePolicy
 
@@ -110,6 +110,8 @@ class ArcQueue:
             return cold or hot
         if self._spare(cold) != self._spare(hot):
             return cold if self._spare(cold) else hot
+        if kept(cold) != kept(hot):
+            return min(cold, hot, key=kept)
         longest_s = self._gaps.quantile(LAST)
         if longest_s is not None and hot.used_s < min(cold.used_s, self._clock() - longest_s):
             return hot

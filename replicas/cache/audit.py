@@ -110,8 +110,8 @@ def _audit_sums(roots: Collection[TreeNode]) -> None:
     pages_below: Counter[int] = Counter()
     for node in [*reversed(list(walk(roots))), *roots]:  # children before parents
         counted = (pages_below[id(node)], below[id(node)])
-        kept = (node.below_pages, node.below_nodes)
+        kept = node.below
         assert counted == kept, f"pages, nodes below a node: {counted} are there, {kept} are counted"
         if node.parent is not None:
-            below[id(node.parent)] += 1 + node.below_nodes
-            pages_below[id(node.parent)] += node.num_pages + node.below_pages
+            below[id(node.parent)] += 1 + node.below.nodes
+            pages_below[id(node.parent)] += node.num_pages + node.below.pages

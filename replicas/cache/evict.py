@@ -49,6 +49,12 @@ POLICIES: dict[str, Callable[[TreeNode], Rank]] = {
 }
 
 
+def kept(node: TreeNode) -> Rank:
+    """Rank ``node`` before any policy. What only lines of batches use goes first: they come in the order of their
+    prefixes. What is kept for a session goes last, that for a younger one sooner."""
+    return (node.priority != OFFLINE, *((0, 0) if node.lease is None else (1, -node.lease.born)))
+
+
 class TierQueue(Protocol):
     """What a tier asks of its eviction order; `EvictionQueue` says what each method is for."""
 
@@ -82,8 +88,7 @@ class EvictionQueue:
         by_policy = POLICIES[policy]
 
         def rank(node: TreeNode) -> Rank:
-            # what only lines of batches use goes before what others do: they come in the order of their prefixes
-            usual = (node.priority != OFFLINE, *by_policy(node))
+            usual = (*kept(node), *by_policy(node))
             return usual if spare is None else (not spare(node), *usual)
 
         self._rank = rank

@@ -69,6 +69,7 @@ class KvCache:
             host=host,
         )
         self._allocator, self._cache = self.store.allocator, self.store.cache
+        self._sessions = self.store.radix if cache.sessions else None
         self._table = ReqToTokenPool(max_requests, context_len)
         self._holders: dict[int, Req] = {}  # by row
         self.store_tier: StoreTier | None = None  # set once, by who starts the engine
@@ -111,6 +112,11 @@ class KvCache:
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
+
+    def arrived(self, req: Req) -> None:
+        """Take note that ``req`` came: the session that it goes on with is kept until its answer."""
+        if self._sessions is not None:
+            self._sessions.returns(req.ids[: self.longest_reuse(req)], req.salt)
 
     def ask_store(self, req: Req) -> None:
         """Look in the store for what the other tiers lack of the prefix of ``req``, which waits to start."""
@@ -266,13 +272,16 @@ class KvCache:
         holding.lock, holding.prefix_len = lock, whole
 
     def release(self, req: Req, *, keep: bool) -> None:
-        """Take back all that ``req`` holds (cache_finished_req, SPEC E08).
+        """Take back all that ``req`` holds (cache_finished_req, SPEC E08). If it has ended, its session pauses.
 
         Args: keep: its computed whole pages stay in the prefix cache, evictable; else they are freed with the rest.
         """
         if keep:
             self.commit(req)
         holding = _holding(req)
+        if keep and req.finish is not None and self._sessions is not None:
+            ids = req.ids[: holding.prefix_len]
+            self._sessions.answered(ids, req.prompt_len, req.salt, name=req.asked.routing_key)
         private = self._row_pages(holding.row, max(holding.prefix_len, holding.gone_len), holding.kv_len)
         self._forget(req)
         self._cache.dec_lock_ref(_lock(holding))

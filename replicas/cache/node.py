@@ -1,15 +1,15 @@
-"""TreeNode: one edge of the radix tree and what is known about it.
+"""TreeNode: one edge of the radix tree and what is known about it; Session: a conversation along a path of it.
 
 Invariant: key holds whole pages; ``pages`` has one device page for each, or none; ``host`` one host page for each, or
            none; not both are empty. A child on the device has its parent there. A child is filed under the bytes of its
-           key's first page; a root has neither key nor parent, and is never evicted; below_pages and below_nodes are
-           the sums over all descendants.
+           key's first page; a root has neither key nor parent, and is never evicted; below is the sum over all
+           descendants.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,16 @@ from replicas.types import TokenIds
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 NO_PAGES: Pages = np.empty(0, dtype=np.int32)
+
+
+class Below(NamedTuple):
+    """How much is below a node."""
+
+    pages: int = 0
+    nodes: int = 0
+
+
+NOTHING = Below()
 
 
 @dataclass(slots=True, eq=False)
@@ -36,14 +46,14 @@ class TreeNode:
     children: dict[bytes, "TreeNode"] = field(default_factory=dict)
     lock_ref: int = 0  # requests that pin it; every root has 1 of its own (SPEC E03)
     hit_count: int = 0  # one more if it was computed again after every tier had lost it
-    below_pages: int = 0  # of all nodes below it
-    below_nodes: int = 0
+    below: Below = NOTHING  # in all of its descendants
     priority: int = 0  # highest of the requests that inserted or used it
     ahead: int = 0  # tokens from its first to the end of the longest sequence that was inserted through it
     page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
     host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none
     stored: bool = False  # a store has them too
     device_children: int = 0  # its children on the device
+    lease: "Session | None" = None  # the oldest for which it is kept
 
     @staticmethod
     def root(salt: str) -> "TreeNode":
@@ -88,15 +98,14 @@ class TreeNode:
         head.children[first_page(self.key, page_size)] = self
         self.parent = head
         head.device_children = int(self.on_device)
-        head.below_pages, head.below_nodes = self.below_pages + self.num_pages, self.below_nodes + 1
+        head.below = Below(self.below.pages + self.num_pages, self.below.nodes + 1)
         return head
 
     def grew(self, num_pages: int, num_nodes: int) -> None:
         """Add to the sums of pages and nodes below it, and to those of every node above. O(depth)."""
         step: TreeNode | None = self
         while step is not None:
-            step.below_pages += num_pages
-            step.below_nodes += num_nodes
+            step.below = Below(step.below.pages + num_pages, step.below.nodes + num_nodes)
             step = step.parent
 
     def keep(self, start: int, end: int, page_size: int) -> None:
@@ -107,6 +116,18 @@ class TreeNode:
         self.host = _part(self.host, start, end)
         if self.page_keys is not None:
             self.page_keys = _part(self.page_keys, start, end)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A conversation, known by its prefix: a prompt that goes on behind its last one belongs to it."""
+
+    born: int  # tick of its first answer
+    end: TreeNode | None = None  # the deepest node that is kept for it; None: none is
+    answered_s: float = 0.0
+    paused: bool = True  # between an answer and the next prompt
+    pause_s: float | None = None  # moving mean of its pauses; None: it has not come back yet
+    until_s: float = 0.0  # when its lease runs out
 
 
 def first_page(token_ids: TokenIds, page_size: int, at: int = 0) -> bytes:

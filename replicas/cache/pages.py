@@ -48,10 +48,10 @@ class PageStore:
         self.tiers: HiRadixCache | None = None
         if host is not None and self.reuses_prefixes:
             self.tiers = HiRadixCache(page_size, host=host, policy=eviction, events=self._events, clock=clock)
-        self._radix = self.tiers or (
+        self.radix = self.tiers or (
             RadixCache(page_size, policy=eviction, events=self._events, clock=clock) if self.reuses_prefixes else None
         )
-        self.cache: PrefixCache = self._radix or ChunkCache()
+        self.cache: PrefixCache = self.radix or ChunkCache()
         self.allocator = PagedTokenToKVPoolAllocator(num_pages, page_size)
         self.quarantine = Quarantine()
         self.evicted_tokens = 0  # when pages were short
@@ -105,7 +105,7 @@ class PageStore:
 
     def evicted_idle_s(self) -> TallyCounts:
         """Return how long evicted pages had been idle; any thread."""
-        return self._radix.evicted_idle_s.read() if self._radix is not None else Tally(IDLE_S).read()
+        return self.radix.evicted_idle_s.read() if self.radix is not None else Tally(IDLE_S).read()
 
     def release_quarantined(self, receipt: Detained) -> None:
         """Free the pages of ``receipt``, which no peer reads or writes."""
@@ -145,12 +145,12 @@ class PageStore:
 
     def snapshot(self) -> CacheSnapshot:
         """Return what is cached now, for a reader that lost events."""
-        if self._radix is None or self._events is None:
+        if self.radix is None or self._events is None:
             return CacheSnapshot(seq=0, stored=())
-        return self._radix.snapshot()
+        return self.radix.snapshot()
 
     def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
         """Return the largest subtrees of the prefix cache; an empty tree without reuse."""
-        if self._radix is None:
+        if self.radix is None:
             return empty_tree(self.page_size)
-        return self._radix.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)
+        return self.radix.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)

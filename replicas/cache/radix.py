@@ -20,6 +20,7 @@ from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import NO_PAGES, TreeNode, first_page, walk
+from replicas.cache.sessions import Sessions
 from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
@@ -44,6 +45,7 @@ class RadixCache:
         self.events = events  # None: nothing is recorded or hashed
         self.evicted_idle_s = Tally(IDLE_S)  # time since the last use of what `evict` took
         self._clock = clock
+        self.sessions = Sessions(touched=self._touched, clock=clock)
         self._queue = EvictionQueue(policy, can_go=lambda node: node.evictable)
         self._roots: dict[str, TreeNode] = {}  # by salt; a root lives while it has children
         self._nowhere = TreeNode.root("")  # what an empty match locks when its salt has no root
@@ -128,6 +130,17 @@ class RadixCache:
             self._add_leaf(node, key, now_s, pages=pages[at:].copy(), priority=priority)
         return length * self.page_size
 
+    def returns(self, token_ids: TokenIds, salt: str) -> None:
+        """Take note that a prompt arrived: the session that it goes on with is kept until its answer."""
+        self.sessions.returns([child for child, common in self._path(token_ids, salt) if common == child.num_pages])
+
+    def answered(self, token_ids: TokenIds, prompt_len: int, salt: str, *, name: str = "") -> None:
+        """Take note that ``token_ids`` are a prompt and its answer, in the session that the client calls ``name``."""
+        path = [child for child, common in self._path(token_ids, salt) if common == child.num_pages]
+        ends = np.cumsum([len(node.key) for node in path])
+        num_prompt = int(np.searchsorted(ends, prompt_len, side="right"))
+        self.sessions.answered(path, num_prompt, tick=self._tick, name=name)
+
     def inc_lock_ref(self, node: TreeNode) -> Lock:
         """Pin ``node`` and all above it (SPEC E11); 0 -> 1 moves a node's pages from evictable to protected."""
         lock = Lock(node)
@@ -163,6 +176,7 @@ class RadixCache:
         freed: list[Pages] = []
         missing = num_pages
         now_s = self._clock()
+        self.sessions.expire()
         while missing > 0 and (leaf := self._queue.pop()) is not None:
             used_s = leaf.used_s
             pages = self._give_up(leaf, missing)
@@ -176,6 +190,7 @@ class RadixCache:
         assert self._protected == 0, f"{self._protected} pages are locked"
         freed = self.all_pages()
         self._queue.clear()
+        self.sessions.clear()
         self._roots = {}
         self._evictable = self._num_nodes = 0
         if self.events is not None:
@@ -206,7 +221,7 @@ class RadixCache:
         return cache_tree(
             self._roots.values(),
             page_size=self.page_size,
-            num_pages=sum(root.below_pages for root in self._roots.values()),
+            num_pages=sum(root.below.pages for root in self._roots.values()),
             num_nodes=self._num_nodes,
             now_s=self._clock(),
             max_depth=max_depth,
@@ -224,6 +239,7 @@ class RadixCache:
         kept = (self._evictable, self._protected, self._num_nodes)
         assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} are counted"
         self._queue.check(self._nodes())
+        self.sessions.check(self._nodes())
 
     def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
         """Iterate over the children along the match, each with its number of equal pages; only the last may be partial.
@@ -327,6 +343,7 @@ class RadixCache:
     def _remove_leaf(self, leaf: TreeNode) -> Pages:
         parent = leaf.parent
         assert parent is not None
+        self.sessions.removed(leaf)
         del parent.children[first_page(leaf.key, self.page_size)]
         leaf.parent = None
         parent.grew(-leaf.num_pages, -1)

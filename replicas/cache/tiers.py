@@ -346,8 +346,8 @@ class HiRadixCache(RadixCache):
         return pages
 
     def _is_worth_copying(self, leaf: TreeNode) -> bool:
-        if leaf.children:
-            return True  # they are on the host, and nothing without it
+        if leaf.children or leaf.lease is not None:
+            return True  # they are on the host, and nothing without it; or a session comes back for it
         victim = self._host_queue.peek() if self.host.num_free < leaf.num_pages else None
         missed = victim is not None and not victim.on_device
         idle_s = self._clock() - victim.used_s if victim is not None and missed else None
@@ -390,6 +390,7 @@ class HiRadixCache(RadixCache):
 
     def _room_on_host(self, num_pages: int, spare: Callable[[TreeNode], bool] = lambda node: False) -> None:
         """Evict from the host until ``num_pages`` are free there, or nothing more can go, or is next to ``spare``."""
+        self.sessions.expire()
         while (short := num_pages - self.host.num_free) > 0 and (node := self._host_queue.pop()) is not None:
             if spare(node):
                 self._host_queue.add(node)

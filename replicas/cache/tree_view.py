@@ -128,7 +128,7 @@ def _choose(
             return
         for node in itertools.islice(nodes, max_looks - num_looks):
             num_looks += 1
-            num_pages = node.num_pages + node.below_pages
+            num_pages = node.num_pages + node.below.pages
             if num_pages >= min_pages:
                 heapq.heappush(queue, (-num_pages, next(ties), depth, node, parent))
 
@@ -150,17 +150,17 @@ def _view(shown: _Shown, *, page_size: int, now_s: float) -> NodeView:
     """Build the view of a node whose shown children are built already."""
     node, children = shown.node, _views(shown)
     assert node is not None
-    tokens, below_tokens = node.num_pages * page_size, node.below_pages * page_size
+    tokens, below_tokens = node.num_pages * page_size, node.below.pages * page_size
     return NodeView(
         tokens=tokens,
         subtree_tokens=tokens + below_tokens,
-        subtree_nodes=1 + node.below_nodes,
+        subtree_nodes=1 + node.below.nodes,
         hits=node.hit_count,
         locked=node.lock_ref > 0,
         idle_s=max(now_s - node.used_s, 0.0),
         key=int(node.page_keys[-1]) if node.page_keys is not None else None,
         children=children,
-        left_out=_left_out(node.below_nodes, below_tokens, children),
+        left_out=_left_out(node.below.nodes, below_tokens, children),
     )
 
 

@@ -191,6 +191,8 @@ class Scheduler:
         if req.state is ReqState.FINISHED:
             return
         self.queues.remove(req)
+        req.move(ReqState.FINISHED)
+        req.finish, req.stamps.ended_s = finish, self._clock()
         if req.holding is not None:
             keep = finish.reason is not FinishReason.ERROR
             if req in self.queues.under_way:
@@ -199,8 +201,6 @@ class Scheduler:
                 let_go(req, self.kv, keep=keep)
         self.kv.forget_store(req)
         self._gate.disturb()
-        req.move(ReqState.FINISHED)
-        req.finish, req.stamps.ended_s = finish, self._clock()
         self.counters.count_end(finish.reason)
         if req.leg is not None:
             self.queues.away.ended.append(req)
@@ -282,6 +282,7 @@ class Scheduler:
         if not req.asked.offline:
             req.rank.from_s -= req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
+        self.kv.arrived(req)
 
     def _wait(self, req: Req) -> None:
         chunked = self.queues.chunked

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from replicas.cache.evict import POLICIES, EvictionQueue
-from replicas.cache.node import TreeNode
+from replicas.cache.evict import POLICIES, EvictionQueue, Rank, kept
+from replicas.cache.node import Session, TreeNode
 
 WHICH = st.integers(0, 1_000)
 
@@ -18,7 +18,12 @@ class QueueAgainstSearch(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
         self.queue = EvictionQueue(policy, can_go=lambda node: node.lock_ref == 0)
-        self.rank = POLICIES[policy]
+        by_policy = POLICIES[policy]
+
+        def rank(node: TreeNode) -> Rank:
+            return (*kept(node), *by_policy(node))
+
+        self.rank = rank
         self.nodes: list[TreeNode] = []
         self.tick = 0
 
@@ -50,6 +55,19 @@ class QueueAgainstSearch(RuleBasedStateMachine):
             node.hit_count += hit
             node.ahead += 512 * longer
             node.priority = max(node.priority, priority)
+            self.queue.refile(node)
+
+    @rule(which=WHICH, born=st.integers(1, 4))
+    def lease(self, which: int, born: int) -> None:
+        """An older session's lease takes the place of a younger's."""
+        node = self.node(which)
+        if node is not None and (node.lease is None or node.lease.born > born):
+            node.lease = Session(born, end=node)
+
+    @rule(which=WHICH)
+    def lease_runs_out(self, which: int) -> None:
+        if (node := self.node(which)) is not None:
+            node.lease = None
             self.queue.refile(node)
 
     @rule(which=WHICH)

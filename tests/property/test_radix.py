@@ -21,10 +21,11 @@ class RadixAgainstDictionary(RuleBasedStateMachine):
     def start(self, page_size: int, policy: str) -> None:
         self.ps = page_size
         self.log = EventLog()
-        self.cache = RadixCache(page_size, policy=policy, events=self.log)
+        self.cache = RadixCache(page_size, policy=policy, events=self.log, clock=lambda: self.now_s)
         self.model: dict[tuple[str, tuple[int, ...]], int] = {}
         self.locks: list[tuple[Lock, set[int]]] = []
         self.next_page = 1
+        self.now_s = 0.0
         self.mirror: set[int] = set()  # keys, as a reader of the events knows them
 
     def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
@@ -76,6 +77,20 @@ class RadixAgainstDictionary(RuleBasedStateMachine):
         self.forget(freed)
         for salt, prefix in self.model:  # no page lost the page before it
             assert len(prefix) == self.ps or (salt, prefix[: -self.ps]) in self.model
+
+    @rule(tokens=TOKENS, salt=SALTS)
+    def prompt_arrives(self, tokens: list[int], salt: str) -> None:
+        self.cache.returns(np.array(tokens, dtype=np.int32), salt)
+
+    @rule(tokens=TOKENS, salt=SALTS, prompt_len=st.integers(0, 12), name=st.sampled_from(["", "a", "b"]))
+    def answer(self, tokens: list[int], salt: str, prompt_len: int, name: str) -> None:
+        ids = np.array(tokens, dtype=np.int32)
+        self.cache.match_prefix(ids[:prompt_len], salt)
+        self.cache.answered(ids, prompt_len, salt, name=name)
+
+    @rule(seconds=st.integers(1, 70))
+    def time_passes(self, seconds: int) -> None:
+        self.now_s += seconds
 
     @rule()
     def reset(self) -> None:

@@ -1,0 +1,168 @@
+"""Sessions: which paths of the tree belong to conversations that are expected back, and until when.
+
+An agent's pool falls off a cliff under LRU: its sessions come back in turn, so each finds that another's next turn has
+just evicted it. Which session goes first is no guess here: the younger one's pages do, so that as many as fit stay
+whole. Only whether it comes back is one, and that is what its lease says.
+
+Owns:      which node each session is known by, and the leases: `TreeNode.lease` is written here, and copied by splits.
+Never:     evicts or locks. A lease is a rank in the order of eviction (cache/evict.py); one that runs out lowers it.
+Invariant: a leased session has an entry in the heap, due when its lease is, and ends at the deepest node that is kept
+           for it; no other session refers to a node, so none keeps one alive that has left the tree.
+Thread:    scheduler thread only.
+
+    answered ──first answer──> known ──its next prompt: returns──> waits, runs ──answered──> leased for its pause
+                                 ^                                                              │ runs out
+                                 └────────────────── order as the policy says ──────────────────┘
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from replicas.cache.node import Session, TreeNode, path_to
+
+SHORTEST_S = 5.0  # of a lease
+LONGEST_S = 60.0  # of a lease; who pauses for longer is not waited for
+MARGIN = 2.0  # times the mean pause of a session
+WEIGHT = 0.25  # of its last pause in that mean
+MAX_NAMED = 4096  # names whose age is remembered
+
+
+class Sessions:
+    """The sessions of one tree."""
+
+    def __init__(self, *, touched: Callable[[TreeNode], None], clock: Callable[[], float]) -> None:
+        """``touched``: called where the rank of a node may have fallen."""
+        self._touched = touched
+        self._clock = clock
+        self._due: list[tuple[float, int, Session]] = []  # by when; an entry of a lease that was changed is dropped
+        self._tie = 0
+        self._marks: dict[TreeNode, Session] = {}  # by the node in which their last prompt ends, in whole pages
+        self._num_leased = 0
+        self._born: OrderedDict[tuple[str, str], int] = OrderedDict()  # by salt and name, the one used last at the end
+
+    @property
+    def num_leased(self) -> int:
+        return self._num_leased
+
+    def returns(self, path: Sequence[TreeNode]) -> None:
+        """Take note that a prompt arrived that goes on behind ``path``: its session is kept until that is answered."""
+        _, session = self._latest(path)
+        if session is None or not session.paused:
+            return
+        session.paused = False
+        pause_s, mean_s = self._clock() - session.answered_s, session.pause_s
+        session.pause_s = pause_s if mean_s is None else mean_s + WEIGHT * (pause_s - mean_s)
+        if session.pause_s <= LONGEST_S:
+            self._lease(session, session.end or path[-1], LONGEST_S)
+
+    def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str) -> None:
+        """Take note that the answer to a prompt ends with ``path``, whose first ``num_prompt`` nodes are the prompt.
+
+        Args: tick: of now. name: what the client calls the session, or "".
+        """
+        if not num_prompt:
+            return
+        prompt = path[:num_prompt]
+        mark, session = self._latest(prompt)
+        if mark is None or session is None:
+            session = Session(self._birth(path[-1].salt, name, tick))
+        else:
+            del self._marks[mark]
+            self._end(session)
+        self._marks[prompt[-1]] = session
+        session.answered_s, session.paused = self._clock(), True
+        if name or (session.pause_s is not None and session.pause_s <= LONGEST_S):
+            self._lease(session, path[-1], max(SHORTEST_S, min(MARGIN * (session.pause_s or 0.0), LONGEST_S)))
+
+    def expire(self) -> None:
+        """End the leases that have run out; before each look at the order of eviction."""
+        now_s = self._clock()
+        while self._due and self._due[0][0] <= now_s:
+            entry = heapq.heappop(self._due)
+            if _holds(entry):
+                self._end(entry[2])
+
+    def removed(self, leaf: TreeNode) -> None:
+        """Take note that ``leaf`` is about to leave the tree."""
+        self._marks.pop(leaf, None)
+        if leaf.lease is not None:
+            self._ends_above(leaf.lease, leaf)
+
+    def clear(self) -> None:
+        """Forget all sessions: the tree is empty."""
+        self._due, self._num_leased = [], 0
+        self._marks.clear()
+
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Assert the invariant, given all nodes of the tree. O(nodes * depth)."""
+        leased = {id(entry[2]): entry[2] for entry in self._due if _holds(entry)}
+        assert len(leased) == self._num_leased, f"{len(leased)} leases are in the heap, {self._num_leased} are counted"
+        found = set(nodes)
+        assert found.issuperset(self._marks), "a session is known by a node that has left"
+        for session in leased.values():
+            assert session.end in found, "a session ends at a node that has left"
+            assert session.end.lease is session, "a session ends at a node that is not kept for it"
+        for session in self._marks.values():
+            assert session.end is None or id(session) in leased, "a session without a lease refers to a node"
+        for node in found:
+            if node.lease is not None:
+                assert id(node.lease) in leased, "a node is kept for a session without a lease"
+                assert node in path_to(node.lease.end), "a node is kept for a session that is elsewhere"
+
+    def _birth(self, salt: str, name: str, tick: int) -> int:
+        """Return when the session called ``name`` began: it is as old as that also when nothing of it is left here."""
+        if not name:
+            return tick
+        born = self._born[salt, name] = self._born.pop((salt, name), tick)
+        if len(self._born) > MAX_NAMED:
+            self._born.popitem(last=False)
+        return born
+
+    def _lease(self, session: Session, end: TreeNode, lease_s: float) -> None:
+        """Keep for ``session``, for ``lease_s`` from now on, what no older one keeps of the path to ``end``."""
+        for node in path_to(end):
+            other = node.lease if node.lease is not session else None
+            if other is not None and other.born <= session.born:
+                continue
+            node.lease = session
+            self._num_leased += session.end is None
+            session.end = node
+            if other is not None and other.end is node:
+                self._ends_above(other, node)
+        if session.end is None:
+            return
+        session.until_s = self._clock() + lease_s
+        self._tie += 1
+        heapq.heappush(self._due, (session.until_s, self._tie, session))
+        if len(self._due) > 2 * self._num_leased + 64:
+            self._due = [entry for entry in self._due if _holds(entry)]
+            heapq.heapify(self._due)
+
+    def _end(self, session: Session) -> None:
+        """Keep nothing for ``session`` any more."""
+        for node in path_to(session.end):
+            if node.lease is session:
+                node.lease = None
+                self._touched(node)
+        self._num_leased -= session.end is not None
+        session.end = None
+
+    def _ends_above(self, session: Session, node: TreeNode) -> None:
+        """Let ``session`` end at the next node above ``node`` that is kept for it; without one its lease is over."""
+        above = node.parent
+        while above is not None and above.lease is not session:
+            above = above.parent
+        session.end = above
+        self._num_leased -= above is None
+
+    def _latest(self, path: Sequence[TreeNode]) -> tuple[TreeNode | None, Session | None]:
+        """Return the session whose last prompt is the longest within ``path``, and the node in which that ends."""
+        found = next((node for node in reversed(path) if node in self._marks), None)
+        return found, None if found is None else self._marks[found]
+
+
+def _holds(entry: tuple[float, int, Session]) -> bool:
+    """Whether ``entry`` of the heap is that of a lease."""
+    due_s, _, session = entry
+    return session.end is not None and due_s == session.until_s
