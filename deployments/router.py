@@ -80,7 +80,7 @@ class RouterIngress:
         self._recorder: Recorder | None = None
         logs.into_serve()
         self._config = config = parse(settings)
-        self._keys = keys
+        self._keys = keys = keys.read_anew()
         context = ray.get_runtime_context()
         self._node_id = context.get_node_id()
         router = Router(

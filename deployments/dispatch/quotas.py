@@ -13,6 +13,7 @@ exact if the minute before was used evenly.
 import asyncio
 import itertools
 import logging
+import math
 import operator
 import time
 from collections import Counter
@@ -116,7 +117,9 @@ class Quotas:
         Raises: OverQuota, and counts nothing, if the key may not.
         """
         mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
-        counts = (1.0, float(input_tokens), min(float(output_tokens), mean) * choices)
+        most = key.limits.output_tokens  # an estimate alone never keeps out a key that has used nothing
+        output = min(min(float(output_tokens), mean) * choices, math.inf if most is None else most)
+        counts = (1.0, float(input_tokens), output)
         window = self._last_minute(key.name)
         for at, (limit, more) in enumerate(zip(key.limits.a_minute, counts, strict=True)):
             if limit is not None and window.used(at) + more > limit:
@@ -126,11 +129,14 @@ class Quotas:
         return Reserved(key=key, minute=minute, input_tokens=counts[1], output_tokens=counts[2])
 
     def settle(self, reserved: Reserved, *, input_tokens: int | None, output_tokens: int, choices: int) -> None:
-        """Count what a request has used. ``input_tokens``: None if nothing is known of its prompt."""
+        """Count in this minute what a request has used, in the place of its estimate.
+
+        Args: input_tokens: None if nothing is known of its prompt.
+        """
         key = reserved.key
         spent = reserved.input_tokens if input_tokens is None else float(input_tokens)
-        difference = (0.0, spent - reserved.input_tokens, output_tokens - reserved.output_tokens)
-        self._add(reserved.minute, key.name, difference)
+        self._add(reserved.minute, key.name, (0.0, -reserved.input_tokens, -reserved.output_tokens))
+        self._add(int(self.clock() // MINUTE_S), key.name, (0.0, spent, float(output_tokens)))
         if output_tokens:
             mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
             self._output_len[key.name] = mean + (output_tokens / choices - mean) / 8

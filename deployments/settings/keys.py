@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,13 @@ class KeyDigests:
     admin: ApiKey | None = None
     short: tuple[str, ...] = ()  # where a key has fewer than GOOD_KEY_LEN characters
     tenants: TenantKeys | None = None  # of router.keys_file, which may change while routers run
+
+    def read_anew(self) -> "KeyDigests":
+        """Return these with the keys that their file has now: it may have changed since the application was built.
+
+        Raises: InvalidConfig.
+        """
+        return self if self.tenants is None else replace(self, tenants=TenantKeys.read(self.tenants.path))
 
     @property
     def exist(self) -> bool:

@@ -122,7 +122,7 @@ class TenantKeys:
         except InvalidConfig as error:
             if str(error) != self.error:
                 log.error("%s: the %d keys from before stay in force", error, len(self.by_name))
-            self.error = str(error)
+            self.error, self._stamp = str(error), ()  # it is read again: chmod changes nothing of what is looked at
             return
         self.error = ""
         log.warning("router.keys_file: %s has changed: %d keys are in force", self.path, len(self.by_name))
@@ -131,7 +131,6 @@ class TenantKeys:
         try:
             stat = Path(self.path).stat()
         except OSError as error:
-            self._stamp = ()
             raise _unreadable(self.path, error) from error
         return (stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
@@ -147,12 +146,12 @@ def parsed(path: str) -> list[TenantKey]:
         keys = _FILE.validate_python(content)
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
-    except yaml.YAMLError as error:
-        raise InvalidConfig(f"router.keys_file: {path} is no YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InvalidConfig(f"router.keys_file: {path}: entry {where or 0}: {first['msg']}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
+        raise InvalidConfig(f"router.keys_file: {path} is no YAML: {' '.join(str(error).split())}") from error
     if not 1 <= len(keys) <= MOST_KEYS:
         raise InvalidConfig(f"router.keys_file: {path} has {len(keys)} keys: it must have 1 to {MOST_KEYS:,}")
     for what in ("id", "sha256"):

@@ -84,6 +84,53 @@ def test_a_file_of_keys_that_is_wrong_is_refused_with_the_entry_and_without_a_di
     assert sha(HEAVY)[:10] not in str(refused.value)
 
 
+def test_a_file_that_yaml_makes_no_sense_of_keeps_the_keys_and_is_read_again_though_its_stamp_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = TenantKeys.read(written(path, ENTRIES))
+    monkeypatch.setattr(TenantKeys, "_look", lambda _: (1, 2, 3))  # as after a chmod
+    path.write_text("- {id: 2026-02-30}\n")  # ValueError of a date
+    keys.refresh()
+    assert ("is no YAML" in keys.error, len(keys.by_name)) == (True, 3)
+    written(path, ENTRIES[:2])
+    keys.refresh()
+    assert (keys.error, len(keys.by_name)) == ("", 2)
+
+
+def test_a_router_that_starts_has_the_keys_of_now_and_not_those_of_when_it_was_built(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", ENTRIES)
+    built = read_keys(api_key_file=None, admin_key=None, keys_file=path, environ={})
+    written(tmp_path / "keys.yaml", ENTRIES[1:])
+    light, heavy = ({"authorization": f"Bearer {key}"} for key in (LIGHT, HEAVY))
+    anew = built.read_anew()
+    assert anew.caller(light) is not None
+    assert anew.caller(heavy) is None
+    (tmp_path / "keys.yaml").unlink()
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        built.read_anew()
+
+
+def test_an_answer_that_took_minutes_counts_in_the_minute_of_its_end() -> None:
+    clock, key = Clock(), key_of(output_tokens=1000)
+    quotas = quotas_of(clock)
+    reserved = quotas.reserve(key, input_tokens=5, output_tokens=20_000, choices=1)
+    clock.now_s += 125
+    quotas.settle(reserved, input_tokens=5, output_tokens=20_000, choices=1)
+    assert quotas.used(key.name, "output_tokens") == 20_000
+    with pytest.raises(OverQuota):
+        quotas.reserve(key, input_tokens=5, output_tokens=1, choices=1)
+
+
+def test_a_key_whose_answers_were_longer_than_its_minute_may_go_on_once_the_minute_is_over() -> None:
+    clock, key = Clock(), key_of(output_tokens=100)
+    quotas = quotas_of(clock)
+    for _ in range(3):
+        reserved = quotas.reserve(key, input_tokens=5, output_tokens=8000, choices=4)
+        quotas.settle(reserved, input_tokens=5, output_tokens=8000, choices=4)
+        clock.now_s += 180
+
+
 def test_a_key_is_in_one_place_alone(tmp_path: Path) -> None:
     path = written(tmp_path / "keys.yaml", ENTRIES)
     with pytest.raises(InvalidConfig, match="light has a key that is given elsewhere"):
