@@ -86,7 +86,7 @@ def next_batch(
     budget = StepBudget(num_tokens, page_size=kv.page_size)
     _extend_forced(batch, queues, kv, counters, budget)
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
-        if queues.chunked.asked.offline or not _gives_way(queues, kv, counters, limits):
+        if not _gives_way(queues.chunked, queues, kv, counters, limits, budget):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
     batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
@@ -96,7 +96,7 @@ def next_batch(
             refusal: Refusal | None = Refusal.OLDER_GRANT
         else:
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
-            while refusal in NO_ROOM and not req.asked.offline and _gives_way(queues, kv, counters, limits):
+            while refusal in NO_ROOM and _gives_way(req, queues, kv, counters, limits, budget):
                 batch.reserved = sum(map(ratio.reserve, limits.in_flight))
                 batch.reserved += sum(_still_needs(each, ratio) for each in batch.reqs)
                 refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
@@ -126,8 +126,12 @@ def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
     return queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []
 
 
-def _gives_way(queues: Queues, kv: KvCache, counters: Counters, limits: Limits) -> bool:
-    """Retract a paused line of a batch, whose row and pages another request needs. Returns: whether there was one."""
+def _gives_way(req: Req, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget) -> bool:
+    """Retract a paused line of a batch, whose row and pages ``req`` needs. Returns: whether there was one; none does
+    for another line, or where ``req`` could not begin in this step with all pages either."""
+    left_len = budget.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len)
+    if req.asked.offline or not left_len or queues.chunked not in (None, req):
+        return False
     victim = min(queues.paused, key=retracted_first, default=None)
     if victim is None:
         return False
@@ -177,9 +181,7 @@ def _start(
     return None
 
 
-def _extend_forced(
-    batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, budget: StepBudget
-) -> None:
+def _extend_forced(batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, budget: StepBudget) -> None:
     """Add the requests whose grammar forced a run of tokens, each with all of it; without memory one is retracted."""
     for req in list(queues.forced):
         start, length = req.computed_len, req.extend_len

@@ -111,12 +111,19 @@ class Scheduler:
     def would_wait(self, num_new: int) -> int:
         """Count the requests that would wait if ``num_new`` came: all that hold nothing, less the free places that they
         would fill. While memory is short, no place is free."""
-        queues, short = self.queues, self.last.short
+        queues = self.queues
         num_starting = len(queues.waiting) + len(queues.prealloc) + num_new
         num_waiting = num_starting + len(queues.away.in_state(ReqState.WAITING))
-        if short is not None and short.state is not ReqState.FINISHED:
+        if self._is_short:
             num_starting = 0
-        return num_waiting - min(num_starting, self.max_running - len(queues.holding))
+        num_holding = sum(not req.asked.offline for req in queues.holding)  # lines of batches give their places up
+        return num_waiting - min(num_starting, self.max_running - num_holding)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a request, of no batch, found no memory at the last look."""
+        short = self.last.short
+        return short is not None and short.state is not ReqState.FINISHED and not short.asked.offline
 
     @property
     def late_factor(self) -> float:
@@ -126,10 +133,9 @@ class Scheduler:
     @property
     def blocked(self) -> str:
         """What kept waiting requests from starting at the last look: "pool", "slots" (requests that run) or ""."""
-        queues, short = self.queues, self.last.short
-        if not (len(queues.waiting) or len(queues.prealloc) or queues.chunked is not None):
+        if not self.queues.others_begin:
             return ""
-        if short is not None and short.state is not ReqState.FINISHED:
+        if self._is_short:
             return "pool"
         return "slots" if Refusal.RUNNING_LIMIT in self.last.refusals.values() else ""
 

@@ -78,6 +78,40 @@ def test_lines_that_hold_the_pool_are_retracted_for_a_request() -> None:
     bench.run()
 
 
+def test_no_line_is_retracted_for_a_request_that_this_step_has_no_tokens_for() -> None:
+    bench = Bench(max_running=3, page_size=4, chunked_prefill_size=16)
+    lines = [bench.submit([10 * i, 2], max_new_tokens=30, offline=True) for i in range(3)]
+    for _ in range(4):
+        bench.step()
+    bench.submit(list(range(100, 116)), max_new_tokens=1)  # the whole step
+    bench.submit(list(range(200, 216)), max_new_tokens=1)
+    bench.step()
+    assert sum(line.num_retractions for line in lines) == 1
+    bench.run()
+
+
+def test_lines_take_no_place_from_the_limit_of_those_that_wait() -> None:
+    bench = Bench(max_running=2)
+    for i in range(2):
+        bench.submit([i, 2], max_new_tokens=9, offline=True)
+    bench.step()
+    bench.step()
+    assert len(bench.scheduler.queues.holding) == 2
+    assert [bench.scheduler.would_wait(num) for num in (2, 3)] == [0, 1]
+
+
+def test_a_line_without_memory_blocks_nobody() -> None:
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    bench.submit(list(range(20)), max_new_tokens=6)
+    bench.step()
+    short = bench.submit(list(range(100, 120)), max_new_tokens=1, offline=True)
+    bench.step()
+    bench.step()
+    assert bench.scheduler.last.short is short
+    assert (bench.scheduler.blocked, bench.scheduler.would_wait(1)) == ("", 0)
+    bench.run()
+
+
 def test_no_line_starts_while_a_request_waits_whatever_its_priority() -> None:
     bench = Bench(max_running=1, priorities="on")
     running = bench.submit([1, 2], max_new_tokens=6)
