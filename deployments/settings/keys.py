@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from deployments.settings.places import ROOT
-from deployments.settings.tenants import TenantKey, TenantKeys
 from replicas.errors import InvalidConfig
+
+if TYPE_CHECKING:  # pydantic takes as long to load as all else of the command line
+    from deployments.settings.tenants import TenantKey, TenantKeys
 
 KEYS_VARIABLE = "MANTA_API_KEYS"
 KEY_VARIABLE = "MANTA_ADMIN_KEY"
@@ -37,7 +39,7 @@ class Caller:
 
     name: str = ""  # 16 hex digits made from its key, in its request ids and salts; "" without a key
     is_admin: bool = False
-    key: TenantKey | None = None  # of router.keys_file; None: its key is not from there
+    key: "TenantKey | None" = None  # of router.keys_file; None: its key is not from there
 
     @property
     def tenant(self) -> str:
@@ -64,14 +66,14 @@ class KeyDigests:
     api: tuple[ApiKey, ...] = ()
     admin: ApiKey | None = None
     short: tuple[str, ...] = ()  # where a key has fewer than GOOD_KEY_LEN characters
-    tenants: TenantKeys | None = None  # of router.keys_file, which may change while routers run
+    tenants: "TenantKeys | None" = None  # of router.keys_file, which may change while routers run
 
     def read_anew(self) -> "KeyDigests":
         """Return these with the keys that their file has now: it may have changed since the application was built.
 
         Raises: InvalidConfig.
         """
-        return self if self.tenants is None else replace(self, tenants=TenantKeys.read(self.tenants.path))
+        return self if self.tenants is None else replace(self, tenants=_of_tenants(self.tenants.path))
 
     @property
     def exist(self) -> bool:
@@ -156,11 +158,17 @@ def read_keys(
         )
     short = dict.fromkeys(where for key, where in given if len(key) < GOOD_KEY_LEN)
     admins = _accepted(admin) if admin else None
-    tenants = None if keys_file is None else TenantKeys.read(keys_file)
+    tenants = None if keys_file is None else _of_tenants(keys_file)
     for key in [*keys, *([admin] if admin else [])]:
         if tenants is not None and (same := tenants.find(digest(key))) is not None:
             raise InvalidConfig(f"router.keys_file: {same.id} has a key that is given elsewhere too: use one place")
     return KeyDigests(api=tuple(_accepted(key) for key in keys), admin=admins, short=tuple(short), tenants=tenants)
+
+
+def _of_tenants(path: str) -> "TenantKeys":
+    from deployments.settings.tenants import TenantKeys
+
+    return TenantKeys.read(path)
 
 
 def _of_file(path: str) -> list[str]:

@@ -74,7 +74,7 @@ def load_model_config(
     """Read the config of a model's folder or hub id.
 
     Args:    revision: of a hub id; None is its main branch.
-             dtype: to compute in; None takes the checkpoint's on CUDA, and bfloat16 on a CPU that multiplies it faster
+             dtype: to compute in; None takes the checkpoint's on CUDA, and bfloat16 on a CPU that multiplies it
              if the checkpoint has it and nothing says how its weights are rounded; else float32.
              context_len: another context than the model's own, mostly shorter; None takes the model's.
              device: for the default dtype; None is CUDA where there is one.
@@ -182,9 +182,9 @@ def _default_dtype(folder: Path, hf: dict[str, Any], device: Device) -> DType:
     if device == "cpu":
         if not said or name != "bfloat16":
             return "float32"
-        from replicas.runner.product_choice import multiplies_bf16
+        from replicas.kernels import bf16_tiles
 
-        return "bfloat16" if multiplies_bf16() else "float32"
+        return "bfloat16" if bf16_tiles.way() else "float32"  # by the kind of CPU alone: replicas must not differ
     for dtype in get_args(DType):
         if name == dtype:
             return dtype  # type: ignore[no-any-return]

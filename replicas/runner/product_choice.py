@@ -93,12 +93,6 @@ def describe_gains(format_: WeightFormat) -> str:
     return f"products of {rows} tokens {factors} x as fast as in float32"
 
 
-def multiplies_bf16() -> bool:
-    """Tell whether this CPU's bf16 products are slower than fp32's at no number of rows, so that a checkpoint's
-    bfloat16 is worth its rounding."""
-    return bf16_tiles.way() is not None and min(gains("bfloat16").values()) >= 1.0
-
-
 def instructions_told() -> dict[str, str]:
     """Say by what this CPU multiplies weights of each format, and what that gains: lines of `manta doctor`."""
     way, widened = bf16_tiles.way(), "widened for fp32 arithmetic"

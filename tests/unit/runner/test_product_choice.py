@@ -135,7 +135,6 @@ def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: py
     monkeypatch.setattr(bf16_tiles, "way", lambda: "dots")
     for _ in range(2):
         assert product_choice.gains("bfloat16") == {1: 2.0, 256: 0.75}
-    assert not product_choice.multiplies_bf16()  # not with 256 rows
     assert calls == ["bfloat16"]
     told = product_choice.instructions_told()
     assert told["bfloat16"] == ("by AVX-512's dot products: products of 1 256 tokens 2 0.75 x as fast as in float32")
