@@ -28,7 +28,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import logs
 from deployments.batches.runner import BatchRunner
-from deployments.batches.store import BatchStore
+from deployments.batches.store import batch_store
 from deployments.channel.channel_server import ChannelServer
 from deployments.dispatch import quotas, ray_leases
 from deployments.dispatch.attempt import TryLimits
@@ -301,7 +301,6 @@ def _service(
     peers: RouterPeers,
     registry: CollectorRegistry,
 ) -> Service:
-    folder = config.batch_folder
     return Service(
         model=read_face(config.model),
         tokenizer=Tokenizer(tokenizer_folder(config.model)),
@@ -315,7 +314,7 @@ def _service(
             kept_s=config.router.background_kept_s, timeout_s=config.router.background_timeout_s
         ),
         registry=registry,
-        batches=None if folder is None else BatchStore(folder, max_bytes=config.router.batch_bytes),
+        batches=batch_store(config.router.batch_folder, max_bytes=config.router.batch_bytes),
         max_file_bytes=config.router.batch_file_bytes,
         max_body_bytes=config.router.max_body_bytes,
         max_schema_bytes=config.router.max_schema_bytes,

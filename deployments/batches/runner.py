@@ -189,10 +189,13 @@ class BatchRunner:
 
     async def _run(self, batch_id: str) -> None:
         """Bring a batch from where it is to its end."""
-        batch: Row | None = self._held[batch_id]
+        held = self._held[batch_id]
+        batch: Row | None = held
         try:
             while batch is not None and batch["status"] in OPEN and batch["router"] == self._router_id:
-                if batch["status"] == "validating":
+                if batch["status"] == "validating" and time.time() >= batch["expires_at"]:
+                    await asyncio.to_thread(self._store.finish, batch, "expired")
+                elif batch["status"] == "validating":
                     await asyncio.to_thread(self._put_in_order, batch)
                 elif batch["status"] == "in_progress":
                     lines = await asyncio.to_thread(self._store.to_run, batch_id)
@@ -202,6 +205,8 @@ class BatchRunner:
                 else:
                     await asyncio.to_thread(self._store.write_files, batch)
                 batch = await asyncio.to_thread(self._store.batch, batch["owner"], batch_id)
+        except FileNotFoundError:
+            await asyncio.to_thread(self._store.fail, held, "it is gone")
         except Exception:  # the edge: other batches go on, and this one is tried again
             log.exception("batch %s cannot go on; trying again", batch_id)
 

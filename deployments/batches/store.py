@@ -16,7 +16,7 @@ journal is SQLite's rollback journal, which needs no shared memory: routers on s
 its file system has locks.
 
     validating ──lines are in order──> in_progress ──all have entries──> finalizing ──files are written──> completed
-        │ no lines, or too many             ├── its time is over ──────────> finalizing ──────────────────> expired
+        │ no file or lines, or too many     ├── its time is over ──────────> finalizing ──────────────────> expired
         └──> failed                         └── its client ends it ──> cancelling ────────────────────────> cancelled
 """
 
@@ -25,12 +25,14 @@ import json
 import os
 import secrets
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replicas.errors import MantaError
+from kvtransfer.stores.folder import open_own
+from replicas.errors import InvalidConfig, InvalidRequest, MantaError
 
 Row = dict[str, Any]
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
@@ -94,11 +96,13 @@ class BatchStore:
     """The files and batches in one folder."""
 
     def __init__(self, folder: Path, *, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        """``max_bytes``: of all files."""
+        """``max_bytes``: of all files. Raises: OSError, also where others may write there; sqlite3.Error."""
         self.folder = folder
         self._max_bytes = max_bytes
         self._clock = clock
-        (folder / "files").mkdir(parents=True, exist_ok=True)
+        for each in (folder, folder / "files"):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(open_own(str(each), stat.S_IFDIR))
         with self._open() as db:
             db.executescript(_SCHEMA)
 
@@ -110,11 +114,8 @@ class BatchStore:
         """Make the id of a file that is about to be written. Raises: FolderFull."""
         with self._open() as db:
             (held,) = db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        if held >= self._max_bytes:
-            raise FolderFull(
-                f"the files of all batches have {held:,} bytes, at most {self._max_bytes:,} are kept "
-                "(router.batch_bytes): delete some, as DELETE /v1/files/ID does"
-            )
+        if held >= self._max_bytes:  # how many they are is of all keys, and concerns none
+            raise FolderFull("no more files are kept (router.batch_bytes): delete some, as DELETE /v1/files/ID does")
         return f"file-{secrets.token_hex(12)}"
 
     def add_file(self, file_id: str, *, owner: str, filename: str, purpose: str, kept_s: int | None) -> Row:
@@ -138,8 +139,9 @@ class BatchStore:
     def delete_file(self, owner: str, file_id: str) -> bool:
         """Delete a file. Returns: whether it was there. Raises: FileInUse."""
         with self._change() as db:
-            self._require_unused(db, file_id)
             gone = db.execute("DELETE FROM files WHERE owner = ? AND id = ?", (owner, file_id)).rowcount > 0
+            if gone:
+                self._require_unused(db, file_id)
         if gone:
             self.path(file_id).unlink(missing_ok=True)
         return gone
@@ -147,14 +149,17 @@ class BatchStore:
     def add_batch(
         self, *, owner: str, endpoint: str, input_file_id: str, window: str, window_s: float, metadata: Row | None
     ) -> Row:
-        """Add a batch, which the next router that looks takes."""
+        """Add a batch, which the next router that looks takes. Raises: InvalidRequest where its file is gone."""
         batch_id, now = f"batch_{secrets.token_hex(12)}", int(self._clock())
         with self._change() as db:
-            db.execute(
+            added = db.execute(
                 "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, metadata, status, "
-                "created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
-                (batch_id, owner, endpoint, input_file_id, window, json.dumps(metadata), now, now + int(window_s)),
-            )
+                "created_at, expires_at) SELECT ?, owner, ?, id, ?, ?, 'validating', ?, ? FROM files "
+                "WHERE owner = ? AND id = ?",
+                (batch_id, endpoint, window, json.dumps(metadata), now, now + int(window_s), owner, input_file_id),
+            ).rowcount
+            if not added:
+                raise InvalidRequest("input_file_id: there is no such file of this key", param="input_file_id")
         found = self.batch(owner, batch_id)
         assert found is not None
         return found
@@ -232,9 +237,7 @@ class BatchStore:
             if not self._may_go_on(db, batch, "validating"):
                 return
             if problem is not None:
-                told = [{"code": "invalid_file", "message": f"the input file cannot be run: {problem}", "line": None,
-                         "param": "input_file_id"}]  # fmt: skip
-                self._end(db, batch, "failed", errors=json.dumps(told))
+                self._end(db, batch, "failed", errors=_told(problem))
             else:
                 db.execute(
                     "INSERT INTO lines SELECT ?, ROW_NUMBER() OVER (ORDER BY key, number), number, start, size, "
@@ -247,6 +250,12 @@ class BatchStore:
                     (int(self._clock()), number, batch["id"]),
                 )
             db.execute("COMMIT")
+
+    def fail(self, batch: Row, problem: str) -> None:
+        """End a batch whose input cannot be read."""
+        with self._change() as db:
+            if self._may_go_on(db, batch, "validating", "in_progress"):
+                self._end(db, batch, "failed", errors=_told(problem))
 
     def to_run(self, batch_id: str) -> list[Line]:
         """List the lines of a batch that have no entry yet, in the order in which to run them."""
@@ -267,7 +276,7 @@ class BatchStore:
     def finish(self, batch: Row, ends_as: str) -> None:
         """Begin the end of a batch that runs; of what expires, lines without an entry get one."""
         with self._change() as db:
-            if not self._may_go_on(db, batch, "in_progress"):
+            if not self._may_go_on(db, batch, "validating", "in_progress"):
                 return
             if ends_as == "expired":
                 rows = db.execute(
@@ -402,10 +411,25 @@ class BatchStore:
             db.execute(f"DELETE FROM {table} WHERE batch = ?", (batch["id"],))
 
 
+def batch_store(folder: str | None, *, max_bytes: int) -> BatchStore | None:
+    """Open the store that the settings name; None: they name none. Raises: InvalidConfig."""
+    if folder is None:
+        return None
+    try:
+        return BatchStore(Path(folder), max_bytes=max_bytes)
+    except (OSError, sqlite3.Error) as error:
+        raise InvalidConfig(f"router.batch_folder: {folder} cannot keep files and batches: {error}") from error
+
+
 def not_run(number: int, custom_id: str | None, code: str, message: str) -> LineEntry:
     """Make the entry of a line that is not run."""
     error = {"code": code, "message": message, "line": number + 1}
     return LineEntry(number, False, entry_text(custom_id, error=error))
+
+
+def _told(problem: str) -> str:
+    message = f"the input file cannot be run: {problem}"
+    return json.dumps([{"code": "invalid_file", "message": message, "line": None, "param": "input_file_id"}])
 
 
 def entry_text(custom_id: str | None, *, response: str = "null", error: Row | None = None) -> str:

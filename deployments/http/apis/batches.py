@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,13 +24,15 @@ from deployments.http.answer_bodies import BatchBody, BatchListBody, DeletedFile
 from deployments.http.api_document import gives, shape
 from deployments.http.apis.multipart import boundary_of, read_form
 from deployments.http.bodies import BatchRequest, PathName, Route
-from deployments.http.http_errors import Busy
+from deployments.http.http_errors import BodyTooLarge, BodyTooSlow, Busy
 from deployments.http.service import service_of
 from replicas.errors import InvalidRequest, MantaError
 from replicas.types import MAX_DEADLINE_S
 
 router = APIRouter(route_class=Route)
 MOST_UPLOADS = 8  # at a time
+FORM_BYTES = 64 << 10  # of a form beside its file
+LEAST_RATE = 64 << 10  # bytes a second of an upload on average, beyond router.body_timeout_s
 MOST_DRAINED, DRAIN_S = 8 << 20, 2.0  # bytes and time
 MOST_KEPT_S = 30 * 24 * 3600
 _uploads = asyncio.Semaphore(MOST_UPLOADS)
@@ -97,11 +100,23 @@ async def upload_file(request: Request) -> Response:
             store, boundary = _store(request), boundary_of(request.headers.get("content-type", ""))
             if _uploads.locked():
                 raise Busy(f"{MOST_UPLOADS} files are being uploaded: try again later")
-            async with _uploads:
-                return JSONResponse(_file(await _kept(request, store, chunks, boundary)))
+            async with _uploads, contextlib.aclosing(_bounded(request, chunks)) as bounded:
+                return JSONResponse(_file(await _kept(request, store, bounded, boundary)))
         except (InvalidRequest, NoBatches, Busy, FolderFull):
             await _drain(chunks)
             raise
+
+
+async def _bounded(request: Request, chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield an upload within bounds on the whole of it. Raises: BodyTooLarge, BodyTooSlow."""
+    service, begun_s, num_bytes = service_of(request), time.monotonic(), 0
+    async for chunk in chunks:
+        num_bytes += len(chunk)
+        if num_bytes > service.max_file_bytes + FORM_BYTES:
+            raise BodyTooLarge(f"the form has more than {service.max_file_bytes + FORM_BYTES:,} bytes")
+        if time.monotonic() - begun_s > service.body_timeout_s + num_bytes / LEAST_RATE:
+            raise BodyTooSlow(f"less than {LEAST_RATE:,} bytes of the upload came in a second")
+        yield chunk
 
 
 async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes], boundary: bytes) -> Row:

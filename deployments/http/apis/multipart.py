@@ -15,6 +15,7 @@ from pathlib import Path
 from deployments.http.http_errors import BodyTooLarge
 from replicas.errors import InvalidRequest
 
+MOST_FIELDS = 16  # a form of files has four
 MOST_HEAD = 16 << 10  # bytes of a part's headers, and of a field's value
 _BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"]{1,70})"|([^;,\s]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'(?<!\w)name="((?:[^"\\]|\\.)*)"')
@@ -39,6 +40,7 @@ async def read_form(
     Raises: InvalidRequest for what is no such form; BodyTooLarge.
     """
     fields, filename, held, num_bytes = dict[str, str](), None, b"\r\n", 0
+    num_fields = 0
     held = await _more(chunks, held, boundary)
     if not held.startswith(boundary):
         raise InvalidRequest("the form does not begin with its boundary")
@@ -56,6 +58,9 @@ async def read_form(
         if name is None:
             raise InvalidRequest("a part of the form has no name")
         if file is None:
+            num_fields += 1
+            if num_fields > MOST_FIELDS:
+                raise InvalidRequest(f"the form has more than {MOST_FIELDS} fields")
             held = await _more(chunks, held, boundary)
             value, _, _ = held.partition(boundary)
             fields[_text(name[1])], held = _text(value), held[len(value) :]

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from openai.types import Batch
 
 from deployments.batches import runner as runners
 from deployments.batches.runner import BatchRunner, Runs, keyed_lines
-from deployments.batches.store import BatchStore, Line, LineEntry, entry_text
+from deployments.batches.store import BatchStore, Line, LineEntry, batch_store, entry_text
 from deployments.dispatch.route_log import RequestWatch
 from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
@@ -36,7 +37,7 @@ from deployments.http.lines import line_answers
 from deployments.http.service import Service
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.watch.terminal import batches as terminal
-from replicas.errors import MantaError, Overloaded
+from replicas.errors import InvalidConfig, InvalidRequest, MantaError, Overloaded
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -183,7 +184,9 @@ async def test_what_is_wrong_is_told_in_openais_form(tokenizer: Tokenizer, tmp_p
         assert too_large.value.status_code == 413
         with pytest.raises(openai.BadRequestError, match="anchor"):
             await sdk.files.create(
-                file=b"x", purpose="batch", expires_after={"anchor": "used_at", "seconds": 3600}  # type: ignore[typeddict-item]
+                file=b"x",
+                purpose="batch",
+                expires_after={"anchor": "used_at", "seconds": 3600},  # type: ignore[typeddict-item]
             )
         for purpose in ("batch", "fine-tune"):
             file = await sdk.files.create(file=b"x" * 60, purpose=purpose)  # type: ignore[arg-type]
@@ -205,6 +208,58 @@ async def test_what_is_wrong_is_told_in_openais_form(tokenizer: Tokenizer, tmp_p
         with pytest.raises(openai.NotFoundError):
             await sdk.batches.cancel("batch_none")
         assert len(list((tmp_path / "files").iterdir())) == 2  # nothing is left of what was refused
+
+
+async def test_an_upload_has_bounds_on_its_fields_its_bytes_and_its_time(
+    tokenizer: Tokenizer, store: BatchStore
+) -> None:
+    def form(*fields: str) -> bytes:
+        parts = [f'--x\r\nContent-Disposition: form-data; name="f"\r\n\r\n{field}\r\n' for field in fields]
+        return "".join(parts).encode()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        for byte in form("a") * 20:
+            yield bytes([byte])
+            await asyncio.sleep(0.02)
+
+    async with House() as house:
+        app = make_app(house.service(tokenizer, batches=store, max_file_bytes=1000, body_timeout_s=0.3))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            for content, status, why in (
+                (form(*["a"] * 17), 400, "more than 16 fields"),
+                (form(*["a" * 10_000] * 7), 413, "the form has more than 66,536 bytes"),
+                (slowly(), 408, "came in a second"),
+            ):
+                headers = {"Content-Type": "multipart/form-data; boundary=x"}
+                answer = await client.post("/v1/files", content=content, headers=headers)
+                assert (answer.status_code, why in answer.text) == (status, True), answer.text
+
+
+async def test_a_batch_whose_input_is_gone_fails_and_one_that_is_late_expires(
+    tokenizer: Tokenizer, store: BatchStore
+) -> None:
+    async with House() as house:
+        service = house.service(tokenizer, batches=store)
+        async with served(service) as [sdk]:
+            gone, late = await begun(sdk, [line(0)]), await begun(sdk, [line(1)], "1s")
+            store.path(gone.input_file_id).unlink()
+            assert not store.delete_file("another", late.input_file_id)  # and is not told that it is in use
+            await asyncio.sleep(1.1)
+            async with running(runner_of(service)):
+                assert [(await ended(sdk, each)).status for each in (gone, late)] == ["failed", "expired"]
+        with pytest.raises(InvalidRequest, match="no such file"):
+            store.add_batch(owner="", endpoint=CHAT, input_file_id="file-gone", window="24h", window_s=9, metadata=None)
+
+
+def test_a_folder_that_others_can_write_or_that_cannot_be_made_is_refused_by_its_setting(tmp_path: Path) -> None:
+    made = batch_store(str(tmp_path / "new"), max_bytes=1)
+    assert made is not None
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (made.folder, made.folder / "files")] == [0o700] * 2
+    (tmp_path / "a file").touch()
+    made.folder.chmod(0o777)
+    for wrong, why in ((made.folder, "written by others"), (tmp_path / "a file" / "b", "Not a directory")):
+        with pytest.raises(InvalidConfig, match=rf"router\.batch_folder: .*{why}"):
+            batch_store(str(wrong), max_bytes=1)
 
 
 async def test_without_a_folder_the_routes_say_which_setting_makes_one(tokenizer: Tokenizer) -> None:
