@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import re
 import types
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
@@ -118,8 +117,7 @@ class RouterSettings(Settings):
     # (docs/capacity.md). By default nothing is recorded
     record: str | None = Field(default=None, pattern="^/")
     record_bytes: int = Field(default=1 << 30, ge=1 << 16)  # where a router's recording ends
-    # absolute folder of files and batches (docs/batches.md), which all routers share; by default beside cache.store
-    # where that is a folder, else there are none
+    # absolute folder of files and batches (docs/batches.md), which all routers share; by default there are none
     batch_folder: str | None = Field(default=None, pattern="^/")
     batch_bytes: int = Field(default=10 << 30, ge=1 << 20)  # of all files of batches; beyond it none is taken
     batch_file_bytes: int = Field(default=200 << 20, ge=1024)  # a longer file is answered with 413
@@ -183,14 +181,6 @@ class AppConfig(Settings):
     decode: RoleSettings = RoleSettings()
     transfer: TransferGroup = TransferGroup()
     observability: ObservabilitySettings = ObservabilitySettings()
-
-    @property
-    def batch_folder(self) -> Path | None:
-        """The folder of files and batches; None where there are none."""
-        given, store = self.router.batch_folder, self.cache.store or ""
-        if given is None and store.startswith("file://"):
-            given = f"{store.removeprefix('file://').rstrip('/')}-batches"
-        return None if given is None else Path(given).expanduser()
 
     @model_validator(mode="after")
     def _stores_exist(self) -> "AppConfig":
