@@ -171,6 +171,7 @@ LATE: dict[str, str] = {
     "deployments.replica.model_replica": "settings are checked and applications built without torch",
     "deployments.replica.served_engine": "settings are checked and applications built without numba",
     "deployments.watch.metrics.replica_metrics": "the same; only a replica on a GPU has its figures",
+    "deployments.settings.keys": "only router.keys_file needs pydantic: the command line reads keys too",
     "deployments.settings.places": "only the path of a GGUF file needs Transformers and gguf",
     "replicas.attention.registry": "a backend's libraries may be missing, and settings are checked without torch",
     "replicas.checkpoints.checkpoint": "only a GGUF file needs gguf",
