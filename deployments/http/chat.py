@@ -170,7 +170,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     whole = await service.encode_chat(body.messages, use=use, **template_options(body))
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
-    limit = output_limit(service, len(ids), getattr(body, limit_name))
+    limit = output_limit(request, len(ids), getattr(body, limit_name))
     form = await form_asked(request, body) if asks_form(body) else None
     promise = None if form is None or (use is not None and use.must_call) else form.promise
     asked = GenerateRequest(
@@ -184,7 +184,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
         top_logprobs=max(num_top, num_prompt or num_top),
         prompt_logprobs_from=None if num_prompt is None else 0,
     )
-    checked(service, asked, names={"prompt": "messages", "max_tokens": limit_name})
+    checked(request, asked, names={"prompt": "messages", "max_tokens": limit_name})
     output = service.prompting.output
     prepared = Prepared(request=asked, use=use, promise=promise, calls_of=f"{opening_of(request).digits}-{name}")
     return prepared if use is None and output.reasoning is None else await _read_in_parts(request, body, prepared)

@@ -108,7 +108,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=wanted)
         text = given if len(ids) == len(whole) else None
-        limit = output_limit(service, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
+        limit = output_limit(request, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
         scores_prompt = num_prompt is not None or (body.echo and body.logprobs is not None)
         made = GenerateRequest(
             rid=new_rid(name),
@@ -121,7 +121,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
             top_logprobs=max(body.logprobs or 0, num_prompt or 0),
             prompt_logprobs_from=0 if scores_prompt else None,
         )
-        requests.append(checked(service, made, names={}))
+        requests.append(checked(request, made, names={}))
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
         await asyncio.sleep(0)  # echoes of 256 prompts take long
     check_together(requests)

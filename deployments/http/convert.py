@@ -11,6 +11,9 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from starlette.requests import HTTPConnection
+
+from deployments.http.access import caller_of
 from deployments.http.bodies import (
     MAX_BAD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -22,7 +25,7 @@ from deployments.http.bodies import (
     SamplingFields,
     WireType,
 )  # fmt: skip
-from deployments.http.service import Service
+from deployments.http.service import Service, service_of
 from deployments.output.validation import FormAsked
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
 from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs, to_token_ids
@@ -139,12 +142,20 @@ def _sampling(fields: Sampling, masks: Masks, form: FormAsked | None, **own: Any
     )
 
 
-def output_limit(service: Service, prompt_len: int, given: int | None, default: int | None = None) -> int:
-    """Choose the most output tokens of a request: as given, else ``default``, or less if the context has less room."""
+def output_limit(request: HTTPConnection, prompt_len: int, given: int | None, default: int | None = None) -> int:
+    """Choose the most output tokens of a request: as given, else ``default``, or less if the context has less room, the
+    model's or what the caller's key may use of it."""
     if given is not None:
         return given
-    left = max(service.model.context_len - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
+    longest, of_key = service_of(request).model.context_len, _context_of_key(request)
+    longest = longest if of_key is None else min(longest, of_key)
+    left = max(longest - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
     return left if default is None else min(default, left)
+
+
+def _context_of_key(request: HTTPConnection) -> int | None:
+    key = caller_of(request).key
+    return None if key is None else key.limits.context
 
 
 def masks_of(service: Service, samplings: Sequence[Sampling]) -> list[Masks]:
@@ -203,14 +214,23 @@ def logprobs_wanted(fields: GeneratingFields) -> int | None:
     return fields.prompt_logprobs
 
 
-def checked(service: Service, request: GenerateRequest, *, names: Mapping[str, str]) -> GenerateRequest:
+def checked(of: HTTPConnection, request: GenerateRequest, *, names: Mapping[str, str]) -> GenerateRequest:
     """Return ``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field.
 
-    Args: names: this route's own names for ``prompt``, ``max_tokens`` and ``min_tokens``.
+    Args: of: the HTTP request, whose caller's key may use only so much of the context. names: this route's own names
+    for ``prompt``, ``max_tokens`` and ``min_tokens``.
     """
+    service, of_key = service_of(of), _context_of_key(of)
     prompt_len, limit = len(request.token_ids), request.sampling.max_new_tokens
     param = names.get("prompt", "prompt")
     service.check_length(prompt_len, param=param, room=1 if limit > 0 else 0)
+    if of_key is not None and prompt_len + limit > of_key:
+        param = names.get("max_tokens", "max_tokens") if prompt_len + min(limit, 1) <= of_key else param
+        raise InvalidRequest(
+            f"{param}: prompt and answer may have {of_key:,} tokens with this key; the prompt has {prompt_len:,}, "
+            f"and {limit:,} more are asked for",
+            param=param,
+        )
     if prompt_len + limit > service.model.context_len:
         param = names.get("max_tokens", "max_tokens")
         raise PromptTooLong.of_output(prompt_len, limit, longest=service.model.context_len, param=param)

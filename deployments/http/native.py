@@ -152,7 +152,7 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     masks = masks_of(service, samplings)
     forms = [await form_asked(request, each) if asks_form(each) else None for each in samplings]
     limits = [
-        output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
+        output_limit(request, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
         for ids, sampling in zip(prompts, samplings, strict=True)
     ]
     requests = []
@@ -168,7 +168,7 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
             top_logprobs=tops[i] if with_logprobs[i] else 0,
             prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
         )
-        requests.append(checked(service, made, names={**_NAMES, "prompt": param}))
+        requests.append(checked(request, made, names={**_NAMES, "prompt": param}))
         await asyncio.sleep(0)  # 256 of them take long
     check_together(requests)
     form = NativeForm(

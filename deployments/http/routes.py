@@ -19,7 +19,7 @@ from deployments.http.answer_bodies import RouteBody, RouteExplanationBody
 from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
 from deployments.http.bodies import Route, WireType
-from deployments.http.convert import check_model, checked, prompts_of_ids, salt_of
+from deployments.http.convert import check_model, checked, output_limit, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.service import Service, service_of
 from replicas.errors import InvalidRequest
@@ -54,7 +54,7 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
     service = service_of(request)
     check_model(service, body.model)
     ids, param = await _ids(service, body)
-    most = min(128, max(service.model.context_len - len(ids), 1)) if body.max_tokens is None else body.max_tokens
+    most = output_limit(request, len(ids), body.max_tokens, 128)
     would_be = GenerateRequest(
         rid=new_rid("explain"),
         token_ids=ids,
@@ -63,7 +63,7 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
         priority=body.priority or 0,
     )
     would_be = scoped(would_be, caller_of(request), isolation=service.isolation, model=service.model.name)
-    checked(service, would_be, names={"prompt": param})
+    checked(request, would_be, names={"prompt": param})
     dispatcher, hints = service.dispatcher, hints_of(request.headers)
     decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be, hints), hints))
     router_id, shown = dispatcher.router_id, decision_body(decision)

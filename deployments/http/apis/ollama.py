@@ -21,6 +21,7 @@ from deployments.http import answer_bodies as answers
 from deployments.http import bodies
 from deployments.http.api_document import LINES, RUN, about, body_like, gives, said, shown
 from deployments.http.apis.message_form import parsed_input
+from deployments.http.apis.response_input import renamed
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import ChatRequest, Route, WireType
 from deployments.http.chat import prepare
@@ -135,7 +136,10 @@ async def _answered(
         **asked,
     )  # fmt: skip
     name = name_of(request)
-    prepared = await prepare(request, chat, name)
+    try:
+        prepared = await prepare(request, chat, name)
+    except InvalidRequest as error:
+        raise renamed(error, {"max_tokens": "num_predict"}) from error
     if isinstance(body, OllamaGenerateRequest) and not (body.prompt or body.system):
         return _loaded(service_of(request).model.name, streams=body.stream is not False)
     form = OllamaForm(model=service_of(request).model.name, is_chat=isinstance(body, OllamaChatRequest))

@@ -205,7 +205,7 @@ async def _read_out(
         for ids in prompts
     ]
     for each in requests:
-        checked(service, each, names={"prompt": param, "max_tokens": param})
+        checked(request, each, names={"prompt": param, "max_tokens": param})
     generations = generations_of(request, None)
 
     async def work() -> Response:

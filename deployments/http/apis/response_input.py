@@ -165,10 +165,12 @@ def chat_of(body: ResponsesRequest, tools: ToolSet) -> ChatRequest:
     return ChatRequest(**shared | of_chat)
 
 
-def renamed(error: InvalidRequest) -> InvalidRequest:
-    """Return an error about a chat in the words of this API."""
-    names = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
-    if error.param not in names:
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str] = NAMES) -> InvalidRequest:
+    """Return an error about a chat in the words of an API, whose ``names`` for a chat's fields are given."""
+    if error.param is None or error.param not in names:
         return error
     name = names[error.param]
     text = str(error).replace("response_format.json_schema", name).replace(error.param, name, 1)

@@ -240,7 +240,8 @@ class Served:
             headers = {"Authorization": f"Bearer {key}"}
             if path == "/keys":
                 return await http.get(path, headers=headers)
-            return await http.post(path, json={"prompt": "a b c", "max_tokens": 4, **body}, headers=headers)
+            usual = {"prompt": "a b c", "max_tokens": 4} if path == "/v1/completions" else {}
+            return await http.post(path, json={**usual, **body}, headers=headers)
 
 
 @pytest.fixture
@@ -288,6 +289,38 @@ async def test_what_a_key_may_not_ask_for_is_refused_by_name(served: Served) -> 
         refused = await served.ask(HEAVY, "/v1/completions", **{param: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert not served.replica.requests
+
+
+TALK = {"messages": [{"role": "user", "content": "a b c"}]}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/chat/completions", TALK, "max_completion_tokens"),
+        ("/v1/completions", {"max_tokens": None}, "max_tokens"),
+        ("/v1/responses", {"input": "a b c"}, "max_output_tokens"),
+        ("/generate", {"text": "a b c"}, "max_new_tokens"),
+        ("/api/chat", {**TALK, "stream": False}, "num_predict"),
+    ],
+)
+async def test_an_output_without_a_limit_has_what_the_keys_context_leaves_and_a_longer_one_is_refused_by_name(
+    served: Served, path: str, body: dict[str, Any], name: str
+) -> None:
+    def with_limit(value: int) -> dict[str, Any]:
+        inner = {"/generate": "sampling_params", "/api/chat": "options"}.get(path)
+        return {**body, inner: {name: value}} if inner else {**body, name: value}
+
+    assert (await served.ask(HEAVY, path, **body)).status_code == 200
+    [sent] = served.replica.requests
+    longest = len(sent.token_ids) + sent.sampling.max_new_tokens
+    assert longest == 60 if path != "/v1/completions" else longest < 60
+    refused = await served.ask(HEAVY, path, **with_limit(60))
+    assert refused.status_code == 400
+    assert f"{name}: prompt and answer may have 60 tokens with this key" in refused.text
+    if path != "/api/chat":  # Ollama's errors are a text
+        assert refused.json()["error"]["param"] == name
 
 
 @pytest.mark.model
