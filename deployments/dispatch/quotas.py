@@ -11,7 +11,6 @@ exact if the minute before was used evenly.
 """
 
 import asyncio
-import itertools
 import logging
 import math
 import operator
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MINUTE_S = 60.0
 TELL_S = 0.2  # from one look at the other routers' counts to the next
-LOOKS = 5  # such looks until the next one at the file of keys
+LOOK_S = 1.0  # from one look at the file of keys to the next
 MOST_TENANTS = 100  # that metrics name; the rest is one
 OTHERS = "others"
 Kind = Literal["requests", "input_tokens", "output_tokens"]
@@ -234,14 +233,26 @@ class Quotas:
 
 async def keep(quotas: Quotas, ask: Callable[[], Awaitable[Mapping[str, Told]]]) -> None:
     """Keep the counts in step with the other routers', and the keys with their file, until cancelled."""
-    for look in itertools.count(1):
-        await asyncio.sleep(TELL_S)
+
+    async def hear() -> None:
+        quotas.hear(await ask())
+
+    async with asyncio.TaskGroup() as group:  # apart: a router that hangs holds up no look at the file
+        group.create_task(_again(hear, TELL_S, "the counts of the other routers"))
+        group.create_task(_again(lambda: asyncio.to_thread(quotas.keys.refresh), LOOK_S, "the file of keys"))
+
+
+async def _again(read: Callable[[], Awaitable[None]], every_s: float, what: str) -> None:
+    failed = False
+    while True:
+        await asyncio.sleep(every_s)
         try:
-            quotas.hear(await ask())
-            if look % LOOKS == 0:
-                await asyncio.to_thread(quotas.keys.refresh)
+            await read()
+            failed = False
         except Exception:  # the edge: requests go on with what is known
-            log.exception("the counts of the other routers were not read; trying again")
+            if not failed:
+                log.exception("%s: not read; trying again", what)
+            failed = True
 
 
 def _over(window: LastMinute, at: int, more: float, limit: int) -> OverQuota:

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import RayServeException
 
-from deployments.dispatch.quotas import Told
+from deployments.dispatch.quotas import TELL_S, Told
 
 Body = dict[str, Any]  # an answer of ``GET /route/{name}``; or about a response, of which no two routers know
 What = Literal["response", "events", "cancel", "delete"]
@@ -151,9 +151,9 @@ class RayPeers:
         try:
             answers = await self._routers.ask("told_quotas", within_s=self._answer_s)
         except NobodyAsked as error:
-            log.warning("the other routers were not asked what keys have used: %s", error)
+            log.debug("the other routers were not asked what keys have used: %s", error)  # at each look
             return {}
-        waited = (asyncio.wait_for(each, self._answer_s) for each in answers)
+        waited = (asyncio.wait_for(each, min(self._answer_s, TELL_S)) for each in answers)
         told = await asyncio.gather(*waited, return_exceptions=True)
         return dict(each for each in told if not isinstance(each, BaseException))
 

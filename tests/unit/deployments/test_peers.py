@@ -114,6 +114,10 @@ async def test_what_keys_have_used_is_that_of_the_routers_which_answer() -> None
     told = quotas.Told(used={7: {"key": [1.0, 20.0, 4.0]}}, choices={"key": 1})
     assert await peers(Call(("one", told)), Call(None, hangs=True), Call(RayError("lost"))).used() == {"one": told}
     assert await peers(error=RayError("no controller")).used() == {}
+    slow = peers(Call(("one", told)), Call(None, hangs=True))
+    slow._answer_s = 60.0
+    async with asyncio.timeout(5):
+        assert await slow.used() == {"one": told}  # what has come until the next look
 
 
 async def test_the_log_names_no_response_and_no_caller(caplog: pytest.LogCaptureFixture) -> None:

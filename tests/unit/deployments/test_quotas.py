@@ -10,7 +10,8 @@ import httpx
 import pytest
 import yaml
 
-from deployments.dispatch.quotas import OverQuota, Quotas
+from deployments.dispatch import quotas as quotas_module
+from deployments.dispatch.quotas import OverQuota, Quotas, Told
 from deployments.http.http_app import make_app
 from deployments.settings.keys import read_keys
 from deployments.settings.tenants import KeyLimits, TenantKey, TenantKeys
@@ -226,6 +227,26 @@ def test_routers_that_tell_each_other_agree_and_one_that_has_gone_still_counts_f
     clock.now_s += 121
     other.hear({})
     assert other.used(key.name, "requests") == 0
+
+
+async def test_a_router_that_hangs_holds_up_no_look_at_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("TELL_S", "LOOK_S"):
+        monkeypatch.setattr(quotas_module, name, 0.001)
+    quotas = Quotas(TenantKeys.read(written(tmp_path / "keys.yaml", ENTRIES)))
+
+    async def hangs() -> dict[str, Told]:
+        await asyncio.Event().wait()
+        return {}
+
+    keeping = asyncio.create_task(quotas_module.keep(quotas, hangs))
+    written(tmp_path / "keys.yaml", ENTRIES[:1])
+    async with asyncio.timeout(5):
+        while len(quotas.keys.by_name) != 1:
+            await asyncio.sleep(0.005)
+    keeping.cancel()
+    await asyncio.wait([keeping])
 
 
 class Served:
