@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,18 +94,17 @@ class Runs:
         self._lines = lines
         self._runs: dict[str, range] = {}  # of places in ``lines``
         self._rest = [range(len(lines))]  # no replica's yet
-        self._again: list[Line] = []
+        self._again = deque[Line]()
 
     def __len__(self) -> int:
         return len(self._again) + sum(map(len, [*self._runs.values(), *self._rest]))
 
     def take(self, replica: str) -> Line | None:
-        """Return the next line for ``replica``; None where none is left."""
-        if self._again:
-            return self._again.pop()
+        """Return the next line for ``replica``; None where none is left. Those to be run again come behind all others:
+        one that is never let in keeps no other one waiting."""
         run = self._runs.get(replica) or self._new_run()
         if not run:
-            return None
+            return self._again.popleft() if self._again else None
         self._runs[replica] = run[1:]
         return self._lines[run[0]]
 

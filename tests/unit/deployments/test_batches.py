@@ -473,6 +473,15 @@ async def test_lines_run_at_the_replicas_in_runs_of_neighbours(tokenizer: Tokeni
                 assert changes <= 8  # the letters of a run, and of what it took from the other's
 
 
+def test_lines_that_are_run_again_come_behind_all_others_in_turn() -> None:
+    runs = Runs([Line(n, 0, 0, str(n)) for n in range(4)])
+    for line in [runs.take("a"), runs.take("a")]:
+        assert line is not None
+        runs.again(line)
+    assert [each.number for each in [runs.take("a") for _ in range(4)] if each is not None] == [2, 3, 0, 1]
+    assert runs.take("a") is None
+
+
 def test_runs_are_halved_for_who_is_through_and_free_when_their_replica_is_gone() -> None:
     lines = [Line(n, 0, 0, str(n)) for n in range(8)]
     runs = Runs(lines)
