@@ -80,7 +80,7 @@ def test_a_product_has_the_row_that_its_config_gives_and_the_command_passes_the_
     assert row in PAGE.read_text(), "run `python -m tools.models_table`"
     if "refused" in row:
         return
-    shape = load_model_config(str(tmp_path), device="cpu")
+    shape = load_model_config(str(tmp_path), device="cpu", dtype="float32")
     assert weight_bytes(shape, 1) == pytest.approx(4 * product.parameters, rel=1e-6)
     (tmp_path / "model.safetensors").touch()
     (command,) = re.findall(r"`manta (.*)`", row)

@@ -468,9 +468,11 @@ async def test_lines_run_at_the_replicas_in_runs_of_neighbours(tokenizer: Tokeni
             assert [each["custom_id"] for each in told] == [f"line-{n}" for n in range(64)]
             for replica in replicas:
                 asked = [tokenizer.decode(request.token_ids).partition("user\n")[2][0] for request in replica.requests]
-                assert len(asked) >= 16
+                assert len(asked) >= 8  # one that is slower has the second half of its run taken
                 changes = sum(a != b for a, b in itertools.pairwise(asked))
-                assert changes <= 8  # the letters of a run, and of what it took from the other's
+                # the letters of a run, and of what it took from the other's; lines that begin at once come in any
+                # order, so that a border between letters may be crossed three times. By chance seven of eight change
+                assert changes <= len(asked) // 2
 
 
 def test_lines_that_are_run_again_come_behind_all_others_in_turn() -> None:
