@@ -197,8 +197,6 @@ class Router:
 
     def began(self, decision: Decision, ttft_s: float) -> None:
         """Note that the first token of ``decision`` has come, after ``ttft_s``."""
-        if not self.is_open(decision):
-            return
         self.overrun.record(decision.predicted_ttft_s, ttft_s)
         for leg in legs(decision):
             self._fleet.load.note(leg.number, begun=True)
