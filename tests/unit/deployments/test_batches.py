@@ -461,7 +461,8 @@ async def test_lines_run_at_the_replicas_in_runs_of_neighbours(tokenizer: Tokeni
     random.Random(1).shuffle(texts)
     async with House() as house:
         service = house.service(tokenizer, batches=store)
-        async with served(service) as [sdk], running(runner_of(service, most=1)):  # else lines that begin at once come in any order
+        # one at a time: lines that begin at once come in any order
+        async with served(service) as [sdk], running(runner_of(service, most=1)):
             replicas = [ScriptedReplica("r0"), ScriptedReplica("r1")]
             await house.ready(*replicas)
             done = await ended(sdk, await begun(sdk, [line(n, text) for n, text in enumerate(texts)]))
