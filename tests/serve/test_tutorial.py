@@ -41,7 +41,7 @@ EITHER = re.compile(
 # ids of replicas and routers, by what stands around them: some look like words
 NAMED = re.compile(
     r"(?:\brouter |\bwent to |\bprefill=|\b(?:on|by) |^>? +)([a-z0-9]{8})"
-    r"(?=$| by | +unified| +prefill| +decode| +\d| \(|\. |;)",
+    r"(?=$| by | +replica| +unified| +prefill| +decode| +\d| \(|\. |;)",
     re.MULTILINE,
 )
 
