@@ -249,16 +249,21 @@ class BatchRunner:
                 await asyncio.to_thread(self._store.add_entries, batch, entries)
 
     def _begin(self, batch: Row, runs: Runs, running: dict[Running, str]) -> None:
-        """Begin as many lines as there are places."""
-        places, num_batches = self._places(), max(1, len(self._held))
+        """Begin as many lines as there are places; owners have equal shares of them, and so have an owner's batches."""
+        places, owners = self._places(), [batch["owner"], *(each["owner"] for each in self._others(batch))]
+        share = len(set(owners)) * owners.count(batch["owner"])
         runs.keep(places)
         taken = Counter(running.values())
         for replica, most in places.items():
-            for _ in range(-(-most // num_batches) - taken[replica]):
+            for _ in range(-(-most // share) - taken[replica]):
                 line = runs.take(replica)
                 if line is None:
                     return
                 running[asyncio.create_task(self._run_line(batch, line, replica))] = replica
+
+    def _others(self, batch: Row) -> list[Row]:
+        """The other batches that this router runs."""
+        return [each for each in self._held.values() if each["id"] != batch["id"]]
 
     async def _run_line(self, batch: Row, line: Line, replica: str) -> tuple[Line, LineEntry | None]:
         """Run one line, and after a failure that may pass wait. Returns: it, and its entry; None: it is run again."""

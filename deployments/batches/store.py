@@ -110,11 +110,13 @@ class BatchStore:
         """Return where the content of a file is; ``file_id`` is one of ours."""
         return self.folder / "files" / file_id
 
-    def new_file(self) -> str:
-        """Make the id of a file that is about to be written. Raises: FolderFull."""
+    def new_file(self, owner: str) -> str:
+        """Make the id of a file that is about to be written. A key's files take at most what the others' leave free
+        beside them, so that none can fill the folder; without keys ("") they may. Raises: FolderFull."""
+        query = "SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE owner = ?), 0) FROM files"
         with self._open() as db:
-            (held,) = db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        if held >= self._max_bytes:  # how many they are is of all keys, and concerns none
+            held, own = db.execute(query, (owner,)).fetchone()
+        if held >= self._max_bytes or (owner and own > self._max_bytes - held):  # how many all hold concerns no key
             raise FolderFull("no more files are kept (router.batch_bytes): delete some, as DELETE /v1/files/ID does")
         return f"file-{secrets.token_hex(12)}"
 
@@ -187,17 +189,22 @@ class BatchStore:
         return self.batch(owner, batch_id)
 
     def claim(self, router: str, *, hold_s: float, most: int) -> list[Row]:
-        """Take batches that no router runs, the oldest first, and hold those that ``router`` runs, for ``hold_s``.
+        """Take batches that no router runs, and hold those that ``router`` runs, for ``hold_s``: the oldest of each
+        owner first, then each one's second. A batch that is held gives way to another owner's first.
 
         Returns: at most ``most`` batches, which are its own for so long.
         """
         now = self._clock()
         with self._change() as db:
-            db.execute(
-                f"UPDATE batches SET router = ?, router_until = ? WHERE id IN (SELECT id FROM batches WHERE status IN "
-                f"{OPEN} AND (router = ? OR router_until < ?) ORDER BY router = ? DESC, seq LIMIT ?)",
-                (router, now + hold_s, router, now, router, most),
-            )
+            rows = db.execute(
+                f"SELECT id, router FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY seq) AS turn "
+                f"FROM batches WHERE status IN {OPEN}) WHERE router = ?1 OR router_until < ?2 "
+                f"ORDER BY turn, router = ?1 DESC, seq",
+                (router, now),
+            ).fetchall()
+            held = [(router, now + hold_s, batch_id) for batch_id, _ in rows[:most]]
+            given = [("", 0, batch_id) for batch_id, holder in rows[most:] if holder == router]
+            db.executemany("UPDATE batches SET router = ?, router_until = ? WHERE id = ?", held + given)
             return _rows(
                 db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} AND router = ? ORDER BY seq", (router,))
             )

@@ -4,10 +4,10 @@ A follower keeps a request's record and times from its first decision to its end
 
 Owns:      a bounded ring of records, the oldest dropped for a new request; the order in which they last changed.
 Never:     decides anything; holds prompts or texts (a decision holds hashes of pages).
-Invariant: at most ``capacity`` records; a record's tries are in order, each with its outcome once that is known.
-           A record changes when a try begins or fails, with its first token and its end; its number grows with each
-           change. ``opened`` and ``ended`` are called once each for a request. An exception of a watch goes to the log,
-           nowhere else.
+Invariant: at most ``capacity`` records, of which lines of batches are one in LINES_SHARE; a record's tries are in order,
+           each with its outcome once that is known. A record changes when a try begins or fails, with its first token
+           and its end; its number grows with each change. ``opened`` and ``ended`` are called once each for a request.
+           An exception of a watch goes to the log, nowhere else.
 Thread:    the router's event loop.
 """
 
@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
@@ -33,6 +33,7 @@ from routing.moves import Cause
 from routing.types import Decision, RouteOutcome
 
 MOST_TOLD = 1000  # records in one answer to the observatory
+LINES_SHARE = 8  # lines of batches, which may be very many, have an eighth of the records, and push out none of others
 NONE_HELD_OUT: Mapping[str, str] = MappingProxyType({})
 
 
@@ -94,6 +95,7 @@ class RouteLog:
         self._records: OrderedDict[str, RouteRecord] = OrderedDict()  # by rid, oldest first
         self._by_name: dict[str, str] = {}  # client's name -> rid of the most recent request with it
         self._by_change: OrderedDict[str, RouteRecord] = OrderedDict()  # by rid; what changed last is last
+        self._lines: deque[str] = deque()  # rids of the records of lines, oldest first
         self._seq = 0
 
     def add(
@@ -104,16 +106,21 @@ class RouteLog:
         held_out: Mapping[str, str] = NONE_HELD_OUT,
         *,
         session_id: str = "",
+        offline: bool = False,
     ) -> Try:
-        """Add the next try of request ``rid``."""
+        """Add the next try of request ``rid``; ``offline``: it is a line of a batch."""
         record = self._records.get(rid)
         if record is None:
             owned = f"{owner_of(rid)} {session_id}".encode()  # two callers may have named theirs alike
             session = hashlib.blake2b(owned, digest_size=4).hexdigest() if session_id else None
             record = self._records[rid] = RouteRecord(rid=rid, timeline=timeline, session=session)
             self._by_name[record.name] = rid
-            if len(self._records) > self.capacity:
-                self._drop_oldest()
+            if offline:
+                self._lines.append(rid)
+            if len(self._lines) > self.capacity // LINES_SHARE:
+                self._drop(self._lines[0])
+            elif len(self._records) > self.capacity:
+                self._drop(next(iter(self._records)))
         attempt = Try(decision=decision, held_out=held_out)
         record.tries.append(attempt)
         self.changed(record)
@@ -160,13 +167,18 @@ class RouteLog:
     def check(self) -> None:
         """Raises AssertionError if there are too many records, or a name leads to none or to another's."""
         assert len(self._records) <= self.capacity
+        assert len(self._lines) <= self.capacity // LINES_SHARE
+        assert [rid for rid in self._records if rid in self._lines] == list(self._lines)
         assert all(self._records[rid].name == name for name, rid in self._by_name.items())
         assert self._by_change.keys() == self._records.keys()
         numbers = [record.seq for record in self._by_change.values()]
         assert numbers == sorted(numbers)
 
-    def _drop_oldest(self) -> None:
-        rid, record = self._records.popitem(last=False)
+    def _drop(self, rid: str) -> None:
+        """Forget the record of ``rid``, the oldest of all, or of those of lines."""
+        record = self._records.pop(rid)
+        if self._lines and self._lines[0] == rid:
+            self._lines.popleft()
         del self._by_change[rid]
         if self._by_name.get(record.name) == rid:
             del self._by_name[record.name]
@@ -333,7 +345,10 @@ class Following:
         """Note the next try, about to be sent. ``since_s``: when choosing began."""
         self._close_try()
         now_s = self._clock()
-        self._try = self._routes.add(self._request.rid, decision, self.timeline, held_out, session_id=self._session_id)
+        self._try = self._routes.add(
+            self._request.rid, decision, self.timeline, held_out, session_id=self._session_id,
+            offline=self._request.offline,
+        )  # fmt: skip
         self._record = self._routes.get(self._request.rid)
         self.timeline.sent(self._try.times, now_s)
         tell(self._watch.decided, decision, took_s=now_s - since_s, failure=failure)

@@ -297,14 +297,16 @@ class Scheduler:
 
     def _order_batches(self) -> None:
         """Let lines of batches run only in steps in which no other request begins: they are paused with what they hold,
-        one in the middle of its prompt is retracted, and so are those without which a decode leg gets no memory."""
+        one in the middle of its prompt or of forced tokens is retracted, and so are those without which a decode leg
+        gets no memory."""
         queues = self.queues
         if not queues.others_begin:
             queues.resume()
             return
         queues.pause()
-        if queues.chunked is not None and queues.chunked.asked.offline:
-            retract(queues.chunked, queues, self.kv, self.counters)
+        begun = [*queues.forced, *([] if queues.chunked is None else [queues.chunked])]
+        for req in [req for req in begun if req.asked.offline]:
+            retract(req, queues, self.kv, self.counters)
         if queues.prealloc.short is not None and queues.paused:
             retract(min(queues.paused, key=retracted_first), queues, self.kv, self.counters)
 

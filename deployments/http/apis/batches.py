@@ -121,7 +121,8 @@ async def _bounded(request: Request, chunks: AsyncIterator[bytes]) -> AsyncGener
 
 async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes], boundary: bytes) -> Row:
     """Keep the file of a form. Raises: as `read_form`, InvalidRequest, FolderFull."""
-    file_id = await asyncio.to_thread(store.new_file)
+    owner = caller_of(request).name
+    file_id = await asyncio.to_thread(store.new_file, owner)
     path = store.path(file_id)
     try:
         fields, filename = await read_form(chunks, boundary, path, max_bytes=service_of(request).max_file_bytes)
@@ -130,7 +131,6 @@ async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes
         purpose, kept_s, name = fields.get("purpose", "")[:64], _kept_s(fields), filename[:512]
         if not purpose:
             raise InvalidRequest("purpose: is missing; that of a batch's input is batch", param="purpose")
-        owner = caller_of(request).name
 
         def keep() -> Row:
             with path.open("rb+") as file:

@@ -29,7 +29,7 @@ from openai.types import Batch
 
 from deployments.batches import runner as runners
 from deployments.batches.runner import BatchRunner, Runs, keyed_lines
-from deployments.batches.store import BatchStore, Line, LineEntry, batch_store, entry_text
+from deployments.batches.store import BatchStore, FolderFull, Line, LineEntry, batch_store, entry_text
 from deployments.dispatch.route_log import RequestWatch
 from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
@@ -518,13 +518,51 @@ def test_the_order_is_that_of_the_prompts_trie(store: BatchStore, tmp_path: Path
     assert long == list(range(long[0], long[0] + 3))  # neighbours
 
 
+def kept(store: BatchStore, data: bytes, owner: str = "") -> str:
+    """The id of a file of ``owner``'s, which is kept."""
+    file_id = store.new_file(owner)
+    store.path(file_id).write_bytes(data)
+    store.add_file(file_id, owner=owner, filename="f", purpose="batch", kept_s=None)
+    return file_id
+
+
+def made(store: BatchStore, data: bytes, owner: str = "") -> str:
+    """The id of a batch of ``owner``'s, which nobody runs yet."""
+    row = store.add_batch(
+        owner=owner, endpoint=CHAT, input_file_id=kept(store, data, owner), window="24h", window_s=86_400, metadata=None
+    )
+    return str(row["id"])
+
+
 def claimed(store: BatchStore, path: Path, router: str = "r") -> dict[str, Any]:
     """A batch over the file at ``path``, which ``router`` has taken."""
-    file_id = store.new_file()
-    store.path(file_id).write_bytes(path.read_bytes())
-    store.add_file(file_id, owner="", filename="f", purpose="batch", kept_s=None)
-    made = store.add_batch(owner="", endpoint=CHAT, input_file_id=file_id, window="24h", window_s=86_400, metadata=None)
-    return next(row for row in store.claim(router, hold_s=60, most=9) if row["id"] == made["id"])
+    batch_id = made(store, path.read_bytes())
+    return next(row for row in store.claim(router, hold_s=60, most=9) if row["id"] == batch_id)
+
+
+def test_each_owner_has_a_batch_run_before_another_one_has_its_second(store: BatchStore) -> None:
+    def held(router: str) -> list[str]:
+        return [row["id"] for row in store.claim(router, hold_s=60, most=2)]
+
+    first, second, third = (made(store, b"{}", "many") for _ in range(3))
+    assert held("r0") == [first, second]
+    other = made(store, b"{}", "few")
+    assert held("r0") == [first, other]  # the second one has given way
+    assert held("r1") == [second, third]
+    assert held("r0") == [first, other]
+
+
+def test_one_keys_files_leave_room_for_others_and_without_keys_there_are_no_others(tmp_path: Path) -> None:
+    keyed, open_to_all = (BatchStore(tmp_path / name, max_bytes=100) for name in ("keyed", "open"))
+    for _ in range(3):
+        kept(keyed, b"x" * 20, "greedy")
+        kept(open_to_all, b"x" * 20)
+    with pytest.raises(FolderFull, match="delete some"):
+        keyed.new_file("greedy")
+    kept(keyed, b"x" * 10, "modest")
+    kept(open_to_all, b"x" * 40)
+    with pytest.raises(FolderFull):
+        open_to_all.new_file("")
 
 
 def test_a_batch_is_one_routers_and_another_takes_it_when_its_time_is_over(tmp_path: Path) -> None:
@@ -563,7 +601,7 @@ def test_files_that_expire_and_uploads_that_were_cut_off_are_swept(tmp_path: Pat
     now = 1_000_000.0
     store = BatchStore(tmp_path, max_bytes=1 << 30, clock=lambda: now)
     for kept_s in (10, None):
-        file_id = store.new_file()
+        file_id = store.new_file("")
         store.path(file_id).write_bytes(b"x")
         store.add_file(file_id, owner="", filename="f", purpose="batch", kept_s=kept_s)
     store.path("file-cut-off").write_bytes(b"x")

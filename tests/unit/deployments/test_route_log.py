@@ -66,6 +66,20 @@ async def test_only_the_most_recent_are_kept_and_a_name_finds_the_last_request_t
     assert [each.rid if each else None for each in found] == ["c.0-x", "b.0-y", "d.0-z", "d.0-z", None]
 
 
+async def test_lines_of_batches_push_no_request_of_others_out(scripted: House) -> None:
+    await scripted.ready(ScriptedReplica("r0"))
+    scripted.dispatcher.routes = routes = RouteLog(capacity=16)
+    await scripted.collect(rid="a.0-asked")
+    for number in range(40):
+        await scripted.collect(rid=f"a.{number}-line{number}", offline=True)
+        routes.check()
+    assert [each.name for each in routes.recent()] == ["asked", "line38", "line39"]
+    for number in range(16):
+        await scripted.collect(rid=f"b.{number}-{number}")
+        routes.check()
+    assert [each.name for each in routes.recent()] == [str(number) for number in range(16)]
+
+
 async def test_the_choices_of_one_key_are_bounded_and_those_of_others_are_not(scripted: House) -> None:
     """2,560 choices of one key kept another one's first token away for more than 20 s."""
     scripted.dispatcher._limits = TryLimits(max_choices_per_key=4)

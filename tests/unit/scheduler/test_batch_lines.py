@@ -8,6 +8,7 @@ from replicas.request import ReqState
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from tests.fakes import continuation
 from tests.harness import Bench
+from tests.unit.scheduler.test_mixed import Forcing
 
 
 def test_a_line_is_paused_with_what_it_holds_while_a_prompt_is_computed() -> None:
@@ -40,6 +41,21 @@ def test_a_line_in_the_middle_of_its_prompt_gives_way_and_keeps_its_pages() -> N
     bench.run()
     assert computed >= 8
     assert bench.scheduler.counters.prefill_tokens - before == 40 - computed  # nothing is computed again
+
+
+def test_a_line_whose_tokens_are_forced_gives_way_too() -> None:
+    bench = Bench(page_size=4, chunked_prefill_size=16)
+    line = bench.submit([1, 2, 3], max_new_tokens=100, offline=True)
+    line.guide = Forcing()
+    while not bench.scheduler.queues.forced:
+        bench.step()
+    made = line.num_output
+    bench.submit(list(range(100, 130)), max_new_tokens=1)
+    bench.step()
+    assert [len(row.token_ids) for row in bench.plans[-1].rows] == [16]
+    assert (line.num_output, line.state) == (made, ReqState.WAITING)
+    while not line.num_output > made:
+        bench.step()
 
 
 def test_a_step_of_a_lines_prompt_is_short_because_whoever_comes_waits_for_it() -> None:
