@@ -203,7 +203,7 @@ class BatchStore:
                 (router, now),
             ).fetchall()
             held = [(router, now + hold_s, batch_id) for batch_id, _ in rows[:most]]
-            given = [("", 0, batch_id) for batch_id, holder in rows[most:] if holder == router]
+            given = [("", 0.0, batch_id) for batch_id, holder in rows[most:] if holder == router]
             db.executemany("UPDATE batches SET router = ?, router_until = ? WHERE id = ?", held + given)
             return _rows(
                 db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} AND router = ? ORDER BY seq", (router,))

@@ -4,10 +4,10 @@ A follower keeps a request's record and times from its first decision to its end
 
 Owns:      a bounded ring of records, the oldest dropped for a new request; the order in which they last changed.
 Never:     decides anything; holds prompts or texts (a decision holds hashes of pages).
-Invariant: at most ``capacity`` records, of which lines of batches are one in LINES_SHARE; a record's tries are in order,
-           each with its outcome once that is known. A record changes when a try begins or fails, with its first token
-           and its end; its number grows with each change. ``opened`` and ``ended`` are called once each for a request.
-           An exception of a watch goes to the log, nowhere else.
+Invariant: at most ``capacity`` records, of which lines of batches are one in LINES_SHARE; a record's tries are in
+           order, each with its outcome once that is known. A record changes when a try begins or fails, with its first
+           token and its end; its number grows with each change. ``opened`` and ``ended`` are called once each for a
+           request. An exception of a watch goes to the log, nowhere else.
 Thread:    the router's event loop.
 """
 
