@@ -21,18 +21,18 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deployments.dispatch.attempt import Attempt, StraightWay, TakenBack, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress, left_after
-from deployments.dispatch.quotas import OverQuota, Quotas, Reserved
+from deployments.dispatch.quotas import BeyondLimit, Charge, Quotas
 from deployments.dispatch.rids import owner_of
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
 from deployments.dispatch.timeline import Arrival
-from deployments.settings.tenants import TenantKey
+from kvtransfer.pages import PageKey
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
@@ -167,21 +167,21 @@ class Dispatcher:
         arrival: Arrival | None = None,
         straight: StraightWay | None = None,
         made: Mapping[int, Sequence[int]] | None = None,
+        charge: Charge | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of ``request``, but those that ``straight`` takes; closing the iterator aborts it.
 
         Args: arrival: of its HTTP request; None: now. made: output ids of choices from a run of another router; the
-              deltas go on behind them.
-
-        Raises: the error of the replica that refused it; NoReplica; Saturated; OverQuota; the last try's error if all
-        failed.
+              deltas go on behind them. charge: of several prompts (`together`); None: it is counted alone.
+        Raises: the error of the replica that refused it; NoReplica; Saturated; OverQuota; BeyondLimit; the last error.
         """
         request = self.with_objective(request, hints)
         progress, started_s = Progress(request), self._clock()
         progress.restore(made or {})
         tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
-        with self._follow(request, hints, arrival, started_s) as following, self._counted(progress) as charge:
+        counting = self._counted([request]) if charge is None else contextlib.nullcontext(charge)
+        with self._follow(request, hints, arrival, started_s) as following, counting as counted:
             while True:
                 last = LAST_TRY if tries.is_last_of_several else ""
                 now = left_after(progress.so_far(), self._clock() - started_s)
@@ -192,7 +192,7 @@ class Dispatcher:
                 noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
                 if tries.number == 0:
                     self._refuse_if_saturated(noted, offline=request.offline)
-                    charge(noted)
+                    self._charge(counted, noted, progress)
                 attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
                 self._running[attempt] = Waiting(
                     query=query, decision=decision, arrived_s=started_s, key=owner_of(request.rid)
@@ -265,67 +265,81 @@ class Dispatcher:
         return replace(query, max_wait_s=most_s, excluded=query.excluded | held_out.keys())
 
     @contextlib.contextmanager
-    def _counted(self, progress: Progress) -> Iterator[Callable[[Try], None]]:
-        """Count the choices of a request as its key's, while it runs or waits; none of a line of a batch. Gives: what
-        counts its tokens from the first try on, which is about to be sent. Raises: Saturated, if too many choices do;
-        from there on OverQuota."""
-        request = progress.request
-        key, num_new = owner_of(request.rid), 0 if request.offline else request.sampling.n
-        num, most, where = self.choices[key], self._limits.max_choices_per_key, "router.max_choices_per_key"
+    def _counted(self, requests: Sequence[GenerateRequest]) -> Iterator[Charge | None]:
+        """Count the choices of an HTTP request as its key's, while they run or wait; none of a line of a batch. Gives:
+        what counts its tokens once they are sent, if its key is of the file. Raises: Saturated, BeyondLimit, if it has
+        too many choices."""
+        key, num_new = owner_of(requests[0].rid), sum(each.sampling.n for each in requests if not each.offline)
         entry = None if self.quotas is None else self.quotas.key_of(key)
-        if self.quotas is not None and entry is not None and entry.limits.choices is not None:
-            num += self.quotas.choices_elsewhere(key)
-            most, where = entry.limits.choices, "limits.choices of the key"
-        if key and num_new and num + num_new > most:
-            raise Saturated(
-                f"{num} choices of this API key run or wait, {num_new} more would exceed {most} "
-                f"({where}): send fewer at a time, or try again later",
-                retry_after_s=1.0,
-            )
-        self.num_open += 1
+        self._check_choices(key, num_new, None if entry is None else entry.limits.choices)
+        self.num_open += len(requests)
         self.choices[key] += num_new
+        charge = None if self.quotas is None or entry is None else Charge(requests, self.quotas, entry)
+        failed = False
         try:
-            if self.quotas is None or entry is None:
-                yield lambda noted: None
-            else:
-                with self._charged(self.quotas, entry, progress) as charge:
-                    yield charge
+            yield charge
+        except Exception:
+            failed = True
+            raise
         finally:
-            self.num_open -= 1
+            if charge is not None:
+                charge.end(failed=failed)
+            self.num_open -= len(requests)
             self.choices[key] -= num_new
             if not self.choices[key]:
                 del self.choices[key]
 
-    @contextlib.contextmanager
-    def _charged(self, quotas: Quotas, key: TenantKey, progress: Progress) -> Iterator[Callable[[Try], None]]:
-        """Count what a request uses: an estimate from the call of what this gives, at its end what it was."""
-        request, reserved = progress.request, list[Reserved]()
+    def _check_choices(self, key: str, num_new: int, limit: int | None) -> None:
+        """Raise Saturated or BeyondLimit if ``num_new`` more choices are too many for ``key``. ``limit``: its own."""
+        num, most, where = self.choices[key], self._limits.max_choices_per_key, "router.max_choices_per_key"
+        if self.quotas is not None and limit is not None:
+            num, most, where = num + self.quotas.choices_elsewhere(key), limit, "limits.choices of the key"
+        if not key or not num_new or num + num_new <= most:
+            return
+        if num_new > most:
+            raise BeyondLimit(
+                f"n: the request has {num_new} choices in all, and an API key may have {most} at once ({where}): ask "
+                "for fewer, or send fewer prompts at a time",
+                param="n",
+            )
+        raise Saturated(
+            f"{num} choices of this API key run or wait, {num_new} more would exceed {most} "
+            f"({where}): send fewer at a time, or try again later",
+            retry_after_s=1.0,
+        )
 
-        def charge(noted: Try) -> None:
-            uncached_len, sampling = len(request.token_ids) - noted.decision.overlap_tokens, request.sampling
+    @contextlib.asynccontextmanager
+    async def together(self, requests: Sequence[GenerateRequest], hints: RouteHints) -> AsyncIterator[Charge]:
+        """Count the prompts of one HTTP request as one. Gives: what `stream` takes with each. Raises: as `_counted`."""
+        with self._counted(requests) as charge:
+            if charge is not None:
+                charge.uncached_len = await self._uncached_len(requests, hints)
+            yield charge or Charge(requests)
+
+    async def _uncached_len(self, requests: Sequence[GenerateRequest], hints: RouteHints) -> int:
+        """Estimate how many prompt tokens are to be computed: those that neither a cache has nor an earlier one of
+        ``requests`` computes."""
+        total, seen = 0, set[PageKey]()
+        for request in requests:
             try:
-                made = quotas.reserve(
-                    key, input_tokens=uncached_len, output_tokens=sampling.max_new_tokens, choices=sampling.n
-                )
-            except OverQuota as error:
-                self._refuse(noted, error)
-                raise
-            reserved.append(made)
+                decision = self.explain_only(query_of(request, hints))
+            except NoReplica:  # it may be about to come, and has cached nothing
+                return sum(len(each.token_ids) for each in requests)
+            keys = set(decision.keys.tolist())
+            total += len(request.token_ids) - max(decision.overlap_tokens, len(keys & seen) * self._router.page_size)
+            seen |= keys
+            await asyncio.sleep(0)  # a decision each; 256 of them would block the loop
+        return total
 
+    def _charge(self, charge: Charge | None, noted: Try, progress: Progress) -> None:
+        """Count a request that is about to be sent. Raises: OverQuota, BeyondLimit."""
+        if charge is None:
+            return
         try:
-            yield charge
-        except MantaError:
-            while reserved and not progress.started:  # it is no fault of the client that nothing came
-                quotas.give_back(reserved.pop())
+            charge.sends(progress, len(progress.request.token_ids) - noted.decision.overlap_tokens)
+        except MantaError as error:
+            self._refuse(noted, error)
             raise
-        finally:
-            for each in reserved:
-                quotas.settle(
-                    each,
-                    input_tokens=progress.uncached_tokens,
-                    output_tokens=progress.num_delivered,
-                    choices=request.sampling.n,
-                )
 
     def _refuse(self, noted: Try, error: MantaError) -> None:
         """Close a decision with which nothing was sent."""

@@ -48,6 +48,7 @@ class Progress:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.num_restored = 0  # tokens of those delivered, by `restore`
         self._ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._ended = [False] * request.sampling.n
         # per choice, by the replica that sent its first token; a resumed choice reuses its own output
@@ -58,6 +59,7 @@ class Progress:
         """Count ``made``, the output ids of choices from a run of another router, as delivered."""
         for choice, ids in made.items():
             self._ids[choice] += ids
+        self.num_restored = self.num_delivered
 
     @property
     def done(self) -> bool:

@@ -1,6 +1,7 @@
 """What each key has used of late, and whether it may use more.
 
-Owns:      the counts of a key's requests and tokens: this router's own, and those that the others have told.
+Owns:      the counts of a key's requests and tokens: this router's own, and those that the others have told; what the
+           prompts of one HTTP request, which is one request of its key, count with together.
 Never:     asks another router on a request's way: each tells the others its own counts every TELL_S.
 Invariant: a request counts with an estimate from when it is sent, and with what it used from its end on. So at most
            the requests that one router takes between two tellings go beyond a limit, and what estimates fall short.
@@ -16,12 +17,14 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from deployments.dispatch.progress import Progress
 from deployments.settings.tenants import TenantKey, TenantKeys
-from replicas.errors import MantaError
+from replicas.errors import InvalidRequest, MantaError
+from replicas.types import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,12 @@ class OverQuota(MantaError):
         self.retry_after_s = retry_after_s
 
 
+class BeyondLimit(InvalidRequest):
+    """The request alone is more than its key may ever use at once: no waiting helps."""
+
+    code = "request_beyond_limit"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What one router tells the others."""
@@ -63,8 +72,9 @@ class Reserved:
 
     key: TenantKey
     minute: int
-    input_tokens: float
-    output_tokens: float
+    requests: float = 0.0
+    input_tokens: float = 0.0
+    output_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ class Quotas:
     def reserve(self, key: TenantKey, *, input_tokens: int, output_tokens: int, choices: int) -> Reserved:
         """Count a request that is about to be sent. ``output_tokens``: the most that a choice may have.
 
-        Raises: OverQuota, and counts nothing, if the key may not.
+        Raises: OverQuota, and counts nothing, if the key may not; BeyondLimit if it never may.
         """
         mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
         most = key.limits.output_tokens  # an estimate alone never keeps out a key that has used nothing
@@ -123,28 +133,28 @@ class Quotas:
         for at, (limit, more) in enumerate(zip(key.limits.a_minute, counts, strict=True)):
             if limit is not None and window.used(at) + more > limit:
                 raise _over(window, at, more, limit)
-        minute = int(self.clock() // MINUTE_S)
-        self._add(minute, key.name, counts)
-        return Reserved(key=key, minute=minute, input_tokens=counts[1], output_tokens=counts[2])
+        reserved = Reserved(key=key, minute=self._minute, requests=1.0, input_tokens=counts[1], output_tokens=output)
+        self._add(reserved.minute, key.name, counts)
+        return reserved
 
-    def settle(self, reserved: Reserved, *, input_tokens: int | None, output_tokens: int, choices: int) -> None:
-        """Count in this minute what a request has used, in the place of its estimate.
+    def reserve_nothing(self, key: TenantKey) -> Reserved:
+        """Make what counts nothing until it is settled: the rest of a request that has been counted."""
+        return Reserved(key=key, minute=self._minute)
 
-        Args: input_tokens: None if nothing is known of its prompt.
-        """
+    def settle(self, reserved: Reserved, *, input_tokens: int, output_tokens: int, choices: int) -> None:
+        """Count in this minute what a request has used, in the place of its estimate."""
         key = reserved.key
-        spent = reserved.input_tokens if input_tokens is None else float(input_tokens)
         self._add(reserved.minute, key.name, (0.0, -reserved.input_tokens, -reserved.output_tokens))
-        self._add(int(self.clock() // MINUTE_S), key.name, (0.0, spent, float(output_tokens)))
+        self._add(self._minute, key.name, (0.0, float(input_tokens), float(output_tokens)))
         if output_tokens:
             mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
             self._output_len[key.name] = mean + (output_tokens / choices - mean) / 8
-        for kind, num in zip(KINDS, (1, round(spent), output_tokens), strict=True):
+        for kind, num in zip(KINDS, (1, input_tokens, output_tokens), strict=True):
             self.totals[key.of, kind] += num
 
     def give_back(self, reserved: Reserved) -> None:
         """Count nothing for a request that has failed here before anything came of it."""
-        counts = (-1.0, -reserved.input_tokens, -reserved.output_tokens)
+        counts = (-reserved.requests, -reserved.input_tokens, -reserved.output_tokens)
         self._add(reserved.minute, reserved.key.name, counts)
 
     def told(self, choices: Mapping[str, int]) -> Told:
@@ -154,7 +164,7 @@ class Quotas:
     def hear(self, told: Mapping[str, Told]) -> None:
         """Take in what the other routers say, each under its id. Of one that says nothing, what it has used counts on
         while it is within a minute, and no request is open."""
-        now = int(self.clock() // MINUTE_S)
+        now = self._minute
         silent = {
             router: Told(used=each.used, choices={}) for router, each in self._others.items() if router not in told
         }
@@ -208,6 +218,10 @@ class Quotas:
             shown[of_reset] = f"{free_s:.1f}s"
         return shown
 
+    @property
+    def _minute(self) -> int:
+        return int(self.clock() // MINUTE_S)
+
     def _last_minute(self, name: str) -> LastMinute:
         minute, passed_s = divmod(self.clock(), MINUTE_S)
         now = int(minute)
@@ -221,7 +235,7 @@ class Quotas:
         return sums
 
     def _add(self, minute: int, name: str, counts: tuple[float, float, float]) -> None:
-        now = int(self.clock() // MINUTE_S)
+        now = self._minute
         if minute < now - 1:
             return
         if minute not in self._own:
@@ -229,6 +243,64 @@ class Quotas:
         used = self._own[minute].setdefault(name, [0.0] * len(KINDS))
         for at, num in enumerate(counts):
             used[at] += num
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one HTTP request counts with: an estimate of all its prompts from before the first is sent, and what they
+    have used once the last has ended. Of one that another router ran before, what this one adds to it."""
+
+    requests: Sequence[GenerateRequest]  # one for each prompt
+    quotas: Quotas | None = None
+    key: TenantKey | None = None  # None: nothing is counted
+    uncached_len: int | None = None  # of several prompts together, estimated
+    _reserved: Reserved | None = None
+    _refusal: MantaError | None = None  # of one, and so of all that come to be sent until it has ended
+    _sent: list[tuple[Progress, int]] = field(default_factory=list)  # and the uncached tokens of its prompt, estimated
+
+    def sends(self, progress: Progress, uncached_len: int) -> None:
+        """Count a prompt that is about to be sent. Raises: OverQuota, BeyondLimit."""
+        if self.quotas is None or self.key is None:
+            return
+        if self._refusal is not None:
+            raise self._refusal
+        if progress.num_restored:  # it was counted when it came
+            self._reserved = self.quotas.reserve_nothing(self.key)
+        elif self._reserved is None:
+            samplings = [each.sampling for each in self.requests]
+            try:
+                self._reserved = self.quotas.reserve(
+                    self.key,
+                    input_tokens=uncached_len if self.uncached_len is None else self.uncached_len,
+                    output_tokens=max(each.max_new_tokens for each in samplings),
+                    choices=sum(each.n for each in samplings),
+                )
+            except MantaError as error:
+                self._refusal = error
+                raise
+        self._sent.append((progress, uncached_len))
+
+    def end(self, *, failed: bool) -> None:
+        """Count what has been used. Args: failed: here, not its client: what has not begun then counts nothing."""
+        if self.quotas is None or self._reserved is None:
+            return
+        counted = [each for each in self._sent if each[0].started or not failed]
+        if not counted:
+            self.quotas.give_back(self._reserved)
+            return
+        self.quotas.settle(
+            self._reserved,
+            input_tokens=sum(_spent(progress, uncached_len) for progress, uncached_len in counted),
+            output_tokens=sum(progress.num_delivered - progress.num_restored for progress, _ in counted),
+            choices=sum(progress.request.sampling.n for progress, _ in counted),
+        )
+
+
+def _spent(progress: Progress, uncached_len: int) -> int:
+    """Count the prompt tokens that were computed for what ``progress`` has of this router."""
+    if progress.num_restored:
+        return 0
+    return uncached_len if progress.uncached_tokens is None else progress.uncached_tokens
 
 
 async def keep(quotas: Quotas, ask: Callable[[], Awaitable[Mapping[str, Told]]]) -> None:
@@ -255,11 +327,13 @@ async def _again(read: Callable[[], Awaitable[None]], every_s: float, what: str)
             failed = True
 
 
-def _over(window: LastMinute, at: int, more: float, limit: int) -> OverQuota:
+def _over(window: LastMinute, at: int, more: float, limit: int) -> MantaError:
     words = KINDS[at].replace("_", " ")
     if more > limit:
-        return OverQuota(f"the request counts as {more:,.0f} {words}; this key may use {limit:,} a minute: make it "
-                         "smaller", retry_after_s=MINUTE_S)  # fmt: skip
+        return BeyondLimit(
+            f"the request counts as {more:,.0f} {words}, and this key may use {limit:,} a minute: send shorter "
+            "prompts, or fewer at a time"
+        )
     return OverQuota(
         f"this key has used {window.used(at):,.0f} of its {limit:,} {words} a minute, and the request needs "
         f"{more:,.0f}: try again later",

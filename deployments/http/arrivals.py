@@ -25,8 +25,8 @@ Thread:    the router's event loop; pure ASGI, so that streams pass through unto
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -172,15 +172,28 @@ class Generations:
 
         Args: resumes: another router may have run it: what that has made is not made again.
         """
-        request = replace(request, routing_key=self._hints.session_id) if self._hints.session_id else request
+        request = self._of_caller(request)
+        if resumes:
+            return self._resumed(request)
+        return self._service.dispatcher.stream(request, self._hints, self._arrival, straight)
+
+    @asynccontextmanager
+    async def together(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
+        """Start several ``requests``, which count as one until this is left. Gives: the deltas of each."""
+        dispatcher, requests = self._service.dispatcher, [self._of_caller(each) for each in requests]
+        async with dispatcher.together(requests, self._hints) as charge:
+            yield [dispatcher.stream(each, self._hints, self._arrival, charge=charge) for each in requests]
+
+    def _of_caller(self, request: GenerateRequest) -> GenerateRequest:
         service = self._service
+        request = replace(request, routing_key=self._hints.session_id) if self._hints.session_id else request
         request = scoped(request, self._caller, isolation=service.isolation, model=service.model.name)
         if self._arrival.endpoint == BATCH:
             request = replace(request, offline=True)
         self.rids.append(request.rid)
-        if resumes:
-            return self._resumed(request)
-        return service.dispatcher.stream(request, self._hints, self._arrival, straight)
+        return request
 
     async def _resumed(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of ``request``, the first of which hold what a replica remembers of it."""

@@ -169,7 +169,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     use = tools_of(body)
     whole = await service.encode_chat(body.messages, use=use, **template_options(body))
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
+    ids = truncated(request, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
     limit = output_limit(request, len(ids), getattr(body, limit_name))
     form = await form_asked(request, body) if asks_form(body) else None
     promise = None if form is None or (use is not None and use.must_call) else form.promise

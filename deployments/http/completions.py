@@ -106,7 +106,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
     requests, prompts = [], []
     for given, whole in await _prompts(service, body):
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=wanted)
+        ids = truncated(request, whole, body.truncate_prompt_tokens, max_new_tokens=wanted)
         text = given if len(ids) == len(whole) else None
         limit = output_limit(request, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
         scores_prompt = num_prompt is not None or (body.echo and body.logprobs is not None)

@@ -147,15 +147,19 @@ def output_limit(request: HTTPConnection, prompt_len: int, given: int | None, de
     model's or what the caller's key may use of it."""
     if given is not None:
         return given
-    longest, of_key = service_of(request).model.context_len, _context_of_key(request)
-    longest = longest if of_key is None else min(longest, of_key)
-    left = max(longest - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
+    left = max(_longest(request) - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
     return left if default is None else min(default, left)
 
 
 def _context_of_key(request: HTTPConnection) -> int | None:
     key = caller_of(request).key
     return None if key is None else key.limits.context
+
+
+def _longest(request: HTTPConnection) -> int:
+    """Count the tokens that a prompt and its answer may have: the model's context, or what the caller's key may use."""
+    longest, of_key = service_of(request).model.context_len, _context_of_key(request)
+    return longest if of_key is None else min(longest, of_key)
 
 
 def masks_of(service: Service, samplings: Sequence[Sampling]) -> list[Masks]:
@@ -185,7 +189,7 @@ def _masks(service: Service, allowed: list[int] | None, words: Sequence[str]) ->
 
 
 def truncated(
-    service: Service,
+    request: HTTPConnection,
     ids: TokenIds,
     keep: int | None,
     *,
@@ -196,10 +200,11 @@ def truncated(
     if keep is None:
         return ids
     if keep == -1:
-        keep = max(service.model.context_len - max(1 if max_new_tokens is None else max_new_tokens, 0), 1)
-    if not 0 < keep <= service.model.context_len:
+        keep = max(_longest(request) - max(1 if max_new_tokens is None else max_new_tokens, 0), 1)
+    context_len = service_of(request).model.context_len
+    if not 0 < keep <= context_len:
         raise InvalidRequest(
-            f"{param}: must be -1, or between 1 and the context of {service.model.context_len} tokens, got {keep}",
+            f"{param}: must be -1, or between 1 and the context of {context_len} tokens, got {keep}",
             param=param,
         )
     return ids[-keep:]

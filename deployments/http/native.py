@@ -148,7 +148,7 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
-    prompts = [_cut(service, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
+    prompts = [_cut(request, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
     masks = masks_of(service, samplings)
     forms = [await form_asked(request, each) if asks_form(each) else None for each in samplings]
     limits = [
@@ -190,11 +190,11 @@ def _shared(forms: list[FormAsked | None]) -> SchemaPromise | None:
     return promises.pop() if len(promises) == 1 else None
 
 
-def _cut(service: Service, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> TokenIds:
+def _cut(request: Request, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> TokenIds:
     limit = DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
     if body.truncate_prompt_tokens is not None:
-        return truncated(service, ids, body.truncate_prompt_tokens, max_new_tokens=limit)
-    return truncated(service, ids, sampling.truncate, max_new_tokens=limit, param="truncate")
+        return truncated(request, ids, body.truncate_prompt_tokens, max_new_tokens=limit)
+    return truncated(request, ids, sampling.truncate, max_new_tokens=limit, param="truncate")
 
 
 async def _prompts(service: Service, body: NativeRequest, *, must_fit: bool) -> tuple[list[TokenIds], bool, str]:

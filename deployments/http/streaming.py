@@ -309,7 +309,7 @@ class Answer:
         return Event(event_id, sse(payload, named=self.form.names_events, event_id=event_id))
 
     async def _whole(self, generations: Generations) -> Response:
-        deltas = await collected(merged([generations.stream(each) for each in self.requests]))
+        deltas = await collected(run(generations, self.requests))
         so_far = AnswerSoFar(self.new_reading)
         choices = [so_far.add(number, delta) for (number, _), delta in deltas.items()]
         response = await made(lambda: JsonAnswer(self.form.whole(choices, so_far)), deltas.values())
@@ -320,9 +320,8 @@ class Answer:
     async def _events(self, generations: Generations, straight: "Straight") -> AsyncGenerator[bytes, None]:
         form, so_far, validates = self.form, self._so_far(), self._validates
         texts: dict[Key, TextEvents] = {}
-        alone = straight if len(self.requests) == 1 else None  # those of several wait for each other in a queue
         said: dict[Key, list[str]] = {}  # what is to be validated
-        async for number, delta in merged([generations.stream(each, alone) for each in self.requests]):
+        async for number, delta in run(generations, self.requests, straight):
             key = (number, delta.index)
             if key in texts and delta.finish is None:
                 if delta.text:
@@ -580,6 +579,23 @@ class KeptResponse(EventsResponse):
                 break
             await send({"type": BODY, "body": events, "more_body": True})
         await send({"type": BODY, "body": b"", "more_body": False})
+
+
+def run(
+    generations: Generations, requests: Sequence[GenerateRequest], straight: Straight | None = None
+) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    """Run the ``requests`` of one HTTP request. Returns: as `merged`, without what goes ``straight``."""
+    if len(requests) == 1:
+        return merged([generations.stream(requests[0], straight)])
+    return _together(generations, requests)  # these wait for each other in a queue: none goes straight
+
+
+async def _together(
+    generations: Generations, requests: Sequence[GenerateRequest]
+) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    async with generations.together(requests) as streams, contextlib.aclosing(merged(streams)) as deltas:
+        async for each in deltas:
+            yield each
 
 
 async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenerator[tuple[int, TokenDelta], None]:

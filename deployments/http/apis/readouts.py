@@ -25,7 +25,7 @@ from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Few, Items, Route, WireType
 from deployments.http.convert import check_count, check_model, checked, prompts_of_ids, salt_of
 from deployments.http.service import LONG_TEXT, Service, service_of
-from deployments.http.streaming import AnswerTokens, JsonAnswer, answer, collected, merged
+from deployments.http.streaming import AnswerTokens, JsonAnswer, answer, collected, run
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
 
@@ -209,7 +209,7 @@ async def _read_out(
     generations = generations_of(request, None)
 
     async def work() -> Response:
-        deltas = await collected(merged([generations.stream(each) for each in requests]))
+        deltas = await collected(run(generations, requests))
         tokens = AnswerTokens.of(deltas)
         details = {"cached_tokens": tokens.cached}
         counts = {"prompt_tokens": tokens.prompt, "total_tokens": tokens.prompt, "prompt_tokens_details": details}

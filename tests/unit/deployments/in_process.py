@@ -268,6 +268,11 @@ class ScriptedReplica:
         stats = dataclasses.replace(self.stats, cache_event_seq=self.cache.seq)
         return ReplicaReport(stats=stats, error=None, num_open=0, step_age_s=self.step_age_s)
 
+    def send(self, delta: TokenDelta) -> None:
+        """Send ``delta`` of a request, in the midst of what it generates."""
+        assert self._client is not None
+        self._client.sink([delta])
+
     async def send_reports(self, num: int) -> None:
         assert self._client is not None
         for _ in range(num):

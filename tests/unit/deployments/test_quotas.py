@@ -12,14 +12,18 @@ import yaml
 
 from deployments.dispatch import quotas as quotas_module
 from deployments.dispatch.quotas import OverQuota, Quotas, Told
+from deployments.dispatch.rids import owned
 from deployments.http.http_app import make_app
 from deployments.settings.keys import read_keys
 from deployments.settings.tenants import KeyLimits, TenantKey, TenantKeys
 from deployments.watch.terminal import keys as terminal
-from replicas.errors import InvalidConfig
+from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.text.tokenizer import Tokenizer
+from replicas.types import Finish, FinishReason, TokenDelta, Usage
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.sample_values import ask
+from tests.waiting import until_async
 
 HEAVY, LIGHT, CHIEF = "a-key-of-the-heavy-tenant", "a-key-of-the-light-tenant", "a-key-of-the-chief"
 NOW_S = 60_000.0  # a minute begins
@@ -33,11 +37,13 @@ def entry(key: str, id: str, **more: Any) -> dict[str, Any]:
     return {"id": id, "sha256": sha(key), **more}
 
 
+FEW = "a-key-with-few-tokens-a-minute"
 ENTRIES = [
     entry(HEAVY, "heavy", tenant="bulk", weight=2.0, highest_priority=3,
           limits={"requests": 4, "output_tokens": 100, "n": 2, "context": 60}),
     entry(LIGHT, "light", models=["another"]),
     entry(CHIEF, "chief", admin=True),
+    entry(FEW, "few", limits={"requests": 2, "input_tokens": 60, "choices": 8}),
 ]  # fmt: skip
 
 
@@ -93,7 +99,7 @@ def test_a_file_that_yaml_makes_no_sense_of_keeps_the_keys_and_is_read_again_tho
     monkeypatch.setattr(TenantKeys, "_look", lambda _: (1, 2, 3))  # as after a chmod
     path.write_text("- {id: 2026-02-30}\n")  # ValueError of a date
     keys.refresh()
-    assert ("is no YAML" in keys.error, len(keys.by_name)) == (True, 3)
+    assert ("is no YAML" in keys.error, len(keys.by_name)) == (True, len(ENTRIES))
     written(path, ENTRIES[:2])
     keys.refresh()
     assert (keys.error, len(keys.by_name)) == ("", 2)
@@ -182,8 +188,9 @@ def test_a_request_counts_with_an_estimate_and_then_with_what_it_used() -> None:
     assert quotas.totals == {("k", "requests"): 1, ("k", "input_tokens"): 50, ("k", "output_tokens"): 16}
 
 
-def test_a_request_that_alone_is_too_much_is_told_so() -> None:
-    with pytest.raises(OverQuota, match="counts as 11 input tokens; this key may use 10 a minute: make it smaller"):
+def test_a_request_that_alone_is_too_much_is_told_what_to_change_and_not_to_come_again() -> None:
+    why = "counts as 11 input tokens, and this key may use 10 a minute: send shorter prompts, or fewer at a time"
+    with pytest.raises(InvalidRequest, match=why):
         quotas_of().reserve(key_of(input_tokens=10), input_tokens=11, output_tokens=1, choices=1)
 
 
@@ -386,3 +393,113 @@ async def test_the_admins_of_the_file_list_its_keys_and_their_use_and_no_key_is_
     lines = terminal.drawn(listed.json()).splitlines()
     [row] = [line.split() for line in lines if line.startswith("heavy")]
     assert row == ["heavy", "bulk", "2", "1", "of", "4", "3", "4", "of", "100", "0"]
+
+
+def used_by(served: Served, id: str) -> list[float]:
+    quotas = served.house.dispatcher.quotas
+    assert quotas is not None
+    return [quotas.used(served_name(id), kind) for kind in quotas_module.KINDS]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_list_of_prompts_is_one_request(served: Served, stream: bool) -> None:
+    answer = await served.ask(HEAVY, prompt=["a b c"] * 8, stream=stream)
+    assert (answer.status_code, len(served.replica.requests)) == (200, 8)
+    assert used_by(served, "heavy") == [1, 8 * 3, 8 * 4]
+    served.house.dispatcher.check()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/embeddings", {"input": ["a b c"] * 6}),
+    ("/v1/score", {"query": "a ", "items": ["b", "c", "d", "e", "f", "g"], "label_token_ids": [5]}),
+])  # fmt: skip
+async def test_a_list_of_texts_to_read_out_is_one_request(served: Served, path: str, body: dict[str, Any]) -> None:
+    served.replica.hold.clear()
+    asking = asyncio.create_task(served.ask(FEW, path, **body))
+    await until_async(lambda: len(served.replica.requests) == 6)
+    sent = sum(len(each.token_ids) for each in served.replica.requests)
+    assert used_by(served, "few")[:2] == [1, sent]
+    asking.cancel()
+    await asyncio.wait([asking])
+
+
+@pytest.mark.model
+async def test_a_list_whose_sum_is_too_much_is_refused_before_any_of_it_is_sent(served: Served) -> None:
+    spent = await served.ask(FEW, prompt=["a b c"] * 8)
+    assert spent.status_code == 200
+    later = await served.ask(FEW, prompt=[f"{word} b c d e f g h i j" for word in "xyzuv"])
+    assert later.status_code == 429
+    assert "needs 50" in later.json()["error"]["message"]
+    never = await served.ask(FEW, prompt=[f"{word} b c d e f g h i j" for word in "xyzuvwt"])
+    error = never.json()["error"]
+    assert (never.status_code, error["code"], "retry-after" in never.headers) == (400, "request_beyond_limit", False)
+    assert "counts as 70 input tokens, and this key may use 60 a minute: send shorter prompts" in error["message"]
+    choices = await served.ask(FEW, prompt=["a b c"] * 9)
+    error = choices.json()["error"]
+    assert (choices.status_code, error["param"], "retry-after" in choices.headers) == (400, "n", False)
+    assert len(served.replica.requests) == 8
+    outcomes = [record.outcome for record in served.house.dispatcher.routes.recent()]
+    assert set(outcomes[8:]) == {"invalid"}
+    assert used_by(served, "few")[0] == 1
+    served.house.dispatcher.check()
+
+
+@pytest.mark.model
+async def test_what_prompts_of_a_list_have_in_common_is_estimated_once(served: Served) -> None:
+    served.replica.hold.clear()
+    asking = asyncio.create_task(served.ask(FEW, prompt=["a " * 33 + word for word in "xyzuvwts"]))
+    await until_async(lambda: len(served.replica.requests) == 8)
+    assert {len(each.token_ids) for each in served.replica.requests} == {34}
+    assert used_by(served, "few")[:2] == [1, 34 + 7 * 2]  # beyond the two whole pages that all begin with
+    served.replica.hold.set()
+    assert (await asking).status_code == 200
+
+
+@pytest.mark.model
+async def test_of_a_list_that_fails_here_what_has_not_begun_counts_nothing(served: Served) -> None:
+    broken = Finish(reason=FinishReason.ERROR, message="the step broke", http_status=500)
+    served.replica.hold.clear()
+    asking = asyncio.create_task(served.ask(HEAVY, prompt=["a b c"] * 3))
+    await until_async(lambda: len(served.replica.requests) == 3)
+    assert used_by(served, "heavy")[:2] == [1, 9]
+    served.replica.send(
+        TokenDelta(
+            rid=served.replica.requests[0].rid,
+            index=0,
+            finish=broken,
+            usage=Usage(prompt_tokens=3, completion_tokens=0, cached_tokens=0),
+        )
+    )
+    assert (await asking).status_code == 500
+    assert used_by(served, "heavy") == [1, 3, 0]
+    served.house.dispatcher.check()
+
+
+@pytest.mark.model
+async def test_of_a_request_that_another_router_ran_only_what_is_new_counts_and_no_quota_refuses_it(
+    served: Served,
+) -> None:
+    for _ in range(4):
+        assert (await served.ask(HEAVY)).status_code == 200
+    assert (await served.ask(HEAVY)).status_code == 429
+    before, dispatcher = used_by(served, "heavy"), served.house.dispatcher
+    request = ask(rid=owned("0123456789abcdef.0-again", served_name("heavy")), max_new_tokens=6)
+    deltas = [delta async for delta in dispatcher.stream(request, made={0: [1000, 1001]})]
+    assert [token for delta in deltas for token in delta.token_ids] == [1002, 1003, 1004, 1005]
+    after = used_by(served, "heavy")
+    assert [now - then for now, then in zip(after, before, strict=True)] == [0, 0, 4]
+
+
+@pytest.mark.model
+async def test_a_prompt_is_cut_to_what_its_key_may_use(served: Served) -> None:
+    long = "a b c d e f g h i j " * 10
+    for path, body in (
+        ("/v1/completions", {"prompt": long}),
+        ("/generate", {"text": long, "sampling_params": {"max_new_tokens": 4}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}], "max_tokens": 4}),
+    ):
+        answer = await served.ask(HEAVY, path, truncate_prompt_tokens=-1, **body)
+        assert answer.status_code == 200, answer.text
+    assert [len(each.token_ids) for each in served.replica.requests] == [56, 56, 56]
