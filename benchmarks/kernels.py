@@ -22,9 +22,9 @@ from torch import Tensor
 
 from benchmarks import accuracy, harness
 from benchmarks.harness import Part, Row, Table, timed
-from benchmarks.limits import FORMATS, Limits
+from benchmarks.limits import FORMATS, Format, Limits
 from replicas.attention.cpu import CpuAttention
-from replicas.kernels import bf16_tiles, elementwise
+from replicas.kernels import bf16, bf16_tiles, elementwise
 from replicas.kernels.program import Program
 from replicas.kernels.team import team
 from replicas.kernels.weight_formats import WeightFormat
@@ -164,7 +164,7 @@ def product_rows(options: argparse.Namespace) -> list[Row]:
         limits.sample()
         table, weight = Table(f"products, {name}, {n} x {k}"), torch.randn(n, k)
         products = {
-            format_: _products(weight, each.table if name == "head" else each.weights)
+            format_: _products(weight, each.table if name == "head" else each.weights, each.dtype)
             for format_, each in FORMATS.items()
         }
         for m in ROWS[: 3 if name == "head" else None]:
@@ -180,7 +180,7 @@ def product_rows(options: argparse.Namespace) -> list[Row]:
                     table.add(f"{m:,} rows, float32", rates, "GFLOP/s", limit=limit, target=target, note=note)
                     table.rows += _beside_blas(table.section, m, median, weight, len(used)) if m >= 32 else []
                 else:
-                    dots = statistics.median(limits.dots) / 1e9 if _by_dots(each.weights) and m >= 256 else None
+                    dots = statistics.median(limits.dots) / 1e9 if _by_dots(each) and m >= 256 else None
                     share = None if dots is None else ">= 85 %"
                     table.add(f"{m:,} rows, {format_}", rates, "GFLOP/s", limit=dots, target=share, note=note)
                     least = f">= {each.least if m == 1 else 1:g} x"
@@ -190,18 +190,18 @@ def product_rows(options: argparse.Namespace) -> list[Row]:
     return limits.rows() + rows
 
 
-def _by_dots(format_: WeightFormat) -> bool:
+def _by_dots(format_: Format) -> bool:
     """Tell whether products by weights in the format are bound by `Limits.dots`."""
-    return format_ == "bfloat16" and bf16_tiles.way() == "dots"
+    return bf16_tiles.way() == "dots" and bf16.serves(format_.weights, format_.dtype)
 
 
-def _products(weight: Tensor, format_: WeightFormat) -> list[Matmul]:
+def _products(weight: Tensor, format_: WeightFormat, dtype: torch.dtype) -> list[Matmul]:
     """Return as many products by copies of ``weight`` as do not fit the caches."""
     products = [Matmul(format_=format_)]
-    products[0].prepare(lambda: weight, None)
+    products[0].prepare(lambda: weight, None, dtype=dtype)
     for _ in range(int(WEIGHT_BYTES / products[0].num_bytes)):
         products.append(Matmul(format_=format_))
-        products[-1].prepare(lambda: weight, None)
+        products[-1].prepare(lambda: weight, None, dtype=dtype)
     return products
 
 

@@ -35,12 +35,20 @@ class Format:
     table: WeightFormat  # of the vocabulary's
     least: float = 1.0  # times as fast as float32 it has to be, in a step of one request
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return torch.bfloat16 if self.settings.get("dtype") == "bfloat16" else torch.float32
+
 
 FORMATS = {
     "float32": Format(settings={}, weights="float32", table="float32"),
     "bfloat16": Format(settings={"dtype": "bfloat16"}, weights="bfloat16", table="bfloat16"),
     "int8": Format(settings={"quantization": "int8"}, weights="int8", table="int8"),
     "int4": Format(settings={"quantization": "int4"}, weights="q4_1", table="q8_0", least=2.2),
+    "int4, bf16": Format(
+        settings={"quantization": "int4", "dtype": "bfloat16"}, weights="q4_1", table="q8_0", least=2.2
+    ),
 }
 SUMS = 12 if simd.compiles_for("avx512f") else 6  # vectors in registers: each waits 4 steps for itself, two units work
 FMA_ROUNDS = 1 << 20  # 3 to 10 ms

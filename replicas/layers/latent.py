@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from replicas.config import MLAConfig, Products
-from replicas.kernels import int8
-from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, stack
+from replicas.kernels.experts.grouped import GroupedKernel, SortedRows
 from replicas.kernels.panels import Packs, make
-from replicas.kernels.team import team
 from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.layer import Layer, Put
-from replicas.layers.linear import pack_as
+from replicas.layers.linear import grouped_kernel
 from replicas.layers.tp_group import TpGroup
 
 
@@ -49,11 +47,7 @@ class HeadwiseLinear(Layer):
         if device.type != "cpu":
             self._weight = read().to(device, dtype).contiguous()
             return
-        panels = packs(lambda: stack((pack_as(weight, self._format) for weight in read()), self._num_heads))
-        rounds = self._format == "int8"
-        as_bytes = rounds and int8.serves(panels.k)
-        threads = team(torch.get_num_threads())
-        self._kernel = GroupedKernel(panels, self._num_heads, threads, as_bytes=as_bytes, rounds=rounds)
+        self._kernel = grouped_kernel(read(), self._format, self._num_heads, packs, dtype)
 
     @property
     def num_bytes(self) -> int:

@@ -12,15 +12,16 @@ Invariant: column-parallel output and row-parallel input are the same slice; row
 Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.config import Products
-from replicas.kernels import bf16, bf16_tiles, elementwise, gpu, int8
+from replicas.kernels import bf16, elementwise, gpu, int8
 from replicas.kernels.bf16 import Bf16Kernel
+from replicas.kernels.experts.grouped import GroupedKernel, stack
 from replicas.kernels.int8 import Int8Kernel
 from replicas.kernels.linear import ANY_ROWS, LinearKernel
 from replicas.kernels.panels import Packs, Panels, Rows, by_chunks, make, pack, round_int8
@@ -33,12 +34,35 @@ from replicas.layers.tp_group import TpGroup
 OWN = Products()
 
 
-def pack_as(weight: Tensor | Rows, format_: WeightFormat) -> Panels:
-    """Pack a weight [out, in] for the kernel that multiplies by ``format_`` on this CPU."""
+def pack_as(weight: Tensor | Rows, format_: WeightFormat, *, grouped: bool = False) -> Panels:
+    """Pack a weight [out, in] for the kernel that multiplies by ``format_`` on this CPU. ``grouped``: it is one of
+    several, of experts or heads."""
+    if format_ == "bfloat16" and bf16.serves(format_, torch.bfloat16, grouped=grouped):
+        return bf16.pack(weight)
     if format_ == "int8" and int8.serves(weight.shape[1]):
         group = group_length(weight.shape[1])
         return by_chunks(weight, "int8", group, lambda rows: int8.pack(*round_int8(weight[rows])).data)
     return pack(weight, format_)
+
+
+def kernel_of(
+    panels: Panels, bias: Tensor | None, team: Team, dtype: torch.dtype, *, grouped: bool = False
+) -> LinearKernel | Int8Kernel:
+    """Choose the kernel for what `pack_as` made, in a model of ``dtype``."""
+    if bf16.serves(panels.format, dtype, grouped=grouped):
+        return Bf16Kernel(panels, team, bias)
+    if panels.format == "int8" and int8.serves(panels.k):
+        return Int8Kernel(panels, bias, team)
+    return LinearKernel(panels, team, bias, rounds=panels.format == "int8")
+
+
+def grouped_kernel(
+    weights: Iterable[Tensor | Rows], format_: WeightFormat, number: int, packs: Packs, dtype: torch.dtype
+) -> GroupedKernel:
+    """Pack ``number`` weights [out, in], and choose the kernel of their products."""
+    panels = packs(lambda: stack((pack_as(each, format_, grouped=True) for each in weights), number))
+    threads = team(torch.get_num_threads())
+    return GroupedKernel(panels, number, threads, lambda one: kernel_of(one, None, threads, dtype, grouped=True))
 
 
 class Matmul:
@@ -52,22 +76,18 @@ class Matmul:
         self._kernel: LinearKernel | Int8Kernel | None = None
         self._shape = (0, 0)
 
-    def prepare(self, weight: Callable[[], Tensor | Rows], bias: Tensor | None, packs: Packs = make) -> None:
+    def prepare(
+        self, weight: Callable[[], Tensor | Rows], bias: Tensor | None, packs: Packs = make,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         """Take the final weight [out, in] and bias [out] fp32 on a CPU; called once, or `keep` is.
 
         ``weight``: gives it, of any float dtype; it is not read where ``packs`` has its panels and BLAS does not need
-        it.
+        it. ``dtype``: of the model; in bf16 activations may be rounded to it.
         """
-        in_bf16 = self._format == "bfloat16" and bf16_tiles.way() is not None
-        panels = packs(lambda: bf16.pack(weight()) if in_bf16 else pack_as(weight(), self._format))
+        panels = packs(lambda: pack_as(weight(), self._format))
         self._shape = panels.n, panels.k
-        threads = team(torch.get_num_threads())
-        if in_bf16:
-            self._kernel = Bf16Kernel(panels, threads, bias)
-        elif self._format == "int8" and int8.serves(panels.k):
-            self._kernel = Int8Kernel(panels, bias, threads)
-        else:
-            self._kernel = LinearKernel(panels, threads, bias, rounds=self._format == "int8")
+        self._kernel = kernel_of(panels, bias, team(torch.get_num_threads()), dtype)
         if self._format == "float32" and self._shape in self._products.blas_rows:
             self.weight, self.bias = weight()[:].float(), bias
 
@@ -155,7 +175,7 @@ class _Linear(Layer):
         assert weights, f"no weight was put for {self._names}"
         if device.type == "cpu":
             bias = loaded(biases, device, dtype).float() if biases else None
-            self.matmul.prepare(lambda: Rows(weights), bias, packs)
+            self.matmul.prepare(lambda: Rows(weights), bias, packs, dtype)
         else:
             self.matmul.keep(loaded(weights, device, dtype), loaded(biases, device, dtype) if biases else None)
         self._pieces.clear()

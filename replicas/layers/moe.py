@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from replicas.config import MoEConfig, Products
-from replicas.kernels import int8
-from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, stack, weighted_sum
+from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, weighted_sum
 from replicas.kernels.experts.routing import TINY, route
-from replicas.kernels.panels import Packs, Panels, Rows, make
-from replicas.kernels.team import team
+from replicas.kernels.panels import Packs, Rows, make
 from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.layer import Layer, Piece, Put, Whole
-from replicas.layers.linear import GatedMLP, Matmul, add_over_ranks, pack_as, share, silu_mul
+from replicas.layers.linear import GatedMLP, Matmul, add_over_ranks, grouped_kernel, share, silu_mul
 from replicas.layers.tp_group import TpGroup
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -180,18 +178,13 @@ class ExpertsLinear(Layer):
         missing = self._number * len(self._names) - len(self._pieces)
         assert not missing, f"{missing} weights of experts were not put"
         if device.type == "cpu":
-            self._prepare(packs(lambda: stack((pack_as(w, self._format) for w in self._weights()), self._number)))
+            self._kernel = grouped_kernel(self._weights(), self._format, self._number, packs, dtype)
         else:
             for expert, weight in enumerate(self._weights()):
                 if self._weight is None:
                     self._weight = torch.empty(self._number, *weight.shape, dtype=dtype, device=device)
                 self._weight[expert].copy_(weight[:])  # one after the other: no second copy of them all
         self._pieces.clear()
-
-    def _prepare(self, panels: Panels) -> None:
-        as_bytes, rounds = self._format == "int8" and int8.serves(panels.k), self._format == "int8"
-        threads = team(torch.get_num_threads())
-        self._kernel = GroupedKernel(panels, self._number, threads, as_bytes=as_bytes, rounds=rounds)
 
     def _weights(self) -> Iterator[Rows]:
         """Yield each expert's weight [out, in] on this rank."""

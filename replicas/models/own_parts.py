@@ -52,7 +52,7 @@ class _Product(nn.Module):
 class _Shared:
     """The product by the weights of one or more Linears, and its result while they are called one after the other."""
 
-    def __init__(self, linears: Sequence[nn.Linear], matmul: Matmul) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], matmul: Matmul, dtype: torch.dtype) -> None:
         self.matmul = matmul
         self.x: Tensor | None = None  # the input that ``out`` was made of
         self.out = torch.empty(0)
@@ -60,7 +60,7 @@ class _Shared:
         self.in_features, self.out_features = weights[0].shape[1], sum(len(weight) for weight in weights)
         biases = [linear.bias.float() for linear in linears if linear.bias is not None]
         whole = (lambda: weights[0]) if len(weights) == 1 else (lambda: torch.cat(weights))
-        matmul.prepare(whole, torch.cat(biases) if biases else None)
+        matmul.prepare(whole, torch.cat(biases) if biases else None, dtype=dtype)
 
 
 class _Rows(nn.Module):
@@ -93,12 +93,13 @@ def use_own_products(module: PreTrainedModel, config: ModelConfig, products: Pro
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     own_rows = tied and type(embedding) is nn.Embedding and type(head) is nn.Linear
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    dtype: torch.dtype = getattr(torch, config.dtype)
     for name, part in linears.items():
         if type(module.get_submodule(name)) is not nn.Linear or (part is head and tied and not own_rows):
             continue
         names = _siblings(name, linears)
         parts = [linears[each] for each in names]
-        shared, first = _Shared(parts, Matmul(products, config.weight_format)), 0
+        shared, first = _Shared(parts, Matmul(products, config.weight_format), dtype), 0
         for each, linear in zip(names, parts, strict=True):
             product = _Product(shared, first, len(linear.weight))
             first += product.out_features

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replicas import kernels
-from replicas.config import EngineConfig, ModelConfig, Products, ProductSetting
+from replicas.config import DType, EngineConfig, ModelConfig, Products, ProductSetting
 from replicas.errors import InvalidConfig
-from replicas.kernels import bf16_tiles
+from replicas.kernels import bf16, bf16_tiles
 from replicas.kernels.bf16_tiles import WAYS, Way
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.linear import LinearKernel
@@ -80,15 +80,17 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
     return products, f"{products.describe()}, as measured on this CPU"
 
 
-def gains(format_: WeightFormat) -> dict[int, float]:
-    """Tell how many times as fast as by fp32 weights a product by weights in ``format_`` is on this CPU, by rows."""
-    rates = _recorded(f"float32 and {format_}", functools.partial(_beside_floats, format_), [GAIN_SHAPE])
+def gains(format_: WeightFormat, dtype: DType = "float32") -> dict[int, float]:
+    """Tell how many times as fast as by fp32 weights a product by weights in ``format_`` is on this CPU, by rows, in a
+    model of ``dtype``."""
+    measure = functools.partial(_beside_floats, format_, dtype)
+    rates = _recorded(f"float32 and {format_} in {dtype}", measure, [GAIN_SHAPE])
     return {rows: round(other / own, 2) for rows, (own, other) in rates[GAIN_SHAPE].items()}
 
 
-def describe_gains(format_: WeightFormat) -> str:
+def describe_gains(format_: WeightFormat, dtype: DType = "float32") -> str:
     """Say `gains` in words."""
-    by_rows = gains(format_)
+    by_rows = gains(format_, dtype)
     rows, factors = (" ".join(f"{each:g}" for each in side) for side in (by_rows, by_rows.values()))
     return f"products of {rows} tokens {factors} x as fast as in float32"
 
@@ -102,12 +104,15 @@ def instructions_told() -> dict[str, str]:
         "q4_1": widened,
     }
     told = {"float32": f"multiply-adds of {instruction_set()}"}
-    return told | {str(name): f"{text}: {describe_gains(name)}" for name, text in how.items()}
+    told |= {str(name): f"{text}: {describe_gains(name)}" for name, text in how.items()}
+    if way is not None and bf16.serves("q4_1", torch.bfloat16):
+        told["q4_1 in bfloat16"] = f"by {WAYS[way]}: {describe_gains('q4_1', 'bfloat16')}"
+    return told
 
 
 def _bf16_way(model: ModelConfig) -> Way | None:
-    """Tell how products multiply bf16, if the model's weights have it: activations are rounded to it then."""
-    return bf16_tiles.way() if model.weight_format == "bfloat16" else None
+    """Tell how products multiply bf16, if activations are rounded to it."""
+    return bf16_tiles.way() if bf16.serves(model.weight_format, getattr(torch, model.dtype)) else None
 
 
 def _arithmetic(model: ModelConfig) -> str:
@@ -115,8 +120,10 @@ def _arithmetic(model: ModelConfig) -> str:
     by = _bf16_way(model)
     if by is None:
         return f"own, {model.weight_format} weights in fp32 arithmetic"
-    how = f"own, bfloat16 weights and activations by {WAYS[by]}, summed in fp32"
-    return how if model.moe is None else f"{how}, experts' widened"
+    of = "bfloat16 weights and" if model.weight_format == "bfloat16" else f"{model.weight_format} weights and bfloat16"
+    how = f"own, {of} activations by {WAYS[by]}, summed in fp32"
+    widened = model.moe is not None and not bf16.serves(model.weight_format, torch.bfloat16, grouped=True)
+    return f"{how}, experts' widened" if widened else how
 
 
 def blas_products(model: ModelConfig, tp: int) -> Products:
@@ -156,14 +163,14 @@ def _measure(shapes: Sequence[Shape]) -> Rates:
     return _rates(cases)
 
 
-def _beside_floats(format_: WeightFormat, shapes: Sequence[Shape]) -> Rates:
-    """Of our product by fp32 weights and by weights in ``format_``."""
+def _beside_floats(format_: WeightFormat, dtype: DType, shapes: Sequence[Shape]) -> Rates:
+    """Of our product by fp32 weights and by weights in ``format_``, in a model of ``dtype``."""
     cases: list[_Case] = []
     for n, k in shapes:
         weight, own, other = torch.full((n, k), 0.5), Matmul(), Matmul(format_=format_)
         with _one_thread():  # the team's size
             own.prepare(lambda weight=weight: weight, None)  # type: ignore[misc]
-            other.prepare(lambda weight=weight: weight, None)  # type: ignore[misc]
+            other.prepare(lambda weight=weight: weight, None, dtype=getattr(torch, dtype))  # type: ignore[misc]
         cases += [_Case((n, k), torch.ones(rows, k), n, (own, other)) for rows in GAIN_ROWS]
     return _rates(cases)
 

@@ -148,7 +148,9 @@ def _kept(config: ModelConfig, tp: TpGroup) -> AbstractContextManager[Keep]:
     format_ = config.weight_format
     meaning = {"identity": model_identity(config.path, config.quantization), "bytes": cpu_has_vnni()}
     if format_ == "bfloat16" and bf16_tiles.way() is not None:
-        meaning["pairs"] = True
+        meaning["pairs"] = bf16_tiles.way()
+    if config.moe is not None:
+        meaning["dtype"] = config.dtype  # of what chooses experts
     what = f"{format_}-{tp.rank + 1}of{tp.size}"
     return panel_file(Path(config.path), what, {**meaning, "what": what})
 

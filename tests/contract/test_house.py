@@ -54,6 +54,7 @@ MANY: dict[str, str] = {
             "_attend", "decode_parts", "group_parts", "merge_parts", "extend", "turn_and_store", "store")),
         "replicas.kernels.experts.triton_grouped.grouped_product",
         "replicas.kernels.bf16_tiles._emit_dot_tile",
+        "replicas.kernels.scaled_dots._emit_scaled",
         "replicas.kernels.int8.multiply",
         "replicas.kernels.int8_tiles.tile",
         "replicas.kernels.linear.multiply",

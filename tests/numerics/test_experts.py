@@ -78,7 +78,8 @@ def one_by_one(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def load(
-    settings: MoEConfig, weights: Mapping[str, Tensor], tp: TpGroup, format_: WeightFormat = "float32"
+    settings: MoEConfig, weights: Mapping[str, Tensor], tp: TpGroup, format_: WeightFormat = "float32",
+    dtype: torch.dtype = torch.float32,
 ) -> MoE:
     """Put whatever ``weights`` have: stacked tensors, or one for each expert."""
     moe = MoE(settings, tp)
@@ -88,7 +89,7 @@ def load(
     for _, layer in moe.walk():
         layer.multiply_by(Products(one_order=True), format_)
     for _, layer in moe.walk():
-        layer.finalize(tp.device, torch.float32)
+        layer.finalize(tp.device, dtype)
     return moe
 
 
@@ -112,18 +113,26 @@ def test_it_is_transformers_module_whichever_way_the_weights_lie(family: str) ->
     assert torch.equal(load(settings, stacked, TpGroup(device="cpu"))(x), made)
 
 
-@pytest.mark.parametrize("format_", ["float32", "bfloat16", "int8", "q4_1"])
+@pytest.mark.parametrize(
+    ("format_", "dtype", "near"),
+    [
+        ("float32", torch.float32, 1e-6), ("bfloat16", torch.bfloat16, 6e-3), ("int8", torch.float32, 0.03),
+        ("q4_1", torch.float32, 0.25), ("q4_1", torch.bfloat16, 0.25),
+    ],
+)  # fmt: skip
 @torch.inference_mode()
-def test_a_tokens_result_has_the_same_bits_whatever_other_tokens_are_there(format_: WeightFormat) -> None:
-    """100 tokens at once, so that most experts have 30 rows and more, in steps of 7, and each alone."""
+def test_a_tokens_result_has_the_same_bits_whatever_other_tokens_are_there(
+    format_: WeightFormat, dtype: torch.dtype, near: float
+) -> None:
+    """100 tokens at once, so that most experts have 30 rows and more, in steps of 7, and each alone. In bf16 weights
+    are rounded by up to 4e-3 of each, and so are activations where the CPU multiplies it."""
     oracle = module("deepseek_v3")
-    moe = load(FAMILIES["deepseek_v3"][2], oracle.state_dict(), TpGroup(device="cpu"), format_)
+    moe = load(FAMILIES["deepseek_v3"][2], oracle.state_dict(), TpGroup(device="cpu"), format_, dtype)
     x = rows(100)
     whole = moe(x)
     for size in (1, 7):
         assert torch.equal(torch.cat([moe(part) for part in x.split(size)]), whole)
-    error = (whole - oracle(x[None])[0]).norm() / whole.norm()
-    assert error < {"float32": 1e-6, "bfloat16": 4e-3, "int8": 0.03, "q4_1": 0.25}[format_]
+    assert (whole - oracle(x[None])[0]).norm() < near * whole.norm()
 
 
 @torch.inference_mode()

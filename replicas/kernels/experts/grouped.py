@@ -1,7 +1,7 @@
 """Rows sorted by expert, multiplied by their experts' packed weights on a CPU; and the sum of a token's experts.
 
 Owns:      the packed weights of all experts of a product, one behind the other, and the arguments of their kernels.
-Method:    the team runs the kernel of the dense product (kernels/linear.py, kernels/int8.py) for one expert after the
+Method:    the team runs the kernel of the dense product (linear.py, int8.py or bf16.py) for one expert after the
            other, in one launch. A thread that finds no task left at one expert goes on with the next without waiting,
            so that a few rows by each of many experts keep all threads busy. Only experts that have rows are read.
 Invariant: an output row depends on its own x row and its expert alone, as that of the dense product does: not on the
@@ -9,7 +9,7 @@ Invariant: an output row depends on its own x row and its expert alone, as that 
 Thread:    all of the team.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from replicas.kernels.simd import W, call_kernel, fma, load, load1, load_i64, mu
 from replicas.kernels.team import Team, kernel, struct, team_for, team_size, thread_id
 
 COUNTER_BYTES = 64  # of an expert's tasks: a cache line each
+Dense = LinearKernel | Int8Kernel
 FLOATS_OF_TEAM = 32 << 10  # fewer are summed by one thread
 GroupArgs = struct("GroupArgs", "function arguments argument_bytes number")
 SumArgs = struct("SumArgs", "x x_stride places weights out size tokens top_k")
@@ -99,17 +100,13 @@ def stack(panels: Iterable[Panels], number: int) -> Panels:
 class GroupedKernel:
     """The products by the weights [N, K] of E experts."""
 
-    def __init__(self, panels: Panels, number: int, team: Team, *, as_bytes: bool, rounds: bool) -> None:
-        """``panels``: of `stack`. as_bytes: of int8.py, whose kernel multiplies bytes; rounds: as of LinearKernel."""
+    def __init__(self, panels: Panels, number: int, team: Team, kernel_of: Callable[[Panels], Dense]) -> None:
+        """``panels``: of `stack`; kernel_of: makes the dense product by one of them."""
         self._panels, self._team = panels, team
         self.n, self.k, count = panels.n // number, panels.k, len(panels.data) // number
-        one = replace(panels, n=self.n, data=panels.data[:count])
-        self._columns = count * COLUMNS if as_bytes else self.n  # of what the kernel writes
-        self._first: LinearKernel | Int8Kernel = (
-            Int8Kernel(replace(one, n=self._columns), None, team)
-            if as_bytes
-            else LinearKernel(one, team, rounds=rounds)
-        )
+        self._columns = count * COLUMNS  # of what the kernel writes
+        one = replace(panels, n=self._columns, data=panels.data[:count])
+        self._first = kernel_of(one)
         self._expert_bytes = one.data.nbytes
 
     @property
@@ -122,15 +119,16 @@ class GroupedKernel:
             x = x.contiguous()
         out = torch.empty(len(x), self._columns)
         stage = self._first.stage(x, out, self._team)  # its scratch is for all rows; kept until the run has ended
+        sizes, which = np.unique(np.diff(rows.starts), return_inverse=True)
+        made = [np.frombuffer(bytes(stage.prepare(int(size), 0)[1]), np.int64) for size in sizes]
+        arguments = np.stack(made)[which]
         function, one = stage.prepare(1, 0)
         place = {field[0]: i for i, field in enumerate(one._fields_)}  # all are int64
-        arguments = np.frombuffer(bytes(one), np.int64)[None].repeat(len(rows.experts), 0)
         counters = np.zeros((len(rows.experts), COUNTER_BYTES // 8), np.int64)
         first = rows.starts[:-1]
         for name, row_bytes in _row_bytes(one).items():
             arguments[:, place[name]] += first * row_bytes
         arguments[:, place["weight"]] += rows.experts * self._expert_bytes
-        arguments[:, place["m"]] = rows.starts[1:] - first
         arguments[:, place["counter"]] = counters.ctypes.data + COUNTER_BYTES * np.arange(len(counters))
         self._team.run(
             run_groups,
@@ -150,7 +148,7 @@ def _row_bytes(one: Any) -> dict[str, int]:
     moved = {"x": one.x_stride, "out": one.out_stride}
     if hasattr(one, "bytes"):
         return moved | {"bytes": one.k, "parts": 8 * one.groups}
-    return moved | {"rounded": 4 * one.k}
+    return moved | {"rounded": getattr(one, "row_bytes", 4 * one.k)}
 
 
 def weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def test_every_format_of_weights_stands_beside_float32(tmp_path: Path) -> None:
     rows = engine.format_rows(str(tmp_path), 1, SCALE, 0)
     decode = {row.name: row for row in rows if row.section == "decode, batch 1, by weights"}
     assert decode.keys() == {
-        "float32", "bfloat16", "bfloat16 / float32", "int8", "int8 / float32", "int4", "int4 / float32"
+        "float32", "bfloat16", "bfloat16 / float32", "int8", "int8 / float32", "int4", "int4 / float32",
+        "int4, bf16", "int4, bf16 / float32",
     }  # fmt: skip
     assert decode["int4 / float32"].value == pytest.approx(decode["int4"].value / decode["float32"].value)
     assert decode["int4 / float32"].target == ">= 2.2 x"

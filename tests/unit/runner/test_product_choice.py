@@ -125,21 +125,21 @@ def test_blas_is_not_used_if_k_and_v_are_rounded(
 
 
 def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    calls: list[str] = []
+    calls: list[tuple[str, str]] = []
 
-    def measure(format_: str, shapes: Sequence[Shape]) -> Rates:
-        calls.append(format_)
+    def measure(format_: str, dtype: str, shapes: Sequence[Shape]) -> Rates:
+        calls.append((format_, dtype))
         return {shape: {1: (40.0, 80.0), 256: (80.0, 60.0)} for shape in shapes}
 
     monkeypatch.setattr(product_choice, "_beside_floats", measure)
     monkeypatch.setattr(bf16_tiles, "way", lambda: "dots")
     for _ in range(2):
         assert product_choice.gains("bfloat16") == {1: 2.0, 256: 0.75}
-    assert calls == ["bfloat16"]
+    assert calls == [("bfloat16", "float32")]
     told = product_choice.instructions_told()
     assert told["bfloat16"] == ("by AVX-512's dot products: products of 1 256 tokens 2 0.75 x as fast as in float32")
-    assert list(told) == ["float32", "bfloat16", "int8", "q4_1"]
-    assert calls == ["bfloat16", "int8", "q4_1"]
+    assert list(told) == ["float32", "bfloat16", "int8", "q4_1", "q4_1 in bfloat16"]
+    assert calls == [*((each, "float32") for each in ("bfloat16", "int8", "q4_1")), ("q4_1", "bfloat16")]
 
 
 def test_narrower_weights_are_measured_by_the_kernels_that_serve_them() -> None:
@@ -183,6 +183,19 @@ def test_bfloat16_is_multiplied_in_one_order_where_this_cpu_multiplies_it(
         products, why = choose_products(config(replace(MODEL, **changes), kv_dtype="float32"), "own")
         assert products == Products(one_order=changes["dtype"] == "bfloat16")
         assert (f"own, bfloat16 weights and activations {says}, summed in fp32" == why) == products.one_order
+
+
+@pytest.mark.parametrize(("way", "how"), [
+    ("dots", "own, q4_1 weights and bfloat16 activations by AVX-512's dot products, summed in fp32"),
+    ("amx", "own, q4_1 weights in fp32 arithmetic"),
+])  # fmt: skip
+def test_weights_of_4_bits_are_multiplied_by_bfloat16_where_that_is_the_dtype_and_the_cpu_has_dots(
+    monkeypatch: pytest.MonkeyPatch, way: str, how: str
+) -> None:
+    monkeypatch.setattr(bf16_tiles, "way", lambda: way)
+    for dtype, says in (("bfloat16", how), ("float32", "own, q4_1 weights in fp32 arithmetic")):
+        model = replace(MODEL, quantization="int4", dtype=dtype)
+        assert choose_products(config(model, kv_dtype="float32"), "auto") == (Products(one_order="dot" in says), says)
 
 
 @pytest.mark.parametrize(("has_vnni", "says"), [(True, "multiplied as bytes"), (False, "this CPU has no VNNI")])
