@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engine_process import TOKEN
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
-from replicas.config import CacheConfig, Implementation, KvDType, SchedulerConfig
+from replicas.config import CacheConfig, DType, Implementation, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
@@ -35,12 +35,14 @@ def make_engine(
     fabric: LocalFabric | None,
     *,
     kv_dtype: KvDType | None = None,
+    dtype: DType | None = None,
     implementation: Implementation = "auto",
 ) -> Engine:
     names = itertools.count()
     settings = TransferSettings(host="127.0.0.1", token=TOKEN)
     return load_engine(
         EngineSettings(
+            dtype=dtype,
             model=model,
             cache=CacheConfig(
                 page_size=page,

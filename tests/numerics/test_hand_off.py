@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicas.config import KvDType
+from replicas.config import DType, KvDType
 from replicas.engine.engine import Engine
+from replicas.kernels import bf16_tiles
 from replicas.types import Constraint, FinishReason, GenerateRequest, SamplingParams
 from tests.embedded import short_model
 from tests.harness import to_host
@@ -63,13 +64,10 @@ class Trio:
             engine.close()
 
 
-def trio(model: str, page: int, chunk: int, *, kv_dtype: KvDType | None = None) -> Trio:
+def trio(model: str, page: int, chunk: int, *, kv_dtype: KvDType | None = None, dtype: DType | None = None) -> Trio:
     fabric = LocalFabric()
-    return Trio(
-        make_engine(model, page, chunk, fabric, kv_dtype=kv_dtype),
-        make_engine(model, page, chunk, fabric, kv_dtype=kv_dtype),
-        make_engine(model, page, chunk, None, kv_dtype=kv_dtype),
-    )
+    made = (make_engine(model, page, chunk, of, kv_dtype=kv_dtype, dtype=dtype) for of in (fabric, fabric, None))
+    return Trio(*made)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +81,8 @@ def trios(folders: dict[str, Path]) -> Iterator[Callable[..., Trio]]:
     with contextlib.ExitStack() as stack:
 
         @functools.cache
-        def of(model: str, page: int, chunk: int, kv_dtype: KvDType | None = None) -> Trio:
-            made = trio(str(folders.get(model, model)), page, chunk, kv_dtype=kv_dtype)
+        def of(model: str, page: int, chunk: int, kv_dtype: KvDType | None = None, dtype: DType | None = None) -> Trio:
+            made = trio(str(folders.get(model, model)), page, chunk, kv_dtype=kv_dtype, dtype=dtype)
             stack.callback(made.close)
             return made
 
@@ -135,6 +133,19 @@ def test_two_tiny_replicas_answer_as_one(
 ) -> None:
     for seed, length in enumerate(LENGTHS):
         check_pair(trios(model, page, chunk), tiny_prompt(length, seed), cached, sampling)
+
+
+@pytest.mark.parametrize("way", ["this CPU's", None])
+def test_two_replicas_in_bfloat16_answer_as_one(
+    trios: Callable[..., Trio], way: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, activations of products where the CPU multiplies it, K and V: what is handed over was rounded once."""
+    if way is None:
+        monkeypatch.setattr(bf16_tiles, "way", lambda: None)
+    made = trios("gqa", 1 if way is None else 16, 16, dtype="bfloat16")
+    assert made.decode.config.kv_dtype == "bfloat16"
+    for seed, (length, cached) in enumerate(itertools.product(LENGTHS, CACHED)):
+        check_pair(made, tiny_prompt(length, seed), cached, SEEDED if seed % 2 else GREEDY)
 
 
 @pytest.mark.slow

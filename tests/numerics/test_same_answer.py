@@ -6,8 +6,10 @@ and resumed, not} (DESIGN.md section 3): every two of these values meet (tests/p
 with BLAS for steps of 64 rows and more. In a busy batch some of the answer's tokens are made in steps that mix: prompts
 of others come while it is written. What is to be found on the host has left the device pool before the request comes,
 and again when it is retracted. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
+In bf16, K and V too, that is the oracle of both: what a CPU's dot products or tiles make has its own last bits.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.config import CacheConfig, ParallelConfig, ProductSetting, SchedulerConfig
+from replicas.config import CacheConfig, DType, ParallelConfig, ProductSetting, Quantization, SchedulerConfig
 from replicas.engine.engine import Engine
+from replicas.kernels import bf16_tiles
 from replicas.launch import EngineSettings, load_engine
 from replicas.scheduler.plan import ExtendPlan, StepPlan
 from replicas.types import GenerateRequest, SamplingParams
@@ -37,7 +40,31 @@ GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True
 SEEDED = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
 
 
-def make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int) -> Engine:
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """In which numbers an engine computes; ``widened``: as on a CPU that does not multiply bf16."""
+
+    dtype: DType = "float32"
+    quantization: Quantization = "none"
+    widened: bool = False
+
+
+FP32 = Numbers()
+IN_BF16 = {
+    "bf16": Numbers(dtype="bfloat16"),
+    "bf16-widened": Numbers(dtype="bfloat16", widened=True),
+    "int4": Numbers(dtype="bfloat16", quantization="int4"),
+}
+
+
+def make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int, numbers: Numbers) -> Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        if numbers.widened:
+            patch.setattr(bf16_tiles, "way", lambda: None)
+        return _make_engine(page, chunk, products, tp=tp, numbers=numbers)
+
+
+def _make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int, numbers: Numbers) -> Engine:
     return load_engine(
         EngineSettings(
             model=short_model(),
@@ -49,6 +76,8 @@ def make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int) -> 
             parallel=ParallelConfig(tp=tp),
             num_threads=1,
             context_len=1024,
+            dtype=numbers.dtype,
+            quantization=numbers.quantization,
         )
     )
 
@@ -70,11 +99,11 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
     """Makes engines, one at a time: the one before ends when another is asked for."""
     made: dict[tuple[object, ...], Engine] = {}
 
-    def of(page: int, chunk: int, products: ProductSetting, *, tp: int = 1) -> Engine:
-        key = (page, chunk, products, tp)
+    def of(page: int, chunk: int, products: ProductSetting, *, tp: int = 1, numbers: Numbers = FP32) -> Engine:
+        key = (page, chunk, products, tp, numbers)
         if key not in made:
             end()
-            made[key] = make_engine(page, chunk, products, tp=tp)
+            made[key] = make_engine(page, chunk, products, tp=tp, numbers=numbers)
         return made[key]
 
     def end() -> None:
@@ -185,6 +214,46 @@ def test_the_same_answer_on_every_path(
     retracted: bool,
 ) -> None:
     check_answer(engine_of(*engine), oracles, sampling, cached=cached, busy=busy, retracted=retracted)
+
+
+@pytest.fixture(scope="module")
+def plain_answers(prompt: np.ndarray, engine_of: Callable[..., Engine]) -> Callable[[Numbers], Oracles]:
+    """Gives the answers of the plainest path in some numbers: nothing cached, chunked, beside others or retracted."""
+
+    @functools.cache
+    def of(numbers: Numbers) -> Oracles:
+        made = []
+        for sampling in (GREEDY, SEEDED):
+            engine = engine_of(16, 512, "own", numbers=numbers)
+            assert engine.flush_cache()
+            made.append(run(engine, {"plain": (prompt, sampling)})["plain"])
+        return Oracles(prompt, *made)
+
+    return of
+
+
+@cases(
+    numbers=IN_BF16,
+    engine={name: ENGINES[name] for name in ("page16-whole-own", "page1-whole-own", "page16-chunked-own")},
+    sampling=SAMPLINGS,
+    cached=CACHED,
+    busy={"alone": False, "busy": True},
+    retracted={"kept": False, "retracted": True},
+)
+def test_the_same_answer_on_every_path_in_bfloat16(
+    engine_of: Callable[..., Engine],
+    plain_answers: Callable[[Numbers], Oracles],
+    numbers: Numbers,
+    engine: tuple[int, int, ProductSetting],
+    sampling: SamplingParams,
+    cached: str,
+    busy: bool,
+    retracted: bool,
+) -> None:
+    oracles = plain_answers(numbers)
+    made = engine_of(*engine, numbers=numbers)
+    assert made.config.kv_dtype == "bfloat16"
+    check_answer(made, oracles, sampling, cached=cached, busy=busy, retracted=retracted)
 
 
 @pytest.mark.slow
