@@ -45,6 +45,7 @@ from replicas.runner.kv_access import RankedCopier
 from replicas.runner.model_files import load_model_config, model_identity
 from replicas.runner.port import MakeAgent, PortSpec
 from replicas.runner.product_choice import choose_products, describe_gains
+from replicas.runner.warm_up import time_decode
 from replicas.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,9 @@ def load_engine(settings: EngineSettings) -> Engine:
     runner = ranks.runner
     if settings.commit_pool and config.device == "cpu":
         runner.pool.commit(COMMIT_S)
+    decode_s: dict[int, float] = {}
+    if config.scheduler.drafts == "auto":
+        decode_s = time_decode(lambda plan: ranks.launch(plan).result(), row=runner.max_running)
     kv = _kv_cache(config, ranks, settings)
     connected = None
     if spec is not None:
@@ -121,6 +125,7 @@ def load_engine(settings: EngineSettings) -> Engine:
         started=StartReport(
             attention=runner.attention_choice,
             times={**runner.start_times, "total": time.monotonic() - started_s},
+            decode_s=decode_s,
         ),
     )
     if settings.commit_pool:

@@ -48,20 +48,25 @@ class Observer:
         if isinstance(plan, DecodePlan):
             if plan.follows is not None:
                 return
-            last_tokens, slots = plan.token_ids.tolist(), plan.slots.tolist()
+            inputs = list(zip(plan.token_ids.tolist(), plan.slots.tolist(), strict=True))
+            runs = [[inputs[row] for row in plan.rows_of(request)] for request in range(plan.num_requests)]
         else:
             rows = plan.rows[len(plan.rows) - plan.num_decode :]
-            last_tokens, slots = [int(row.token_ids[0]) for row in rows], [int(row.slots[0]) for row in rows]
-        for token, last, slot in zip(tokens[len(tokens) - len(slots) :], last_tokens, slots, strict=True):
-            if token.token_id is not None:
+            runs = [[(int(row.token_ids[0]), int(row.slots[0]))] for row in rows]
+        for token, run in zip(tokens[len(tokens) - len(runs) :], runs, strict=True):
+            if token.token_id is None:
+                continue
+            made = [token.token_id, *(token_id for token_id, _ in token.more)]
+            finish = token.req.finish.reason.value if token.req.finish is not None else None
+            for number, (next_token, (last, slot)) in enumerate(zip(made, run, strict=False)):
                 observe.decode_step(
                     rid=token.req.rid,
                     index=token.req.index,
-                    i=token.req.num_output - 1 - len(token.forced),
+                    i=token.req.num_output - len(made) + number,
                     last_token=last,
-                    next_token=token.token_id,
+                    next_token=next_token,
                     slot=slot,
-                    finish=token.req.finish.reason.value if token.req.finish is not None else None,
+                    finish=finish if number == min(len(made), len(run)) - 1 else None,
                 )
 
     def _meta(self, kv_bytes: KvBytes, req: Req, first: int) -> PayloadMeta:

@@ -77,9 +77,8 @@ def resolve(
     if scheduler.cascade_saves is None:
         scheduler = replace(scheduler, cascade_saves=CASCADE_SAVES[hardware.device])
         origin["scheduler.cascade_saves"] = f"default on {hardware.device}"
-    if scheduler.overlap == "auto":
-        scheduler = replace(scheduler, overlap="on" if hardware.device == "cuda" else "off")
-        origin["scheduler.overlap"] = f"default on {hardware.device}"
+    scheduler, why_so = _decode_steps(scheduler, model, parallel, hardware.device)
+    origin |= why_so
     if num_threads is None:
         num_threads = max(1, hardware.num_cpus // parallel.tp)
         origin["num_threads"] = f"{hardware.num_cpus} CPUs over {parallel.tp} ranks"
@@ -94,6 +93,31 @@ def resolve(
         num_threads=num_threads,
         origin=origin,
     )
+
+
+def _decode_steps(
+    scheduler: SchedulerConfig, model: ModelConfig, parallel: ParallelConfig, device: Device
+) -> tuple[SchedulerConfig, dict[str, str]]:
+    """Fill in what each decode step does. Returns: the settings, and where those that were open come from."""
+    origin: dict[str, str] = {}
+    if scheduler.overlap == "auto":
+        scheduler = replace(scheduler, overlap="on" if device == "cuda" else "off")
+        origin["scheduler.overlap"] = f"default on {device}"
+    if scheduler.drafts == "auto" and (why := _no_drafts(model, scheduler, parallel)) is not None:
+        scheduler = replace(scheduler, drafts="off")
+        origin["scheduler.drafts"] = why
+    return scheduler, origin
+
+
+def _no_drafts(model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig) -> str | None:
+    """Tell why a step cannot try drafts of tokens here; None if it can."""
+    if scheduler.overlap == "on":
+        return "scheduler.overlap: a step is launched before the tokens are known that its drafts would follow"
+    if model.implementation == "transformers":
+        return "Transformers' module may add up a row in another order beside other rows"
+    if parallel.tp > 2:
+        return "the sum of more than two ranks' parts has an order that a row's place decides"
+    return None
 
 
 def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -523,6 +523,9 @@ class EngineStats:
     flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
     num_constrained: int = 0  # requests whose output is held to a constraint, so far
     forced_tokens: int = 0  # of their outputs, taken without a choice
+    # guessed tokens that rows of decode steps tried, and of them those that came true, by source (scheduler/tokens.py)
+    drafted_tokens: Mapping[str, int] = field(default_factory=dict)
+    accepted_tokens: Mapping[str, int] = field(default_factory=dict)
     longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
     rate_step_tokens: float = 0.0  # smoothed prompt tokens of the steps that ``prefill_tokens_per_s`` comes from
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool

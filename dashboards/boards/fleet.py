@@ -194,6 +194,11 @@ ENGINE = Row("Engine steps", (
         "Requests per second whose output is held to a schema or a grammar, and tokens per second that these took "
           "without a choice, as their grammar allowed no other, by role.",
         "Tokens 0 while requests come with schemas that name many properties: scheduler.mixed_steps is off."),
+    Panel("Drafted tokens", rate("scheduler_draft_tokens_total", "source", "outcome"), Unit.PER_S,
+        "Tokens per second that were guessed and tried in decode steps, by where the guess came from and whether it "
+          "was what the model draws; 0 with scheduler.drafts: off.",
+        "Rejected above accepted for long: guesses cost more than they give; set scheduler.drafts: off, and report it.",
+        shape=Shape.STACKED),
     Panel("Running requests and limit", {
         "running": gauge("scheduler_requests", state="running"),
         "limit": gauge("scheduler_running_limit_requests"),

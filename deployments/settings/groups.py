@@ -70,7 +70,7 @@ def _scheduler(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     # in YAML a bare ``on`` is True
-    flags = {name: value[name] for name in ("overlap", "priorities") if isinstance(value.get(name), bool)}
+    flags = {name: value[name] for name in ("overlap", "priorities", "drafts") if isinstance(value.get(name), bool)}
     return {**value, **{name: "on" if is_on else "off" for name, is_on in flags.items()}}
 
 

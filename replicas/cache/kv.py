@@ -14,6 +14,7 @@ Thread:    scheduler thread only.
     admit ──> extend ──> commit ──> extend ... extend_decode ... ──> release
     locks the   takes      gives whole  (next chunk)  one slot          keep: commit, then all that is private goes back
     prefix      slots      pages to     a request     each              else: all that is private goes back
+                                                      extend_draft ──> cut: slots of guesses that were wrong go back
                            the tree                                 ──> quarantine ──> release_quarantined
                                                                         where a peer may still read or write them
 """
@@ -229,6 +230,23 @@ class KvCache:
             for req in reqs:
                 self._leave_behind(req, self.window + SLACK)
         return slots
+
+    def extend_draft(self, req: Req, num_tokens: int) -> Slots:
+        """Take slots for ``num_tokens`` guesses at what follows the tokens that ``req`` has; `cut` takes back what did
+        not come true. Returns: none of them where even eviction cannot make room."""
+        kv_len = _holding(req).kv_len
+        num_pages = self._num_pages(kv_len + num_tokens) - self._num_pages(kv_len)
+        fits = num_pages * self.page_size <= self.available_tokens()
+        return self.extend(req, kv_len + num_tokens) if fits else np.empty(0, dtype=np.int32)
+
+    def cut(self, req: Req) -> None:
+        """Take back the slots of ``req`` behind its computed tokens."""
+        holding = _holding(req)
+        first = self._num_pages(req.computed_len) * self.page_size
+        if first < holding.kv_len:
+            self._allocator.free(self._row_pages(holding.row, first, holding.kv_len))
+        self._table.cut(holding.row, req.computed_len)
+        holding.kv_len = req.computed_len
 
     def _leave_behind(self, req: Req, seen: int) -> None:
         """Stop holding the pages of ``req`` before its last ``seen`` tokens, and its lock when all of that is there."""

@@ -64,18 +64,19 @@ class Choice:
         return pushed.text, Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
 
     def push_run(self, token: NewToken) -> tuple[NewToken, str, Finish | None]:
-        """Decode a token and those that were forced after it. Returns: the token with the forced tokens up to the one
-        that completes a stop string, their text, and the end if there is such a one."""
+        """Decode a token and those that came with it. Returns: the token with those up to the one that completes a stop
+        string, their text, and the end if there is such a one."""
         assert token.token_id is not None
-        ids, text = (token.token_id, *token.forced), ""
+        ids, text = (token.token_id, *(token_id for token_id, _ in token.more)), ""
         num_shown = len(ids) - (self.req.num_output - self._num_shown(self.req.finish))
         for index, token_id in enumerate(ids[:num_shown]):
             pushed = self.detokenizer.push([token_id])
             text += pushed.text
             if pushed.matched_stop is not None:
                 self.req.num_tokens -= len(ids) - 1 - index
+                self.req.computed_len = min(self.req.computed_len, self.req.num_tokens - 1)
                 finish = Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
-                return token._replace(forced=token.forced[:index]), text, finish
+                return token._replace(more=token.more[:index]), text, finish
         return token, text, None
 
     def delta(self, token: NewToken | None, text: str) -> TokenDelta:
@@ -93,9 +94,10 @@ class Choice:
         token_ids: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         if token is not None and token.token_id is not None:
-            token_ids = (token.token_id, *token.forced)
+            token_ids = (token.token_id, *(token_id for token_id, _ in token.more))
             if token.logprob is not None:
-                logprobs = (token.logprob, *(_certain(each, req.top_logprobs) for each in token.forced))
+                more = (logprob or _certain(token_id, req.top_logprobs) for token_id, logprob in token.more)
+                logprobs = (token.logprob, *more)
         return TokenDelta(
             rid=req.rid,
             index=req.index,

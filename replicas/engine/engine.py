@@ -43,6 +43,7 @@ from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded, 
 from replicas.grammar.matcher import Matcher
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
+from replicas.scheduler.drafts import MOST_ROWS, Drafts
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.text.tokenizer import Tokenizer
@@ -70,6 +71,7 @@ class StartReport:
 
     attention: AttentionChoice
     times: Mapping[str, float] = field(default_factory=dict)  # seconds of load_weights, warm_up, total; as far as known
+    decode_s: Mapping[int, float] = field(default_factory=dict)  # seconds of a decode step, by rows, if it was measured
 
 
 class Intake:
@@ -139,6 +141,11 @@ class Engine:
         self.started = started or StartReport(
             attention=AttentionChoice(name=config.attention, why="as the settings say")
         )
+        if config.scheduler.drafts == "auto":
+            most_rows = min(config.products.blas_rows.values(), default=MOST_ROWS)
+            self.scheduler.drafts = Drafts(
+                self.scheduler.counters, step_s=self.started.decode_s, most_rows=most_rows, clock=clock
+            )
         self._clock = clock
         self._distributions = Distributions()
         self.steps = Stepping(
@@ -479,7 +486,7 @@ class Engine:
         """Turn a token into the delta of its choice; a stop string found here ends the request."""
         choice, text = self._open.of(token.req), ""
         if token.token_id is not None:
-            token, text, finish = choice.push_run(token) if token.forced else (token, *choice.push(token.token_id))
+            token, text, finish = choice.push_run(token) if token.more else (token, *choice.push(token.token_id))
             if finish is not None:
                 self.scheduler.finish(token.req, finish)
                 token.req.finish = finish  # a stop string wins over the length limit reached by the same token

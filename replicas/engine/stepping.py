@@ -175,6 +175,8 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         decode_step_s=steps.decode_step_s,
         num_constrained=counters.constrained,
         forced_tokens=counters.forced_tokens,
+        drafted_tokens=dict(counters.drafted_tokens),
+        accepted_tokens=dict(counters.accepted_tokens),
         num_preallocating=len(queues.prealloc),
         num_mixed_steps=steps.num_mixed,
         num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
@@ -257,8 +259,9 @@ class Stepping:
         """Record the time of ``step``, which is over: from its launch, or from the end of the step before if later."""
         started_s, self._counted_s = max(step.launched_s, self._counted_s), self._clock()
         plan, step_s = step.plan, self._counted_s - started_s
-        is_extend, num_rows = isinstance(plan, ExtendPlan), len(plan.rows)
-        num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
+        is_extend = isinstance(plan, ExtendPlan)
+        num_reqs = plan.num_requests if isinstance(plan, DecodePlan) else len(plan.rows)
+        num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
         self.times.record(
             step_s,
@@ -273,7 +276,7 @@ class Stepping:
             self._scheduler.queues.waiting.s_per_token = s_per_token
             if tiers is not None:
                 tiers.compute_s_per_token = s_per_token
-        self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
+        self._distributions.step(step_s, num_reqs, num_new, is_extend=is_extend)
 
     def _begin_masks(self) -> None:
         """Compute the masks of the newest step beside its forward."""

@@ -33,6 +33,7 @@ class Deadlines:
     """The deadlines of open requests, earliest first, on the scheduler's clock."""
 
     def __init__(self) -> None:
+        self.starved = StarvedHeads()
         self._heap: list[_Entry] = []
         self._open: dict[Req, _Entry] = {}
         self._num_added = 0

@@ -40,13 +40,26 @@ from replicas.types import TokenIds
 MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/log/2026-11-22-cpu-kernels.md, Cascade)
 
 
+MIN_DRAFT_LEN = 128  # tokens before a draft that its rows read together: what the CPU's kernel shares at least
+
+
 class DecodeRows(NamedTuple):
-    """The rows of a decode step, each [B] int32."""
+    """The rows of a decode step, each [B] int32, or [R] with those of drafts."""
 
     rows: npt.NDArray[np.int32]  # of the ReqToTokenPool
     token_ids: TokenIds  # 0 in a step planned ahead, whose input is not known yet
     seq_lens: npt.NDArray[np.int32]
     slots: Slots
+
+    def and_draft(self, request: int, token_ids: TokenIds, slots: Slots) -> "DecodeRows":
+        """Add the rows of a draft of request ``request``: ``token_ids`` [k] follow its own token."""
+        seq_len = self.seq_lens[request] + np.int32(1)
+        return DecodeRows(
+            np.append(self.rows, np.full(len(slots), self.rows[request])),
+            np.append(self.token_ids, token_ids),
+            np.append(self.seq_lens, np.arange(seq_len, seq_len + len(slots), dtype=np.int32)),
+            np.append(self.slots, slots),
+        )
 
 
 def decode_rows(reqs: Sequence[Req], kv: KvCache, *, ahead: bool = False) -> DecodeRows:
@@ -67,23 +80,29 @@ def decode_plan(
     groups: tuple[PrefixGroup, ...],
     *,
     follows: npt.NDArray[np.int32] | None = None,
+    draft_rows: tuple[range, ...] = (),
 ) -> DecodePlan:
-    """Plan a decode step of ``reqs``; ``follows``: it is planned ahead."""
+    """Plan a decode step of ``reqs``; ``follows``: it is planned ahead. ``draft_rows``: as in the plan."""
+    sampling = [sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs]
+    for req, drafted in zip(reqs, draft_rows, strict=False):
+        sampling += [sample_row(req, num_drafted=number) for number in range(1, len(drafted) + 1)]
     return DecodePlan(
         table_writes=table_writes,
         rows=rows.rows,
         token_ids=rows.token_ids,
         seq_lens=rows.seq_lens,
         slots=rows.slots,
-        sampling=tuple(sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs),
+        sampling=tuple(sampling),
         prefix_groups=groups,
         follows=follows,
+        draft_rows=draft_rows,
     )
 
 
-def sample_row(req: Req, num_ahead: int = 0) -> SampleRow:
-    """Collect what the sampler needs to choose the next token of ``req``, or the one ``num_ahead`` after it."""
-    num_tokens, prompt_len, ids = req.num_tokens, req.prompt_len, req.ids
+def sample_row(req: Req, num_ahead: int = 0, num_drafted: int = 0) -> SampleRow:
+    """Collect what the sampler needs to choose the next token of ``req``, or the one ``num_ahead`` after it: those
+    between are not known, or are the first ``num_drafted`` of its draft."""
+    num_tokens, prompt_len, ids = req.num_tokens + num_drafted, req.prompt_len, req.ids
     return SampleRow(
         req.sampling,
         num_tokens + num_ahead,
@@ -160,6 +179,21 @@ class SharedPrefixes:
         if not first:
             return self._groups
         return tuple(replace(group, members=group.members + np.int32(first)) for group in self._groups)
+
+
+def draft_groups(
+    groups: Sequence[PrefixGroup], draft_rows: Sequence[range], seq_lens: npt.NDArray[np.int32], *, page_size: int
+) -> tuple[PrefixGroup, ...]:
+    """Let the rows of each draft read what is before them together. Such a request leaves its group among ``groups``:
+    a row is in one at most."""
+    own, left = [], set[int]()
+    for request, rows in enumerate(draft_rows):
+        length = (int(seq_lens[request]) - 1) // page_size * page_size  # its own token is made in this step
+        if rows and length >= MIN_DRAFT_LEN:
+            own.append(PrefixGroup(members=np.array([request, *rows], dtype=np.int32), length=length))
+            left.add(request)
+    stay = (replace(group, members=group.members[~np.isin(group.members, list(left))]) for group in groups)
+    return (*(group for group in stay if len(group.members) > 1), *own)
 
 
 def prompt_groups(reqs: Sequence[Req]) -> tuple[PrefixGroup, ...]:

@@ -2,9 +2,9 @@
 
 Owns:      nothing; these are values.
 Invariant: every slot that a plan writes belongs to the request whose row it is. No two rows of a plan write one slot,
-           and no two ``table_writes`` one position of a row. The slots of decode rows are not among the
-           ``table_writes``: each rank enters them into its table itself, at the last position of the row's sequence,
-           before the step.
+           and no two ``table_writes`` one position of a row. Each rank enters the slots of decode rows into its table
+           itself, at the last position of the row's sequence, before the step: they are not among the
+           ``table_writes``, but for those of drafts, whose writes name the same cells with the same values.
 """
 
 from collections.abc import Callable
@@ -85,18 +85,30 @@ class ExtendPlan:
 class DecodePlan:
     """One token for each running request; ``seq_lens`` count the new token.
 
+    Behind the rows of the B requests lie those that try drafts: rows of the same requests, each one token further, with
+    a guess as its input. Such a row counts if the one before it counts and sampled just that.
+
     A plan made while the step before it is under way does not know its input: row b's is what the step launched before
     it sampled at ``follows[b]`` (0 for what is BROKEN there), and ``token_ids[b]`` stands for nothing.
     """
 
     table_writes: tuple[TableWrite, ...]
-    rows: npt.NDArray[np.int32]  # [B] rows of the ReqToTokenPool
-    token_ids: TokenIds  # [B]
-    seq_lens: npt.NDArray[np.int32]  # [B] tokens to attend over, the new one included
-    slots: Slots  # [B]
-    sampling: tuple["SampleRow", ...]  # [B]
+    rows: npt.NDArray[np.int32]  # [R] rows of the ReqToTokenPool, R = B without drafts
+    token_ids: TokenIds  # [R]
+    seq_lens: npt.NDArray[np.int32]  # [R] tokens to attend over, the new one included
+    slots: Slots  # [R]
+    sampling: tuple["SampleRow", ...]  # [R]
     prefix_groups: tuple[PrefixGroup, ...] = ()
     follows: npt.NDArray[np.int32] | None = None  # [B] indices into the sampled tokens of the step launched before
+    draft_rows: tuple[range, ...] = ()  # [B] those of each request's draft, some empty; (): there are none
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.draft_rows) or len(self.rows)
+
+    def rows_of(self, request: int) -> list[int]:
+        """List the rows of a request, in the order of their positions."""
+        return [request, *(self.draft_rows[request] if self.draft_rows else ())]
 
 
 StepPlan = ExtendPlan | DecodePlan

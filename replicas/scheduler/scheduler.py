@@ -14,38 +14,42 @@ Thread:    engine thread only.
                                                            └─ schedule_ahead ─> DecodePlan, before that apply
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import OFFLINE, CachedTokens, Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving, run_tokens
-from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, deadline_passed
+from replicas.scheduler.deadlines import Deadlines, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
     AheadGate,
     DecodeRows,
     SharedPrefixes,
     decode_plan,
     decode_rows,
+    draft_groups,
     plan_ahead,
     prompt_groups,
     retract,
     retract_until_it_fits,
     retracted_first,
 )
+from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, extend_plan, next_batch
 from replicas.scheduler.queues import QueueRules, Queues, WaitingQueue
 from replicas.scheduler.tokens import (
     Counters,
+    Drawn,
     NewToken,
     count_computed,
     end_without_token,
     not_allowed,
     sampled,
     stop_reason,
+    take_accepted,
     take_forced,
 )
 from replicas.types import Finish, FinishReason, TokenLogprob
@@ -94,7 +98,7 @@ class Scheduler:
         )
         self._shared = SharedPrefixes(min_saved=config.cascade_saves or 0)
         self._gate = AheadGate()
-        self._starved = StarvedHeads()
+        self.drafts: Drafts | None = None  # set once, by who starts the engine; None: each step makes one token
 
     @property
     def has_work(self) -> bool:
@@ -174,7 +178,7 @@ class Scheduler:
         self.kv.commit(req)
         req.move(ReqState.RUNNING)
         queues.running.append(req)
-        return self._take_token(req, token_id, logprob)
+        return self._take_run(req, [(token_id, logprob)])
 
     def take_back(self, req: Req) -> None:
         """Undo `park`: ``req`` is to be accepted another way."""
@@ -211,6 +215,8 @@ class Scheduler:
         if req.leg is not None:
             self.queues.away.ended.append(req)
         self.deadlines.remove(req)
+        if self.drafts is not None:
+            self.drafts.forget(req)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or return None when nothing can run; no step may be under way. Slots are taken here, so
@@ -242,7 +248,7 @@ class Scheduler:
             self._gate.disturb()
         else:
             self._gate.looked()
-        return decode_plan(queues.running, decode, self._table_writes(), self._groups(queues.running))
+        return self._decode_plan(decode)
 
     def schedule_ahead(self) -> DecodePlan | None:
         """Plan the step after the one under way, before that one's tokens are known; None where that is not possible
@@ -267,7 +273,9 @@ class Scheduler:
         num_prompt, num_decode = count_computed(plan, result, reqs, self.queues, self.kv)
         self.counters.prefill_tokens += num_prompt
         self.counters.decode_tokens += num_decode
-        tokens = [self._take_token(req, token, logprob) for req, token, logprob in sampled(plan, result, reqs)]
+        tokens = [self._take_run(req, run) for req, run in sampled(plan, result, reqs)]
+        if self.drafts is not None and isinstance(plan, DecodePlan):
+            self._end_drafts(self.drafts, plan, reqs, tokens)
         for req, keep in under_way.take_released():
             let_go(req, self.kv, keep=keep)
         return tokens
@@ -319,15 +327,16 @@ class Scheduler:
         """End heads of the queues that found no memory for too long, while no request holds any."""
         if self.queues.away.holding or self.queues.chunked is not None:
             return
-        for head in self._starved.late([head for head in heads if head is not None], now_s):
+        for head in self.deadlines.starved.late([head for head in heads if head is not None], now_s):
             finish = cannot_start(head, self.kv)
             if finish is not None:
                 self._end(head, finish)
                 self.last.made_progress = True
 
-    def _take_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> NewToken:
-        """Give ``req`` its next token, sampled here or elsewhere, and end it if that is its last."""
-        forced: tuple[int, ...] = ()
+    def _take_run(self, req: Req, run: Sequence[Drawn]) -> NewToken:
+        """Give ``req`` its next token, made here or elsewhere, and what ``run`` has behind it; end it at its last."""
+        token_id, logprob = run[0]
+        more: tuple[Drawn, ...] = ()
         if req.stamps.first_token_s is None:
             req.stamps.first_token_s = self._clock()
         if token_id == BROKEN or req.max_remaining <= 0:
@@ -337,12 +346,14 @@ class Scheduler:
             req.append(token_id)
             finish = stop_reason(req)
             if finish is None and req.guide is not None:
-                forced, finish = self._follow(req, token_id)
+                more, finish = self._follow(req, token_id)
+            elif finish is None and len(run) > 1:
+                more, finish = take_accepted(req, run[1:])
             if finish is not None:
                 self.finish(req, finish)
-        return NewToken(req, token_id, logprob, forced)
+        return NewToken(req, token_id, logprob, more)
 
-    def _follow(self, req: Req, token_id: int) -> tuple[tuple[int, ...], Finish | None]:
+    def _follow(self, req: Req, token_id: int) -> tuple[tuple[Drawn, ...], Finish | None]:
         """Let the grammar of ``req`` take in ``token_id``. Returns: the tokens that it forces next, and its end."""
         assert req.guide is not None
         if not req.guide.consume(token_id):
@@ -359,6 +370,30 @@ class Scheduler:
             req.move(ReqState.PREFILLING)
             queues.forced.append(req)
         return forced, finish
+
+    def _decode_plan(self, rows: DecodeRows) -> DecodePlan:
+        """Plan a step of all running requests, whose ``rows`` have slots; drafts get rows behind those."""
+        reqs, groups = self.queues.running, self._groups(self.queues.running)
+        drafts = [] if self.drafts is None else self.drafts.choose(reqs)
+        draft_rows = list[range]()
+        for request, token_ids in enumerate(drafts):
+            req, first = reqs[request], len(rows.rows)
+            if len(token_ids) and len(slots := self.kv.extend_draft(req, len(token_ids))):
+                req.ids[req.num_tokens : req.num_tokens + len(slots)] = token_ids
+                rows = rows.and_draft(request, token_ids, slots)
+            draft_rows.append(range(first, len(rows.rows)))
+        if draft_rows and self._config.cascade:
+            groups = draft_groups(groups, draft_rows, rows.seq_lens, page_size=self.kv.page_size)
+        return decode_plan(reqs, rows, self._table_writes(), groups, draft_rows=tuple(draft_rows))
+
+    def _end_drafts(self, drafts: Drafts, plan: DecodePlan, reqs: list[Req], tokens: list[NewToken]) -> None:
+        """Take back the slots of guesses that were wrong, and tell how good all were."""
+        tried = {req: len(rows) for req, rows in zip(reqs, plan.draft_rows, strict=False) if rows}
+        for req in tried:
+            if req.finish is None:
+                self.kv.cut(req)
+        self.counters.decode_tokens += sum(len(token.more) for token in tokens if token.req in tried)
+        drafts.judge(len(reqs), tokens, tried)
 
     def _take_decode_slots(self) -> tuple[bool, DecodeRows | None]:
         """Take a slot for the next token of each running request. Returns: whether any was retracted for it; the rows,

@@ -2,19 +2,22 @@
 
 Owns:      nothing; moves requests from prefill to the running batch, or to the hand-off queue.
 Never:     chooses what runs, or ends a request: the scheduler does.
-Invariant: a request of the step gets at most one sampled token; the tokens come in the order of the plan's rows.
+Invariant: a request of the step gets one sampled token, or none, and behind it those of its draft that came true; the
+           requests come in the order of the plan's rows.
 Thread:    scheduler thread only.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.request import Req, ReqState
-from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
+from replicas.scheduler.plan import BROKEN, DecodePlan, ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
 from replicas.types import Finish, FinishReason, TokenLogprob
+
+SOURCES = ("text",)  # of drafts: the request's own prompt and output
 
 BROKEN_LOGITS = (
     "no token can be chosen: the logits hold NaN or inf, or all are masked out. The weights are broken, activations "
@@ -27,13 +30,16 @@ NOTHING_ALLOWED = (
 )
 
 
+Drawn = tuple[int, TokenLogprob | None]  # a token, and its logprob where that was asked for
+
+
 class NewToken(NamedTuple):
-    """One sampled token of one request, and what was forced after it; ``req.finish`` is set when they were its last."""
+    """One sampled token of one request, and what came with it; ``req.finish`` is set when they were its last."""
 
     req: Req
     token_id: int | None  # None: no output was wanted, its logits are broken, or only news of a hand-off is reported
     logprob: TokenLogprob | None
-    forced: tuple[int, ...] = ()  # the tokens after it, which the grammar left no choice about
+    more: tuple[Drawn, ...] = ()  # the tokens after it: forced by the grammar (no logprob), or drawn as its draft says
 
 
 @dataclass(slots=True)
@@ -53,6 +59,8 @@ class Counters:
     decode_tokens: int = 0
     constrained: int = 0  # requests, those included whose grammar could not be compiled
     forced_tokens: int = 0  # of outputs, taken without a choice
+    drafted_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))  # that rows tried
+    accepted_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))  # of them
 
     def count_end(self, reason: FinishReason) -> None:
         match reason:
@@ -103,15 +111,43 @@ def _end_prompt(req: Req, queues: Queues) -> None:
         queues.running.append(req)
 
 
-def sampled(plan: StepPlan, result: StepResult, reqs: list[Req]) -> Iterator[tuple[Req, int, TokenLogprob | None]]:
-    """Pair each open request of the step that was sampled with its token; ``reqs`` as in `count_computed`."""
+def sampled(plan: StepPlan, result: StepResult, reqs: list[Req]) -> Iterator[tuple[Req, Sequence[Drawn]]]:
+    """Pair each open request of the step that was sampled with its token, and with those behind it that its draft had
+    right; ``reqs`` as in `count_computed`."""
     rows = reqs
     if isinstance(plan, ExtendPlan):
         rows = [req for req, row in zip(reqs, plan.rows, strict=True) if row.sample]
-    logprobs = result.logprobs or (None,) * len(rows)
-    for req, token_id, logprob in zip(rows, result.token_ids.tolist(), logprobs, strict=True):
+    logprobs = result.logprobs or (None,) * len(result.token_ids)
+    drawn = list(zip(result.token_ids.tolist(), logprobs, strict=True))
+    if isinstance(plan, DecodePlan) and plan.draft_rows:
+        runs: Iterable[Sequence[Drawn]] = (_run(plan, drawn, request) for request in range(len(rows)))
+    else:
+        assert len(drawn) == len(rows), f"{len(drawn)} tokens were sampled for {len(rows)} rows"
+        runs = ((each,) for each in drawn)
+    for req, run in zip(rows, runs, strict=True):
         if req.finish is None:
-            yield req, token_id, logprob
+            yield req, run
+
+
+def _run(plan: DecodePlan, drawn: Sequence[Drawn], request: int) -> list[Drawn]:
+    """Collect what a request drew, up to the first row whose input is another token than was drawn before it. A broken
+    row of its draft is left to the step in which it has no draft before it."""
+    run = [drawn[request]]
+    for row in plan.draft_rows[request]:
+        if plan.token_ids[row] != run[-1][0] or drawn[row][0] == BROKEN:
+            break
+        run.append(drawn[row])
+    return run
+
+
+def take_accepted(req: Req, drawn: Sequence[Drawn]) -> tuple[tuple[Drawn, ...], Finish | None]:
+    """Append what ``req`` drew behind its next token, up to what ends it. Returns: that, and the end."""
+    for index, (token_id, _) in enumerate(drawn):
+        req.computed_len += 1  # the token before was the input of this one's row
+        req.append(token_id)
+        if (finish := stop_reason(req)) is not None:
+            return tuple(drawn[: index + 1]), finish
+    return tuple(drawn), None
 
 
 def end_without_token(req: Req) -> Finish:
@@ -128,19 +164,19 @@ def not_allowed(message: str) -> Finish:
     return Finish(reason=FinishReason.ERROR, message=f"the constrained output ended: {message}", http_status=400)
 
 
-def take_forced(req: Req, most: int) -> tuple[tuple[int, ...], Finish | None]:
+def take_forced(req: Req, most: int) -> tuple[tuple[Drawn, ...], Finish | None]:
     """Append the tokens that the grammar of ``req`` forces next, at most ``most``. Returns: them, and its end.
 
     Each is the only token that the mask would leave, so the output is what steps of one token make; where something
     else could mask it out too, nothing is taken.
     """
-    guide, sampling, taken = req.guide, req.sampling, list[int]()
+    guide, sampling, taken = req.guide, req.sampling, list[Drawn]()
     finish: Finish | None = None
     if guide is None or sampling.allowed_token_ids is not None or sampling.bad_words:
         return (), None
     while finish is None and len(taken) < most and (token_id := guide.forced()) is not None:
         req.append(token_id)
-        taken.append(token_id)
+        taken.append((token_id, None))
         finish = stop_reason(req)
         if finish is None and not guide.consume(token_id):
             finish = not_allowed(str(guide.error))

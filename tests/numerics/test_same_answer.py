@@ -175,7 +175,7 @@ def run(
         while late and len(made["asked"]) >= NUM_EARLY:
             rid, (ids, sampling) = late.popitem()
             engine.submit(GenerateRequest(rid=rid, token_ids=ids, sampling=sampling))
-        if retract is not None and len(made[retract]) == NUM_NEW // 2:
+        if retract is not None and len(made[retract]) >= NUM_NEW // 2:
             harness.retract(engine.scheduler, next(r for r in engine.scheduler.queues.running if r.rid == retract))
             if to_host:
                 harness.to_host(engine.kv)

@@ -123,3 +123,13 @@ def test_host_memory_is_counted_in_whole_pages_and_what_cannot_be_is_refused() -
         host_tier(with_host(255))
     with pytest.raises(InvalidConfig, match="bytes of memory are available on this machine: give less"):
         host_tier(with_host(1 << 50))
+
+
+def test_drafts_are_off_where_steps_overlap_or_a_rows_sum_depends_on_its_place() -> None:
+    for changes, says in (({"overlap": "on"}, "scheduler.overlap"), ({}, "")):
+        config = resolve(
+            model_config(), Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30),
+            scheduler=replace(SchedulerConfig(drafts="auto"), **changes),  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert config.scheduler.drafts == ("off" if says else "auto")
+        assert config.origin.get("scheduler.drafts", "").startswith(says)

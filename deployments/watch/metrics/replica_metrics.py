@@ -10,7 +10,7 @@ Thread:    made on any; read on the scrape's.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dashboards.catalog import BLOCKS, POOL_STATES, TIERS, Process
+from dashboards.catalog import BLOCKS, DRAFT_SOURCES, POOL_STATES, TIERS, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
 from replicas.config import ModelConfig
@@ -127,6 +127,11 @@ def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
     yield "scheduler_mixed_steps_total", {}, stats.num_mixed_steps
     yield "scheduler_constrained_requests_total", {}, stats.num_constrained
     yield "scheduler_forced_tokens_total", {}, stats.forced_tokens
+    for source in DRAFT_SOURCES:
+        accepted = stats.accepted_tokens.get(source, 0)
+        rejected = stats.drafted_tokens.get(source, 0) - accepted
+        yield "scheduler_draft_tokens_total", {"source": source, "outcome": "accepted"}, accepted
+        yield "scheduler_draft_tokens_total", {"source": source, "outcome": "rejected"}, rejected
     yield from _each("scheduler_busy_seconds_total", "phase", {"prefill": stats.extend_s, "decode": stats.decode_s})
     kinds = {
         "prefill_computed": stats.prefill_tokens,

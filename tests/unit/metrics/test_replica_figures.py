@@ -169,6 +169,13 @@ def test_constrained_requests_and_forced_tokens_are_counted() -> None:
     assert seen.value("scheduler_forced_tokens_total") == 17
 
 
+def test_drafted_tokens_are_counted_by_source_and_outcome() -> None:
+    """An engine counts them in numerics/test_drafts.py."""
+    seen = scrape(dataclasses.replace(stats(), drafted_tokens={"text": 9}, accepted_tokens={"text": 5}))
+    assert seen.values("scheduler_draft_tokens_total", "source") == {"text": 9}
+    assert seen.values("scheduler_draft_tokens_total", "outcome") == {"accepted": 5, "rejected": 4}
+
+
 def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
     assert "manta_transfer" not in scrape(stats()).text
     service = TransferStats(

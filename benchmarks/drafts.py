@@ -1,0 +1,165 @@
+"""Drafts on and off: tokens a second of answers that repeat what is at hand, and of those that do not.
+
+One engine, the two sides in turn, each workload from a cache as it says. ``rewrite`` and ``quotes`` are given: whatever
+the model draws, the next token of the text that an able one would write is taken, for the embedded model can do
+neither. The others are the model's own; greedy, it soon repeats itself, which flatters drafts: the tokens of such loops
+are told apart. A step counts from the first token on.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import driver, harness
+from benchmarks.harness import Row, Table
+from replicas.config import CacheConfig, SchedulerConfig
+from replicas.engine.engine import Engine
+from replicas.launch import EngineSettings, load_engine
+from replicas.scheduler.plan import SampleRow
+from replicas.types import GenerateRequest, SamplingParams, TokenIds
+
+FILE, BOOK = Path(__file__).with_name("limits.py"), Path(__file__).with_name("texts") / "alice.txt"
+POOL_TOKENS = 16_384
+MOST_PERIOD, LOOP = 64, 16  # a loop: so many tokens, or a period of them, as those one period before
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95, seed=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is asked, and what drafts are to gain."""
+
+    prompts: Sequence[TokenIds]
+    sampling: SamplingParams
+    target: str
+    given: TokenIds | None = None  # the answer, where it is not the model's own
+
+
+def draft_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure each workload with drafts and without, in turn."""
+    settings = EngineSettings(
+        model=options.model, cache=CacheConfig(max_total_tokens=POOL_TOKENS), num_threads=options.threads,
+        scheduler=SchedulerConfig(drafts="auto"),
+    )
+    rows: list[Row] = []
+    with closing(load_engine(settings)) as engine:
+        for name, work in workloads(engine, quick=options.quick).items():
+            rows += _measured(engine, name, work, 1 if options.quick else 3)
+    return rows
+
+
+def workloads(engine: Engine, *, quick: bool) -> dict[str, Work]:
+    """Make the workloads by name."""
+    encode, length = engine.tokenizer.encode, 32 if quick else 200
+    file = FILE.read_text()
+    old, new = encode(file)[: 3 * length], encode(file.replace("seconds", "duration_s"))[: 3 * length]
+    book = encode(BOOK.read_text()[:12_000])
+    text, other = book[: 4 * length], book[-2 * length :]
+    quotes = [part for at in range(0, length, 40) for part in (other[at : at + 12], text[2 * at + 60 : 2 * at + 90])]
+    chat = encode("<|im_start|>user\nWhat should I see in Lisbon in two days?<|im_end|>\n<|im_start|>assistant\n")
+    many = [book[100 * at : 100 * at + 64] for at in range(4 if quick else 32)]
+    prompt = encode("Rewrite this file and rename one name.\n")
+    most = replace(GREEDY, max_new_tokens=length)
+    return {
+        "rewrite of a given file with one change": Work(
+            prompts=[np.concatenate([prompt, old])], given=new, sampling=replace(GREEDY, max_new_tokens=len(new)),
+            target=">= 3 x",
+        ),
+        "quotes out of a document": Work(
+            prompts=[text], given=np.concatenate(quotes), target=">= 1.8 x",
+            sampling=replace(GREEDY, max_new_tokens=sum(map(len, quotes))),
+        ),
+        "a chat, greedy": Work(prompts=[chat], sampling=most, target=">= 0.99 x"),
+        "a chat, temperature 0.8": Work(
+            prompts=[chat], sampling=replace(SEEDED, max_new_tokens=length), target=">= 0.99 x"
+        ),
+        f"{len(many)} at once, temperature 0.8": Work(
+            prompts=many, sampling=replace(SEEDED, max_new_tokens=length // 4), target=">= 0.99 x"
+        ),
+    }  # fmt: skip
+
+
+def _measured(engine: Engine, name: str, work: Work, rounds: int) -> list[Row]:
+    drafts, counters = engine.scheduler.drafts, engine.scheduler.counters
+    assert drafts is not None, "scheduler.drafts is off here"
+    sides, table = {"off": None, "on": drafts}, Table(name)
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    answers, steps = dict[str, list[list[int]]](), 0
+    tried, right = sum(counters.drafted_tokens.values()), sum(counters.accepted_tokens.values())
+    for round_, side in harness.in_turn(sides, rounds + 1):
+        engine.scheduler.drafts = None
+        engine.flush_cache()
+        engine.scheduler.drafts = sides[side]
+        before = engine.stats().num_decode_steps
+        rate, answers[side] = _answered(engine, work)
+        if round_:  # the first warms up
+            rates[side].append(rate)
+            steps += (engine.stats().num_decode_steps - before) * (side == "on")
+    engine.scheduler.drafts = drafts
+    tried, right = sum(counters.drafted_tokens.values()) - tried, sum(counters.accepted_tokens.values()) - right
+    made = answers["on"]
+    num_tokens = rounds * sum(len(ids) - 1 for ids in made)
+    looped = sum(sum(in_loop(ids)) for ids in made) / sum(map(len, made))
+    note = (
+        f"{num_tokens / max(steps, 1):.1f} tokens a step, {right} of {tried} drafted came true, "
+        f"{looped:.0%} of the tokens in loops, answers {'equal' if answers['on'] == answers['off'] else 'DIFFER'}"
+    )
+    for side, values in rates.items():
+        table.add(f"drafts {side}", values, "tok/s")
+    gains = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+    table.add("on / off", gains, "x", target=work.target, note=note)
+    return table.rows
+
+
+def _answered(engine: Engine, work: Work) -> tuple[float, list[list[int]]]:
+    """Return the tokens a second from each answer's first token on, and the answers."""
+    with _given(engine, work):
+        for number, prompt in enumerate(work.prompts):
+            engine.submit(GenerateRequest(rid=f"{number}", token_ids=prompt, sampling=work.sampling))
+        made: dict[str, list[int]] = {f"{number}": [] for number in range(len(work.prompts))}
+        num_before, started_s = 0, 0.0
+        while engine.has_work:
+            for delta in engine.step():
+                made[delta.rid] += delta.token_ids
+            if not started_s and all(made.values()):
+                num_before, started_s = sum(map(len, made.values())), time.perf_counter()
+        taken_s = time.perf_counter() - started_s
+    return (sum(map(len, made.values())) - num_before) / taken_s, list(made.values())
+
+
+@contextmanager
+def _given(engine: Engine, work: Work) -> Iterator[None]:
+    """Let each row be the given answer's token of its position, where there is one; it is sampled all the same."""
+    sampler, given = driver.runner_of(engine)._sampler, work.given
+    if given is None:
+        yield
+        return
+    first = len(work.prompts[0])
+
+    def sample(logits: object, rows: Sequence[SampleRow]) -> object:
+        type(sampler).sample(sampler, logits, rows)  # type: ignore[arg-type]
+        return given[[row.position - first for row in rows]], ()
+
+    sampler.sample = sample  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del sampler.sample
+
+
+def in_loop(token_ids: Sequence[int]) -> list[bool]:
+    """Tell of each token whether it and those before it only repeat what came a period before."""
+    ids = np.array(token_ids)
+    found = np.zeros(len(ids), dtype=bool)
+    for period in range(1, min(MOST_PERIOD, len(ids))):
+        same = np.concatenate([np.zeros(period, dtype=int), ids[period:] == ids[:-period]])
+        run = 0
+        for at, one in enumerate(same.tolist()):
+            run = run + 1 if one else 0
+            found[at] |= run >= max(LOOP, period)
+    return found.tolist()

@@ -1,0 +1,226 @@
+"""Drafts: guesses at the next tokens of a request, out of text at hand, and when it pays to try them in a decode step.
+
+Owns:      how often guesses came true, by request and by kind; what a further row of a step costs; the proposals of the
+           step under way.
+Never:     changes an answer: a row of a draft is the decode row of that position, and a token that was guessed wrong
+           ends its run (scheduler/tokens.py). Takes memory from a prompt: drafts stand in steps that only decode.
+Invariant: a step with drafts has fewer rows than ``most_rows``, so that its products add up like those of one row.
+Thread:    scheduler thread only.
+Source:    prompt lookup decoding (Saxena 2023); SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975); verification as
+           in Leviathan et al. 2023 (arXiv:2211.17192), where the draw is a function of seed, position and logits.
+
+    choose: propose, by request ─> the rows with the most tokens to expect per cost ─> step ─> judge: what came true
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from replicas.request import Req
+from replicas.scheduler.tokens import Counters, NewToken
+from replicas.types import TokenIds
+
+MIN_MATCH, MAX_MATCH = 3, 8  # tokens of the suffix that a guess follows; longer matches are as good as the longest
+LONGEST = 32  # tokens of a draft
+MOST_ROWS = 64  # of a step, where BLAS takes no fewer
+LEAST_GAIN = 1.02  # tokens for the cost, over those of a step without drafts: below that the estimate may err
+MEMORY = 0.95  # weight of what came true before, at each further guess: about the last twenty count
+PRIOR = 2.0  # guesses' worth of the kind's share in a request's
+LEAST_COST, MOST_COST = 0.02, 1.0  # of a further row, over a step: also of one that was free at start
+SMOOTHING = 0.2  # weight of the newest step in what rows cost
+STEPS_TO_PLAIN = 32  # with drafts, until one without tells again what that costs
+
+
+@dataclass(slots=True)
+class HitShare:
+    """The share of recent guesses that came true, those before each in its draft given."""
+
+    right: float = 1.0
+    tried: float = 2.0
+
+    def add(self, right: int, tried: int) -> None:
+        kept = MEMORY**tried
+        self.right, self.tried = self.right * kept + right, self.tried * kept + tried
+
+    def beside(self, other: "HitShare") -> float:
+        """Estimate the next guess, where ``other`` is all that is known beside these."""
+        return (self.right + PRIOR * other.right / other.tried) / (self.tried + PRIOR)
+
+
+class GuessKind(NamedTuple):
+    """What a guess rests on."""
+
+    source: str  # of tokens.SOURCES
+    match_len: int  # tokens, up to MAX_MATCH
+
+
+class Proposal(NamedTuple):
+    """A draft of one request."""
+
+    kind: GuessKind
+    token_ids: TokenIds  # [k], k >= 1
+
+
+class RowCost:
+    """What further rows of a decode step cost, in steps without them: measured at start, and kept current."""
+
+    def __init__(self, step_s: Mapping[int, float]) -> None:
+        """``step_s``: seconds of a step, by its rows; none where nothing was measured: rows are then nearly free."""
+        sizes = sorted(step_s) or [1]
+        times = np.maximum.accumulate([step_s.get(size, 1.0) for size in sizes])
+        if len(sizes) > 1:  # the last rows cost what those before them do
+            end_s = times[-1] + (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) * (MOST_ROWS - sizes[-1])
+            sizes, times = [*sizes, MOST_ROWS], np.append(times, end_s)
+        self._start_s = np.interp(np.arange(MOST_ROWS + 1), sizes, times)
+        self._plain_s = 0.0  # smoothed, of steps without drafts over what they took at start; 0 until one was timed
+        self._factor = 1.0  # of what further rows cost over what they did at start
+        self._num_plain = 0  # requests of the last step without drafts
+        self._num_drafted = 0  # steps since
+
+    def known(self, num_requests: int) -> bool:
+        """Whether a step without drafts has told lately what one of ``num_requests`` takes."""
+        return self._num_plain == num_requests and self._num_drafted < STEPS_TO_PLAIN
+
+    def of(self, num_requests: int, num_rows: int) -> npt.NDArray[np.float64]:
+        """Return what steps with 1 .. ``num_rows`` further rows cost, over one of ``num_requests`` alone."""
+        return 1.0 + self._factor * self._more(num_requests, num_rows)
+
+    def timed(self, num_requests: int, num_rows: int, step_s: float) -> None:
+        """Take in the time of a step of ``num_requests``, with ``num_rows`` further rows."""
+        if num_requests + num_rows > MOST_ROWS:
+            return
+        taken = step_s / float(self._start_s[num_requests])
+        if not num_rows:
+            self._plain_s = taken if not self.known(num_requests) else _smooth(self._plain_s, taken)
+            self._num_plain, self._num_drafted = num_requests, 0
+            self._factor += SMOOTHING / STEPS_TO_PLAIN * (1.0 - self._factor)  # a step that was held up is forgotten
+        elif self._plain_s:
+            self._num_drafted += 1
+            cost = taken / self._plain_s - 1.0
+            factor = min(max(cost / float(self._more(num_requests, num_rows)[-1]), 0.0), MOST_COST / LEAST_COST)
+            self._factor = _smooth(self._factor, factor)
+
+    def _more(self, num_requests: int, num_rows: int) -> npt.NDArray[np.float64]:
+        steps_s = self._start_s[num_requests : num_requests + num_rows + 1]
+        least = LEAST_COST * np.arange(1, num_rows + 1)
+        more: npt.NDArray[np.float64] = np.maximum(steps_s[1:] / steps_s[0] - 1.0, least)
+        return more
+
+
+class Drafts:
+    """The drafts of one engine's requests, and which of them each step tries."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        step_s: Mapping[int, float],
+        most_rows: int = MOST_ROWS,
+        clock: Callable[[], float],
+    ) -> None:
+        """``step_s``: seconds of a decode step, by its rows. ``most_rows``: a step with drafts has fewer."""
+        self.cost = RowCost(step_s)
+        self._counters = counters
+        self._most_rows = min(most_rows, MOST_ROWS)
+        self._clock = clock
+        self._began_s = 0.0
+        self._of_reqs: dict[Req, HitShare] = {}  # open requests that had a proposal
+        self._of_kinds: dict[GuessKind, HitShare] = {}
+        self._proposed: dict[Req, Proposal] = {}  # for the step under way, whether a row tries them or not
+
+    def choose(self, reqs: Sequence[Req]) -> list[TokenIds]:
+        """Choose what the next step of ``reqs`` tries: [B] drafts, some empty; [] without any."""
+        self._proposed, chosen = {}, list[TokenIds]()
+        num_rows = self._most_rows - 1 - len(reqs)
+        if num_rows > 0 and self._gain(len(reqs), np.ones(num_rows))[1] >= LEAST_GAIN:
+            self._proposed = {req: found for req in reqs if (found := self._propose(req)) is not None}
+            if self._proposed and self.cost.known(len(reqs)):
+                chosen = self._chosen(reqs, num_rows)
+        self._began_s = self._clock()
+        return chosen
+
+    def judge(self, num_requests: int, tokens: Sequence[NewToken], tried: Mapping[Req, int]) -> None:
+        """Compare what was proposed for the step that is over with its ``tokens``; ``tried``: rows, by request. A
+        proposal that no row tried is judged by the one token that came, so that a source that was poor is noticed when
+        it is good again."""
+        self.cost.timed(num_requests, sum(tried.values()), self._clock() - self._began_s)
+        for token in tokens:
+            proposal = self._proposed.pop(token.req, None)
+            if proposal is None or token.token_id is None:
+                continue
+            came = [token.token_id, *(token_id for token_id, _ in token.more)]
+            pairs = list(zip(came, proposal.token_ids.tolist(), strict=False))
+            right = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
+            for share in (self._of_reqs.setdefault(token.req, HitShare(0.0, 0.0)), self._share(proposal.kind)):
+                share.add(right, min(right + 1, len(pairs)))
+            self._counters.drafted_tokens[proposal.kind.source] += tried.get(token.req, 0)
+            self._counters.accepted_tokens[proposal.kind.source] += len(token.more)
+            if token.req.finish is not None:
+                self.forget(token.req)
+
+    def forget(self, req: Req) -> None:
+        """Forget ``req``, which has ended."""
+        self._of_reqs.pop(req, None)
+
+    def _propose(self, req: Req) -> Proposal | None:
+        """Guess what follows the tokens of ``req``; None where nothing is at hand, or its grammar would have a say."""
+        most = min(LONGEST, req.max_remaining - 1)  # the token after a draft is drawn too
+        if most < 1 or req.sampling.constraint is not None:
+            return None
+        ids = req.ids[: req.num_tokens]
+        start, match_len = repeated_suffix(ids)
+        if not match_len:
+            return None
+        return Proposal(GuessKind("text", match_len), np.resize(ids[start:], most))  # what repeats goes on repeating
+
+    def _chosen(self, reqs: Sequence[Req], num_rows: int) -> list[TokenIds]:
+        """Take the guesses that are likeliest to be reached and right, as many as pay."""
+        places, chances = [], []
+        for place, req in enumerate(reqs):
+            if (proposal := self._proposed.get(req)) is not None:
+                of_req, of_kind = self._of_reqs.get(req, HitShare(0.0, 0.0)), self._share(proposal.kind)
+                length = len(proposal.token_ids)
+                chances.append(min(of_req.beside(of_kind), 0.99) ** np.arange(1, length + 1))
+                places.append(np.full(length, place))
+        place_of, chance = np.concatenate(places), np.concatenate(chances)
+        order = np.argsort(-chance, kind="stable")[:num_rows]
+        best, gain = self._gain(len(reqs), chance[order])
+        if gain < LEAST_GAIN:
+            return []
+        counts = np.bincount(place_of[order[: best + 1]], minlength=len(reqs))
+        none = np.empty(0, dtype=np.int32)
+        return [self._proposed[req].token_ids[:n] if n else none for req, n in zip(reqs, counts.tolist(), strict=True)]
+
+    def _gain(self, num_requests: int, chances: npt.NDArray[np.float64]) -> tuple[int, float]:
+        """Return after which of ``chances`` [n] a step makes the most tokens for its cost, and how many times as many
+        as one without drafts."""
+        tokens = 1.0 + chances.cumsum() / num_requests
+        gains = tokens / self.cost.of(num_requests, len(chances))
+        best = int(gains.argmax())
+        return best, float(gains[best])
+
+    def _share(self, kind: GuessKind) -> HitShare:
+        return self._of_kinds.setdefault(kind, HitShare())
+
+
+def _smooth(old: float, new: float) -> float:
+    return old + SMOOTHING * (new - old)
+
+
+def repeated_suffix(ids: TokenIds) -> tuple[int, int]:
+    """Find where the longest suffix of ``ids`` stands before, at the last such place; a suffix has at least MIN_MATCH
+    tokens, and counts up to MAX_MATCH. Returns: where that place goes on, and the suffix's length, or 0.
+
+    Costs one comparison of all ids, and then of the places that are left.
+    """
+    length, places = 0, np.flatnonzero(ids[:-1] == ids[-1])
+    for back in range(1, MAX_MATCH + 1):
+        if not len(places):
+            break
+        length, found = back, places
+        places = places[places >= back]
+        places = places[ids[places - back] == ids[-1 - back]] if back < len(ids) else places[:0]
+    return (int(found[-1]) + 1, length) if length >= MIN_MATCH else (0, 0)

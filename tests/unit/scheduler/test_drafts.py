@@ -1,0 +1,184 @@
+"""When guesses at further tokens are tried: what they follow, how likely they are, and what their rows cost."""
+
+import numpy as np
+import pytest
+
+from replicas.request import Req
+from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, GuessKind, RowCost, repeated_suffix
+from replicas.scheduler.plan import DecodePlan
+from replicas.scheduler.tokens import Counters, NewToken
+from tests.fakes import next_token
+from tests.harness import Bench, Clock, choice_of
+
+LINEAR = {rows: float(rows) for rows in (1, 2, 4, 8, 16, 32)}  # a step takes as long as its rows by themselves
+FLAT = dict.fromkeys((1, 32), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([1, 2, 3, 4, 9, 2, 3, 4], (4, 3)),  # what follows 2, 3, 4 is the 9
+        ([1, 2, 3, 4, 9, 1, 2, 3, 4], (4, 4)),
+        ([2, 3, 4, 8, 2, 3, 4, 9, 2, 3, 4], (7, 3)),  # the last of equals
+        ([1, 2, 3, 4, 8, 2, 3, 4, 9, 1, 2, 3, 4], (4, 4)),  # but a longer one before it
+        ([3, 4, 9, 3, 4], (0, 0)),  # two tokens are too few
+        ([5, 5, 5, 5, 5], (4, 4)),
+        ([1], (0, 0)),
+        ([7, *range(20), 99, *range(20)], (21, 8)),  # no longer than is told apart
+    ],
+)
+def test_the_longest_repeated_suffix_is_found(ids: list[int], expected: tuple[int, int]) -> None:
+    assert repeated_suffix(np.array(ids, dtype=np.int32)) == expected
+
+
+class Rig:
+    """Drafts on a clock that the test moves, for requests whose text repeats itself."""
+
+    def __init__(self, step_s: dict[int, float], *, num_reqs: int = 1, most_rows: int = 64) -> None:
+        self.clock, self.counters = Clock(), Counters()
+        self.drafts = Drafts(self.counters, step_s=step_s, most_rows=most_rows, clock=self.clock)
+        self.reqs = [choice_of(f"r{n}", [*range(20), *range(12)], max_new_tokens=500) for n in range(num_reqs)]
+
+    def step(self, *, right: int, row_s: float = 0.0) -> int:
+        """Run a step of 1 s, and of ``row_s`` more for each row of a draft, of which each request has the first
+        ``right`` tokens come true. Returns: the rows."""
+        chosen = self.drafts.choose(self.reqs)
+        tried = {req: len(ids) for req, ids in zip(self.reqs, chosen, strict=False) if len(ids)}
+        self.clock.now_s += 1.0 + row_s * sum(tried.values())
+        tokens = []
+        for req in self.reqs:
+            guessed = np.resize(req.ids[repeated_suffix(req.ids[: req.num_tokens])[0] : req.num_tokens], 40).tolist()
+            made = guessed[:right][: tried.get(req, 0) + 1]
+            if len(made) == right:  # else all that was tried came true, and one more
+                made = [*made, 999][: tried.get(req, 0) + 1]
+            tokens.append(NewToken(req, made[0], None, tuple((token, None) for token in made[1:])))
+        self.drafts.judge(len(self.reqs), tokens, tried)
+        return sum(tried.values())
+
+
+def test_a_step_without_drafts_comes_first_and_again_after_some_with() -> None:
+    """It alone tells what such a step takes."""
+    rig = Rig(FLAT)
+    rows = [rig.step(right=40) for _ in range(STEPS_TO_PLAIN + 2)]
+    assert [n > 0 for n in rows] == [False, *[True] * STEPS_TO_PLAIN, False]
+    rig.reqs.append(choice_of("more", [*range(20), *range(12)], max_new_tokens=500))
+    assert rig.step(right=40) == 0
+    assert rig.step(right=40) > 0
+
+
+def test_more_rows_are_tried_while_they_come_true_and_fewer_when_they_do_not() -> None:
+    rig = Rig({1: 1.0, 32: 2.0})
+    first, *rest = [rig.step(right=40, row_s=1 / 31) for _ in range(30)][1:]
+    assert first < 10
+    assert rest[-1] > 20
+    after = [rig.step(right=1, row_s=1 / 31) for _ in range(30)]
+    assert after[-1] < 5
+
+
+def test_none_is_tried_where_rows_cost_what_they_bring() -> None:
+    """A row for a token: no gain, however right; then guesses are not even looked for."""
+    rig = Rig(LINEAR)
+    assert [rig.step(right=40) for _ in range(10)] == [0] * 10
+    assert not rig.drafts._of_reqs
+
+
+def test_wrong_guesses_end_and_are_judged_without_rows_until_they_are_right_again() -> None:
+    rig = Rig({1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0, 32: 7.2})
+    tried = [rig.step(right=0, row_s=0.2) for _ in range(40)]
+    assert tried[-20:] == [0] * 20
+    assert sum(tried) <= 8
+    tried = [rig.step(right=40, row_s=0.2) for _ in range(30)]
+    assert tried[0] == 0
+    assert tried[-1] > 4
+    assert rig.counters.accepted_tokens["text"] == sum(tried)
+
+
+def test_rows_that_cost_more_than_at_start_are_no_longer_tried() -> None:
+    """At start a row took nothing; now each takes a step's time, though all come true."""
+    rig = Rig(FLAT)
+    rows = [rig.step(right=40, row_s=1.0) for _ in range(40)]
+    assert max(rows) > 20
+    assert max(rows[20:]) <= 2
+
+
+def test_a_step_has_fewer_rows_than_its_products_may() -> None:
+    for num_reqs in (1, 5, 16, 31, 40):
+        rig = Rig(FLAT, num_reqs=num_reqs, most_rows=32)
+        rows = max(rig.step(right=40) for _ in range(4))
+        assert rows + num_reqs <= max(31, num_reqs)
+        assert (rows > 0) == (num_reqs < 31)
+
+
+def test_the_likeliest_guesses_of_all_requests_are_tried() -> None:
+    """Of two requests, one whose guesses were right has most of the rows."""
+    rig = Rig({1: 1.0, 2: 1.0, 32: 4.0}, num_reqs=2)
+    good, poor = rig.reqs
+    rig.drafts._of_reqs[good] = type(rig.drafts._share(GuessKind("text", 8)))(19.0, 20.0)
+    rig.drafts._of_reqs[poor] = type(rig.drafts._share(GuessKind("text", 8)))(8.0, 20.0)
+    rig.drafts.cost.timed(2, 0, 1.0)
+    chosen = [len(ids) for ids in rig.drafts.choose(rig.reqs)]
+    assert chosen[0] > 3 * chosen[1] > 0
+
+
+def test_what_a_row_costs_is_read_between_what_was_measured() -> None:
+    cost = RowCost({1: 1.0, 4: 1.3, 8: 2.1, 32: 4.5})
+    assert cost.of(1, 8)[[0, 2, 4, 6, 7]] == pytest.approx([1.1, 1.3, 1.7, 2.1, 2.2])
+    assert cost.of(32, 16)[-1] == pytest.approx(6.1 / 4.5)  # as the last that were measured
+    assert RowCost({}).of(1, 2) == pytest.approx([1.02, 1.04])  # never free
+
+
+class Always(Drafts):
+    """Proposes what the fake device says next, for some requests: always tried."""
+
+    def __init__(self, bench: Bench, rids: set[str]) -> None:
+        super().__init__(bench.scheduler.counters, step_s={}, clock=bench.clock)
+        self._rids = rids
+
+    def choose(self, reqs: list[Req]) -> list[np.ndarray]:  # type: ignore[override]
+        def draft(req: Req) -> np.ndarray:
+            ids = req.ids[: req.num_tokens].tolist()
+            for _ in range(min(3, req.max_remaining - 1) if req.rid in self._rids else 0):
+                ids.append(next_token(ids, 1000))
+            return np.array(ids[req.num_tokens :], dtype=np.int32)
+
+        return [draft(req) for req in reqs]
+
+
+def test_the_rows_of_a_draft_are_a_group_and_its_request_leaves_its_own() -> None:
+    """Three with 256 tokens in common; where one of two leaves, the other is in none."""
+    bench = Bench(num_pages=400, context_len=400, chunked_prefill_size=512)
+    for end in ([2, 3], [4, 5], [6, 7]):
+        bench.submit([*[1] * 256, *end], max_new_tokens=40)
+        bench.step()
+    bench.submit([9] * 20, max_new_tokens=40)
+    bench.step()
+    bench.scheduler.drafts = Always(bench, {"r1", "r3"})
+    plan = bench.step()
+    assert isinstance(plan, DecodePlan)
+    assert [list(rows) for rows in plan.draft_rows] == [[], [4, 5, 6], [], [7, 8, 9]]
+    assert plan.seq_lens[[1, 4, 5, 6]].tolist() == [261, 262, 263, 264]
+    found = [(group.members.tolist(), group.length) for group in plan.prefix_groups]
+    assert found == [([0, 2], 256), ([1, 4, 5, 6], 260)]  # r3 has too few tokens
+    assert [req.num_output for req in bench.reqs] == [5, 7, 3, 5]
+    bench.scheduler.drafts = Always(bench, {"r0", "r1"})
+    plan = bench.step()
+    assert isinstance(plan, DecodePlan)
+    assert [group.members.tolist() for group in plan.prefix_groups] == [[0, 4, 5, 6], [1, 7, 8, 9]]
+    bench.run()
+
+
+def test_a_draft_that_finds_no_page_is_left_out() -> None:
+    """Two requests of 15 and 13 tokens have 8 pages of 4, of 9: three guesses need one more for either."""
+    bench = Bench(num_pages=9, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    for number in range(2):
+        bench.submit([number, *range(11)], max_new_tokens=12)
+        bench.step()
+    for _ in range(2):
+        bench.step()
+    bench.scheduler.drafts = Always(bench, {"r0", "r1"})
+    plan = bench.step()
+    assert isinstance(plan, DecodePlan)
+    assert sorted(len(rows) for rows in plan.draft_rows) == [0, 3]
+    assert bench.kv.store.alloc_failures == 0
+    assert bench.scheduler.counters.retractions == 0
+    bench.run()
