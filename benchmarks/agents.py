@@ -1,11 +1,17 @@
 """Agents beside chats on one engine whose pool is too small for all of them: with and without `cache.sessions`.
+And requests alone on one engine and beside the lines of a batch.
 
     python -m benchmarks agents
+    python -m benchmarks agents lines
 
 Each agent is a session after another: a first prompt, of which all share the beginning (system prompt and tools), then
 turns that send the whole history again and what a tool returned, with a pause for the tool between (lognormal, median
 3.7 s). Chats are the same with a person's pauses. The pool holds the mean histories of some of them. In each round the
 ways run in turn, from an empty cache; what is counted begins after a while.
+
+The requests of `lines` come at random (Poisson), at a rate at which they keep the engine busy for a part of its time;
+the batch always has as many lines open as a router would. What the batch gets is compared with what it gets alone, in
+the part of the time that the requests leave.
 
 The clock counts the CPU time of this process, so that other work on the machine does not count, and jumps over the time
 in which every client pauses. With --slower N a second of CPU time counts as N: an engine that is as much slower.
@@ -32,6 +38,9 @@ PAGE = 16
 AGENT_PAUSE_S, CHAT_PAUSE_S = 3.7, 10.0  # medians
 SPREAD = 1.0  # sigma of the lognormal pauses of tools; a person's are half as far apart
 HOST_BYTES = 1 << 30
+RATES, QUICK_RATES = (0.3, 0.6, 0.9), (0.5,)  # of requests beside a batch, a second
+PROMPT_LEN, ANSWER_LEN = 256, 32  # of those, and of lines
+LINES_WAITING = 4  # at the replica, beyond its rows, as a router keeps there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +141,9 @@ class CpuClock:
 class Run:
     """Clients in front of one engine, until their time is over."""
 
-    def __init__(self, engine: Engine, shape: Shape, seed: int, clock: CpuClock) -> None:
-        self._engine, self._shape, self._clock = engine, shape, clock
+    def __init__(self, engine: Engine, shape: Shape, seed: int, clock: CpuClock, *, tells: bool) -> None:
+        """``tells``: the engine is told that an agent's answer calls a tool, and that its last one calls none."""
+        self._engine, self._shape, self._clock, self._tells = engine, shape, clock, tells
         vocab_size = engine.config.model.vocab_size
         shared = [Random(f"{seed}/shared").randrange(FIRST_ID, vocab_size) for _ in range(shape.shared_len)]
         kinds = [
@@ -186,14 +196,19 @@ class Run:
         seen.count(client, delta, client.first_s)
         del self._open[delta.rid]
         client.turn = (client.turn + 1) % self._shape.num_turns
+        if self._tells and client.name.startswith("agent"):
+            self._engine.kv.told(delta.rid, ["tool"] if client.turn else [])
         heapq.heappush(self._due, (now_s + client.pause_s(), self._clients.index(client)))
 
 
+TOLD = "tools told"
 WAYS = {
     "lru": CacheConfig(sessions=False),
     "sessions": CacheConfig(sessions=True),
+    f"sessions, {TOLD}": CacheConfig(sessions=True),
     "lru, host tier": CacheConfig(sessions=False, host_memory_bytes=HOST_BYTES),
     "sessions, host tier": CacheConfig(sessions=True, host_memory_bytes=HOST_BYTES),
+    f"sessions, host tier, {TOLD}": CacheConfig(sessions=True, host_memory_bytes=HOST_BYTES),
 }
 QUICK = Shape(num_agents=4, fit=2, num_chats=1, num_turns=4, warm_s=8.0, run_s=30.0)
 
@@ -208,7 +223,8 @@ def sessions(options: argparse.Namespace) -> Iterator[Row]:
         clock = CpuClock(options.slower)
         settings = EngineSettings(model=options.model, cache=cache, num_threads=options.threads, clock=clock)
         with closing(load_engine(settings)) as engine:
-            found[way].append(Run(engine, shape, options.seed + round_, clock).run())
+            run = Run(engine, shape, options.seed + round_, clock, tells=way.endswith(TOLD))
+            found[way].append(run.run())
     table = Table(f"{shape.num_agents} agents and {shape.num_chats} chats, a pool for {shape.fit} agents")
     for way, runs in found.items():
         table.add(f"{way}: agents' hit rate", [run.cached / run.asked for run in runs])
@@ -221,7 +237,98 @@ def sessions(options: argparse.Namespace) -> Iterator[Row]:
     yield from table.rows
 
 
-PARTS = {"sessions": Part(about="agents' sessions on a pool that is too small for them", measure=sessions)}
+@dataclass(slots=True)
+class Gaps:
+    """Requests, if any, in front of one engine, beside lines of a batch, if any."""
+
+    engine: Engine
+    clock: CpuClock
+    random: Random
+    rate: float  # requests a second; 0: none
+    has_lines: bool
+    ttft_s: list[float] = field(default_factory=list)
+    line_tokens: int = 0  # prompt and output of lines that were answered
+    idle_s: float = 0.0
+    _sent_s: dict[str, float] = field(default_factory=dict)  # by rid of a request without a token
+    _online: set[str] = field(default_factory=set)  # rids of open requests, which are no lines
+    _num_lines: int = 0  # open
+
+    def _line_places(self) -> int:
+        """Count the lines that may be sent now, as `Fleet.line_places` does."""
+        rows = self.engine.stats().max_running_requests - len(self._online)
+        return max(rows, 0) + LINES_WAITING - self._num_lines
+
+    def _pause_s(self) -> float:
+        return self.random.expovariate(self.rate) if self.rate else math.inf
+
+    def run(self, run_s: float) -> "Gaps":
+        began_s = now_s = self.clock()
+        due_s = began_s + self._pause_s()
+        while now_s < began_s + run_s:
+            while due_s <= now_s:
+                rid = self._submit(offline=False)
+                self._online.add(rid)
+                self._sent_s[rid] = due_s
+                due_s += self._pause_s()
+            for _ in range(self._line_places() if self.has_lines else 0):
+                self._submit(offline=True)
+                self._num_lines += 1
+            if not self.engine.has_work:
+                self.idle_s += min(due_s, began_s + run_s) - now_s
+                self.clock.skip_to(due_s)
+            for delta in self.engine.step() if self.engine.has_work else ():
+                self._take(delta)
+            now_s = self.clock()
+        return self
+
+    def _submit(self, *, offline: bool) -> str:
+        ids = [self.random.randrange(FIRST_ID, self.engine.config.model.vocab_size) for _ in range(PROMPT_LEN)]
+        asked = replace(driver.request(ids, ANSWER_LEN), offline=offline)
+        self.engine.submit(asked)
+        return asked.rid
+
+    def _take(self, delta: TokenDelta) -> None:
+        if delta.rid in self._sent_s:
+            self.ttft_s.append(self.clock() - self._sent_s.pop(delta.rid))
+        if delta.finish is not None and delta.rid in self._online:
+            self._online.remove(delta.rid)
+        elif delta.finish is not None:
+            self._num_lines -= 1
+            self.line_tokens += delta.usage.prompt_tokens + delta.usage.completion_tokens
+
+
+def lines(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield how long requests wait alone and beside a batch, and what the batch gets of the time that they leave."""
+    table = Table(f"requests of {PROMPT_LEN} tokens, {ANSWER_LEN} out, alone and beside a batch of the same")
+    for rate in QUICK_RATES if options.quick else RATES:
+        for _ in range(harness.rounds_of(options, 1)):
+            alone, beside, batch = (
+                _gaps(options, rate=rate_, has_lines=has) for rate_, has in ((rate, False), (rate, True), (0.0, True))
+            )
+            free = alone.idle_s / options.seconds
+            p95 = [harness.percentile(each.ttft_s, 95) for each in (alone, beside)]
+            table.add(f"{rate:g} a second: busy alone", [100 * (1 - free)], "%")
+            table.add(f"{rate:g} a second: first token p95, alone", [p95[0]], "s")
+            table.add(f"{rate:g} a second: first token p95, beside a batch", [p95[1]], "s")
+            table.add(f"{rate:g} a second: beside / alone (<= 1.2)", [p95[1] / p95[0]])
+            table.add(
+                f"{rate:g} a second: batch, of its rate alone in the time left (>= 85)",
+                [100 * beside.line_tokens / (free * batch.line_tokens)], "%",
+            )  # fmt: skip
+    yield from table.rows
+
+
+def _gaps(options: argparse.Namespace, *, rate: float, has_lines: bool) -> Gaps:
+    clock = CpuClock(options.slower)
+    settings = EngineSettings(model=options.model, num_threads=options.threads, clock=clock)
+    with closing(load_engine(settings)) as engine:
+        return Gaps(engine, clock, Random(f"{options.seed}/{rate}"), rate, has_lines).run(options.seconds)
+
+
+PARTS = {
+    "sessions": Part(about="agents' sessions on a pool that is too small for them", measure=sessions),
+    "lines": Part(about="requests alone and beside the lines of a batch", measure=lines, asked=True),
+}
 
 
 def _options(parse: argparse.ArgumentParser) -> None:

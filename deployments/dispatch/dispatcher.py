@@ -24,8 +24,9 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from deployments.channel.frames import MOST_NAME, MOST_TOOLS, ToldTools
 from deployments.dispatch.attempt import Attempt, StraightWay, TakenBack, Tries, TryLimits
-from deployments.dispatch.leases import LeaseHolder
+from deployments.dispatch.leases import LeaseHolder, ReplicaGone
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress, left_after
 from deployments.dispatch.quotas import BeyondLimit, Charge, Quotas
@@ -219,6 +220,14 @@ class Dispatcher:
                         raise
                 finally:
                     del self._running[attempt]
+
+    def told(self, rid: str, tools: Sequence[str]) -> None:
+        """Tell the replica that answered ``rid`` which tools its answer calls."""
+        record = self.routes.get(rid)
+        if record is not None:
+            names = tuple(each[:MOST_NAME] for each in tools[:MOST_TOOLS])
+            with contextlib.suppress(ReplicaGone):  # and its pages with it
+                self._holder.channel.send(record.tries[-1].decision.replica_id, ToldTools(rid, names))
 
     def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
         """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""

@@ -218,7 +218,8 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
     def new_reading() -> ChoiceReading:
         form = output.reasoning
         count = None if form is None else ReasoningCount(pieces, form, is_open=is_open)
-        return ChoiceReading(reader(), count, shows_reasoning=body.include_reasoning is not False)
+        told = None if use is None else service.dispatcher.told
+        return ChoiceReading(reader(), count, shows_reasoning=body.include_reasoning is not False, told=told)
 
     return replace(
         prepared,

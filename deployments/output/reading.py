@@ -6,7 +6,8 @@ Thread:    the router's event loop.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from deployments.output.parts import CallPart, Part, Reader, ReasoningPart
 from deployments.output.reasoning import ReasoningCount
@@ -25,7 +26,8 @@ class ChoiceReading:
     reader: Reader
     count: ReasoningCount | None = None  # None for a model that does not reason
     shows_reasoning: bool = True
-    num_calls: int = 0
+    told: Callable[[str, Sequence[str]], None] | None = None  # a whole answer's request, and its tools
+    tools: list[str] = field(default_factory=list)  # names of those that are called so far
 
     def read(self, delta: TokenDelta) -> list[Part]:
         """Return the parts that ``delta`` adds."""
@@ -34,8 +36,14 @@ class ChoiceReading:
         parts = self.reader.push(delta.text)
         if delta.finish is not None:
             parts += self.reader.end(is_cut=delta.finish.reason is not FinishReason.STOP)
-        self.num_calls += sum(isinstance(part, CallPart) for part in parts)
+        self.tools += [part.name for part in parts if isinstance(part, CallPart)]
+        if self.told is not None and delta.finish is not None and delta.finish.reason is FinishReason.STOP:
+            self.told(delta.rid, self.tools)
         return [part for part in parts if self.shows_reasoning or not isinstance(part, ReasoningPart)]
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.tools)
 
     @property
     def num_reasoning(self) -> int:

@@ -51,7 +51,8 @@ POLICIES: dict[str, Callable[[TreeNode], Rank]] = {
 
 def kept(node: TreeNode) -> Rank:
     """Rank ``node`` before any policy. What only lines of batches use goes first: they come in the order of their
-    prefixes. What is kept for a session goes last, that for a younger one sooner."""
+    prefixes; and so does what only a session used that has ended. What is kept for a session goes last, that for a
+    younger one sooner."""
     return (node.priority != OFFLINE, *((0, 0) if node.lease is None else (1, -node.lease.born)))
 
 

@@ -299,11 +299,16 @@ class KvCache:
         holding = _holding(req)
         if keep and req.finish is not None and self._sessions is not None:
             ids = req.ids[: holding.prefix_len]
-            self._sessions.answered(ids, req.prompt_len, req.salt, name=req.asked.routing_key)
+            self._sessions.answered(ids, req.prompt_len, req.salt, name=req.asked.routing_key, rid=req.rid)
         private = self._row_pages(holding.row, max(holding.prefix_len, holding.gone_len), holding.kv_len)
         self._forget(req)
         self._cache.dec_lock_ref(_lock(holding))
         self._allocator.free(private)
+
+    def told(self, rid: str, tools: Sequence[str]) -> None:
+        """Take note of the tools that the answer to request ``rid`` calls; none: its session has ended."""
+        if self._sessions is not None:
+            self._sessions.sessions.told(rid, tools)
 
     def quarantine(self, req: Req, *, locked: bool) -> Detained:
         """Take all that ``req`` holds while a peer may still read or write it; its row goes back at once.

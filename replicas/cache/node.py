@@ -47,7 +47,7 @@ class TreeNode:
     lock_ref: int = 0  # requests that pin it; every root has 1 of its own (SPEC E03)
     hit_count: int = 0  # one more if it was computed again after every tier had lost it
     below: Below = NOTHING  # in all of its descendants
-    priority: int = 0  # highest of the requests that inserted or used it
+    priority: int = 0  # highest of the requests that inserted or used it; OFFLINE where a session has ended since
     ahead: int = 0  # tokens from its first to the end of the longest sequence that was inserted through it
     page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
     host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none
@@ -124,9 +124,11 @@ class Session:
 
     born: int  # tick of its first answer
     end: TreeNode | None = None  # the deepest node that is kept for it; None: none is
+    mark: TreeNode | None = None  # in which its last prompt ends, in whole pages; None: it has left the tree
     answered_s: float = 0.0
     paused: bool = True  # between an answer and the next prompt
     pause_s: float | None = None  # moving mean of its pauses; None: it has not come back yet
+    tools: tuple[str, ...] = ()  # names of those that its last answer calls, as far as its router has told
     until_s: float = 0.0  # when its lease runs out
 
 

@@ -134,12 +134,13 @@ class RadixCache:
         """Take note that a prompt arrived: the session that it goes on with is kept until its answer."""
         self.sessions.returns([child for child, common in self._path(token_ids, salt) if common == child.num_pages])
 
-    def answered(self, token_ids: TokenIds, prompt_len: int, salt: str, *, name: str = "") -> None:
-        """Take note that ``token_ids`` are a prompt and its answer, in the session that the client calls ``name``."""
+    def answered(self, token_ids: TokenIds, prompt_len: int, salt: str, *, name: str = "", rid: str = "") -> None:
+        """Take note that ``token_ids`` are a prompt, of request ``rid``, and its answer, in the session that the client
+        calls ``name``."""
         path = [child for child, common in self._path(token_ids, salt) if common == child.num_pages]
         ends = np.cumsum([len(node.key) for node in path])
         num_prompt = int(np.searchsorted(ends, prompt_len, side="right"))
-        self.sessions.answered(path, num_prompt, tick=self._tick, name=name)
+        self.sessions.answered(path, num_prompt, tick=self._tick, name=name, rid=rid)
 
     def inc_lock_ref(self, node: TreeNode) -> Lock:
         """Pin ``node`` and all above it (SPEC E11); 0 -> 1 moves a node's pages from evictable to protected."""

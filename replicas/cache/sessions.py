@@ -2,12 +2,13 @@
 
 An agent's pool falls off a cliff under LRU: its sessions come back in turn, so each finds that another's next turn has
 just evicted it. Which session goes first is no guess here: the younger one's pages do, so that as many as fit stay
-whole. Only whether it comes back is one, and that is what its lease says.
+whole. Only whether it comes back is one, and that is what its lease says. It follows the session's own pauses; where a
+router says which tools an answer calls, those tools' pauses in all sessions.
 
 Owns:      which node each session is known by, and the leases: `TreeNode.lease` is written here, and copied by splits.
 Never:     evicts or locks. A lease is a rank in the order of eviction (cache/evict.py); one that runs out lowers it.
 Invariant: a leased session has an entry in the heap, due when its lease is, and ends at the deepest node that is kept
-           for it; no other session refers to a node, so none keeps one alive that has left the tree.
+           for it; its mark is in the tree too: no session keeps a node alive that has left.
 Thread:    scheduler thread only.
 
     answered ──first answer──> known ──its next prompt: returns──> waits, runs ──answered──> leased for its pause
@@ -18,14 +19,17 @@ Thread:    scheduler thread only.
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from replicas.cache.node import Session, TreeNode, path_to
+from replicas.request import OFFLINE
 
 SHORTEST_S = 5.0  # of a lease
 LONGEST_S = 60.0  # of a lease; who pauses for longer is not waited for
-MARGIN = 2.0  # times the mean pause of a session
-WEIGHT = 0.25  # of its last pause in that mean
+MARGIN = 2.0  # times the mean pause of a session, or of the tools that its answer calls
+WEIGHT = 0.25  # of the last pause in that mean
 MAX_NAMED = 4096  # names whose age is remembered
+MAX_ANSWERED = 1024  # answers whose tools may still be told, and tools whose pauses are remembered
 
 
 class Sessions:
@@ -39,6 +43,8 @@ class Sessions:
         self._tie = 0
         self._marks: dict[TreeNode, Session] = {}  # by the node in which their last prompt ends, in whole pages
         self._num_leased = 0
+        self._answered: OrderedDict[str, Session] = OrderedDict()  # by request, until their tools are told
+        self._pauses: OrderedDict[str, float] = OrderedDict()  # moving means by tool, the one used last at the end
         self._born: OrderedDict[tuple[str, str], int] = OrderedDict()  # by salt and name, the one used last at the end
 
     @property
@@ -51,15 +57,18 @@ class Sessions:
         if session is None or not session.paused:
             return
         session.paused = False
-        pause_s, mean_s = self._clock() - session.answered_s, session.pause_s
-        session.pause_s = pause_s if mean_s is None else mean_s + WEIGHT * (pause_s - mean_s)
+        pause_s = self._clock() - session.answered_s
+        session.pause_s = _mean(session.pause_s, pause_s)
+        for tool in session.tools:
+            self._pauses[tool] = _mean(self._pauses.pop(tool, None), pause_s)
+            _bound(self._pauses, MAX_ANSWERED)
         if session.pause_s <= LONGEST_S:
             self._lease(session, session.end or path[-1], LONGEST_S)
 
-    def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str) -> None:
+    def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str, rid: str) -> None:
         """Take note that the answer to a prompt ends with ``path``, whose first ``num_prompt`` nodes are the prompt.
 
-        Args: tick: of now. name: what the client calls the session, or "".
+        Args: tick: of now. name: what the client calls the session, or "". rid: of the request.
         """
         if not num_prompt:
             return
@@ -70,10 +79,33 @@ class Sessions:
         else:
             del self._marks[mark]
             self._end(session)
-        self._marks[prompt[-1]] = session
+        self._marks[prompt[-1]], session.mark = session, prompt[-1]
         session.answered_s, session.paused = self._clock(), True
+        self._answered[rid] = session
+        _bound(self._answered, MAX_ANSWERED)
         if name or (session.pause_s is not None and session.pause_s <= LONGEST_S):
-            self._lease(session, path[-1], max(SHORTEST_S, min(MARGIN * (session.pause_s or 0.0), LONGEST_S)))
+            self._lease(session, path[-1], _lease_s(session.pause_s))
+
+    def told(self, rid: str, tools: Sequence[str]) -> None:
+        """Take note which tools the answer to ``rid`` calls: its path is kept for as long as the slowest of them takes;
+        of a first answer only the prompt. A session that calls none any more has ended: what its turns after the first
+        have made goes before all else."""
+        session = self._answered.pop(rid, None)
+        if session is None or not session.paused:
+            return  # it is back already
+        ended, session.tools = bool(session.tools) and not tools, tuple(tools)
+        if ended:
+            for node in path_to(session.end):
+                if node.lease is session and node.created > session.born:
+                    node.priority = OFFLINE
+            self._end(session)
+        elif tools:
+            known = [self._pauses[each] for each in tools if each in self._pauses]
+            pause_s, end = max(known, default=session.pause_s), session.end or session.mark
+            if pause_s is not None and pause_s > LONGEST_S:
+                self._end(session)
+            elif end is not None:
+                self._lease(session, end, _lease_s(pause_s))
 
     def expire(self) -> None:
         """End the leases that have run out; before each look at the order of eviction."""
@@ -85,13 +117,16 @@ class Sessions:
 
     def removed(self, leaf: TreeNode) -> None:
         """Take note that ``leaf`` is about to leave the tree."""
-        self._marks.pop(leaf, None)
+        session = self._marks.pop(leaf, None)
+        if session is not None:
+            session.mark = None
         if leaf.lease is not None:
             self._ends_above(leaf.lease, leaf)
 
     def clear(self) -> None:
         """Forget all sessions: the tree is empty."""
         self._due, self._num_leased = [], 0
+        self._answered.clear()
         self._marks.clear()
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
@@ -103,7 +138,8 @@ class Sessions:
         for session in leased.values():
             assert session.end in found, "a session ends at a node that has left"
             assert session.end.lease is session, "a session ends at a node that is not kept for it"
-        for session in self._marks.values():
+        for mark, session in self._marks.items():
+            assert session.mark is mark, "a session is known by another node than it says"
             assert session.end is None or id(session) in leased, "a session without a lease refers to a node"
         for node in found:
             if node.lease is not None:
@@ -115,8 +151,7 @@ class Sessions:
         if not name:
             return tick
         born = self._born[salt, name] = self._born.pop((salt, name), tick)
-        if len(self._born) > MAX_NAMED:
-            self._born.popitem(last=False)
+        _bound(self._born, MAX_NAMED)
         return born
 
     def _lease(self, session: Session, end: TreeNode, lease_s: float) -> None:
@@ -160,6 +195,20 @@ class Sessions:
         """Return the session whose last prompt is the longest within ``path``, and the node in which that ends."""
         found = next((node for node in reversed(path) if node in self._marks), None)
         return found, None if found is None else self._marks[found]
+
+
+def _mean(mean_s: float | None, pause_s: float) -> float:
+    return pause_s if mean_s is None else mean_s + WEIGHT * (pause_s - mean_s)
+
+
+def _lease_s(pause_s: float | None) -> float:
+    """Return how long what pauses for ``pause_s`` is kept; None: nothing is known of that."""
+    return max(SHORTEST_S, min(MARGIN * (pause_s or 0.0), LONGEST_S))
+
+
+def _bound(kept: "OrderedDict[Any, Any]", most: int) -> None:
+    if len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _holds(entry: tuple[float, int, Session]) -> bool:

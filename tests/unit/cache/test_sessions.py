@@ -1,6 +1,7 @@
 """Sessions in the tree: whose pages go first, and until when they are kept."""
 
 import gc
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from replicas.types import TokenIds
 from tests.harness import Bench, Clock
 
 PS = 4
+Tools = Sequence[str] | None
 
 
 class Tree:
@@ -26,8 +28,10 @@ class Tree:
     def ids(self, agent: int, num_pages: int) -> TokenIds:
         return np.full(num_pages * PS, agent, dtype=np.int32)
 
-    def turn(self, agent: int, prompt_pages: int, *, answer_pages: int = 1, name: str = "") -> None:
-        """A prompt arrives, is computed and answered."""
+    def turn(
+        self, agent: int, prompt_pages: int, *, answer_pages: int = 1, name: str = "", tools: Tools = None
+    ) -> None:
+        """A prompt arrives, is computed and answered; ``tools``: that its answer calls, if its router tells."""
         prompt, whole = self.ids(agent, prompt_pages), self.ids(agent, prompt_pages + answer_pages)
         self.cache.returns(prompt, "")
         for ids in (prompt, whole):
@@ -36,8 +40,11 @@ class Tree:
             self.num_pages += num
             self.cache.insert(ids, pages, "")
             self.cache.match_prefix(ids, "", count_hit=False)
-        self.cache.answered(whole, len(prompt), "", name=name)
+        self.cache.answered(whole, len(prompt), "", name=name, rid=f"agent {agent}")
         self.cache.check()
+        if tools is not None:
+            self.cache.sessions.told(f"agent {agent}", tools)
+            self.cache.check()
 
     def left(self, agent: int) -> int:
         return self.cache.peek_len(self.ids(agent, 64), "") // PS
@@ -118,6 +125,63 @@ def test_a_session_that_pauses_for_too_long_is_not_waited_for() -> None:
     tree.clock.now_s += LONGEST_S + 1
     tree.turn(1, 4)
     assert tree.cache.sessions.num_leased == 0
+
+
+def test_an_answer_that_calls_a_tool_is_kept_for_as_long_as_that_has_taken_in_other_sessions() -> None:
+    tree = Tree()
+    tree.turn(1, 2, tools=("bash",))
+    tree.clock.now_s += 20
+    tree.turn(1, 4, tools=())
+    tree.turn(2, 2, tools=("bash",))
+    tree.clock.now_s += 39
+    tree.turn(9, 3)
+    tree.evict(10)
+    assert [tree.left(agent) for agent in (1, 2, 9)] == [0, 2, 0]  # of a first answer only the prompt is kept
+    tree.clock.now_s += 2
+    tree.turn(9, 3)
+    tree.evict(2)
+    assert (tree.left(2), tree.left(9)) == (0, 4)
+
+
+def test_a_tool_that_takes_too_long_is_not_waited_for() -> None:
+    tree = Tree()
+    tree.turn(1, 2, tools=("ask a person",))
+    tree.clock.now_s += LONGEST_S + 1
+    tree.turn(1, 4, tools=("ask a person",))
+    tree.turn(2, 2, tools=("ask a person",))
+    assert tree.cache.sessions.num_leased == 0
+    tree.turn(2, 4, tools=("bash",))  # it pauses briefly itself, and nothing is known of this tool
+    assert tree.cache.sessions.num_leased == 1
+
+
+def test_when_a_session_calls_no_tool_any_more_its_turns_go_first_and_its_first_prompt_in_its_turn() -> None:
+    tree = Tree()
+    tree.turn(9, 3)
+    tree.turn(1, 2, tools=("bash",))
+    tree.turn(1, 4, tools=())
+    tree.evict(2)
+    assert (tree.left(1), tree.left(9)) == (3, 4)
+    tree.evict(3)
+    assert (tree.left(1), tree.left(9)) == (3, 1)
+
+
+def test_a_session_that_is_told_to_have_ended_and_comes_back_is_one_again() -> None:
+    tree = Tree()
+    tree.turn(1, 2, tools=("bash",))
+    tree.turn(1, 4, tools=())
+    tree.turn(9, 3)
+    tree.turn(1, 6, tools=("bash",))
+    tree.evict(4)
+    assert (tree.left(1), tree.left(9)) == (7, 0)
+
+
+def test_what_is_told_of_an_answer_after_the_next_prompt_or_of_none_changes_nothing() -> None:
+    tree = Tree()
+    tree.turn(1, 2)
+    tree.cache.returns(tree.ids(1, 4), "")
+    for rid in ("agent 1", "agent 1", "unknown"):
+        tree.cache.sessions.told(rid, ("bash",))
+    tree.cache.check()
 
 
 def test_two_that_go_on_from_one_answer_are_two_sessions() -> None:
