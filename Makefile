@@ -143,6 +143,7 @@ simulate: $(VENV)/.installed-plots ## Every routing policy over simulated replic
 		--policy round_robin --policy power_of_two --policy least_tokens --policy prefix_threshold \
 		--policy estimated_ttft --policy oracle \
 		--json bench_results/simulate.json --plot bench_results/simulate.svg
+	@$(BIN)/python -m benchmarks router tenants
 
 dashboards: install-test ## Write the boards and docs/metrics.md anew, from dashboards/catalog.py and dashboards/boards
 	@$(BIN)/python -m dashboards build

@@ -4,6 +4,7 @@
     python -m benchmarks router simulate --trace RECORDING --replicas 1 2 3 4 --queue lpm on_time
     python -m benchmarks router cost --tokens 1024 8192
     python -m benchmarks router moves
+    python -m benchmarks router tenants
     python -m benchmarks router live --fleet 1000 --stats-period 0.5
 
 `simulate` is deterministic but for the CPU time of decisions: load of sim_load, a run of sim_cluster.
@@ -13,6 +14,7 @@ into the index. With events, as in the app, each replica tells what it stored an
 request path); without, the index keeps the order of use itself. Pools are full at 8 replicas. Every replica reports
 each 0.1 s of simulated time (not timed, but the choice after it takes the new numbers in).
 `moves` has requests that wait move to another replica, or stay (sim_moves.py).
+`tenants` has one tenant flood a replica on which nine chat (sim_tenants.py).
 `live` puts the router behind its fleet and channel, before replicas of another process (live_router.py).
 """
 
@@ -31,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress, TimeElapsedColumn
 
-from benchmarks import harness, live_router, recorded, sim_moves, workloads
+from benchmarks import harness, live_router, recorded, sim_moves, sim_tenants, workloads
 from benchmarks.calibration import PACE_S, Calibrated, build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
@@ -413,6 +415,7 @@ PARTS = {
     "simulate": Part(about="policies over simulated replicas", measure=simulate),
     "live": Part(about="a live router before 1,000 replicas in another process", measure=live, asked=True),
     "moves": Part(about="requests that wait move, or stay: simulated replicas", measure=sim_moves.measure, asked=True),
+    "tenants": Part(about="one tenant floods a replica, nine chat: simulated", measure=sim_tenants.measure, asked=True),
     "cost": Part(about="`Router.choose` at 8, 64 and 1,000 replicas", measure=cost),
 }
 

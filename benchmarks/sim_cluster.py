@@ -229,6 +229,7 @@ class Cluster:
             query = RouteQuery(
                 rid=str(request.number),
                 token_ids=request.token_ids()[: request.input_len],
+                salt=request.tenant,
                 objective_s=self._objective_s,
                 max_new_tokens=1 if self.hand_offs else request.output_len,  # at the replica that is chosen here
             )

@@ -68,6 +68,7 @@ class Build:
     way_s: float = 0.002  # from the router to the engine
     pace: Sequence[float] = (1.0,)  # by which steps are longer in each ``pace_s`` of time, and at the last from then on
     pace_s: float = math.inf
+    knows_tenants: bool = True  # False: every request has the same tenant
 
     def step_s(self, plan: StepPlan, now_s: float, rng: Random) -> float:
         """Return how long a step takes that begins now."""
@@ -219,7 +220,8 @@ class EngineReplica(SimReplica):
         token_ids = request.token_ids()
         asked = GenerateRequest(
             rid=str(request.number), token_ids=token_ids[: request.input_len], sampling=sampling,
-            objective_s=self._speed.objective_s,
+            objective_s=self._speed.objective_s, cache_salt=request.tenant,
+            tenant=request.tenant if self._build.knows_tenants else "",
         )  # fmt: skip
         req = Req.make(asked, index=0, now_s=job.came_s + self._build.way_s, eos_ids=frozenset())
         self._engine.answers[request.number] = token_ids[request.input_len :]

@@ -70,6 +70,7 @@ class SimRequest:
     prompt: Ids  # [n] each stands for ``repeat`` equal tokens
     repeat: int
     answer: Ids  # [output_len], or [1] that stands for all of them
+    tenant: str = ""  # which shares no cached prefix with another
 
     def token_ids(self) -> Ids:
         """Returns: [input_len + output_len] the prompt and its answer."""

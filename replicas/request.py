@@ -134,6 +134,9 @@ class Stamps:
     arrival_s: float
     admitted_s: float | None = None  # its first step was scheduled, or its K/V had arrived
     first_token_s: float | None = None
+    passed_s: float = (
+        0.0  # of its wait until it was admitted: how long others went before it as their tenants had credit
+    )
     ended_s: float | None = None
 
 
@@ -146,6 +149,8 @@ class Asked:
     routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
     waited_s: float = 0.0  # seconds before it arrived, at replicas that are gone
     offline: bool = False  # a line of a batch
+    tenant: str = ""  # whose share of the engine it takes (scheduler/shares.py)
+    weight: float = 1.0  # of that share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +254,8 @@ class Req:
                 routing_key=request.routing_key,
                 waited_s=request.waited_s,
                 offline=request.offline,
+                tenant=request.tenant,
+                weight=request.weight,
             ),
             prompt_len=prompt_len,
             ids=ids,

@@ -43,7 +43,10 @@ def _try(row: Json, roles: dict[str, str], at: int) -> Json:
         "num_tokens": row["prompt_tokens"], "predicted": predicted | {"ttft_s": expected_s},
         "best_overlap": {"replica": best, "cached_tokens": row["best_tokens"], "given_up": 160 if others else 0},
         "candidates": candidates,
-        "actual": {"cached_tokens": row["cached_tokens"], "host_tokens": 0, "store_tokens": 0, "ttft_s": row["ttft_s"]},
+        "actual": {
+            "cached_tokens": row["cached_tokens"], "host_tokens": 0, "store_tokens": 0, "ttft_s": row["ttft_s"],
+            "passed_s": 0.0,
+        },
         "outcome": row["outcome"] if last else "error", "failure": failure, "moved": None,
     }  # fmt: skip
     if row["prefill"]:

@@ -732,7 +732,10 @@ class RouteTryBody(RouteDecisionBody):
     """One try of a request, with its outcome."""
 
     sentence: str = Field(description="The same in a sentence.")
-    actual: dict[str, Any] = Field(description="What came true: cached tokens, seconds to the first token.")
+    actual: dict[str, Any] = Field(
+        description="What came true: cached tokens, seconds to the first token, and for how many seconds of its wait "
+        "(`passed_s`) others went before it as their tenants had used less."
+    )
     outcome: str = Field(description="How it ended, or `running`.")
     failure: str | None = Field(description="Why the try failed; null if it did not.")
     moved: str | None = Field(

@@ -8,7 +8,7 @@ Thread:    engine thread only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicas.request import Req, stage_times
 from replicas.scheduler.tokens import NewToken, stop_reason
@@ -114,9 +114,11 @@ class Choice:
     def _stages(self, *, begins: bool) -> StageTimes | None:
         """Return the stages for the last delta, and for that of the first token (``begins``), so that a router can
         tell queue from prefill while the request runs."""
-        if self.req.finish is not None:
-            return stage_times(self.req, self.req.stamps.ended_s)
-        return stage_times(self.req, self.req.stamps.first_token_s) if begins else None
+        stamps, ended = self.req.stamps, self.req.finish is not None
+        if not ended and not begins:
+            return None
+        stages = stage_times(self.req, stamps.ended_s if ended else stamps.first_token_s)
+        return replace(stages, passed_s=stamps.passed_s) if stamps.passed_s else stages
 
     def _num_shown(self, finish: Finish | None) -> int:
         """Count the output tokens that become text; a stop token does not, unless the request includes stops."""

@@ -17,6 +17,7 @@ from random import Random
 
 from replicas.request import Bound, Req, ReqState
 from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
+from replicas.scheduler.shares import TenantShares
 from replicas.types import TokenIds
 
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
@@ -53,11 +54,12 @@ class QueueRules:
     lpm_max_queue: int
     ageing_s: float
     late_factor: float
+    quantum: int  # of `TenantShares`
 
 
 class WaitingQueue(ReqQueue):
     """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by the policy's order
-    (orders.py).
+    (orders.py). Where several tenants wait, those with credit go before others of no higher priority (shares.py).
 
     A request ranks by ``Req.rank``: its arrival, at its first replica where that is gone, and earlier by ``ageing_s``
     for each point of its priority. So ageing crosses priorities: a request that arrives more than ``ageing_s`` per
@@ -78,6 +80,7 @@ class WaitingQueue(ReqQueue):
         super().__init__()
         self.s_per_token = 0.0  # of prompts, as measured of late; 0 until then
         self.late_len = 0  # uncached tokens, at the last look, of requests before which one goes that can be in time
+        self.shares = TenantShares(rules.quantum)
         self._rules = rules
         self._peek_len = peek_len
         self._peek_path = peek_path
@@ -96,9 +99,11 @@ class WaitingQueue(ReqQueue):
             at_len = self._num_computed() + self._rules.late_factor * (ahead_len + own_len)
             req.rank.bound = Bound(own_len=own_len, at_len=at_len)
         super().add(req)
+        self.shares.waits(req)
 
     def remove(self, req: Req) -> None:
         super().remove(req)
+        self.shares.begins(req)
         if not self._reqs:
             self.late_len = 0
 
@@ -114,13 +119,13 @@ class WaitingQueue(ReqQueue):
             young = [req for req in reqs if entries[req].left_len > entries[req].uncached_len]
             self.late_len = passed_tokens(list(entries.values()))
         elif self._order.keys is None or (self._order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
-            return reqs
+            return self.shares.in_turn(reqs, now_s)
         else:
             aged = [req for req in reqs if now_s - req.rank.from_s >= self._rules.ageing_s]
             young = reqs[len(aged) :]
             entries = {req: self._entry(req, now_s) for req in young} if len(young) > 1 else {}
         if len(young) < 2:
-            return aged + young
+            return self.shares.in_turn(aged + young, now_s)
         keys = sort_keys(
             self._rules.policy,
             [entries[req] for req in young],
@@ -128,7 +133,7 @@ class WaitingQueue(ReqQueue):
             self._random,
         )
         order = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
-        return aged + [young[at] for at in order]
+        return self.shares.in_turn(aged + [young[at] for at in order], now_s)
 
     def _entry(self, req: Req, now_s: float) -> QueueEntry:
         left_s = req.asked.first_by_s - now_s

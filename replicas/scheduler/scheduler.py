@@ -29,6 +29,7 @@ from replicas.scheduler.decode import (
     decode_plan,
     decode_rows,
     draft_groups,
+    gives_place,
     plan_ahead,
     prompt_groups,
     retract,
@@ -55,6 +56,9 @@ from replicas.scheduler.tokens import (
 from replicas.types import Finish, FinishReason, TokenLogprob
 
 MAX_FORCED = 64  # tokens of a run that are taken at once
+# chunks of prompts that a tenant may have computed before others go first: few, and long prompts of several tenants are
+# cut into pieces by turns; many, and a burst makes others wait (simulated: python -m benchmarks router tenants)
+QUANTUM = 8
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class Scheduler:
                     lpm_max_queue=config.lpm_max_queue,
                     ageing_s=config.ageing_s,
                     late_factor=config.late_factor,
+                    quantum=QUANTUM * config.chunked_prefill_size,
                 ),
                 peek_len=kv.peek_len,
                 peek_path=kv.peek_path,
@@ -183,6 +188,7 @@ class Scheduler:
     def take_back(self, req: Req) -> None:
         """Undo `park`: ``req`` is to be accepted another way."""
         self.queues.away.remove(req)
+        self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
 
     def compute_here(self, req: Req) -> None:
@@ -214,6 +220,7 @@ class Scheduler:
         self.counters.count_end(finish.reason)
         if req.leg is not None:
             self.queues.away.ended.append(req)
+        self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
         if self.drafts is not None:
             self.drafts.forget(req)
@@ -228,6 +235,7 @@ class Scheduler:
         self._order_batches()
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
+        self._give_way()
         gave_way, decode = self._take_decode_slots() if mixed else (False, None)  # before any prompt's
         batch = ExtendBatch() if gave_way and queues.running else self._next_prompts(now_s)
         if batch.rows:
@@ -296,6 +304,7 @@ class Scheduler:
         if not req.asked.offline:
             req.rank.from_s -= req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
+        self.queues.waiting.shares.opens(req)
         self.kv.arrived(req)
 
     def _wait(self, req: Req) -> None:
@@ -317,6 +326,24 @@ class Scheduler:
             retract(req, queues, self.kv, self.counters)
         if queues.prealloc.short is not None and queues.paused:
             retract(min(queues.paused, key=retracted_first), queues, self.kv, self.counters)
+
+    def _give_way(self) -> None:
+        """Retract what another tenant is to have: the place of a running request, and the step of one in the middle of
+        its prompt, whose pages stay cached."""
+        queues, chunked, shares = self.queues, self.queues.chunked, self.queues.waiting.shares
+        heads = shares.heads(queues.waiting) if shares.several else []
+        full = len(queues.holding) >= self.max_running
+        running = [req for req in queues.running if not req.asked.offline] if full or self._is_short else []
+        givers = (gives_place(head, running, by_tokens=not full) for head in heads)
+        if (giver := next(filter(None, givers), None)) is not None:
+            shares.spend(giver.asked)
+            retract(giver, queues, self.kv, self.counters)
+        if chunked is None or chunked.is_prefill_leg or chunked.prompt_logprobs_from is not None:
+            return
+        credit = shares.credit(chunked.asked.tenant)
+        able = [head for head in heads if head.rank.priority >= chunked.rank.priority]
+        if credit <= 0.0 and any(shares.credit(head.asked.tenant) > credit for head in able):
+            retract(chunked, queues, self.kv, self.counters)
 
     def _end(self, req: Req, finish: Finish) -> None:
         """End ``req`` on the scheduler's own decision; the engine reads `LastRound.ended` to answer its caller."""
@@ -393,6 +420,9 @@ class Scheduler:
             if req.finish is None:
                 self.kv.cut(req)
         self.counters.decode_tokens += sum(len(token.more) for token in tokens if token.req in tried)
+        for token in tokens:
+            if token.more and token.req in tried:
+                self.queues.waiting.shares.charge(token.req.asked, len(token.more))
         drafts.judge(len(reqs), tokens, tried)
 
     def _take_decode_slots(self) -> tuple[bool, DecodeRows | None]:

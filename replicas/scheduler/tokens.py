@@ -79,6 +79,7 @@ def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: 
     Returns: tokens of prompts and of running requests that were computed.
     """
     num_prompts = num_prompt_tokens = num_decode_tokens = 0
+    shares = queues.waiting.shares
     if isinstance(plan, ExtendPlan):
         num_prompts = len(reqs) - plan.num_decode
         for index in range(num_prompts):
@@ -89,6 +90,7 @@ def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: 
                 else:
                     num_prompt_tokens += len(row.token_ids)
                 req.computed_len += len(row.token_ids)
+                shares.charge(req.asked, len(row.token_ids))
                 req.prompt_logprobs += result.prompt_logprobs.get(index, ())
                 kv.commit(req)
                 if row.sample:
@@ -96,6 +98,7 @@ def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: 
     for req in reqs[num_prompts:]:
         if req.finish is None:
             req.computed_len += 1
+            shares.charge(req.asked, 1)
             num_decode_tokens += 1
     return num_prompt_tokens, num_decode_tokens
 

@@ -27,8 +27,9 @@ ATTRIBUTES_OTHERWISE = 18
 # what of these can change: their attributes, and those of the parts of the same room (a file that stands outside all
 # rooms is one) that they reach and that are no frozen values. So an attribute that moves into a part still counts
 MUTABLE = {
-    "replicas.request.Req": 46,  # 24 of its own
-    "replicas.scheduler.scheduler.Scheduler": 85,  # 12 of its own; two are the queue of lines of batches, 18 drafts
+    "replicas.request.Req": 47,  # 24 of its own
+    # 12 of its own; two are the queue of lines of batches, 18 drafts, 7 the shares of tenants
+    "replicas.scheduler.scheduler.Scheduler": 92,
     "replicas.engine.engine.Engine": 67,  # 16 of its own
 }
 PARAMETERS = 8  # of a function that is written out; a frozen value is built by its fields' names
@@ -249,7 +250,7 @@ def ways() -> Mapping[str, list[str]]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("name", "most"), [("chat", 80), ("hand_off", 28)])
+@pytest.mark.parametrize(("name", "most"), [("chat", 81), ("hand_off", 28)])
 def test_a_request_runs_through_few_files(ways: Mapping[str, list[str]], name: str, most: int) -> None:
     """``hand_off``: what it adds to a chat's. Functions that were called are counted, by a profiler (tests/way.py)."""
     assert len(ways[name]) <= most, f"{len(ways[name])} files lie on the way: {sorted(ways[name])}"

@@ -17,6 +17,7 @@ arrivals = st.tuples(
     st.integers(0, 20),  # max_new_tokens
     st.sampled_from(["", "salt"]),
     st.integers(0, 1),  # priority
+    st.sampled_from(["", "one", "two"]),  # tenant
     st.sampled_from([None, None, 0.03, 0.5]),  # deadline_s; a step takes 0.01
     st.sampled_from([None, 0.0, 0.05, 1.0]),  # objective_s
 )
@@ -78,11 +79,12 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     )
     for action in actions:
         match action:
-            case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority), deadline_s, objective_s):
+            case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority), str(tenant), deadline_s,
+                  objective_s):  # fmt: skip
                 prompt = [*PREFIXES[prefix], *tail]
                 bench.submit(
                     prompt, max_new_tokens=length, cache_salt=salt, priority=priority, deadline_s=deadline_s,
-                    objective_s=objective_s,
+                    objective_s=objective_s, tenant=tenant, weight=2.0 if tenant == "two" else 1.0,
                 )  # fmt: skip
             case ("abort", int(index)) if index < len(bench.reqs):
                 bench.scheduler.finish(bench.reqs[index], Finish(reason=FinishReason.ABORT))

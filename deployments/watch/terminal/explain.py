@@ -147,10 +147,12 @@ def _end(each: Mapping[str, Any]) -> str:
         return f"It waited there, and moved to begin sooner ({each['moved']})."
     if actual["ttft_s"] is None:
         return f"Outcome: {each['outcome']}; no token {'yet' if each['outcome'] == 'running' else 'came'}."
+    passed_s = actual.get("passed_s")
+    passed = f" For {seconds(passed_s)} it waited behind requests of tenants that had used less." if passed_s else ""
     return (
         f"Outcome: {each['outcome']}. First token after "
         f"{seconds(actual['ttft_s'])} ({seconds(predicted['ttft_s'])} predicted); {actual['cached_tokens']} of "
-        f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted)."
+        f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted).{passed}"
     )
 
 

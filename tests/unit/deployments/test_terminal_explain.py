@@ -95,6 +95,12 @@ def test_a_request_without_a_token_says_so() -> None:
     assert "Outcome: running; no token yet." in plain(explain.drawn(answer(running, outcome="running")))
 
 
+def test_what_a_request_waited_behind_other_tenants_is_said() -> None:
+    passed = tried(actual={"cached_tokens": 0, "ttft_s": 2.5, "passed_s": 2.0})
+    text = "For 2.00 s it waited behind requests of tenants that had used less."
+    assert text in " ".join(plain(explain.drawn(answer(passed))).split())
+
+
 TERMS = {
     "replica_id": "d1", "cached_tokens": 0, "own_tokens": 1709, "transfer_pages": 107, "transfer_bytes": 78_000_000,
     "ttft_s": 1.2, "stall_s": 2.0, "transfer_s": 0.05, "overhead_s": 0.01, "pressure_s": 0.0, "load_s": 0.0,

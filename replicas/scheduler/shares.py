@@ -1,0 +1,136 @@
+"""Shares: whose requests go first where those of several tenants wait for one engine.
+
+Owns:      the credit of each tenant: the tokens that may be computed for it until others go first.
+Never:     orders the requests of one tenant: the policy does (orders.py). Keeps a place or a token free for anybody.
+Invariant: no credit is above the quantum, with which a tenant begins that had no open request. Where one tenant alone
+           waits, the order is the policy's, and what is computed takes no credit below 0: nobody had to wait for it. A
+           debt is thus what others have waited for.
+Thread:    scheduler thread only.
+Source:    Deficit Longest Prefix Match, Cao et al. 2025 (arXiv:2501.14312). There the longest prefix goes first
+           among those with credit; here what the policy puts first.
+
+    a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
+    a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from replicas.request import Asked, Req
+
+
+class TenantShares:
+    """The credits of the tenants of one engine."""
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = float(quantum)  # tokens by weight 1
+        self._credits: dict[str, float] = {}  # of tenants that were charged; any other has a whole quantum
+        self._open: Counter[str] = Counter()  # requests, by tenant
+        self._waiting: Counter[str] = Counter()  # of them, those that wait
+        self._passed: list[Req] = []  # at the last look, behind others only for want of credit
+        self._looked_s = 0.0
+
+    def opens(self, req: Req) -> None:
+        """Note that ``req`` has come."""
+        self._open[req.asked.tenant] += 1
+
+    def ends(self, req: Req) -> None:
+        """Note that ``req`` has ended."""
+        if _less(self._open, req.asked.tenant):
+            self._credits.pop(req.asked.tenant, None)
+
+    def waits(self, req: Req) -> None:
+        """Note that ``req`` waits."""
+        self._waiting[req.asked.tenant] += 1
+
+    def begins(self, req: Req) -> None:
+        """Note that ``req`` waits no more."""
+        _less(self._waiting, req.asked.tenant)
+
+    @property
+    def several(self) -> bool:
+        """Whether several tenants have open requests."""
+        return len(self._open) > 1
+
+    def credit(self, tenant: str) -> float:
+        return self._credits.get(tenant, self._quantum)
+
+    def charge(self, asked: Asked, num_tokens: int) -> None:
+        """Take what was computed for a request from its tenant's credit, where there are others."""
+        if not asked.tenant or asked.offline or asked.tenant not in self._open:
+            return  # no key is asked for; it runs only where nobody else waits; its tenant's last request has ended
+        credit = self.credit(asked.tenant)
+        left = credit - num_tokens / asked.weight
+        others_wait = len(self._waiting) > (asked.tenant in self._waiting)
+        self._credits[asked.tenant] = left if others_wait else max(left, min(credit, 0.0))
+
+    def spend(self, asked: Asked) -> None:
+        """Take all credit of a tenant that holds more than its share: another one is to have what it gives."""
+        self._credits[asked.tenant] = min(self.credit(asked.tenant), 0.0)
+
+    def heads(self, waiting: Iterable[Req]) -> list[Req]:
+        """Return the oldest of ``waiting`` of each tenant that has credit, or waits alone; the oldest first."""
+        found = dict[str, Req]()
+        for req in sorted(waiting, key=lambda req: req.rank.from_s):
+            if len(self._waiting) == 1 or self.credit(req.asked.tenant) > 0.0:
+                found.setdefault(req.asked.tenant, req)
+        return list(found.values())
+
+    def in_turn(self, order: list[Req], now_s: float) -> list[Req]:
+        """Put requests of tenants without credit behind the last one of no lower priority whose tenant has some.
+
+        Args: order: the requests that wait, in that of the policy.
+        """
+        if len(self._waiting) < 2:
+            if order and self.credit(order[0].asked.tenant) <= 0.0:
+                self._credits = {order[0].asked.tenant: 0.0}  # it has used most, and nobody else waits: all begin anew
+            self._count_waits([], now_s)
+            return order
+        self._refill()
+        able = [self.credit(req.asked.tenant) > 0.0 for req in order]
+        newest = {req.rank.priority: at for at, req in enumerate(order) if able[at]}
+        behind, last = dict[int, int](), -1
+        for priority in sorted({req.rank.priority for req in order}, reverse=True):
+            behind[priority] = last = max(last, newest.get(priority, -1))
+        places = [at if able[at] else max(at, behind[req.rank.priority]) for at, req in enumerate(order)]
+        self._count_waits([req for at, req in enumerate(order) if places[at] > at], now_s)
+        return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
+
+    def _refill(self) -> None:
+        """Give all that have no credit as many quanta as it takes until one that waits has some."""
+        best = max(self.credit(tenant) for tenant in self._waiting)
+        if best > 0.0:
+            return
+        more = (int(-best // self._quantum) + 1) * self._quantum
+        for tenant, credit in self._credits.items():
+            if credit <= 0.0:
+                self._credits[tenant] = min(credit + more, self._quantum)
+
+    def _count_waits(self, passed: list[Req], now_s: float) -> None:
+        for req in self._passed:
+            if req.stamps.admitted_s is None and req.finish is None:
+                req.stamps.passed_s += now_s - self._looked_s
+        self._passed, self._looked_s = passed, now_s
+
+
+def _less(counts: Counter[str], tenant: str) -> bool:
+    """Count one less. Returns: whether none is left."""
+    counts[tenant] -= 1
+    if counts[tenant]:
+        return False
+    del counts[tenant]
+    return True
+
+
+Size = Callable[[Req], float]
+
+
+def beyond_share(reqs: Sequence[Req], size: Size, *, head: Req | None = None) -> dict[str, float]:
+    """Return by tenant how much of ``size`` its ``reqs`` have beyond its share, by weight, of what all have. ``head``:
+    counts with its weight too, and with nothing."""
+    weights = {req.asked.tenant: req.asked.weight for req in ([*reqs, head] if head is not None else reqs)}
+    held = dict.fromkeys(weights, 0.0)
+    for req in reqs:
+        held[req.asked.tenant] += size(req)
+    whole = sum(held.values()) / sum(weights.values()) if weights else 0.0
+    return {tenant: held[tenant] - whole * weight for tenant, weight in weights.items()}

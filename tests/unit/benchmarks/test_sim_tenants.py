@@ -1,0 +1,30 @@
+"""Tenants in the simulator: what is fair by hand, and the production scheduler under one that floods it."""
+
+import pytest
+
+from benchmarks.harness import percentile
+from benchmarks.sim_tenants import HEAVY, fair, fairness, jain, load, run
+
+
+def test_what_is_fair_by_hand() -> None:
+    assert jain([1, 1, 1]) == 1
+    assert jain([3, 0, 0]) == pytest.approx(1 / 3)
+    assert fair({"a": 10, "b": 100, "c": 200}, 110) == {"a": 10, "b": 50, "c": 50}
+    assert fair({"a": 10, "b": 20}, 30) == {"a": 10, "b": 20}
+
+
+def test_one_that_floods_a_replica_costs_the_others_a_step_or_two_and_without_names_all_their_time() -> None:
+    seconds, light = 40.0, dict[bool, float]()
+    requests = load("short prompts", seconds, seed=0)
+    index, tokens = dict[bool, float](), dict[bool, int]()
+    for named in (False, True):
+        records = run(requests, named=named, queue="lpm", seed=0)
+        light[named] = percentile([each.ttft_s for each in records if requests[each.number].tenant != HEAVY], 95)
+        index[named] = fairness(requests, records, seconds)
+        ended = [requests[each.number] for each in records if each.ended_s <= seconds]
+        tokens[named] = sum(each.input_len + each.output_len for each in ended)
+    assert light[False] > 20
+    assert light[True] < 1
+    assert index[False] < 0.2
+    assert index[True] > 0.95
+    assert tokens[True] >= 0.95 * tokens[False]

@@ -1,0 +1,158 @@
+"""Shares: several tenants on one engine. The device is a fake whose output depends on every slot it reads."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from replicas.request import Req, ReqState
+from replicas.scheduler.scheduler import QUANTUM
+from replicas.types import GenerateRequest
+from tests.fakes import continuation
+from tests.harness import Bench
+
+CHUNK = 16
+
+
+def prompt(number: int, length: int = 12) -> list[int]:
+    return [1000 * number + at for at in range(length)]
+
+
+def flood(bench: Bench, num: int, tenant: str, *, first: int = 0, **request: object) -> list[Req]:
+    return [
+        bench.submit(prompt(first + number), tenant=tenant, cache_salt=tenant, **request)  # type: ignore[arg-type]
+        for number in range(num)
+    ]
+
+
+def served(reqs: Sequence[Req]) -> int:
+    """Tokens that were computed for those of ``reqs`` that have ended."""
+    return sum(req.num_tokens - 1 for req in reqs if req.finish is not None)
+
+
+def trace(bench: Bench, tenant: str) -> list[tuple[object, ...]]:
+    """The rows of each step of a random load of one tenant, in a pool that is too small."""
+    rng = Random(1)
+    for number in range(60):
+        bench.submit(
+            prompt(rng.randint(0, 9), rng.randint(4, 40)), max_new_tokens=rng.randint(1, 20), tenant=tenant,
+            priority=rng.randint(0, 2), objective_s=rng.choice([0.05, 0.5, None]),
+        )  # fmt: skip
+        if number % 3 == 0:
+            bench.step()
+    bench.run()
+    rows = [[int(getattr(row, "row", row)) for row in plan.rows] for plan in bench.plans]
+    return [(type(plan).__name__, *each) for plan, each in zip(bench.plans, rows, strict=True)]
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs", "on_time", "hrrn", "dfs-weight"])
+def test_one_tenant_alone_runs_as_if_there_were_none(policy: str) -> None:
+    without, one = (
+        trace(Bench(policy=policy, num_pages=40, priorities="on", ageing_s=0.1), tenant) for tenant in ("", "a")
+    )
+    assert without == one
+    assert len({name for name, *_ in one}) == 2
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs", "on_time"])
+def test_who_has_used_less_goes_before_the_queue_of_another_however_old_that_is(policy: str) -> None:
+    bench = Bench(policy=policy, max_running=64, num_pages=256, ageing_s=0.05, lpm_max_queue=16)
+    heavy = flood(bench, 40, "heavy", max_new_tokens=8)
+    while bench.scheduler.queues.waiting.shares.credit("heavy") > 0.0:
+        bench.step()
+    backlog = [req for req in heavy if req.state is ReqState.WAITING]
+    assert len(backlog) > 20
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    assert bench.scheduler.queues.waiting.ordered(bench.clock())[0] is light
+    bench.step()
+    assert light.computed_len > 0
+    bench.run()
+    passed = [req.stamps.passed_s for req in backlog]
+    assert max(passed) == pytest.approx(0.02)  # from the look above, and the step
+    assert light.stamps.passed_s == 0.0
+
+
+def test_tenants_with_endless_queues_are_served_by_their_weights() -> None:
+    bench = Bench(max_running=4, num_pages=256, page_size=4)
+    one = flood(bench, 200, "one", max_new_tokens=2)
+    two = flood(bench, 200, "two", first=200, max_new_tokens=2, weight=2.0)
+    bench.step()
+    while any(req.state is ReqState.WAITING for req in two):
+        bench.step()
+    quantum = QUANTUM * CHUNK
+    assert served(two) > 20 * quantum
+    assert abs(served(two) / 2 - served(one)) < 2 * quantum
+    bench.run()
+
+
+def test_a_higher_priority_goes_first_whatever_its_tenant_has_used() -> None:
+    bench = Bench(max_running=2, priorities="on", num_pages=256)
+    flood(bench, 30, "heavy", max_new_tokens=8)
+    while bench.scheduler.queues.waiting.shares.credit("heavy") > 0.0:
+        bench.step()
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    urgent = bench.submit(prompt(501), tenant="heavy", cache_salt="heavy", priority=1)
+    assert bench.scheduler.queues.waiting.ordered(bench.clock())[:2] == [urgent, light]
+    bench.run()
+
+
+def test_a_tenant_that_holds_every_place_gives_some_until_it_has_its_share() -> None:
+    """One key's 2,560 choices kept another's first token away for 20 s."""
+    bench = Bench(max_running=8, num_pages=256, chunked_prefill_size=64)
+    heavy = flood(bench, 30, "heavy", max_new_tokens=60)
+    while len(bench.scheduler.queues.running) < 8:
+        bench.step()
+    assert bench.scheduler.queues.waiting.shares.credit("heavy") > 0
+    light = flood(bench, 6, "light", first=500, max_new_tokens=30)
+    bench.step()
+    assert light[0].computed_len > 0
+    for _ in range(12):
+        bench.step()
+    running = [req.asked.tenant for req in bench.scheduler.queues.running]
+    assert (running.count("heavy"), running.count("light")) == (4, 4)
+    assert sum(req.num_retractions for req in heavy) == 4
+    assert not any(req.num_retractions for req in light)
+    bench.run()
+
+
+def test_a_long_prompt_gives_way_between_two_chunks_and_loses_nothing_that_it_has_computed() -> None:
+    bench = Bench(chunked_prefill_size=CHUNK, num_pages=256, context_len=400)
+    long = bench.submit(prompt(1, 320), tenant="heavy", cache_salt="heavy", max_new_tokens=2)
+    flood(bench, 4, "heavy", first=2)
+    for _ in range(QUANTUM + 1):  # its quantum, and a chunk for which nobody waits
+        bench.step()
+    light = bench.submit(prompt(500, 8), tenant="light", cache_salt="light", max_new_tokens=2)
+    bench.step()
+    bench.step()
+    assert light.state is not ReqState.WAITING
+    assert long.num_retractions == 1
+    bench.run()
+    assert bench.scheduler.counters.prefill_tokens == 320 + 4 * 12 + 8
+    assert long.output_ids.tolist() == continuation(prompt(1, 320), 2)
+
+
+def test_when_pages_run_out_the_tenant_that_has_most_beyond_its_share_loses_them_first() -> None:
+    bench = Bench(num_pages=24, page_size=4, max_running=8, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    heavy = flood(bench, 5, "heavy", max_new_tokens=40)
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light", max_new_tokens=40)
+    bench.run()
+    assert sum(req.num_retractions for req in heavy) > 0
+    assert light.num_retractions == 0
+
+
+def test_a_tenant_begins_with_a_whole_quantum_and_nothing_is_kept_of_one_that_has_gone() -> None:
+    bench = Bench(num_pages=256)
+    shares = bench.scheduler.queues.waiting.shares
+    flood(bench, 30, "heavy")
+    flood(bench, 30, "light", first=500)
+    for _ in range(10):
+        bench.step()
+    assert shares.credit("heavy") < QUANTUM * CHUNK
+    bench.run()
+    assert (shares.credit("heavy"), shares.several) == (QUANTUM * CHUNK, False)
+
+
+def test_tenant_and_weight_come_with_the_request() -> None:
+    asked = GenerateRequest(rid="a", token_ids=[1, 2], tenant="t", weight=3.0)  # type: ignore[arg-type]
+    req = Req.make(asked, index=0, now_s=0.0, eos_ids=frozenset())
+    assert (req.asked.tenant, req.asked.weight) == ("t", 3.0)
