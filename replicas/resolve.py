@@ -103,14 +103,18 @@ def _decode_steps(
     if scheduler.overlap == "auto":
         scheduler = replace(scheduler, overlap="on" if device == "cuda" else "off")
         origin["scheduler.overlap"] = f"default on {device}"
-    if scheduler.drafts == "auto" and (why := _no_drafts(model, scheduler, parallel)) is not None:
+    if scheduler.drafts == "auto" and (why := _no_drafts(model, scheduler, parallel, device)) is not None:
         scheduler = replace(scheduler, drafts="off")
         origin["scheduler.drafts"] = why
     return scheduler, origin
 
 
-def _no_drafts(model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig) -> str | None:
+def _no_drafts(
+    model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, device: str
+) -> str | None:
     """Tell why a step cannot try drafts of tokens here; None if it can."""
+    if device != "cpu":
+        return f"{device}: a row's bits depend on the rows beside it"
     if scheduler.overlap == "on":
         return "scheduler.overlap: a step is launched before the tokens are known that its drafts would follow"
     if model.implementation == "transformers":

@@ -197,8 +197,8 @@ class BatchStore:
         now = self._clock()
         with self._change() as db:
             rows = db.execute(
-                f"SELECT id, router FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY seq) AS turn "
-                f"FROM batches WHERE status IN {OPEN}) WHERE router = ?1 OR router_until < ?2 "
+                f"SELECT id, router FROM (SELECT *, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY router = ?1 DESC, "
+                f"seq) AS turn FROM batches WHERE status IN {OPEN}) WHERE router = ?1 OR router_until < ?2 "
                 f"ORDER BY turn, router = ?1 DESC, seq",
                 (router, now),
             ).fetchall()

@@ -96,6 +96,7 @@ class RouteLog:
         self._by_name: dict[str, str] = {}  # client's name -> rid of the most recent request with it
         self._by_change: OrderedDict[str, RouteRecord] = OrderedDict()  # by rid; what changed last is last
         self._lines: deque[str] = deque()  # rids of the records of lines, oldest first
+        self._most_lines = max(1, capacity // LINES_SHARE)
         self._seq = 0
 
     def add(
@@ -117,7 +118,7 @@ class RouteLog:
             self._by_name[record.name] = rid
             if offline:
                 self._lines.append(rid)
-            if len(self._lines) > self.capacity // LINES_SHARE:
+            if len(self._lines) > self._most_lines:
                 self._drop(self._lines[0])
             elif len(self._records) > self.capacity:
                 self._drop(next(iter(self._records)))
@@ -167,7 +168,7 @@ class RouteLog:
     def check(self) -> None:
         """Raises AssertionError if there are too many records, or a name leads to none or to another's."""
         assert len(self._records) <= self.capacity
-        assert len(self._lines) <= self.capacity // LINES_SHARE
+        assert len(self._lines) <= self._most_lines
         assert [rid for rid in self._records if rid in self._lines] == list(self._lines)
         assert all(self._records[rid].name == name for name, rid in self._by_name.items())
         assert self._by_change.keys() == self._records.keys()

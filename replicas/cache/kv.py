@@ -177,6 +177,10 @@ class KvCache:
             return num_loaded * ps, 0
         return num_loaded * ps, match.host_len - num_loaded * ps
 
+    def keeps(self, req: Req) -> bool:
+        """Whether what is computed of ``req`` is found again when it is retracted."""
+        return self.store.reuses_prefixes and self.longest_reuse(req) >= req.computed_len
+
     def longest_reuse(self, req: Req, *, whole: bool = False) -> int:
         """Count the tokens of ``req`` that `admit` may find in the cache."""
         longest = req.num_tokens - (0 if whole else 1)

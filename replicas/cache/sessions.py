@@ -44,7 +44,7 @@ class Sessions:
         self._marks: dict[TreeNode, Session] = {}  # by the node in which their last prompt ends, in whole pages
         self._num_leased = 0
         self._answered: OrderedDict[str, Session] = OrderedDict()  # by request, until their tools are told
-        self._pauses: OrderedDict[str, float] = OrderedDict()  # moving means by tool, the one used last at the end
+        self._pauses: OrderedDict[tuple[str, str], float] = OrderedDict()  # moving means by salt and tool
         self._born: OrderedDict[tuple[str, str], int] = OrderedDict()  # by salt and name, the one used last at the end
 
     @property
@@ -57,10 +57,11 @@ class Sessions:
         if session is None or not session.paused:
             return
         session.paused = False
-        pause_s = self._clock() - session.answered_s
+        pause_s = min(self._clock() - session.answered_s, 2 * LONGEST_S)  # one that was long is soon forgotten
         session.pause_s = _mean(session.pause_s, pause_s)
         for tool in session.tools:
-            self._pauses[tool] = _mean(self._pauses.pop(tool, None), pause_s)
+            of = path[-1].salt, tool
+            self._pauses[of] = _mean(self._pauses.pop(of, None), pause_s)
             _bound(self._pauses, MAX_ANSWERED)
         if session.pause_s <= LONGEST_S:
             self._lease(session, session.end or path[-1], LONGEST_S)
@@ -96,12 +97,14 @@ class Sessions:
         ended, session.tools = bool(session.tools) and not tools, tuple(tools)
         if ended:
             for node in path_to(session.end):
-                if node.lease is session and node.created > session.born:
+                if node.lease is session and node.created > session.born and not node.lock_ref:
                     node.priority = OFFLINE
             self._end(session)
         elif tools:
-            known = [self._pauses[each] for each in tools if each in self._pauses]
-            pause_s, end = max(known, default=session.pause_s), session.end or session.mark
+            end = session.end or session.mark
+            salt = "" if end is None else end.salt
+            known = [self._pauses[salt, each] for each in tools if (salt, each) in self._pauses]
+            pause_s = max(known, default=session.pause_s)
             if pause_s is not None and pause_s > LONGEST_S:
                 self._end(session)
             elif end is not None:

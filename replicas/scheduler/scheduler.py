@@ -39,7 +39,7 @@ from replicas.scheduler.decode import (
 from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
-from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, extend_plan, next_batch
+from replicas.scheduler.prefill import PASSING, ExtendBatch, Limits, Refusal, extend_plan, next_batch
 from replicas.scheduler.queues import QueueRules, Queues, WaitingQueue
 from replicas.scheduler.tokens import (
     Counters,
@@ -331,14 +331,16 @@ class Scheduler:
         """Retract what another tenant is to have: the place of a running request, and the step of one in the middle of
         its prompt, whose pages stay cached."""
         queues, chunked, shares = self.queues, self.queues.chunked, self.queues.waiting.shares
+        refused = self.last.refusals  # a head that waits for something else than room gets nobody's
         heads = shares.heads(queues.waiting) if shares.several else []
+        heads = [head for head in heads if refused.get((head.rid, head.index)) not in PASSING]
         full = len(queues.holding) >= self.max_running
         running = [req for req in queues.running if not req.asked.offline] if full or self._is_short else []
         givers = (gives_place(head, running, by_tokens=not full) for head in heads)
         if (giver := next(filter(None, givers), None)) is not None:
             shares.spend(giver.asked)
             retract(giver, queues, self.kv, self.counters)
-        if chunked is None or chunked.is_prefill_leg or chunked.prompt_logprobs_from is not None:
+        if chunked is None or chunked.is_prefill_leg or not self.kv.keeps(chunked):
             return
         credit = shares.credit(chunked.asked.tenant)
         able = [head for head in heads if head.rank.priority >= chunked.rank.priority]

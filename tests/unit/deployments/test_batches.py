@@ -550,6 +550,8 @@ def test_each_owner_has_a_batch_run_before_another_one_has_its_second(store: Bat
     assert held("r0") == [first, other]  # the second one has given way
     assert held("r1") == [second, third]
     assert held("r0") == [first, other]
+    store.release("r0")
+    assert held("r1") == [second, other]  # an older one of the same owner is free now, and takes nothing's place
 
 
 def test_one_keys_files_leave_room_for_others_and_without_keys_there_are_no_others(tmp_path: Path) -> None:

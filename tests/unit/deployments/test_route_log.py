@@ -78,6 +78,11 @@ async def test_lines_of_batches_push_no_request_of_others_out(scripted: House) -
         await scripted.collect(rid=f"b.{number}-{number}")
         routes.check()
     assert [each.name for each in routes.recent()] == [str(number) for number in range(16)]
+    scripted.dispatcher.routes = routes = RouteLog(capacity=1)
+    for number in range(3):
+        await scripted.collect(rid=f"c.{number}-{number}", offline=True)
+        routes.check()
+    assert [each.name for each in routes.recent()] == ["2"]
 
 
 async def test_the_choices_of_one_key_are_bounded_and_those_of_others_are_not(scripted: House) -> None:

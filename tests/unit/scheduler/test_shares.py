@@ -131,6 +131,14 @@ def test_a_long_prompt_gives_way_between_two_chunks_and_loses_nothing_that_it_ha
     assert long.output_ids.tolist() == continuation(prompt(1, 320), 2)
 
 
+def test_a_long_prompt_of_which_nothing_would_be_kept_does_not_give_way() -> None:
+    """Else two such prompts began anew by turns for ever."""
+    bench = Bench(chunked_prefill_size=CHUNK, num_pages=256, context_len=400, prefix_cache="chunk")
+    longs = [bench.submit(prompt(each, 320), tenant=str(each), max_new_tokens=1) for each in (1, 500)]
+    bench.run()
+    assert [long.num_retractions for long in longs] == [0, 0]
+
+
 def test_when_pages_run_out_the_tenant_that_has_most_beyond_its_share_loses_them_first() -> None:
     bench = Bench(num_pages=24, page_size=4, max_running=8, new_token_ratio=0.0, min_new_token_ratio=0.0)
     heavy = flood(bench, 5, "heavy", max_new_tokens=40)
