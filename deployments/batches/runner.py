@@ -250,7 +250,7 @@ class BatchRunner:
 
     def _begin(self, batch: Row, runs: Runs, running: dict[Running, str]) -> None:
         """Begin as many lines as there are places; owners have equal shares of them, and so have an owner's batches."""
-        places, owners = self._places(), [batch["owner"], *(each["owner"] for each in self._others(batch))]
+        places, owners = self._places(), [each["owner"] for each in ({batch["id"]: batch} | self._held).values()]
         share = len(set(owners)) * owners.count(batch["owner"])
         runs.keep(places)
         taken = Counter(running.values())
@@ -260,10 +260,6 @@ class BatchRunner:
                 if line is None:
                     return
                 running[asyncio.create_task(self._run_line(batch, line, replica))] = replica
-
-    def _others(self, batch: Row) -> list[Row]:
-        """The other batches that this router runs."""
-        return [each for each in self._held.values() if each["id"] != batch["id"]]
 
     async def _run_line(self, batch: Row, line: Line, replica: str) -> tuple[Line, LineEntry | None]:
         """Run one line, and after a failure that may pass wait. Returns: it, and its entry; None: it is run again."""
