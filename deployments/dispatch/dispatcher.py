@@ -30,7 +30,7 @@ from deployments.dispatch.leases import LeaseHolder, ReplicaGone
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress, left_after
 from deployments.dispatch.quotas import BeyondLimit, Charge, Quotas
-from deployments.dispatch.rids import owner_of
+from deployments.dispatch.rids import owner_of, with_try
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
 from deployments.dispatch.timeline import Arrival
 from kvtransfer.pages import PageKey
@@ -227,7 +227,8 @@ class Dispatcher:
         if record is not None:
             names = tuple(each[:MOST_NAME] for each in tools[:MOST_TOOLS])
             with contextlib.suppress(ReplicaGone):  # and its pages with it
-                self._holder.channel.send(record.tries[-1].decision.replica_id, ToldTools(rid, names))
+                its_rid = with_try(rid, len(record.tries) - 1)
+                self._holder.channel.send(record.tries[-1].decision.replica_id, ToldTools(its_rid, names))
 
     def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
         """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""

@@ -14,7 +14,16 @@ import numpy as np
 
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
-from deployments.channel.frames import Asked, CacheChanges, CacheKeys, PushCache, ReplicaReport, RunRequest, encode
+from deployments.channel.frames import (
+    Asked,
+    CacheChanges,
+    CacheKeys,
+    PushCache,
+    ReplicaReport,
+    RunRequest,
+    ToldTools,
+    encode,
+)
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import NO_HINTS, Dispatcher, RouteHints
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
@@ -175,6 +184,7 @@ class ScriptedReplica:
         self.orders: list[PushCache] = []  # to push its cache, by call or over the channel
         self.moves: MoveAddress | None = None
         self.aborts: list[str] = []  # rids of which the router said over the channel that they are to end
+        self.told: list[ToldTools] = []
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
         self.pause_at: int | None = None  # it clears ``hold`` before this token, once
@@ -228,6 +238,8 @@ class ScriptedReplica:
             self._start_of(asked.request.rid).set_result(asked.request)
         elif isinstance(asked, PushCache):
             self.orders.append(asked)
+        elif isinstance(asked, ToldTools):
+            self.told.append(asked)
         else:
             self.aborts.append(asked.rid)
 
