@@ -306,9 +306,9 @@ def report(findings: list[Finding], *, as_json: bool) -> int:
         return bool(faults)
     console = Console(highlight=False, soft_wrap=True)
     for each in findings:
-        console.print(Text(f"{each.level:<9}", _COLOURS[each.level]).append(f"{each.check:<13}{each.text}", "default"))
+        console.print(Text(f"{each.level:<9}", _COLOURS[each.level]).append(f"{each.check:<16} {each.text}", "default"))
         if each.advice:
-            console.print(Text(f"{'':<22}-> {each.advice}"))
+            console.print(Text(f"{'':<26}-> {each.advice}"))
     end = f"{faults} fault{'s' * (faults != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     console.print(Text(end, _COLOURS[Level.FAULT if faults else Level.OK]))
     return bool(faults)

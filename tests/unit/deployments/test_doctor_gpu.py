@@ -114,4 +114,4 @@ def test_this_machine_without_a_driver_is_told_so_and_the_exit_status_is_1(
     monkeypatch.setenv("NO_COLOR", "1")
     found = list(doctor_gpu.examine(lambda command, _: None, {"PATH": ""}))
     assert doctor.report(found, as_json=False) == 1
-    assert "fault    driver       nvidia-smi shows none" in capsys.readouterr().out
+    assert "fault    driver           nvidia-smi shows none" in capsys.readouterr().out
