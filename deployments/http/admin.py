@@ -147,7 +147,8 @@ async def server_info(request: Request) -> Response:
     """Show the settings in force, and the current state of each replica."""
     service = service_of(request)
     reports = await service.fleet.ask_all(lambda replica_id: service.leases.call(replica_id, ReplicaCalls.report))
-    states = [_state_body(info, reports[info.replica_id]) for info in service.fleet.infos if info.replica_id in reports]
+    infos = service.fleet.infos
+    states = [_state_body(info, reports[info.replica_id]) for info in infos if info.replica_id in reports]
     body = {
         **in_force(service.settings, service.fleet.infos),
         "version": service.version,
@@ -161,6 +162,7 @@ async def server_info(request: Request) -> Response:
         "num_retries": service.dispatcher.num_retries,
         "recent_retries": [dataclasses.asdict(retry) for retry in service.dispatcher.retries],
         "internal_states": states,
+        "not_answering": [info.replica_id for info in infos if info.replica_id not in reports],
     }
     return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
 

@@ -651,6 +651,7 @@ class ServerInfoBody(AnswerBody):
     num_retries: int = Field(description="How often requests went to another replica.")
     recent_retries: list[dict[str, Any]] = Field(description="The newest of them.")
     internal_states: list[dict[str, Any]] = Field(description="For each replica: identity, pool, queues, counters.")
+    not_answering: list[str] = Field(description="Ids of replicas that are in service, and did not answer in time.")
 
 
 class KeyUse(AnswerBody):

@@ -87,7 +87,9 @@ class Talk:
 
 
 def names(app: Running) -> set[str]:
-    return {state["replica"]["replica_id"] for state in app.states()}
+    """The replicas in service; one that is too busy to tell of itself has not left."""
+    info = app.info()
+    return {state["replica"]["replica_id"] for state in info["internal_states"]} | set(info["not_answering"])
 
 
 def lost(turns: list[Turn]) -> int:

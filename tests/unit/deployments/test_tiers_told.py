@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from deployments.channel.channel_client import ChannelClient
+from deployments.dispatch.leases import ReplicaGone
 from deployments.http.http_app import make_app
 from deployments.replica.served_engine import _tiers
 from kvtransfer.pages import Tier, page_keys
@@ -129,6 +130,21 @@ async def test_server_info_tells_the_tiers_and_what_they_did(desk: Desk) -> None
     [state] = (await desk.client.get("/get_server_info")).json()["internal_states"]
     assert state["stats"]["tiers"]["host_pages"] == 100
     assert state["replica"]["tiers"] == {}
+
+
+@pytest.mark.model
+async def test_server_info_names_a_replica_in_service_that_does_not_tell_of_itself(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails() -> None:
+        raise ReplicaGone("its connection is lost")
+
+    silent = Tiered("r1")
+    await desk.house.ready(silent)
+    monkeypatch.setattr(silent, "report", fails)
+    info = (await desk.client.get("/get_server_info")).json()
+    assert [state["replica"]["replica_id"] for state in info["internal_states"]] == ["r0"]
+    assert info["not_answering"] == ["r1"]
 
 
 def test_a_replicas_tiers_are_told_without_the_keys_of_its_store() -> None:
