@@ -2,7 +2,8 @@
 
 MantaError                     500
 ├── InvalidRequest             400   the request is wrong; sending it again will not help
-│   └── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool: trim it
+│   ├── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool: trim it
+│   └── InvalidAdapter         400   a folder is no adapter of this model, or has changed
 ├── UnknownModel               404
 ├── RequestAborted             499   the client went away, or asked for the abort
 ├── Overloaded                 503   retryable: the waiting queue is full
@@ -77,6 +78,10 @@ class PromptTooLong(InvalidRequest):
             f"{longest - num_tokens}.",
             param=param,
         )
+
+
+class InvalidAdapter(InvalidRequest):
+    """A folder holds no adapter (LoRA) that this model can use, or another one than it did."""
 
 
 class UnknownModel(MantaError):

@@ -42,6 +42,7 @@ import numpy.typing as npt
 
 from kvtransfer.types import PdTicket
 from replicas.types import (
+    AdapterRef,
     Finish,
     GenerateRequest,
     HandOffReport,
@@ -142,7 +143,7 @@ class Stamps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What decides when a request runs, as it came; times are absolute, on the engine's clock."""
+    """What decides when a request runs and with which weights, as it came; times are of the engine's clock."""
 
     deadline_s: float | None = None  # when it is ended
     first_by_s: float = math.inf  # when its first token is late
@@ -151,6 +152,7 @@ class Asked:
     offline: bool = False  # a line of a batch
     tenant: str = ""  # whose share of the engine it takes (scheduler/shares.py)
     weight: float = 1.0  # of that share
+    adapter: AdapterRef | None = None  # None: the model's alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +213,7 @@ class Req:
     rid: str
     index: int
     sampling: SamplingParams
-    salt: str
+    salt: str  # the request's namespace: its adapter's part included
     stamps: Stamps
     asked: Asked
     prompt_len: int
@@ -246,7 +248,7 @@ class Req:
             rid=request.rid,
             index=index,
             sampling=sampling,
-            salt=request.cache_salt,
+            salt=request.namespace,
             stamps=Stamps(now_s),
             asked=Asked(
                 deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
@@ -256,6 +258,7 @@ class Req:
                 offline=request.offline,
                 tenant=request.tenant,
                 weight=request.weight,
+                adapter=request.adapter,
             ),
             prompt_len=prompt_len,
             ids=ids,

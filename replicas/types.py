@@ -252,6 +252,19 @@ class StageTimes:
     passed_s: float = 0.0  # of queue_s: others went before it, as their tenants had used less
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRef:
+    """An adapter (LoRA) by what it holds; a name is an alias, and its requests keep what it meant when they came."""
+
+    identity: str  # digest of the files (checkpoints/adapters.py `identify`)
+    path: str  # its folder, as replicas see it
+
+    @property
+    def space(self) -> str:
+        """What its requests' salts begin with: their pages are no other adapter's, and not the model's own."""
+        return f"\1{self.identity}\1"  # clients cannot send it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """One tokenised request. Made once, in the router; the engine never sees text of the prompt."""
@@ -259,7 +272,7 @@ class GenerateRequest:
     rid: str
     token_ids: TokenIds  # [L] the prompt, L >= 1; made from any sequence of ints (`to_token_ids`)
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    cache_salt: str = ""  # requests with different salts never share a page
+    cache_salt: str = ""  # requests with different ones never share a page
     priority: int = 0  # higher runs first
     tenant: str = ""  # whose share of the replica it takes
     weight: float = 1.0  # of that share
@@ -274,12 +287,18 @@ class GenerateRequest:
     recall: str = ""  # by which another router asks for its output, should this one die; "" for no such request
     routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
     offline: bool = False  # a line of a batch: it runs in the gaps that others leave, below every priority
+    adapter: AdapterRef | None = None  # None: the model as it is
 
     def __post_init__(self) -> None:
         """Raises: InvalidRequest, as `to_token_ids`."""
         ids = self.token_ids
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1):
             object.__setattr__(self, "token_ids", to_token_ids(ids, param="token_ids"))
+
+    @property
+    def namespace(self) -> str:
+        """What its pages are named under, wherever they are: requests of different namespaces never share one."""
+        return self.cache_salt if self.adapter is None else self.adapter.space + self.cache_salt
 
     @property
     def num_choices(self) -> int:

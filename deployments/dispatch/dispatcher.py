@@ -75,7 +75,7 @@ def query_of(
     return RouteQuery(
         rid=request.rid,
         token_ids=request.token_ids,
-        salt=request.cache_salt,
+        salt=request.namespace,
         max_new_tokens=request.sampling.max_new_tokens,
         priority=request.priority,
         objective_s=math.inf if request.objective_s is None else request.objective_s,

@@ -166,12 +166,12 @@ class Recorder:
         """Return the hashes of the whole pages of prompt and answer, without what separates them."""
         request, size = ended.request, self._page_size
         if ended.record is None:
-            keys = page_keys(request.token_ids, size, request.cache_salt)
+            keys = page_keys(request.token_ids, size, request.namespace)
         else:
             keys = ended.record.tries[0].decision.keys
         rest = np.concatenate([request.token_ids[len(keys) * size :], np.array(ended.answer, dtype=np.int32)])
         parent = int(keys[-1]) if len(keys) else None
-        more = page_keys(rest[:-1], size, request.cache_salt, parent)  # no step computes the K/V of the last token
+        more = page_keys(rest[:-1], size, request.namespace, parent)  # no step computes the K/V of the last token
         return "".join(self._digest(key.tobytes()) for key in (*keys, *more))
 
     def _hashed(self, kind: str, name: str) -> str:

@@ -279,10 +279,12 @@ async def prompts_of_ids(
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None = None) -> str:
-    """Join two salts into one, unique for the pair. Raises: InvalidRequest for a NUL, which marks a pair."""
+    """Join two salts into one, unique for the pair. Raises: InvalidRequest for what marks a pair, or an adapter."""
     for name, key in (("cache_salt", cache_salt), ("extra_key", extra_key)):
-        if key and "\0" in key:
-            raise InvalidRequest(f"{name}: must not contain a NUL character; leave it out", param=name)
+        if key and ("\0" in key or "\1" in key):
+            raise InvalidRequest(
+                f"{name}: must not contain the characters U+0000 and U+0001; leave them out", param=name
+            )
     return "\0" + json.dumps([cache_salt or "", extra_key]) if extra_key else cache_salt or ""
 
 

@@ -33,7 +33,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, PayloadMeta
 
 MAGIC = b"MANTAKV\n"
-VERSION = 2
+VERSION = 3
 PREAMBLE_BYTES = 24
 Ids = npt.NDArray[np.int32]  # [n]
 T = TypeVar("T")
@@ -51,6 +51,7 @@ class ReplaySnapshot:
     sampling: Mapping[str, Any]  # every field of the engine's SamplingParams, by name; JSON values
     eos_ids: tuple[int, ...]  # ids that end it beside its own stop ids
     salt: str
+    adapter: Mapping[str, str]  # every field of the engine's AdapterRef, by name; {}: none
     priority: int
     return_logprobs: bool
     top_logprobs: int
@@ -119,6 +120,7 @@ def _header(snapshot: ReplaySnapshot, parts: Sequence[npt.NDArray[np.uint8]]) ->
         "sampling": dict(snapshot.sampling),
         "eos_ids": list(snapshot.eos_ids),
         "salt": snapshot.salt,
+        "adapter": dict(snapshot.adapter),
         "priority": snapshot.priority,
         "return_logprobs": snapshot.return_logprobs,
         "top_logprobs": snapshot.top_logprobs,
@@ -199,6 +201,7 @@ def _parse(header: dict[str, Any], body: npt.NDArray[np.uint8]) -> ReplaySnapsho
         sampling=_typed(header, "sampling", dict),
         eos_ids=tuple(int(token) for token in _typed(header, "eos_ids", list)),
         salt=_typed(header, "salt", str),
+        adapter={name: _typed(header["adapter"], name, str) for name in _typed(header, "adapter", dict)},
         priority=_typed(header, "priority", int),
         return_logprobs=_typed(header, "return_logprobs", bool),
         top_logprobs=_typed(header, "top_logprobs", int),

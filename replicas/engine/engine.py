@@ -88,6 +88,8 @@ class Intake:
         """Raise InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
         request.validate(vocab_size=self._model.vocab_size)
         require_possible(request, has_transfer=self._has_transfer)
+        if request.adapter is not None:
+            raise InvalidRequest("adapter: this replica serves its model alone", param="model")
         readout = request.sampling.readout
         if readout is not None and readout.pooling is not None and self._model.implementation == "transformers":
             raise InvalidRequest("pooling: hidden states are not read from a model that Transformers' classes run")

@@ -23,7 +23,7 @@ from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
 from replicas.request import CachedTokens, Req, ReqState
-from replicas.types import Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
+from replicas.types import AdapterRef, Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
 
 TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING})
 
@@ -48,7 +48,8 @@ def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
         chat_template=engine.tokenizer.template_digest,
         sampling=asdict(req.sampling),
         eos_ids=tuple(sorted(engine.config.model.eos_ids)),
-        salt=req.salt,
+        salt=req.salt if req.asked.adapter is None else req.salt.removeprefix(req.asked.adapter.space),
+        adapter={} if req.asked.adapter is None else asdict(req.asked.adapter),
         priority=req.rank.priority,
         return_logprobs=req.return_logprobs,
         top_logprobs=req.top_logprobs,
@@ -77,6 +78,7 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
         token_ids=snapshot.prompt_ids,
         sampling=_sampling(dict(snapshot.sampling)),
         cache_salt=snapshot.salt,
+        adapter=AdapterRef(**snapshot.adapter) if snapshot.adapter else None,
         priority=snapshot.priority,
         return_logprobs=snapshot.return_logprobs,
         top_logprobs=snapshot.top_logprobs,

@@ -141,7 +141,9 @@ ONLY: dict[str, set[str]] = {
         "replicas.models.outline", "replicas.models.own_parts", "replicas.models.sharding",
         "replicas.checkpoints.gguf_folder",
     },
-    "safetensors": {"replicas.checkpoints.safetensors_files", "replicas.memory.kv_scales"},
+    "safetensors": {
+        "replicas.checkpoints.safetensors_files", "replicas.checkpoints.adapters", "replicas.memory.kv_scales",
+    },
     "gguf": {"replicas.checkpoints.gguf_file"},
     "torch": {
         "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.memory", "replicas.memory.pool",
@@ -159,6 +161,7 @@ HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request",
     "replicas.resolve", "replicas.attention.registry",
     "replicas.distributions", "replicas.kernels.weight_formats", "replicas.engine.sinks",
+    "replicas.checkpoints.adapters",
     "replicas.engine.stepping", "replicas.text.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip

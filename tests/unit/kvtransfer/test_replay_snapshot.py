@@ -41,6 +41,7 @@ def make(num_prompt: int = 5, num_output: int = 3, num_computed: int = 7) -> Rep
         sampling=SAMPLING,
         eos_ids=(2, 7),
         salt="tenant é",
+        adapter={"identity": "ab" * 32, "path": "/adapters/é"},
         priority=-3,
         return_logprobs=True,
         top_logprobs=5,
@@ -57,7 +58,16 @@ def assert_same(a: ReplaySnapshot, b: ReplaySnapshot) -> None:
     assert a.kv.shape == b.kv.shape
     assert a.kv.tobytes() == b.kv.tobytes()
     assert (a.tokenizer, a.chat_template) == (b.tokenizer, b.chat_template)
-    for name in ("rid", "sampling", "eos_ids", "salt", "priority", "return_logprobs", "prompt_logprobs_from"):
+    for name in (
+        "rid",
+        "sampling",
+        "eos_ids",
+        "salt",
+        "adapter",
+        "priority",
+        "return_logprobs",
+        "prompt_logprobs_from",
+    ):
         assert getattr(a, name) == getattr(b, name)
     for name in ("layout", "prompt_len", "cached_prefix_len", "token_range", "row"):
         assert getattr(a.meta, name) == getattr(b.meta, name)
@@ -128,12 +138,13 @@ def rewritten(path: Path, *, version: int = VERSION, header: bytes | None = None
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"version": 1}, "version 1, and version 2 is understood"),
+        ({"version": 2}, "version 2, and version 3 is understood"),
         ({"num_prompt": 6}, "its header makes no sense"),
         ({"num_computed": 6}, "its header makes no sense"),
         ({"num_prompt": -1, "num_output": 9}, "its header makes no sense"),
         ({"num_output": True}, "num_output is bool, int is wanted"),
         ({"sampling": "greedy"}, "sampling is str, dict is wanted"),
+        ({"adapter": {"path": 1}}, "path is int, str is wanted"),
         ({"layout": {}}, "its header makes no sense: 'model'"),
         ({"body_bytes": "many"}, "many bytes of body are wanted"),
         ({"header": b"[]"}, "the header is list, dict is wanted"),

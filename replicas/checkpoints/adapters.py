@@ -1,0 +1,194 @@
+"""What an adapter's folder holds (LoRA, as PEFT writes it): adapter_config.json and adapter_model.safetensors.
+
+Owns:      which adapters are read, their identity, and the bounds on them.
+Never:     reads other files than those two; knows a model.
+Invariant: the identity is that of the very bytes that are checked and read. What is wrong in a folder is an
+           `InvalidAdapter` that says what.
+Source:    Hu et al. 2021 (LoRA, arXiv:2106.09685); Kalajdzievski 2023 (rsLoRA, arXiv:2312.03732); names and settings
+           are PEFT's.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, deserialize
+
+from replicas.errors import InvalidAdapter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+_NAME = re.compile(r"base_model\.model\.([\w.]{1,256})\.lora_([AB])\.weight")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# settings with which an adapter computes something else, and their values that change nothing
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "use_qalora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": ([],),
+    "layer_replication": ([],),
+    "trainable_token_indices": ([], {}),
+    "target_parameters": ([],),
+    "alora_invocation_tokens": ([],),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLimits:
+    """The largest adapter that is accepted."""
+
+    max_rank: int = 64
+    max_bytes: int = 1 << 30  # of its weights' file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """An adapter without its numbers."""
+
+    identity: str  # SHA-256 over both files
+    rank: int
+    alpha: float
+    scale: float  # of what its products add
+    targets: tuple[str, ...]  # the last names of the layers that it adds to, as "q_proj"; sorted
+    num_bytes: int  # of its weights as replicas hold them, in fp32
+    base: str  # the model that it says it was made for; "" if it does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdapterWeights:
+    """An adapter's numbers, by the name of the layer that they add to: y += B (A x) * scale."""
+
+    info: AdapterInfo
+    pairs: Mapping[str, tuple["Tensor", "Tensor"]]  # A [rank, in], B [out, rank], fp32
+
+
+def identify(folder: Path, limits: AdapterLimits = AdapterLimits()) -> AdapterInfo:
+    """Check an adapter's files, and say what they hold; without torch, in about a second for each GB.
+
+    Raises: InvalidAdapter.
+    """
+    return _parse(folder, limits)[0]
+
+
+def load(folder: Path, identity: str, limits: AdapterLimits = AdapterLimits()) -> AdapterWeights:
+    """Read the adapter ``identity``. Raises: InvalidAdapter, also for a folder that holds another one by now."""
+    import torch
+
+    info, tensors = _parse(folder, limits)
+    if info.identity != identity:
+        raise InvalidAdapter(
+            f"adapter: {folder} has changed: {identity[:12]} is wanted, it holds {info.identity[:12]}. Load it again "
+            "under its name: new requests get what it holds now"
+        )
+    pairs: dict[str, list[Tensor]] = {}
+    for (layer, _), (dtype, shape, data) in sorted(tensors.items()):  # A before B
+        values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape).float()
+        if not values.isfinite().all():
+            raise InvalidAdapter(f"adapter: the weights of {layer} in {folder} hold NaN or inf: train or fetch it anew")
+        pairs.setdefault(layer, []).append(values)
+    return AdapterWeights(info=info, pairs={layer: (a, b) for layer, (a, b) in pairs.items()})
+
+
+_Tensors = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]  # (layer, A or B) -> dtype, shape, bytes
+
+
+def _parse(folder: Path, limits: AdapterLimits) -> tuple[AdapterInfo, _Tensors]:
+    raw_config = _read(folder / CONFIG, MAX_CONFIG_BYTES)
+    raw_weights = _read(folder / WEIGHTS, limits.max_bytes)
+    digest = hashlib.sha256(len(raw_config).to_bytes(8, "little") + raw_config)
+    digest.update(raw_weights)
+    config, tensors = _config(folder, raw_config), _tensors(folder, raw_weights)
+    rank = _number(folder, config, "r")
+    _require(
+        folder, rank == int(rank) and 1 <= rank <= limits.max_rank, f"r is {rank:g}: 1 to {limits.max_rank} may be"
+    )
+    for layer in sorted({layer for layer, _ in tensors}):
+        a, b = (tensors.get((layer, part), ("", (), b""))[1] for part in "AB")
+        whole = len(a) == len(b) == 2 and a[0] == b[1] == rank and min(*a, *b) > 0
+        _require(
+            folder, whole, f"lora_A and lora_B of {layer} are {a} and {b}: ({rank:g}, in) and (out, {rank:g}) must be"
+        )
+    alpha = _number(folder, config, "lora_alpha")
+    info = AdapterInfo(
+        identity=digest.hexdigest(),
+        rank=int(rank),
+        alpha=alpha,
+        scale=alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank),
+        targets=tuple(sorted({layer.rpartition(".")[2] for layer, _ in tensors})),
+        num_bytes=sum(4 * math.prod(shape) for _, shape, _ in tensors.values()),
+        base=str(config.get("base_model_name_or_path") or ""),
+    )
+    return info, tensors
+
+
+def _read(file: Path, most: int) -> bytes:
+    try:
+        size = file.stat().st_size if file.is_file() else -1
+        if size < 0:
+            raise InvalidAdapter(
+                f"adapter: {file.parent} has no {file.name}: save it with PEFT's save_pretrained, in safetensors"
+            )
+        if size > most:
+            raise InvalidAdapter(f"adapter: {file} has {size:,} bytes: at most {most:,} are read")
+        with file.open("rb") as opened:
+            return opened.read(most)
+    except (OSError, ValueError) as error:
+        raise InvalidAdapter(f"adapter: {file} cannot be read: {error}") from error
+
+
+def _config(folder: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InvalidAdapter(f"adapter: {folder / CONFIG} is no JSON: {error!r:.200}") from error
+    _require(folder, isinstance(config, dict) and config.get("peft_type") == "LORA", "peft_type must be LORA")
+    for name, plain in _PLAIN.items():
+        value = config.get(name)
+        _require(
+            folder,
+            value is None or value in plain,
+            f"{name} is {value!r:.60}, which is not supported: train with {plain[0]!r}",
+        )
+    assert isinstance(config, dict)
+    return config
+
+
+def _number(folder: Path, config: Mapping[str, Any], name: str) -> float:
+    value = config.get(name)
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
+    _require(folder, fine, f"{name} is {value!r:.60}: a positive number is wanted")
+    return float(value)  # type: ignore[arg-type]  # checked
+
+
+def _tensors(folder: Path, raw: bytes) -> _Tensors:
+    try:
+        found = deserialize(raw)  # type: ignore[no-untyped-call]
+    except (SafetensorError, ValueError, OverflowError) as error:
+        raise InvalidAdapter(f"adapter: {folder / WEIGHTS} is no safetensors file: {error}. Fetch it again") from error
+    tensors: _Tensors = {}
+    for name, spec in found:
+        match, dtype = _NAME.fullmatch(name), _DTYPES.get(spec["dtype"])
+        _require(folder, match is not None, f"{name!r:.120} is no weight of LoRA's: lora_A and lora_B of layers are")
+        _require(folder, dtype is not None, f"{name} is in {spec['dtype']}: one of {', '.join(_DTYPES)} is wanted")
+        assert match is not None
+        assert dtype is not None
+        tensors[match[1], match[2]] = dtype, tuple(spec["shape"]), spec["data"]
+    _require(folder, bool(tensors), "it holds no weights")
+    return tensors
+
+
+def _require(folder: Path, fine: bool, problem: str) -> None:
+    if not fine:
+        raise InvalidAdapter(f"adapter: {folder}: {problem}")
