@@ -110,13 +110,13 @@ class BatchStore:
         """Return where the content of a file is; ``file_id`` is one of ours."""
         return self.folder / "files" / file_id
 
-    def new_file(self, owner: str) -> str:
-        """Make the id of a file that is about to be written. A key's files take at most what the others' leave free
-        beside them, so that none can fill the folder; without keys ("") they may. Raises: FolderFull."""
+    def new_file(self, owner: str, *, alone: bool) -> str:
+        """Make the id of a file that is about to be written. Unless ``owner`` is ``alone``, its files take at most what
+        the others' leave free beside them, so that none can fill the folder. Raises: FolderFull."""
         query = "SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE owner = ?), 0) FROM files"
         with self._open() as db:
             held, own = db.execute(query, (owner,)).fetchone()
-        if held >= self._max_bytes or (owner and own > self._max_bytes - held):  # how many all hold concerns no key
+        if held >= self._max_bytes or (not alone and own > self._max_bytes - held):  # how many all hold concerns no key
             raise FolderFull("no more files are kept (router.batch_bytes): delete some, as DELETE /v1/files/ID does")
         return f"file-{secrets.token_hex(12)}"
 

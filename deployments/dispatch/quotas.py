@@ -149,7 +149,7 @@ class Quotas:
         if output_tokens:
             mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
             self._output_len[key.name] = mean + (output_tokens / choices - mean) / 8
-        for kind, num in zip(KINDS, (1, input_tokens, output_tokens), strict=True):
+        for kind, num in zip(KINDS, (round(reserved.requests), input_tokens, output_tokens), strict=True):
             self.totals[key.of, kind] += num
 
     def give_back(self, reserved: Reserved) -> None:

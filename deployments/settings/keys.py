@@ -86,6 +86,11 @@ class KeyDigests:
         return bool(self.api) or self.tenants is not None
 
     @property
+    def num(self) -> int:
+        """The API keys that exist now, each of which is a caller of its own."""
+        return len(self.api) + (0 if self.tenants is None else len(self.tenants.by_name))
+
+    @property
     def guard(self) -> bytes | None:
         """The digest of the key for the metrics ports. None: no key is needed; b"": no key is accepted."""
         return self.admin.digest if self.admin is not None else b"" if self.asked else None

@@ -122,7 +122,7 @@ async def _bounded(request: Request, chunks: AsyncIterator[bytes]) -> AsyncGener
 async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes], boundary: bytes) -> Row:
     """Keep the file of a form. Raises: as `read_form`, InvalidRequest, FolderFull."""
     owner = caller_of(request).name
-    file_id = await asyncio.to_thread(store.new_file, owner)
+    file_id = await asyncio.to_thread(store.new_file, owner, alone=request.app.state.keys.num <= 1)
     path = store.path(file_id)
     try:
         fields, filename = await read_form(chunks, boundary, path, max_bytes=service_of(request).max_file_bytes)

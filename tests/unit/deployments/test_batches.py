@@ -156,6 +156,20 @@ async def test_a_batch_gives_the_answers_of_the_real_model(service: Service, sto
         assert Batch.model_validate(done.model_dump(), strict=True)
 
 
+@pytest.mark.parametrize(
+    ("keys", "refused"), [(["the-only-key-that-there-is"], False), (["a-key-of-one", "a-key-of-two"], True)]
+)
+async def test_a_key_may_fill_the_folder_where_it_is_the_only_one(
+    tokenizer: Tokenizer, tmp_path: Path, keys: list[str], refused: bool
+) -> None:
+    store = BatchStore(tmp_path / "batches", max_bytes=100)
+    async with House() as house, served(house.service(tokenizer, batches=store), *keys) as [sdk, *_]:
+        await sdk.files.create(file=b"x" * 60, purpose="batch")
+        expected = pytest.raises(openai.APIStatusError, match="no more files are kept")
+        with expected if refused else contextlib.nullcontext():
+            await sdk.files.create(file=b"x" * 30, purpose="batch")
+
+
 async def test_files_are_kept_listed_in_pages_and_deleted(tokenizer: Tokenizer, store: BatchStore) -> None:
     async with House() as house, served(house.service(tokenizer, batches=store)) as [sdk]:
         content = random.Random(0).randbytes(300_000)  # in which a boundary's begin stands often
@@ -520,7 +534,7 @@ def test_the_order_is_that_of_the_prompts_trie(store: BatchStore, tmp_path: Path
 
 def kept(store: BatchStore, data: bytes, owner: str = "") -> str:
     """The id of a file of ``owner``'s, which is kept."""
-    file_id = store.new_file(owner)
+    file_id = store.new_file(owner, alone=not owner)
     store.path(file_id).write_bytes(data)
     store.add_file(file_id, owner=owner, filename="f", purpose="batch", kept_s=None)
     return file_id
@@ -560,11 +574,11 @@ def test_one_keys_files_leave_room_for_others_and_without_keys_there_are_no_othe
         kept(keyed, b"x" * 20, "greedy")
         kept(open_to_all, b"x" * 20)
     with pytest.raises(FolderFull, match="delete some"):
-        keyed.new_file("greedy")
+        keyed.new_file("greedy", alone=False)
     kept(keyed, b"x" * 10, "modest")
     kept(open_to_all, b"x" * 40)
     with pytest.raises(FolderFull):
-        open_to_all.new_file("")
+        open_to_all.new_file("", alone=True)
 
 
 def test_a_batch_is_one_routers_and_another_takes_it_when_its_time_is_over(tmp_path: Path) -> None:
@@ -603,7 +617,7 @@ def test_files_that_expire_and_uploads_that_were_cut_off_are_swept(tmp_path: Pat
     now = 1_000_000.0
     store = BatchStore(tmp_path, max_bytes=1 << 30, clock=lambda: now)
     for kept_s in (10, None):
-        file_id = store.new_file("")
+        file_id = store.new_file("", alone=True)
         store.path(file_id).write_bytes(b"x")
         store.add_file(file_id, owner="", filename="f", purpose="batch", kept_s=kept_s)
     store.path("file-cut-off").write_bytes(b"x")

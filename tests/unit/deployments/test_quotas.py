@@ -490,6 +490,9 @@ async def test_of_a_request_that_another_router_ran_only_what_is_new_counts_and_
     assert [token for delta in deltas for token in delta.token_ids] == [1002, 1003, 1004, 1005]
     after = used_by(served, "heavy")
     assert [now - then for now, then in zip(after, before, strict=True)] == [0, 0, 4]
+    quotas = dispatcher.quotas
+    assert quotas is not None
+    assert quotas.totals["bulk", "requests"] == 4
 
 
 @pytest.mark.model
