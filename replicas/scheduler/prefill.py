@@ -41,6 +41,7 @@ class Refusal(enum.Enum):
     MEMORY = "its prompt and reserved output do not fit the pool beside what runs"
     SHARED_PREFIX = "another request is computing its prefix right now"
     OLDER_GRANT = "an older decode leg waits for memory"
+    SHARE = "a tenant that has had less begins in this step, and would wait for what else it holds"
     LOADING = "its cached prefix is on its way from the host or the store"
 
 
@@ -94,6 +95,8 @@ def next_batch(
     for req in _in_turn(queues, now_s, others_begin=others_begin):
         if barrier is not None and req.rank.from_s > barrier:
             refusal: Refusal | None = Refusal.OLDER_GRANT
+        elif others_begin and queues.waiting.shares.waits_out(req, batch.reqs[batch.num_forced :]):
+            refusal = Refusal.SHARE
         else:
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
             while refusal in NO_ROOM and _gives_way(req, queues, kv, counters, limits, budget):

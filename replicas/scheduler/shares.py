@@ -68,6 +68,12 @@ class TenantShares:
         """Take all credit of a tenant that holds more than its share: another one is to have what it gives."""
         self._credits[asked.tenant] = min(self.credit(asked.tenant), 0.0)
 
+    def waits_out(self, req: Req, begun: Iterable[Req]) -> bool:
+        """Whether the step in which ``begun`` compute their prompts is to hold nothing of the prompt of ``req``, whose
+        tenant has no credit: one of no lower priority whose tenant has some would wait for it."""
+        able = (each for each in begun if each.rank.priority >= req.rank.priority)
+        return self.credit(req.asked.tenant) <= 0.0 and any(self.credit(each.asked.tenant) > 0.0 for each in able)
+
     def heads(self, waiting: Iterable[Req]) -> list[Req]:
         """Return the oldest of ``waiting`` of each tenant that has credit, or waits alone; the oldest first."""
         found = dict[str, Req]()

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from replicas.request import Req, ReqState
+from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.scheduler import QUANTUM
 from replicas.types import GenerateRequest
 from tests.fakes import continuation
@@ -112,6 +113,27 @@ def test_a_tenant_that_holds_every_place_gives_some_until_it_has_its_share() -> 
     assert (running.count("heavy"), running.count("light")) == (4, 4)
     assert sum(req.num_retractions for req in heavy) == 4
     assert not any(req.num_retractions for req in light)
+    bench.run()
+
+
+def test_the_step_in_which_a_lighter_tenant_begins_holds_no_prompt_of_a_heavier_one_but_of_a_higher_priority() -> None:
+    bench = Bench(max_running=64, num_pages=256, chunked_prefill_size=64, priorities="on")
+    heavy = flood(bench, 40, "heavy", max_new_tokens=8)
+    while bench.scheduler.queues.waiting.shares.credit("heavy") > 0.0:
+        bench.step()
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    bench.step()
+    assert len(bench.plans[-1].rows) - bench.plans[-1].num_decode == 1  # type: ignore[union-attr]
+    assert light.computed_len == 12
+    assert Refusal.SHARE in bench.scheduler.last.refusals.values()
+    waiting = sum(req.state is ReqState.WAITING for req in heavy)
+    urgent = bench.submit(prompt(501), tenant="heavy", cache_salt="heavy", priority=1)
+    bench.submit(prompt(502), tenant="light", cache_salt="light")
+    bench.step()
+    assert urgent.computed_len == 12
+    assert len(bench.plans[-1].rows) - bench.plans[-1].num_decode == 2  # type: ignore[union-attr]
+    bench.step()
+    assert sum(req.state is ReqState.WAITING for req in heavy) < waiting  # it goes on in the next step
     bench.run()
 
 
