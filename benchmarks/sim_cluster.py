@@ -65,6 +65,7 @@ class Setup:
     erring: float = 1.0  # share of the replicas that have ``speed.rate_error``: every second, say
     split: Split | None = None  # None: a replica decodes what it has computed
     num_routers: int = 1
+    knows_adapters: bool = True  # routers look at where a request's adapter is
     page_size: int = 512
     limits: Limits = field(default_factory=Limits)
     seed: int = 0
@@ -162,6 +163,7 @@ class Cluster:
         self._requests = requests
         self._page_size = setup.page_size
         self._objective_s = setup.speed.objective_s
+        self._knows_adapters = setup.knows_adapters
         self._progress = progress
         self._followers: dict[int, list[SimRequest]] = {}
         self._open: dict[int, Routed | None] = {}  # by request; None: routed by the oracle
@@ -229,7 +231,8 @@ class Cluster:
             query = RouteQuery(
                 rid=str(request.number),
                 token_ids=request.token_ids()[: request.input_len],
-                salt=request.tenant,
+                salt=request.namespace,
+                adapter=request.adapter if self._knows_adapters else "",
                 objective_s=self._objective_s,
                 max_new_tokens=1 if self.hand_offs else request.output_len,  # at the replica that is chosen here
             )

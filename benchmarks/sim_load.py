@@ -71,6 +71,12 @@ class SimRequest:
     repeat: int
     answer: Ids  # [output_len], or [1] that stands for all of them
     tenant: str = ""  # which shares no cached prefix with another
+    adapter: str = ""  # that it needs; neither does one
+
+    @property
+    def namespace(self) -> str:
+        """What its pages are named under."""
+        return self.adapter + self.tenant
 
     def token_ids(self) -> Ids:
         """Returns: [input_len + output_len] the prompt and its answer."""

@@ -184,6 +184,8 @@ class Speed:
     max_running: int = 256
     rate_error: float = 1.0  # the replica measures its prefill rate this many times too high
     rate_noise: float = 0.1  # and each measurement varies by this share
+    adapters: int = 0  # that it holds at once; requests with one need this
+    adapter_load_s: float = 0.0  # to load another, in which nothing else begins
 
 
 class SimJob:
@@ -197,7 +199,8 @@ class SimJob:
     def __init__(self, request: SimRequest, page_size: int) -> None:
         self.request = request
         tokens = request.token_ids()[:-1]  # no step computes the K/V of the last token
-        self.keys: list[PageKey] = page_keys(tokens, page_size, "").tolist()  # whole pages of prompt and answer
+        keys = page_keys(tokens, page_size, request.namespace)
+        self.keys: list[PageKey] = keys.tolist()  # whole pages of prompt and answer
         self.num_prompt_pages = request.input_len // page_size
         self.num_pages = -(-len(tokens) // page_size)
         self.cached_tokens = 0  # once started
@@ -259,6 +262,8 @@ class SimReplica:
         self._decode = SimDecode(events, base_s=speed.decode_base_s, per_request_s=speed.decode_per_request_s)
         self._measured_rate = 0.0  # 0 until the first prompt is through
         self._computed = 0  # prompt tokens, of whole prompts
+        self._adapters = OrderedDict[str, None]()  # held, the one used longest ago first
+        self.loaded_s: list[float] = []  # when an adapter was
 
     @property
     def num_running(self) -> int:
@@ -313,6 +318,8 @@ class SimReplica:
             prefill_tokens_per_s=self._measured_rate,
             decode_step_s=self._decode.step_s,
             max_running_requests=self._speed.max_running,
+            adapters=frozenset(self._adapters),
+            adapter_load_s=self._speed.adapter_load_s if self.loaded_s else 0.0,
         )
 
     def true_ttft_s(self, job: SimJob) -> float:
@@ -362,7 +369,21 @@ class SimReplica:
         job.cached_tokens = matched * self._page_size
         self._prefilling, self._prefill_began_s = job, self._events.now_s
         uncached = job.request.input_len - job.cached_tokens
-        self._events.after(uncached / self._speed.prefill_tokens_per_s, lambda: self._prefilled(job))
+        takes_s = self._hold(job.request.adapter) + uncached / self._speed.prefill_tokens_per_s
+        self._events.after(takes_s, lambda: self._prefilled(job))
+
+    def _hold(self, adapter: str) -> float:
+        """Use ``adapter``, in place of the one used longest ago. Returns: how long loading it takes."""
+        if not adapter:
+            return 0.0
+        known = adapter in self._adapters
+        self._adapters[adapter] = None
+        self._adapters.move_to_end(adapter)
+        if len(self._adapters) > self._speed.adapters:
+            self._adapters.popitem(last=False)
+        if not known:
+            self.loaded_s.append(self._events.now_s)
+        return 0.0 if known else self._speed.adapter_load_s
 
     def _prefilled(self, job: SimJob) -> None:
         self.pool.store(job.keys[job.cached_tokens // self._page_size : job.num_prompt_pages])

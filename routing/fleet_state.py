@@ -186,14 +186,15 @@ class FleetState:
             at = eligible.columns == self.load.column(leg.replica_id)
             held.device[at] = np.minimum(held.device[at], leg.overlap_tokens)
         terms = estimate(
-            load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens, way_s=self.way.seconds,
-            objective_s=query.objective_s,
+            load, held, num_tokens=num_tokens, adapter_s=self.load.adapter_s(eligible, query.adapter),
+            max_new_tokens=max_new_tokens, way_s=self.way.seconds, objective_s=query.objective_s,
         )  # fmt: skip
         return Candidates(views=eligible.views, load=load, overlap_tokens=num_tokens - terms.own_tokens, terms=terms)
 
-    def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:
-        """Open ``leg`` at its replica, which will soon hold ``pages``."""
-        self.load.send(leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=now_s)
+    def send(self, leg: RouteLeg, pages: Pages, *, now_s: float, adapter: str = "") -> None:
+        """Open ``leg`` at its replica, which will soon hold ``pages`` and ``adapter``."""
+        tokens = leg.own_tokens
+        self.load.send(leg.replica_id, number=leg.number, uncached_tokens=tokens, now_s=now_s, adapter=adapter)
         self._index.expect(self.load.column(leg.replica_id), pages, number=leg.number)
 
     def end(self, leg: RouteLeg, keys: PageKeys, *, begun: bool = True) -> bool:

@@ -16,6 +16,7 @@ reports the same one again and again. From RATE_FRESH_S on it fades likewise tow
 What a replica reports after it was silent was measured before or across the silence: it counts once it changes.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, KeysView
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -43,6 +44,7 @@ PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 # Before a replica has loaded anything: memory copied page by page, and a disk that is not the fastest. The first load
 # replaces them, and there is one, unless they make it slower than computing.
 ASSUMED_HOST_BYTES_PER_S, ASSUMED_STORE_BYTES_PER_S, ASSUMED_STORE_LATENCY_S = 2e9, 2e8, 0.005
+ASSUMED_ADAPTER_LOAD_S = 0.1  # likewise: 20 MB of a disk, and their digest
 (IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
  UTILIZATION, POOL_TOKENS, MAX_REQUESTS, RATE_TOKENS, LATE, RATE_AT_S, STEP_AT_S, HOST_S, STORE_S, LATENCY_S,
  NUM_FIELDS) = range(24)  # fmt: skip
@@ -205,6 +207,7 @@ class _Open:
     uncached_tokens: int  # predicted
     begun: bool = False  # its first token has come
     leaves: bool = False  # its replica was asked to give it back: those behind it need not wait for it
+    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -213,6 +216,7 @@ class _Replica:
     view: ReplicaView
     open: dict[int, _Open] = field(default_factory=dict)  # by decision number, oldest first
     doubted: tuple[float, ...] = (0.0, 0.0)  # rates that it reported after it was silent
+    coming: Counter[str] = field(default_factory=Counter)  # adapters of ``open``, which it holds or loads
 
     def since(self, time_s: float) -> list[_Open]:
         """Open requests sent at ``time_s`` or later, oldest first."""
@@ -327,10 +331,12 @@ class Load:
         for request in replica.since(view.time_s):
             self._enqueue(replica, request)
 
-    def send(self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float) -> None:
+    def send(self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float, adapter: str = "") -> None:
         """Open the request of decision ``number`` at a known replica; ``uncached_tokens`` 0: it receives K/V."""
         replica = self._replicas[replica_id]
-        request = replica.open[number] = _Open(now_s, uncached_tokens)
+        request = replica.open[number] = _Open(now_s, uncached_tokens, adapter=adapter)
+        if adapter:
+            replica.coming[adapter] += 1
         self._where[number] = replica_id
         self._data[IN_FLIGHT, replica.column] += 1
         if now_s >= self._data[REPORT_S, replica.column]:
@@ -346,6 +352,8 @@ class Load:
             return False
         replica = self._replicas[replica_id]
         request = replica.open.pop(number)
+        if request.adapter:
+            replica.coming -= Counter([request.adapter])
         column = self._data[:, replica.column]
         column[IN_FLIGHT] -= 1
         if request.sent_s < column[REPORT_S]:
@@ -398,6 +406,16 @@ class Load:
             _keep_ahead(load, np.flatnonzero(eligible.columns == replica.column), replica, number)
         return load
 
+    def adapter_s(self, eligible: Eligible, adapter: str) -> Floats:
+        """Return how long each of ``eligible`` takes to load ``adapter``: 0 where it is held, or an open request has it
+        loaded, and without one."""
+        views = eligible.views
+        if not adapter:
+            return np.zeros(len(views))
+        there = [adapter in view.adapters or adapter in self._replicas[view.replica_id].coming for view in views]
+        load_s = _measured(np.array([view.adapter_load_s for view in views]), ASSUMED_ADAPTER_LOAD_S)
+        return np.where(there, 0.0, load_s)
+
     @property
     def num_open(self) -> int:
         return len(self._where)
@@ -418,6 +436,7 @@ class Load:
             assert column[TOKENS_SINCE] == sum(request.uncached_tokens for request in since)
             assert column[RECEIVING] >= sum(request.uncached_tokens == 0 for request in since)
             assert min(column[ENDED], column[QUEUE]) >= 0
+            assert replica.coming == Counter(each.adapter for each in replica.open.values() if each.adapter)
 
     def _dequeue(self, replica: _Replica, request: _Open) -> None:
         """Take an ended request that the last report counts out of the queue. How much of it was computed is not known;

@@ -12,6 +12,7 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
                              hand over more
     either way   pressure_s  the wait for pages or for a place among the running    (policies.py)
                  load_s      what its lower tiers hold, loaded        (policies.py)
+                 adapter_s   its adapter, loaded where it is not yet  (load.py)
                  slower_s    slower steps beside those that run
 
 So no threshold says which prompts are handed over: if no request is delayed, or little is to compute, the decode
@@ -139,9 +140,10 @@ def costs_of(
         overhead_s=overhead_s,
         pressure_s=terms.pressure_s,
         load_s=terms.load_s,
+        adapter_s=terms.adapter_s,
         slower_s=slower_s,
         local_cost_s=terms.ttft_s + stall_s + slower_s,
-        receive_cost_s=transfer_s + overhead_s + terms.load_s + terms.pressure_s + slower_s,
+        receive_cost_s=transfer_s + overhead_s + terms.load_s + terms.adapter_s + terms.pressure_s + slower_s,
     )
 
 

@@ -4,16 +4,18 @@ A policy sees the query, the candidates (at least one, in order of ids, each wit
 first token) and the turn (the part of the router's past that it may use, and an injected random generator); it answers
 a PolicyChoice. All that it compares stands in the candidates, so every decision can be explained afterwards.
 
-The estimate for a candidate: the tokens before the request and its own, over the prefill rate, and the time to load
-what a lower tier has, where that is less than the time to compute it. Each term is in seconds and stands in the
-decision. No constant here is fitted; each comes from how the engine schedules (replicas/scheduler/scheduler.py).
+The estimate for a candidate: the tokens before the request and its own, over the prefill rate, the time to load what a
+lower tier has, where that is less than the time to compute it, and the time to load its adapter (LoRA). Each term is in
+seconds and stands in the decision. No constant here is fitted; each comes from how the engine schedules
+(replicas/scheduler/scheduler.py).
 
 `behind_s` is the delay that this request adds to queued requests. If a candidate computes a prefix anew that another
 holds, every request behind this one there waits that much longer. How many will be behind: in a queue served in turn, a
 request leaves on average as many behind as it found when it came (level crossing), so the requests waiting now stand
 for them. Without a queue it is 0. What must be computed wherever the request goes is not counted: that would send long
 prompts where few wait and short ones where many do, which orders requests by size, not by where they are cached.
-Late requests that it passes, where it can be in time, wait for all of it, and are counted on top.
+Late requests that it passes, where it can be in time, wait for all of it, and are counted on top. An adapter that is
+loaded pushes out another, which is loaded again for some later request: that costs as much once more.
 That has a bound: no request is sent, for the sake of others, behind a queue longer than it may wait (`bounded`), so a
 hot prefix is computed again at the latest when its queue is that long.
 Source: Kleinrock 1975, "Queueing Systems" I, section 5.3 (arrivals find what departures leave).
@@ -128,11 +130,13 @@ def estimate(
     held: HeldTokens,
     *,
     num_tokens: int,
+    adapter_s: Floats,
     max_new_tokens: int,
     way_s: float,
     objective_s: float = float("inf"),
 ) -> Terms[Floats, Ints]:
-    """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``; ``way_s``: measured.
+    """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``; ``adapter_s``: to load what
+    it needs beside the model; ``way_s``: measured.
 
     A prompt that meets ``objective_s`` when it passes the late requests there is estimated without them.
     """
@@ -142,7 +146,7 @@ def estimate(
     decode_s = DECODE_STEPS_WAITED * load.decode_step_s * np.minimum(load.num_requests, 1.0)
     output_tokens = min(max_new_tokens, OUTPUT_TOKENS)
     pressure_s = _pressure_s(load, num_tokens - held.device + output_tokens, output_tokens)
-    after_s = own_s + held.load_s + step_s + decode_s + pressure_s + way_s  # what follows the queue
+    after_s = own_s + held.load_s + adapter_s + step_s + decode_s + pressure_s + way_s  # what follows the queue
     in_time = (load.queued_tokens - load.late_tokens) / load.prefill_tokens_per_s + after_s <= objective_s
     passed_tokens = np.where(in_time, load.late_tokens, 0.0)
     queue_s = (load.queued_tokens - passed_tokens) / load.prefill_tokens_per_s
@@ -157,12 +161,13 @@ def estimate(
         queue_s=queue_s,
         own_s=own_s,
         load_s=held.load_s,
+        adapter_s=adapter_s,
         step_s=step_s,
         decode_s=decode_s,
         pressure_s=pressure_s,
         way_s=np.full(len(queue_s), way_s),
         ttft_s=queue_s + after_s,
-        behind_s=_behind_s(load, own_s, passed_tokens),
+        behind_s=_behind_s(load, own_s, passed_tokens) + adapter_s,  # of the adapter that makes room
     )
 
 

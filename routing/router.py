@@ -257,7 +257,7 @@ class Router:
 
     def _open(self, decision: Decision, pages: Pages, query: RouteQuery) -> None:
         for leg in legs(decision):
-            self._fleet.send(leg, pages, now_s=decision.time_s)
+            self._fleet.send(leg, pages, now_s=decision.time_s, adapter=query.adapter)
             self._num_decisions = leg.number + 1
         if query.session_id:
             self._sessions[query.session_id] = decision.replica_id

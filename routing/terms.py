@@ -46,6 +46,7 @@ CANDIDATE = (
     Term("queue_s", "queue", "s", "prompt tokens that are computed before", TTFT, in_terminal="always"),
     Term("own_s", "own", "s", "its own tokens that are not cached there", TTFT, bar="prefill", in_terminal="always"),
     Term("load_s", "load", "s", "its tokens in host memory and store, loaded", TTFT),
+    Term("adapter_s", "adapter", "s", "its adapter (LoRA), loaded where it is not yet", TTFT),
     Term(
         "step_s", "step", "s", "a step's fixed part, as far as its tokens and the queued ones are too few to fill it",
         TTFT, bar="fixed part of a step",
@@ -81,6 +82,7 @@ DECODE_REPLICA = (
         "load_s", "load", "s", "what its host memory and store hold, loaded; part of TTFT", RECEIVED,
         in_terminal="never",
     ),
+    Term("adapter_s", "adapter", "s", "its adapter, loaded; part of TTFT", RECEIVED, in_terminal="never"),
     Term(
         "pressure_s", "pressure", "s", "wait for pages or a place", RECEIVED, bar="wait for pages",
         in_terminal="never",
@@ -94,7 +96,8 @@ DECODE_REPLICA = (
     Term("local_cost_s", "computed", "s", "TTFT + stall + slower", in_terminal="always"),
     Term(
         "receive_cost_s", "received", "s",
-        "transfer + fixed + load + pressure + slower, without the prefill replica's part", in_terminal="always",
+        "transfer + fixed + load + adapter + pressure + slower, without the prefill replica's part",
+        in_terminal="always",
     ),
 )  # fmt: skip
 

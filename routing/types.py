@@ -51,6 +51,7 @@ class RouteQuery:
     objective_s: float = float("inf")  # its first token should come within this time
     offline: bool = False  # a line of a batch, which gives way to every other request
     one_replica: str = ""  # why one replica must do all of it; "" where prefill and decode may be apart
+    adapter: str = ""  # identity of the adapter (LoRA) that it needs; "": the model as it is
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
@@ -90,6 +91,8 @@ class ReplicaView:
     host_s_per_token: float = 0.0  # to load from the host; 0 until measured, as are the next two
     store_s_per_token: float = 0.0  # to read from the store into the host
     store_latency_s: float = 0.0  # of such a read, before its bytes
+    adapters: frozenset[str] = frozenset()  # identities of those that it holds
+    adapter_load_s: float = 0.0  # to load another; 0 until measured
 
     @property
     def may_take(self) -> bool:
@@ -195,12 +198,15 @@ class Terms(Generic[FloatT, IntT]):
     queue_s: FloatT
     own_s: FloatT
     load_s: FloatT  # to load the host's and the store's tokens
+    adapter_s: FloatT  # to load its adapter, where the replica neither holds nor loads it
     step_s: FloatT  # what our step takes however few its tokens are, as far as the rate of full steps lacks it
     decode_s: FloatT  # decode steps of running requests that ours waits for
     pressure_s: FloatT  # wait for pages or a place among the running
     way_s: FloatT  # the request to the replica, and its token back; the same everywhere
-    ttft_s: FloatT  # queue + own + load + step + decode + pressure + way
-    behind_s: FloatT  # no part of our time: what computing a prefix anew adds to the waits of others, summed over them
+    ttft_s: FloatT  # queue + own + load + adapter + step + decode + pressure + way
+    # no part of our time: what computing a prefix anew adds to the waits of others, summed over them, and loading again
+    # the adapter that makes room for ours
+    behind_s: FloatT
 
     @property
     def wait_s(self) -> FloatT:
@@ -227,7 +233,8 @@ class PairTerms(Generic[FloatT, IntT]):
     # received
     transfer_s: FloatT
     overhead_s: FloatT
-    load_s: FloatT  # to load what its lower tiers hold; part of ttft too, as the next
+    load_s: FloatT  # to load what its lower tiers hold; part of ttft too, as the next two
+    adapter_s: FloatT  # to load its adapter
     pressure_s: FloatT  # wait for pages or a place
     # computed there
     ttft_s: FloatT  # queue, own tokens, load, decode step in progress, pressure: the candidate's terms

@@ -62,8 +62,8 @@ def _candidate(name: str, role: str, row: Json, index: int) -> Json:
     held = cached if index == 0 else min(prompt - 16, cached + 160) if index == 1 else less
     queued = int(300 * draw) if index == 0 else 9_000 + int(9_000 * draw) if index == 1 else 300 + int(4_000 * draw)
     terms = {
-        "queue_s": queued / RATE, "own_s": (prompt - held) / RATE, "load_s": 0.0, "step_s": 0.006, "decode_s": 0.021,
-        "pressure_s": 0.09 * draw if index > 3 else 0.0, "way_s": 0.003,
+        "queue_s": queued / RATE, "own_s": (prompt - held) / RATE, "load_s": 0.0, "adapter_s": 0.0, "step_s": 0.006,
+        "decode_s": 0.021, "pressure_s": 0.09 * draw if index > 3 else 0.0, "way_s": 0.003,
     }  # fmt: skip
     return {
         "replica": name, "role": role, "chosen": False, "cached_tokens": held, "device_tokens": held,
@@ -78,8 +78,8 @@ def _pair(row: Json, decode: list[str]) -> Json:
     costs = [
         {"replica_id": name, "cached_tokens": 0, "own_tokens": row["prompt_tokens"], "transfer_pages": 113,
          "transfer_bytes": 41_000_000, "ttft_s": 0.31, "stall_s": 0.9, "transfer_s": 0.014, "overhead_s": 0.008,
-         "pressure_s": 0.0, "load_s": 0.0, "slower_s": 0.02 * (1 + at), "local_cost_s": 1.23 + 0.02 * at,
-         "receive_cost_s": 0.042 + 0.02 * at}
+         "pressure_s": 0.0, "load_s": 0.0, "adapter_s": 0.0, "slower_s": 0.02 * (1 + at),
+         "local_cost_s": 1.23 + 0.02 * at, "receive_cost_s": 0.042 + 0.02 * at}
         for at, name in enumerate(decode)
     ]  # fmt: skip
     pair = {

@@ -84,6 +84,7 @@ def query_of(
         allowed=hints.allowed,
         excluded=excluded,
         one_replica=one_replica or why_one_replica(request),
+        adapter="" if request.adapter is None else request.adapter.identity,
     )
 
 

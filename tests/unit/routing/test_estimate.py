@@ -400,3 +400,46 @@ def test_the_explanation_says_whether_it_can_be_in_time_and_how_long_it_may_be_p
     )
     f.router.update([view("a", 1.0)])  # its order knows no objective
     assert " in time" not in explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=1.5)))
+
+
+def holds(replica_id: str, *adapters: str, time_s: float = 0.0, load_s: float = 0.0, **more: float) -> ReplicaView:
+    return replace(view(replica_id, time_s, **more), adapters=frozenset(adapters), adapter_load_s=load_s)
+
+
+def test_a_request_goes_where_its_adapter_is_until_the_queue_there_takes_longer_than_loading_two() -> None:
+    """Its own, and later the one that makes room for it."""
+    f = Fixture(holds("a", load_s=0.4), holds("b", "x", load_s=0.4))
+    first = f.choose(adapter="x")
+    assert first.replica_id == "b"
+    assert {each.replica_id: each.terms.adapter_s for each in first.candidates} == {"a": 0.4, "b": 0.0}
+    assert " adapter " in explain(first).splitlines()[1]
+    f.router.done(first, RouteOutcome(ending=Ending.OK))
+    f.router.update([holds("a", time_s=1.0, load_s=0.4), holds("b", "x", time_s=1.0, load_s=0.4, queued=700)])
+    assert f.choose([7] * 100, adapter="x").replica_id == "b"
+    f.router.update([holds("a", time_s=2.0, load_s=0.4), holds("b", "x", time_s=2.0, load_s=0.4, queued=900)])
+    assert f.choose([8] * 100, adapter="x").replica_id == "a"
+
+
+def test_without_an_adapter_nothing_is_loaded() -> None:
+    f = Fixture(holds("a", load_s=0.4), holds("b", "x", load_s=0.4))
+    assert all(each.terms.adapter_s == 0.0 for each in f.choose().candidates)
+
+
+def test_an_adapter_that_an_open_request_has_loaded_counts_as_there_until_that_request_ends() -> None:
+    f = Fixture(holds("a", load_s=0.4), holds("b", load_s=0.4))
+    sent = f.choose(adapter="x")
+    other = {"a": "b", "b": "a"}[sent.replica_id]
+    beside = f.choose([7] * 10, adapter="x")
+    terms = {each.replica_id: each.terms.adapter_s for each in beside.candidates}
+    assert terms == {sent.replica_id: 0.0, other: 0.4}
+    f.router.done(sent, RouteOutcome(ending=Ending.ERROR))
+    f.router.done(beside, RouteOutcome(ending=Ending.ERROR))
+    f.router.check()
+    assert {each.terms.adapter_s for each in f.choose(adapter="x").candidates} == {0.4}
+
+
+def test_loading_takes_what_others_measured_and_is_assumed_before() -> None:
+    f = Fixture(holds("a"), holds("b"))
+    assert {each.terms.adapter_s for each in f.choose(adapter="x").candidates} == {0.1}
+    f = Fixture(holds("a"), holds("b", load_s=0.6))
+    assert {each.terms.adapter_s for each in f.choose(adapter="x").candidates} == {0.6}
