@@ -105,7 +105,7 @@ DEVICE, SIZED, LOWER = TIERS[:1], TIERS[:2], TIERS[1:]
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 TAKEN = ("protected", "reserved", "quarantined")  # states of tokens that a new request cannot have
 BLOCKS = ("pool", "slots")
-DRAFT_SOURCES = ("text",)
+DRAFT_SOURCES = ("tree", "text")
 PHASES = ("prefill", "decode")
 BY_PHASE = "prefill: steps with prompts, running requests in them included; decode: all other steps."
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
@@ -170,9 +170,9 @@ _REPLICA = [
     Metric(REPLICA, COUNTER, "scheduler_forced_tokens_total",
             "Tokens of constrained outputs that were taken without a choice, as the grammar allowed no other."),
     Metric(REPLICA, COUNTER, "scheduler_draft_tokens_total",
-            "Guessed tokens that decode steps tried. text: out of the request's own prompt and output. "
-            "Those accepted are what the model draws, and came without a step "
-            "of their own; those rejected cost a row each.",
+            "Guessed tokens that decode steps tried. tree: of an answer that the cache keeps to the same prompt; text: "
+            "out of the request's own prompt and output. Those accepted are what the model draws, and came without a "
+            "step of their own; those rejected cost a row each.",
             {"source": DRAFT_SOURCES, "outcome": ("accepted", "rejected")}),
     Metric(REPLICA, COUNTER, "scheduler_busy_seconds_total",
             f"Time spent in forward steps; its rate is the busy share. {BY_PHASE}", {"phase": PHASES}),

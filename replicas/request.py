@@ -67,6 +67,11 @@ class Guide(Protocol):
         """Take in the next token of the output; False if it is not allowed."""
         ...
 
+    def along(self, token_ids: Sequence[int]) -> Sequence[Self]:
+        """Return guides that stand behind each of ``token_ids``, the next of the output, up to the first that is not
+        allowed or behind which another is forced."""
+        ...
+
     def forced(self) -> int | None:
         """Return the token that alone may come next, where that is known without a mask."""
         ...

@@ -243,6 +243,14 @@ class KvCache:
         fits = num_pages * self.page_size <= self.available_tokens()
         return self.extend(req, kv_len + num_tokens) if fits else np.empty(0, dtype=np.int32)
 
+    def kept_behind(self, req: Req, most: int) -> TokenIds:
+        """Return up to ``most`` tokens that the cache keeps behind those of ``req``, which runs: an answer to the same
+        prompt, in its namespace. Change nothing."""
+        holding, radix = _holding(req), self.store.radix
+        if radix is None:
+            return req.ids[:0]
+        return radix.kept_behind(_lock(holding).node, req.ids[holding.prefix_len : req.num_tokens], most)
+
     def cut(self, req: Req) -> None:
         """Take back the slots of ``req`` behind its computed tokens."""
         holding = _holding(req)

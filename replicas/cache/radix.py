@@ -9,6 +9,7 @@ Thread:    scheduler thread only.
 Source:    SGLang radix cache (Zheng et al. 2024, arXiv:2312.07104, section 3), paged, with page ids for values.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,6 +26,8 @@ from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
+
+SIBLINGS = 64  # children of a node that may be those that go on with less than a page
 
 
 class RadixCache:
@@ -97,6 +100,24 @@ class RadixCache:
     def peek_path(self, token_ids: TokenIds, salt: str) -> list[int]:
         """Return numbers that name its nodes, from the root on, until the cache changes; change nothing."""
         return [id(node) for node, _ in self._path(token_ids, salt)]
+
+    def kept_behind(self, node: TreeNode, token_ids: TokenIds, most: int) -> TokenIds:
+        """Return up to ``most`` tokens of a sequence that goes on behind ``token_ids``, which follow ``node``: of some,
+        the one that was added last, where a node has no more than SIBLINGS newer children. Change nothing."""
+        at, ps, found = 0, self.page_size, list[TokenIds]()
+        while most > 0:
+            rest = token_ids[at:]
+            if len(rest) >= ps:
+                child = node.children.get(first_page(rest, ps))
+            else:
+                newest = itertools.islice(reversed(node.children.values()), SIBLINGS)
+                child = next((each for each in newest if np.array_equal(each.key[: len(rest)], rest)), None)
+            if child is None or not np.array_equal(child.key[: len(rest)], rest[: len(child.key)]):
+                break
+            found.append(child.key[len(rest) : len(rest) + most])
+            most -= len(found[-1])
+            node, at = child, at + len(child.key)
+        return np.concatenate(found) if found else token_ids[:0]
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         """Keep ``pages`` as the K/V of ``token_ids`` [n * page_size], which a request of ``priority`` computed.

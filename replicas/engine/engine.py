@@ -146,7 +146,7 @@ class Engine:
         if config.scheduler.drafts == "auto":
             most_rows = min(config.products.blas_rows.values(), default=MOST_ROWS)
             self.scheduler.drafts = Drafts(
-                self.scheduler.counters, step_s=self.started.decode_s, most_rows=most_rows, clock=clock
+                kv, self.scheduler.counters, step_s=self.started.decode_s, most_rows=most_rows, clock=clock
             )
         self._clock = clock
         self._distributions = Distributions()

@@ -105,6 +105,17 @@ class Matcher:
             self._refused = f"the grammar does not allow token {token_id}"
         return self._refused is None
 
+    def along(self, token_ids: Sequence[int]) -> list["Matcher"]:
+        """Return matchers that stand behind each of ``token_ids``, the next of the output, up to the first that the
+        grammar does not allow or behind which it forces another."""
+        places = [self]
+        for token_id in token_ids:
+            place = places[-1].copy(self._stop_ids)
+            if not place.consume(token_id) or place.forced() is not None:
+                break
+            places.append(place)
+        return places[1:]
+
     def forced(self) -> int | None:
         """Return the token that alone may come next, where the grammar knows it without a mask; else None."""
         if not self._begun or self._opens is not None or self.error is not None:

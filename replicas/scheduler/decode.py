@@ -30,7 +30,7 @@ import numpy.typing as npt
 from replicas.cache.base import Lock
 from replicas.cache.kv import KvCache
 from replicas.cache.node import TreeNode
-from replicas.request import Req, ReqState
+from replicas.request import Guide, Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite
 from replicas.scheduler.queues import Queues
@@ -82,27 +82,28 @@ def decode_plan(
     *,
     follows: npt.NDArray[np.int32] | None = None,
     draft_rows: tuple[range, ...] = (),
+    of_drafts: Sequence[SampleRow] = (),
 ) -> DecodePlan:
-    """Plan a decode step of ``reqs``; ``follows``: it is planned ahead. ``draft_rows``: as in the plan."""
+    """Plan a decode step of ``reqs``; ``follows``: it is planned ahead. ``draft_rows``: as in the plan; ``of_drafts``:
+    what the sampler needs for these."""
     sampling = [sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs]
-    for req, drafted in zip(reqs, draft_rows, strict=False):
-        sampling += [sample_row(req, num_drafted=number) for number in range(1, len(drafted) + 1)]
     return DecodePlan(
         table_writes=table_writes,
         rows=rows.rows,
         token_ids=rows.token_ids,
         seq_lens=rows.seq_lens,
         slots=rows.slots,
-        sampling=tuple(sampling),
+        sampling=(*sampling, *of_drafts),
         prefix_groups=groups,
         follows=follows,
         draft_rows=draft_rows,
     )
 
 
-def sample_row(req: Req, num_ahead: int = 0, num_drafted: int = 0) -> SampleRow:
+def sample_row(req: Req, num_ahead: int = 0, num_drafted: int = 0, guide: Guide | None = None) -> SampleRow:
     """Collect what the sampler needs to choose the next token of ``req``, or the one ``num_ahead`` after it: those
-    between are not known, or are the first ``num_drafted`` of its draft."""
+    between are not known, or are the first ``num_drafted`` of its draft, behind which ``guide`` stands."""
+    guide = guide or req.guide
     num_tokens, prompt_len, ids = req.num_tokens + num_drafted, req.prompt_len, req.ids
     return SampleRow(
         req.sampling,
@@ -113,7 +114,7 @@ def sample_row(req: Req, num_ahead: int = 0, num_drafted: int = 0) -> SampleRow:
         ids[prompt_len:num_tokens],
         req.return_logprobs,
         req.top_logprobs,
-        None if req.guide is None else req.guide.words,
+        None if guide is None else guide.words,
     )
 
 

@@ -1,7 +1,7 @@
 """Drafts: guesses at the next tokens of a request, out of text at hand, and when it pays to try them in a decode step.
 
 Owns:      how often guesses came true, by request and by kind; what a further row of a step costs; the proposals of the
-           step under way.
+           step under way, and the rows that try them.
 Never:     changes an answer: a row of a draft is the decode row of that position, and a token that was guessed wrong
            ends its run (scheduler/tokens.py). Takes memory from a prompt: drafts stand in steps that only decode.
 Invariant: a step with drafts has fewer rows than ``most_rows``, so that its products add up like those of one row.
@@ -9,7 +9,11 @@ Thread:    scheduler thread only.
 Source:    prompt lookup decoding (Saxena 2023); SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975); verification as
            in Leviathan et al. 2023 (arXiv:2211.17192), where the draw is a function of seed, position and logits.
 
-    choose: propose, by request ─> the rows with the most tokens to expect per cost ─> step ─> judge: what came true
+    place: propose, by request ─> the rows with the most tokens to expect per cost ─> step ─> end: what came true
+
+A request's guesses go on as an answer did that the cache keeps behind all its tokens; else as its own text did behind
+the longest suffix that it has twice. What a grammar forces needs no guess: a draft ends so that it is taken, and
+computed, as without drafts (tokens.take_forced); and before a guess that the grammar does not allow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +23,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from replicas.cache.kv import KvCache
 from replicas.request import Req
-from replicas.scheduler.tokens import Counters, NewToken
+from replicas.scheduler.decode import DecodeRows, sample_row
+from replicas.scheduler.plan import DecodePlan, SampleRow
+from replicas.scheduler.shares import TenantShares
+from replicas.scheduler.tokens import SOURCES, Counters, NewToken
 from replicas.types import TokenIds
 
 MIN_MATCH, MAX_MATCH = 3, 8  # tokens of the suffix that a guess follows; longer matches are as good as the longest
@@ -54,7 +62,7 @@ class GuessKind(NamedTuple):
     """What a guess rests on."""
 
     source: str  # of tokens.SOURCES
-    match_len: int  # tokens, up to MAX_MATCH
+    match_len: int  # tokens that it follows, up to MAX_MATCH: of the answer, where the cache kept one to all before it
 
 
 class Proposal(NamedTuple):
@@ -115,6 +123,7 @@ class Drafts:
 
     def __init__(
         self,
+        kv: KvCache,
         counters: Counters,
         *,
         step_s: Mapping[int, float],
@@ -123,13 +132,43 @@ class Drafts:
     ) -> None:
         """``step_s``: seconds of a decode step, by its rows. ``most_rows``: a step with drafts has fewer."""
         self.cost = RowCost(step_s)
+        self._kv = kv
         self._counters = counters
         self._most_rows = min(most_rows, MOST_ROWS)
         self._clock = clock
         self._began_s = 0.0
-        self._of_reqs: dict[Req, HitShare] = {}  # open requests that had a proposal
+        self._of_reqs: dict[tuple[Req, str], HitShare] = {}  # by source, of open requests that had a proposal
         self._of_kinds: dict[GuessKind, HitShare] = {}
         self._proposed: dict[Req, Proposal] = {}  # for the step under way, whether a row tries them or not
+
+    def place(self, reqs: Sequence[Req], rows: DecodeRows) -> tuple[DecodeRows, tuple[range, ...], list[SampleRow]]:
+        """Choose what the next step of ``reqs`` tries. Returns: the rows of the step, those of drafts behind their own
+        ``rows``; which are whose, () if none has any; and what the sampler needs for these."""
+        draft_rows, sampling = list[range](), list[SampleRow]()
+        for request, token_ids in enumerate(self.choose(reqs)):
+            req, first = reqs[request], len(rows.rows)
+            places = None if req.guide is None else req.guide.along(token_ids.tolist())
+            num_allowed = len(token_ids) if places is None else len(places)
+            if num_allowed and len(slots := self._kv.extend_draft(req, num_allowed)):
+                req.ids[req.num_tokens : req.num_tokens + num_allowed] = token_ids[:num_allowed]
+                rows = rows.and_draft(request, token_ids[:num_allowed], slots)
+                for number in range(num_allowed):
+                    guide = None if places is None else places[number]
+                    sampling.append(sample_row(req, num_drafted=number + 1, guide=guide))
+            draft_rows.append(range(first, len(rows.rows)))
+        return rows, tuple(draft_rows), sampling
+
+    def end(self, plan: DecodePlan, reqs: Sequence[Req], tokens: Sequence[NewToken], shares: TenantShares) -> None:
+        """Take back the slots of guesses that were wrong in the step of ``plan``, and note how good all were."""
+        tried = {req: len(rows) for req, rows in zip(reqs, plan.draft_rows, strict=False) if rows}
+        for req in tried:
+            if req.finish is None:
+                self._kv.cut(req)
+        for token in tokens:
+            if token.num_accepted:
+                self._counters.decode_tokens += token.num_accepted
+                shares.charge(token.req.asked, token.num_accepted)
+        self.judge(len(reqs), tokens, tried)
 
     def choose(self, reqs: Sequence[Req]) -> list[TokenIds]:
         """Choose what the next step of ``reqs`` tries: [B] drafts, some empty; [] without any."""
@@ -154,22 +193,26 @@ class Drafts:
             came = [token.token_id, *(token_id for token_id, _ in token.more)]
             pairs = list(zip(came, proposal.token_ids.tolist(), strict=False))
             right = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
-            for share in (self._of_reqs.setdefault(token.req, HitShare(0.0, 0.0)), self._share(proposal.kind)):
+            for share in (self._own(token.req, proposal.kind.source), self._share(proposal.kind)):
                 share.add(right, min(right + 1, len(pairs)))
             self._counters.drafted_tokens[proposal.kind.source] += tried.get(token.req, 0)
-            self._counters.accepted_tokens[proposal.kind.source] += len(token.more)
+            self._counters.accepted_tokens[proposal.kind.source] += token.num_accepted
             if token.req.finish is not None:
                 self.forget(token.req)
 
     def forget(self, req: Req) -> None:
         """Forget ``req``, which has ended."""
-        self._of_reqs.pop(req, None)
+        for source in SOURCES:
+            self._of_reqs.pop((req, source), None)
 
     def _propose(self, req: Req) -> Proposal | None:
-        """Guess what follows the tokens of ``req``; None where nothing is at hand, or its grammar would have a say."""
+        """Guess what follows the tokens of ``req``; None where nothing is at hand."""
         most = min(LONGEST, req.max_remaining - 1)  # the token after a draft is drawn too
-        if most < 1 or req.sampling.constraint is not None:
+        if most < 1:
             return None
+        kept = self._kv.kept_behind(req, most)
+        if len(kept):
+            return Proposal(GuessKind("tree", min(req.num_output, MAX_MATCH)), kept)
         ids = req.ids[: req.num_tokens]
         start, match_len = repeated_suffix(ids)
         if not match_len:
@@ -181,9 +224,9 @@ class Drafts:
         places, chances = [], []
         for place, req in enumerate(reqs):
             if (proposal := self._proposed.get(req)) is not None:
-                of_req, of_kind = self._of_reqs.get(req, HitShare(0.0, 0.0)), self._share(proposal.kind)
+                each = self._own(req, proposal.kind.source).beside(self._share(proposal.kind))
                 length = len(proposal.token_ids)
-                chances.append(min(of_req.beside(of_kind), 0.99) ** np.arange(1, length + 1))
+                chances.append(min(each, 0.99) ** np.arange(1, length + 1))
                 places.append(np.full(length, place))
         place_of, chance = np.concatenate(places), np.concatenate(chances)
         order = np.argsort(-chance, kind="stable")[:num_rows]
@@ -201,6 +244,9 @@ class Drafts:
         gains = tokens / self.cost.of(num_requests, len(chances))
         best = int(gains.argmax())
         return best, float(gains[best])
+
+    def _own(self, req: Req, source: str) -> HitShare:
+        return self._of_reqs.setdefault((req, source), HitShare(0.0, 0.0))
 
     def _share(self, kind: GuessKind) -> HitShare:
         return self._of_kinds.setdefault(kind, HitShare())

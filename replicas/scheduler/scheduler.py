@@ -47,10 +47,8 @@ from replicas.scheduler.tokens import (
     NewToken,
     count_computed,
     end_without_token,
-    not_allowed,
     sampled,
-    stop_reason,
-    take_accepted,
+    take_drawn,
     take_forced,
 )
 from replicas.types import Finish, FinishReason, TokenLogprob
@@ -283,7 +281,7 @@ class Scheduler:
         self.counters.decode_tokens += num_decode
         tokens = [self._take_run(req, run) for req, run in sampled(plan, result, reqs)]
         if self.drafts is not None and isinstance(plan, DecodePlan):
-            self._end_drafts(self.drafts, plan, reqs, tokens)
+            self.drafts.end(plan, reqs, tokens, self.queues.waiting.shares)
         for req, keep in under_way.take_released():
             let_go(req, self.kv, keep=keep)
         return tokens
@@ -365,28 +363,23 @@ class Scheduler:
     def _take_run(self, req: Req, run: Sequence[Drawn]) -> NewToken:
         """Give ``req`` its next token, made here or elsewhere, and what ``run`` has behind it; end it at its last."""
         token_id, logprob = run[0]
-        more: tuple[Drawn, ...] = ()
         if req.stamps.first_token_s is None:
             req.stamps.first_token_s = self._clock()
         if token_id == BROKEN or req.max_remaining <= 0:
             self.finish(req, end_without_token(req))
             return NewToken(req, None, None)
         if req.state is not ReqState.HANDING_OFF:  # else the receiver appends it
-            req.append(token_id)
-            finish = stop_reason(req)
+            (_, *accepted), finish = take_drawn(req, run)
+            forced: tuple[Drawn, ...] = ()
             if finish is None and req.guide is not None:
-                more, finish = self._follow(req, token_id)
-            elif finish is None and len(run) > 1:
-                more, finish = take_accepted(req, run[1:])
+                forced, finish = self._jump(req)
             if finish is not None:
                 self.finish(req, finish)
-        return NewToken(req, token_id, logprob, more)
+            return NewToken(req, token_id, logprob, (*accepted, *forced), len(accepted))
+        return NewToken(req, token_id, logprob)
 
-    def _follow(self, req: Req, token_id: int) -> tuple[tuple[Drawn, ...], Finish | None]:
-        """Let the grammar of ``req`` take in ``token_id``. Returns: the tokens that it forces next, and its end."""
-        assert req.guide is not None
-        if not req.guide.consume(token_id):
-            return (), not_allowed(str(req.guide.error))
+    def _jump(self, req: Req) -> tuple[tuple[Drawn, ...], Finish | None]:
+        """Take the tokens that the grammar of ``req`` forces next. Returns: them, and its end."""
         if not self._config.mixed_steps or len(self.queues.under_way):
             return (), None  # others would wait for the run's step; or the step under way is making its first token
         queues, chunk_size = self.queues, self._config.chunked_prefill_size or 0
@@ -403,29 +396,12 @@ class Scheduler:
     def _decode_plan(self, rows: DecodeRows) -> DecodePlan:
         """Plan a step of all running requests, whose ``rows`` have slots; drafts get rows behind those."""
         reqs, groups = self.queues.running, self._groups(self.queues.running)
-        drafts = [] if self.drafts is None else self.drafts.choose(reqs)
-        draft_rows = list[range]()
-        for request, token_ids in enumerate(drafts):
-            req, first = reqs[request], len(rows.rows)
-            if len(token_ids) and len(slots := self.kv.extend_draft(req, len(token_ids))):
-                req.ids[req.num_tokens : req.num_tokens + len(slots)] = token_ids
-                rows = rows.and_draft(request, token_ids, slots)
-            draft_rows.append(range(first, len(rows.rows)))
+        if self.drafts is None:
+            return decode_plan(reqs, rows, self._table_writes(), groups)
+        rows, draft_rows, of_drafts = self.drafts.place(reqs, rows)
         if draft_rows and self._config.cascade:
             groups = draft_groups(groups, draft_rows, rows.seq_lens, page_size=self.kv.page_size)
-        return decode_plan(reqs, rows, self._table_writes(), groups, draft_rows=tuple(draft_rows))
-
-    def _end_drafts(self, drafts: Drafts, plan: DecodePlan, reqs: list[Req], tokens: list[NewToken]) -> None:
-        """Take back the slots of guesses that were wrong, and tell how good all were."""
-        tried = {req: len(rows) for req, rows in zip(reqs, plan.draft_rows, strict=False) if rows}
-        for req in tried:
-            if req.finish is None:
-                self.kv.cut(req)
-        self.counters.decode_tokens += sum(len(token.more) for token in tokens if token.req in tried)
-        for token in tokens:
-            if token.more and token.req in tried:
-                self.queues.waiting.shares.charge(token.req.asked, len(token.more))
-        drafts.judge(len(reqs), tokens, tried)
+        return decode_plan(reqs, rows, self._table_writes(), groups, draft_rows=draft_rows, of_drafts=of_drafts)
 
     def _take_decode_slots(self) -> tuple[bool, DecodeRows | None]:
         """Take a slot for the next token of each running request. Returns: whether any was retracted for it; the rows,

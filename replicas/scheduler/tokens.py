@@ -17,7 +17,7 @@ from replicas.scheduler.plan import BROKEN, DecodePlan, ExtendPlan, StepPlan, St
 from replicas.scheduler.queues import Queues
 from replicas.types import Finish, FinishReason, TokenLogprob
 
-SOURCES = ("text",)  # of drafts: the request's own prompt and output
+SOURCES = ("tree", "text")  # of drafts: what the cache keeps behind a request's tokens; its own prompt and output
 
 BROKEN_LOGITS = (
     "no token can be chosen: the logits hold NaN or inf, or all are masked out. The weights are broken, activations "
@@ -39,7 +39,8 @@ class NewToken(NamedTuple):
     req: Req
     token_id: int | None  # None: no output was wanted, its logits are broken, or only news of a hand-off is reported
     logprob: TokenLogprob | None
-    more: tuple[Drawn, ...] = ()  # the tokens after it: forced by the grammar (no logprob), or drawn as its draft says
+    more: tuple[Drawn, ...] = ()  # the tokens after it: drawn as its draft says, then forced by the grammar: no logprob
+    num_accepted: int = 0  # of those, drawn as its draft says
 
 
 @dataclass(slots=True)
@@ -143,14 +144,17 @@ def _run(plan: DecodePlan, drawn: Sequence[Drawn], request: int) -> list[Drawn]:
     return run
 
 
-def take_accepted(req: Req, drawn: Sequence[Drawn]) -> tuple[tuple[Drawn, ...], Finish | None]:
-    """Append what ``req`` drew behind its next token, up to what ends it. Returns: that, and the end."""
-    for index, (token_id, _) in enumerate(drawn):
-        req.computed_len += 1  # the token before was the input of this one's row
+def take_drawn(req: Req, run: Sequence[Drawn]) -> tuple[tuple[Drawn, ...], Finish | None]:
+    """Append the next token of ``req`` and what it drew behind it, up to what ends it. Returns: these, and the end."""
+    for index, (token_id, _) in enumerate(run):
+        req.computed_len += index > 0  # the token before was the input of this one's row
         req.append(token_id)
-        if (finish := stop_reason(req)) is not None:
-            return tuple(drawn[: index + 1]), finish
-    return tuple(drawn), None
+        finish = stop_reason(req)
+        if finish is None and req.guide is not None and not req.guide.consume(token_id):
+            finish = not_allowed(str(req.guide.error))
+        if finish is not None:
+            return tuple(run[: index + 1]), finish
+    return tuple(run), None
 
 
 def end_without_token(req: Req) -> Finish:

@@ -6,7 +6,9 @@ together}, hand-off, retraction, failover. What is drafted is what the answer wi
 wrong, so that runs of each length end in each way; that this is tried whatever it costs is the tests' own.
 """
 
+import json
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +23,7 @@ from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.request import Req
 from replicas.scheduler.drafts import Drafts, GuessKind, Proposal
-from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import Constraint, GenerateRequest, SamplingParams, TokenDelta
 from tests import harness
 from tests.embedded import MODEL, short_model
 from tests.local_agents import LocalFabric
@@ -62,7 +64,7 @@ class Told(Drafts):
     """Drafts out of answers that are known, every sixth token of them wrong; all that fit into a step are tried."""
 
     def __init__(self, engine: Engine, known: Mapping[tuple[str, int], list[int]], length: int = 7) -> None:
-        super().__init__(engine.scheduler.counters, step_s={}, clock=lambda: 0.0)
+        super().__init__(engine.kv, engine.scheduler.counters, step_s={}, clock=lambda: 0.0)
         self._known, self._length, self._vocab_size = known, length, engine.config.model.vocab_size
 
     def _propose(self, req: Req) -> Proposal | None:
@@ -78,9 +80,16 @@ class Told(Drafts):
         return [ids[: max(0, most)] for ids, most in zip(drafts, left, strict=False)]
 
 
-def run(engine: Engine, asked: list[GenerateRequest], drafts: Drafts | None, *, retract: str | None = None) -> Answers:
+def run(
+    engine: Engine,
+    asked: list[GenerateRequest],
+    drafts: Drafts | None,
+    *,
+    retract: str | None = None,
+    flush: bool = True,
+) -> Answers:
     """Answer ``asked`` together, the cache empty at first; ``retract``: the one that loses its pages after 9 tokens."""
-    assert engine.flush_cache()
+    assert not flush or engine.flush_cache()
     engine.scheduler.drafts = drafts
     told: dict[tuple[str, int], list[TokenDelta]] = defaultdict(list)
     for request in asked:
@@ -266,6 +275,67 @@ def test_a_request_that_was_handed_over_is_decoded_with_drafts(tmp_path: Path) -
     for engine in (prefill, decode, unified):
         engine.scheduler.check()
         engine.close()
+
+
+def test_a_prompt_that_was_answered_before_is_answered_alike(engine_of: Callable[[str, int], Engine]) -> None:
+    """Out of the tree, whoever asks together, and by another namespace's none; what is tried costs as good as nothing
+    here."""
+    engine = engine_of("fp32", 16)
+    counters = engine.scheduler.counters
+    asked = [replace(each, sampling=replace(each.sampling, n=1)) for each in requests(engine)]
+    run(engine, asked, None)
+    wanted = run(engine, asked, None, flush=False)
+    drafts = Drafts(engine.kv, counters, step_s={}, clock=time.monotonic)
+    before = counters.accepted_tokens["tree"]
+    assert run(engine, asked, drafts, flush=False) == wanted
+    accepted = counters.accepted_tokens["tree"] - before
+    assert accepted > 60
+    assert all(run(engine, [each], drafts, flush=False)[(each.rid, 0)] == wanted[(each.rid, 0)] for each in asked)
+    assert counters.accepted_tokens["tree"] - before > 2 * accepted
+    before, others = counters.drafted_tokens["tree"], [replace(each, cache_salt="other") for each in asked]
+    assert ids_of(run(engine, others, drafts, flush=False)) == ids_of(wanted)
+    assert counters.drafted_tokens["tree"] == before
+
+
+PERSON = {
+    "type": "object", "additionalProperties": False, "required": ["name", "colours"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 30}, "colours": {"type": "array", "items": {"enum": ["red", "blue"]}},
+    },
+}  # fmt: skip
+SCHEMA = Constraint(kind="json_schema", text=json.dumps(PERSON))
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_constrained_answer_is_the_same_with_drafts_that_its_grammar_allows_and_others(
+    engine_of: Callable[[str, int], Engine], length: int
+) -> None:
+    """Also where it ends within a run, where an id of its own ends it, and where the constraint begins late. What is
+    forced follows a draft, and is computed as it is without."""
+    engine = engine_of("fp32", 16)
+    counters, after = engine.scheduler.counters, replace(SCHEMA, after="e", opens=None)
+    free = replace(SEEDED, constraint=None)
+    samplings = {
+        "greedy": GREEDY, "seeded": SEEDED, "short": replace(GREEDY, max_new_tokens=11),
+        "penalties": replace(SEEDED, frequency_penalty=0.7), "words": replace(SEEDED, bad_words=((5, 6), (9,))),
+        "ends": replace(SEEDED, stop_token_ids=(28,)), "late": replace(SEEDED, temperature=1.5),
+    }  # fmt: skip
+    asked = [
+        GenerateRequest(
+            rid=name, token_ids=prompt_of(engine, 5 + 20 * number, number), return_logprobs=True, top_logprobs=2,
+            sampling=replace(sampling, constraint=after if name == "late" else SCHEMA),
+        )
+        for number, (name, sampling) in enumerate(samplings.items())
+    ]  # fmt: skip
+    asked.append(GenerateRequest(rid="free", token_ids=prompt_of(engine, 30, 9), sampling=free, return_logprobs=True))
+    wanted = run(engine, asked, None)
+    before, forced = counters.accepted_tokens["text"], counters.forced_tokens
+    told = Told(engine, ids_of(wanted), length)
+    assert run(engine, asked, told) == wanted
+    assert counters.accepted_tokens["text"] - before > 60
+    assert counters.forced_tokens > forced
+    for each in asked:
+        assert run(engine, [each], told) == {key: answer for key, answer in wanted.items() if key[0] == each.rid}
 
 
 def test_an_engine_measures_rows_at_its_start_and_answers_as_one_without_drafts() -> None:

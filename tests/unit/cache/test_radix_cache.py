@@ -239,3 +239,33 @@ def test_evicting_looks_only_at_what_goes_and_what_was_used_since() -> None:
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"unknown eviction policy 'arc'; allowed: \['fifo', 'filo', 'lfu', 'lru', "):
         RadixCache(1, policy="arc")
+
+
+def test_what_is_kept_behind_a_sequence_is_told_across_pages_and_nodes() -> None:
+    """From where a node ends, from within a page, and on into children; nothing behind another token."""
+    cache = RadixCache(PS)
+    put(cache, ids(1, 2, 3, 4, 5, 6), 10)
+    put(cache, ids(1, 2, 3, 4, 5, 6, 7, 8, 9, 10), 20)
+    top = cache.match_prefix(ids(1, 2), "").node  # now the tree is [1, 2] - [3 .. 6] - [7 .. 10]
+    assert cache.num_nodes == 3
+    for known, kept in [
+        ((), [3, 4, 5, 6, 7, 8, 9, 10]), ((3,), [4, 5, 6, 7, 8, 9, 10]), ((3, 4, 5), [6, 7, 8, 9, 10]),
+        ((3, 4, 5, 6), [7, 8, 9, 10]), ((3, 4, 5, 6, 7), [8, 9, 10]), ((3, 4, 5, 6, 7, 8, 9, 10), []),
+        ((9,), []), ((3, 9), []), ((3, 4, 9), []), ((3, 4, 5, 9), []), ((3, 4, 5, 6, 9), []),
+    ]:  # fmt: skip
+        for most in (0, 1, 4, 9):
+            assert cache.kept_behind(top, ids(*known), most).tolist() == kept[:most]
+
+
+def test_of_several_that_go_on_alike_the_newest_is_told_and_nothing_changes() -> None:
+    cache = RadixCache(PS)
+    put(cache, ids(1, 2, 3, 4), 10)
+    put(cache, ids(1, 2, 3, 5), 20)
+    put(cache, ids(1, 2, 6, 7), 30)
+    top = cache.match_prefix(ids(1, 2), "").node
+    before = [(node.last_access, node.used_s, node.hit_count) for node in cache._nodes()]
+    assert cache.kept_behind(top, ids(), 8).tolist() == [6, 7]
+    assert cache.kept_behind(top, ids(3), 8).tolist() == [5]
+    assert [(node.last_access, node.used_s, node.hit_count) for node in cache._nodes()] == before
+    assert cache.evict(1).tolist() == [11]  # still the least recently used
+    cache.check()

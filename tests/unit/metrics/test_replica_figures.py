@@ -171,9 +171,9 @@ def test_constrained_requests_and_forced_tokens_are_counted() -> None:
 
 def test_drafted_tokens_are_counted_by_source_and_outcome() -> None:
     """An engine counts them in numerics/test_drafts.py."""
-    seen = scrape(dataclasses.replace(stats(), drafted_tokens={"text": 9}, accepted_tokens={"text": 5}))
-    assert seen.values("scheduler_draft_tokens_total", "source") == {"text": 9}
-    assert seen.values("scheduler_draft_tokens_total", "outcome") == {"accepted": 5, "rejected": 4}
+    seen = scrape(dataclasses.replace(stats(), drafted_tokens={"text": 9, "tree": 7}, accepted_tokens={"text": 5}))
+    assert seen.values("scheduler_draft_tokens_total", "source") == {"text": 9, "tree": 7}
+    assert seen.values("scheduler_draft_tokens_total", "outcome") == {"accepted": 5, "rejected": 11}
 
 
 def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from replicas.request import Req
-from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, GuessKind, RowCost, repeated_suffix
+from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, HitShare, RowCost, repeated_suffix
 from replicas.scheduler.plan import DecodePlan
 from replicas.scheduler.tokens import Counters, NewToken
-from tests.fakes import next_token
+from tests.fakes import continuation, next_token
 from tests.harness import Bench, Clock, choice_of
 
 LINEAR = {rows: float(rows) for rows in (1, 2, 4, 8, 16, 32)}  # a step takes as long as its rows by themselves
@@ -36,8 +36,15 @@ class Rig:
 
     def __init__(self, step_s: dict[int, float], *, num_reqs: int = 1, most_rows: int = 64) -> None:
         self.clock, self.counters = Clock(), Counters()
-        self.drafts = Drafts(self.counters, step_s=step_s, most_rows=most_rows, clock=self.clock)
-        self.reqs = [choice_of(f"r{n}", [*range(20), *range(12)], max_new_tokens=500) for n in range(num_reqs)]
+        kv = Bench(max_running=num_reqs + 1).kv
+        self.drafts = Drafts(kv, self.counters, step_s=step_s, most_rows=most_rows, clock=self.clock)
+        self.reqs: list[Req] = []
+        for number in range(num_reqs):
+            self.add(f"r{number}")
+
+    def add(self, rid: str) -> None:
+        self.reqs.append(choice_of(rid, [*range(20), *range(12)], max_new_tokens=500))
+        self.drafts._kv.admit(self.reqs[-1])
 
     def step(self, *, right: int, row_s: float = 0.0) -> int:
         """Run a step of 1 s, and of ``row_s`` more for each row of a draft, of which each request has the first
@@ -51,7 +58,7 @@ class Rig:
             made = guessed[:right][: tried.get(req, 0) + 1]
             if len(made) == right:  # else all that was tried came true, and one more
                 made = [*made, 999][: tried.get(req, 0) + 1]
-            tokens.append(NewToken(req, made[0], None, tuple((token, None) for token in made[1:])))
+            tokens.append(NewToken(req, made[0], None, tuple((token, None) for token in made[1:]), len(made) - 1))
         self.drafts.judge(len(self.reqs), tokens, tried)
         return sum(tried.values())
 
@@ -61,7 +68,7 @@ def test_a_step_without_drafts_comes_first_and_again_after_some_with() -> None:
     rig = Rig(FLAT)
     rows = [rig.step(right=40) for _ in range(STEPS_TO_PLAIN + 2)]
     assert [n > 0 for n in rows] == [False, *[True] * STEPS_TO_PLAIN, False]
-    rig.reqs.append(choice_of("more", [*range(20), *range(12)], max_new_tokens=500))
+    rig.add("more")
     assert rig.step(right=40) == 0
     assert rig.step(right=40) > 0
 
@@ -113,8 +120,8 @@ def test_the_likeliest_guesses_of_all_requests_are_tried() -> None:
     """Of two requests, one whose guesses were right has most of the rows."""
     rig = Rig({1: 1.0, 2: 1.0, 32: 4.0}, num_reqs=2)
     good, poor = rig.reqs
-    rig.drafts._of_reqs[good] = type(rig.drafts._share(GuessKind("text", 8)))(19.0, 20.0)
-    rig.drafts._of_reqs[poor] = type(rig.drafts._share(GuessKind("text", 8)))(8.0, 20.0)
+    rig.drafts._of_reqs[(good, "text")] = HitShare(19.0, 20.0)
+    rig.drafts._of_reqs[(poor, "text")] = HitShare(8.0, 20.0)
     rig.drafts.cost.timed(2, 0, 1.0)
     chosen = [len(ids) for ids in rig.drafts.choose(rig.reqs)]
     assert chosen[0] > 3 * chosen[1] > 0
@@ -131,7 +138,7 @@ class Always(Drafts):
     """Proposes what the fake device says next, for some requests: always tried."""
 
     def __init__(self, bench: Bench, rids: set[str]) -> None:
-        super().__init__(bench.scheduler.counters, step_s={}, clock=bench.clock)
+        super().__init__(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
         self._rids = rids
 
     def choose(self, reqs: list[Req]) -> list[np.ndarray]:  # type: ignore[override]
@@ -182,3 +189,39 @@ def test_a_draft_that_finds_no_page_is_left_out() -> None:
     assert bench.kv.store.alloc_failures == 0
     assert bench.scheduler.counters.retractions == 0
     bench.run()
+
+
+def answered_again(bench: Bench, prompt: list[int], salt: str, *, max_new_tokens: int = 33) -> tuple[int, int, int]:
+    """Return the decode steps of an answer, and the tokens that were drafted for it out of the tree, and accepted."""
+    counters, before = bench.scheduler.counters, len(bench.plans)
+    drafted, accepted = counters.drafted_tokens["tree"], counters.accepted_tokens["tree"]
+    bench.submit(prompt, max_new_tokens=max_new_tokens, cache_salt=salt)
+    bench.run()
+    num_steps = sum(isinstance(plan, DecodePlan) for plan in bench.plans[before:])
+    return num_steps, counters.drafted_tokens["tree"] - drafted, counters.accepted_tokens["tree"] - accepted
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_an_answer_given_before_to_the_same_prompt_is_drafted_within_its_namespace(page_size: int) -> None:
+    """Of its 33 tokens the last has no K/V, and those behind the last whole page are not kept."""
+    bench = Bench(page_size=page_size, num_pages=1024 // page_size)
+    bench.scheduler.drafts = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
+    for salt in ("a", "b"):
+        assert answered_again(bench, [1, 2, 3], salt) == (32, 0, 0)
+        num_steps, drafted, accepted = answered_again(bench, [1, 2, 3], salt)
+        assert drafted == accepted > 20
+        assert num_steps <= 32 - accepted
+
+
+def test_what_the_tree_keeps_behind_a_prompt_may_be_wrong() -> None:
+    """Another prompt goes on behind it with other tokens: each answer is the oracle's (`Bench.run`)."""
+    bench = Bench(page_size=4, num_pages=256)
+    bench.scheduler.drafts = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
+    prompt = [1, 2, 3]
+    for right in (3, 5, 9):  # the first two steps have no draft
+        behind = [*continuation(prompt, right), *range(700, 740 - right)]
+        bench.submit([*prompt, *behind], max_new_tokens=1)
+        bench.run()
+        _, drafted, accepted = answered_again(bench, prompt, "", max_new_tokens=right + 3)
+        assert drafted > 0
+        assert accepted <= right
