@@ -19,6 +19,7 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.harness import Row, Table, percentile
 from benchmarks.sim_cluster import Record, Setup
@@ -30,7 +31,8 @@ from replicas.config import SchedulerConfig
 NUM_LIGHT = 9
 HEAVY = "heavy"
 # what a light tenant asks: its own tokens of a prompt, and the seconds between two, on average
-LIGHT = {"short prompts": (64, 192, 3.0), "long prompts": (1_024, 2_048, 20.0)}
+LIGHT = {"short prompts": (64, 192, 3.0), "long prompts": (1_024, 2_048, 20.0), "chats": (64, 192, 30.0)}
+CHATS = ("chats",)  # in which a prompt goes on with all that came before
 # about SmolLM2 on two cores with AVX-512 (docs/performance.md): 2,500 prompt tokens a second, 16 rows 36 ms
 STEP = StepTime(base_s=0.02, prompt_token_s=0.0004, row_s=0.001)
 
@@ -46,16 +48,19 @@ def load(kind: str, seconds: float, *, seed: int) -> list[SimRequest]:
             asked.append((at_s, f"light {light + 1}", 256, rng.randint(least, most)))
             at_s += rng.expovariate(1 / every_s)
     asked += [(rng.uniform(0, 1), HEAVY, 128, rng.randint(256, 1024)) for _ in range(int(3 * seconds))]
-    requests = []
+    requests, history = list[SimRequest](), dict[str, npt.NDArray[np.int32]]()
     for number, (at_s, tenant, prefix_len, own_len) in enumerate(sorted(asked)):
         prefix = 1 + (0 if tenant == HEAVY else int(tenant.split()[1]))
-        prompt = np.concatenate([np.full(prefix_len, prefix), np.full(own_len, 1_000 + number)]).astype(np.int32)
+        before = history.get(tenant, np.full(prefix_len, prefix))
+        prompt = np.concatenate([before, np.full(own_len, 1_000 + number)]).astype(np.int32)
         requests.append(
             SimRequest(
                 number=number, arrival_s=at_s, after=None, input_len=len(prompt), output_len=rng.randint(16, 64),
                 prompt=prompt, repeat=1, answer=np.array([1_000_000 + number], dtype=np.int32), tenant=tenant,
             )
         )  # fmt: skip
+        if kind in CHATS and tenant != HEAVY:
+            history[tenant] = requests[-1].token_ids()
     return requests
 
 
@@ -113,7 +118,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     seconds, seeds = (60.0, [0]) if options.quick else (300.0, range(options.seed, options.seed + 3))
     table = Table(f"one tenant floods a replica, {NUM_LIGHT} ask now and then: {seconds:g} s")
     for queue, kind, line in itertools.product(options.queue or ["lpm"], LIGHT, ("alone", "no tenants", "tenants")):
-        ttfts, tokens, index = list[list[float]](), list[float](), list[float]()
+        ttfts, tokens, index, cached = list[list[float]](), list[float](), list[float](), list[float]()
         for seed in seeds:
             requests = [each for each in load(kind, seconds, seed=seed) if line != "alone" or each.tenant != HEAVY]
             records = run(requests, named=line == "tenants", queue=queue, seed=seed)
@@ -121,9 +126,13 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             in_time = [requests[each.number] for each in records if each.ended_s <= seconds]
             tokens.append(sum(each.input_len + each.output_len for each in in_time) / seconds)
             index.append(fairness(requests, records, seconds))
+            light = [each for each in records if requests[each.number].tenant != HEAVY]
+            input_len = sum(requests[each.number].input_len for each in light)
+            cached.append(sum(each.cached_tokens for each in light) / input_len)
         name = f"{queue}, {kind}, {line}"
         for q in (50, 95):
             table.add(name, [percentile(each, q) for each in ttfts], "s", figure=f"light TTFT p{q}")
         table.add(name, tokens, "1/s", figure="tokens")
         table.add(name, index, figure="Jain")
+        table.add(name, cached, figure="light cached")
     yield from table.rows

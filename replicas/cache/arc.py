@@ -11,7 +11,7 @@ Source:    Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache"
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from kvtransfer.pages import PageKey
@@ -36,14 +36,20 @@ class ArcQueue:
         clock: Callable[[], float],
         can_go: Callable[[TreeNode], bool],
         spare: Callable[[TreeNode], bool],
+        over: Callable[[], Collection[str]],
     ) -> None:
         self._num_pages = num_pages
         self._gaps = gaps
         self._clock = clock
         self._can_go = can_go
         self._spare = spare
-        self._cold = EvictionQueue("lru", can_go=lambda node: can_go(node) and not node.hit_count, spare=spare)
-        self._hot = EvictionQueue("lru", can_go=lambda node: can_go(node) and node.hit_count > 0, spare=spare)
+        self._over = over
+        self._cold = EvictionQueue(
+            "lru", can_go=lambda node: can_go(node) and not node.hit_count, spare=spare, over=over
+        )
+        self._hot = EvictionQueue(
+            "lru", can_go=lambda node: can_go(node) and node.hit_count > 0, spare=spare, over=over
+        )
         self._cold_pages = 0  # of cold nodes in the tier; |T1| of the paper
         self._cold_share = 0.0  # pages; p of the paper: what T1 is to have
         self._lost_cold: Ghosts = OrderedDict()  # B1
@@ -59,6 +65,10 @@ class ArcQueue:
             self._hot.add(node)
         else:
             self._queue(node).refile(node)
+
+    def changed(self, node: TreeNode) -> None:
+        """Take note that ``node`` is another tenant's now."""
+        self._queue(node).changed(node)
 
     def warms(self, node: TreeNode) -> None:
         """Take note that ``node`` is about to be used a second time."""
@@ -110,8 +120,9 @@ class ArcQueue:
             return cold or hot
         if self._spare(cold) != self._spare(hot):
             return cold if self._spare(cold) else hot
-        if kept(cold) != kept(hot):
-            return min(cold, hot, key=kept)
+        over = self._over()
+        if (of_cold := kept(cold, over)) != (of_hot := kept(hot, over)):
+            return cold if of_cold < of_hot else hot
         longest_s = self._gaps.quantile(LAST)
         if longest_s is not None and hot.used_s < min(cold.used_s, self._clock() - longest_s):
             return hot
@@ -154,6 +165,7 @@ class MakeHostQueue(Protocol):
         clock: Callable[[], float],
         can_go: Callable[[TreeNode], bool],
         spare: Callable[[TreeNode], bool],
+        over: Callable[[], Collection[str]],
     ) -> TierQueue: ...
 
 
@@ -161,7 +173,14 @@ class MakeHostQueue(Protocol):
 HOST_QUEUES: dict[str, MakeHostQueue] = {"arc": ArcQueue}
 
 
-def host_queue(policy: str, num_pages: int, *, write: WritePolicy, clock: Callable[[], float]) -> TierQueue:
+def host_queue(
+    policy: str,
+    num_pages: int,
+    *,
+    write: WritePolicy,
+    clock: Callable[[], float],
+    over: Callable[[], Collection[str]] = tuple,
+) -> TierQueue:
     """Make the queue of a host tier of ``num_pages`` pages. Copies of what the device has go first, if ``write`` makes
     them again when the device evicts it: then the two tiers hold most between them."""
 
@@ -172,5 +191,5 @@ def host_queue(policy: str, num_pages: int, *, write: WritePolicy, clock: Callab
         return node.on_device and write.rule.at_eviction
 
     if policy in HOST_QUEUES:
-        return HOST_QUEUES[policy](num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare)
-    return EvictionQueue(policy, can_go=can_go, spare=spare)
+        return HOST_QUEUES[policy](num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare, over=over)
+    return EvictionQueue(policy, can_go=can_go, spare=spare, over=over)

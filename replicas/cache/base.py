@@ -53,6 +53,10 @@ class PrefixCache(Protocol):
         """
         ...
 
+    def used_by(self, node: TreeNode, tenant: str, weight: float) -> None:
+        """Take note whose request uses the path down to ``node``, or has computed it; ``weight``: of its share."""
+        ...
+
     def inc_lock_ref(self, node: TreeNode) -> Lock:
         """Pin the path from ``node`` to its root: it is not evicted until the receipt comes back (SPEC E11, E15)."""
         ...

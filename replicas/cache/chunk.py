@@ -27,6 +27,9 @@ class ChunkCache:
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         return 0
 
+    def used_by(self, node: TreeNode, tenant: str, weight: float) -> None:
+        pass
+
     def inc_lock_ref(self, node: TreeNode) -> Lock:
         return Lock(node)
 

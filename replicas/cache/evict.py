@@ -3,9 +3,10 @@
 To add a policy, give `POLICIES` a function from a node to its rank: it is then a value of ``cache.eviction`` and
 ``cache.host_eviction``. One that keeps books of its own, for the host tier alone, is an entry of arc.py's HOST_QUEUES.
 
-Owns:      a heap of (rank, node), and for each node the rank of its live entry. Entries are not touched when a node is
-           used, locked or extended: an entry that is no longer true is found when it is popped, and then dropped or
-           filed again.
+Owns:      for each tenant a heap of (rank, node), and for each node the rank of its live entry. Entries are not touched
+           when a node is used, locked or extended: an entry that is no longer true is found when it is popped, and then
+           dropped or filed again. Who is over its share changes from page to page, so the least of each heap are
+           compared by that when one is asked for.
 Never:     frees anything (cache/radix.py).
 Invariant: every node that can go has a live entry, filed under a rank that is not above its present one. So a rank that
            rises needs no word; of one that may have fallen `refile` is told.
@@ -13,13 +14,14 @@ Thread:    scheduler thread only.
 """
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from replicas.cache.node import TreeNode
 from replicas.request import OFFLINE
 
 Rank = tuple[int, ...]  # smallest goes first
+Entry = tuple[Rank, int, TreeNode]  # and what tells equal ranks apart
 
 PROTECTED_HITS = 2  # SGLang's threshold of slru
 TAIL_TOKENS = 1024  # tlru: tokens that a next turn may compute again beside its own, and still begin in time
@@ -49,11 +51,12 @@ POLICIES: dict[str, Callable[[TreeNode], Rank]] = {
 }
 
 
-def kept(node: TreeNode) -> Rank:
+def kept(node: TreeNode, over: Collection[str] = ()) -> Rank:
     """Rank ``node`` before any policy. What only lines of batches use goes first: they come in the order of their
-    prefixes; and so does what only a session used that has ended. What is kept for a session goes last, that for a
-    younger one sooner."""
-    return (node.priority != OFFLINE, *((0, 0) if node.lease is None else (1, -node.lease.born)))
+    prefixes; and so does what only a session used that has ended. Then what tenants ``over`` their share have. What is
+    kept for a session goes last, that for a younger one sooner."""
+    lease = (0, 0) if node.lease is None else (1, -node.lease.born)
+    return (node.priority != OFFLINE, node.tenant not in over, *lease)
 
 
 class TierQueue(Protocol):
@@ -61,6 +64,7 @@ class TierQueue(Protocol):
 
     def add(self, node: TreeNode) -> None: ...
     def refile(self, node: TreeNode) -> None: ...
+    def changed(self, node: TreeNode) -> None: ...
     def entered(self, node: TreeNode) -> None: ...
     def warms(self, node: TreeNode) -> None: ...
     def left(self, node: TreeNode) -> None: ...
@@ -71,10 +75,12 @@ class TierQueue(Protocol):
 
 
 class EvictionQueue:
-    """The nodes of one tier by eviction policy (SPEC E12, E19). A pop costs O(log nodes), amortised over uses and pops.
+    """The nodes of one tier by eviction policy (SPEC E12, E19). A pop costs O(log nodes), amortised over uses and pops,
+    and O(tenants).
 
     Args: policy: one of `POLICIES`. can_go: whether a node can leave the tier now.
           spare: nodes that go before all others, because their loss costs nothing.
+          over: returns the tenants that have more than their share of the tier.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class EvictionQueue:
         *,
         can_go: Callable[[TreeNode], bool],
         spare: Callable[[TreeNode], bool] | None = None,
+        over: Callable[[], Collection[str]] = tuple,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; allowed: {sorted(POLICIES)}")
@@ -93,9 +100,12 @@ class EvictionQueue:
             return usual if spare is None else (not spare(node), *usual)
 
         self._rank = rank
+        self._at = 1 if spare is None else 2  # where a rank says that its tenant is within its share
         self._can_go = can_go
-        self._heap: list[tuple[Rank, int, TreeNode]] = []
-        self._filed: dict[TreeNode, Rank] = {}  # by what its live entry is filed under
+        self._over = over
+        self._heaps: dict[str, list[Entry]] = {}  # by tenant
+        self._num_entries = 0
+        self._filed: dict[TreeNode, Rank] = {}  # by what its live entry is filed under, as of a tenant within its share
         self._tie = 0
 
     def add(self, node: TreeNode) -> None:
@@ -112,6 +122,11 @@ class EvictionQueue:
         if filed is not None and (rank := self._rank(node)) < filed:
             self._push(node, rank)
 
+    def changed(self, node: TreeNode) -> None:
+        """Take note that ``node`` is another tenant's now."""
+        if node in self._filed:
+            self._push(node, self._rank(node))
+
     def entered(self, node: TreeNode) -> None:
         """Take note that the tier has the pages of ``node`` now."""
 
@@ -125,51 +140,82 @@ class EvictionQueue:
 
     def peek(self) -> TreeNode | None:
         """Return the next victim and leave it; None when there is none."""
-        while self._heap:
-            filed, _, node = self._heap[0]
-            if self._filed.get(node) != filed:
-                heapq.heappop(self._heap)  # it left or was filed lower since
-            elif not self._can_go(node):
-                heapq.heappop(self._heap)  # locked or grown since; it is added again when it can go
-                del self._filed[node]
-                self._sweep()
-            elif filed == (rank := self._rank(node)):
+        over = self._over() if len(self._heaps) > 1 else ()
+        while self._heaps:
+            tenant = min(self._heaps, key=lambda tenant: self._first(tenant, over))
+            node = self._head(tenant)
+            if node is not None:
                 return node
-            else:
-                heapq.heappop(self._heap)  # used since
-                self._push(node, rank)
         return None
 
     def pop(self) -> TreeNode | None:
         """Remove and return the next victim; None when there is none."""
         node = self.peek()
         if node is not None:
-            heapq.heappop(self._heap)
+            self._drop_head(node.tenant)
             del self._filed[node]
             self._sweep()
         return node
 
     def clear(self) -> None:
-        self._heap, self._filed = [], {}
+        self._heaps, self._num_entries, self._filed = {}, 0, {}
 
     def check(self, tier: Iterable[TreeNode]) -> None:
         """Assert the invariant, given all nodes of the tier. O(nodes)."""
         lost = sum(self._can_go(node) and node not in self._filed for node in tier)
         assert not lost, f"{lost} nodes that can go are not queued for eviction"
-        entries = {(id(node), rank) for rank, _, node in self._heap}
+        entries = {(id(node), rank, tenant) for tenant, heap in self._heaps.items() for rank, _, node in heap}
         for node, filed in self._filed.items():
-            assert (id(node), filed) in entries, "a node in the eviction queue has no entry in its heap"
+            assert (id(node), filed, node.tenant) in entries, "a node in the eviction queue has no entry in its heap"
             assert filed <= self._rank(node), f"a node is filed under {filed}, its rank fell to {self._rank(node)}"
-        assert len(self._heap) <= 2 * len(self._filed) + 64, "entries that are no longer true pile up"
+        num = sum(map(len, self._heaps.values()))
+        assert num == self._num_entries, f"{num} entries are in the heaps, {self._num_entries} are counted"
+        assert num <= 2 * len(self._filed) + 64, "entries that are no longer true pile up"
+
+    def _first(self, tenant: str, over: Collection[str]) -> tuple[Rank, int]:
+        """Return the place of the first entry of ``tenant`` among all: its node's is not before that."""
+        rank, tie, _ = self._heaps[tenant][0]
+        return (*rank[: self._at], tenant not in over, *rank[self._at + 1 :]), tie
+
+    def _head(self, tenant: str) -> TreeNode | None:
+        """Return the node of the first entry of ``tenant``, if that is true; else drop it, or file the node again."""
+        entry = filed, _, node = self._heaps[tenant][0]
+        if self._is_live(tenant, entry) and self._can_go(node) and filed == self._rank(node):
+            return node
+        self._drop_head(tenant)
+        if self._is_live(tenant, entry):  # else it left, was filed lower, or became another's since
+            if self._can_go(node):
+                self._push(node, self._rank(node))  # used since
+            else:
+                del self._filed[node]  # locked or grown since; it is added again when it can go
+                self._sweep()
+        return None
+
+    def _is_live(self, tenant: str, entry: Entry) -> bool:
+        rank, _, node = entry
+        return node.tenant == tenant and self._filed.get(node) == rank
+
+    def _drop_head(self, tenant: str) -> None:
+        heap = self._heaps[tenant]
+        heapq.heappop(heap)
+        self._num_entries -= 1
+        if not heap:
+            del self._heaps[tenant]
 
     def _push(self, node: TreeNode, rank: Rank) -> None:
         self._tie += 1
         self._filed[node] = rank
-        heapq.heappush(self._heap, (rank, self._tie, node))
+        heapq.heappush(self._heaps.setdefault(node.tenant, []), (rank, self._tie, node))
+        self._num_entries += 1
         self._sweep()
 
     def _sweep(self) -> None:
         """Drop the entries that are no longer true when they are more than half."""
-        if len(self._heap) > 2 * len(self._filed) + 64:
-            self._heap = [entry for entry in self._heap if self._filed.get(entry[2]) == entry[0]]
-            heapq.heapify(self._heap)
+        if self._num_entries <= 2 * len(self._filed) + 64:
+            return
+        for tenant in list(self._heaps):
+            self._heaps[tenant] = [entry for entry in self._heaps[tenant] if self._is_live(tenant, entry)]
+            heapq.heapify(self._heaps[tenant])
+            if not self._heaps[tenant]:
+                del self._heaps[tenant]
+        self._num_entries = sum(map(len, self._heaps.values()))

@@ -107,6 +107,7 @@ class KvCache:
         match = self._cache.match_prefix(req.ids[:longest], req.salt)
         for node in path_to(match.node):
             node.priority = max(node.priority, req.rank.priority)
+        self._cache.used_by(match.node, req.asked.tenant, req.asked.weight)
         self._table.write(row, 0, self._allocator.pages_to_slots(match.pages))
         lock = self._cache.inc_lock_ref(match.node)
         req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
@@ -293,6 +294,7 @@ class KvCache:
             return  # a cache that keeps nothing
         assert prefix_len <= already, f"request {req.rid}: {prefix_len} tokens were locked, {already} are there"
         assert match.prefix_len == whole, f"request {req.rid}: of {whole} tokens given {match.prefix_len} are found"
+        self._cache.used_by(match.node, req.asked.tenant, req.asked.weight)
         lock = self._cache.inc_lock_ref(match.node)  # before the old one goes: the path is never unpinned
         self._cache.dec_lock_ref(_lock(holding))
         if already > prefix_len:

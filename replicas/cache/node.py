@@ -54,6 +54,7 @@ class TreeNode:
     stored: bool = False  # a store has them too
     device_children: int = 0  # its children on the device
     lease: "Session | None" = None  # the oldest for which it is kept
+    tenant: str = ""  # whose requests used it; EVERYBODY: several tenants'; "": no request here, or none with a key
 
     @staticmethod
     def root(salt: str) -> "TreeNode":

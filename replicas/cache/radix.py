@@ -11,6 +11,7 @@ Source:    SGLang radix cache (Zheng et al. 2024, arXiv:2312.07104, section 3), 
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -20,7 +21,8 @@ from replicas.cache.audit import audit_tree
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
-from replicas.cache.node import NO_PAGES, TreeNode, first_page, walk
+from replicas.cache.node import NO_PAGES, TreeNode, first_page, path_to, walk
+from replicas.cache.owners import EVERYBODY, Owners
 from replicas.cache.sessions import Sessions
 from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
@@ -49,7 +51,11 @@ class RadixCache:
         self.evicted_idle_s = Tally(IDLE_S)  # time since the last use of what `evict` took
         self._clock = clock
         self.sessions = Sessions(touched=self._touched, clock=clock)
-        self._queue = EvictionQueue(policy, can_go=lambda node: node.evictable)
+        self._owners = Owners(clock)
+        self._held = Counter[str]()  # pages on the device, by tenant
+        self._queue = EvictionQueue(
+            policy, can_go=lambda node: node.evictable, over=lambda: self._owners.over(self._held)
+        )
         self._roots: dict[str, TreeNode] = {}  # by salt; a root lives while it has children
         self._nowhere = TreeNode.root("")  # what an empty match locks when its salt has no root
         self._tick = 0  # logical clock: one per match or insert
@@ -151,6 +157,22 @@ class RadixCache:
             self._add_leaf(node, key, now_s, pages=pages[at:].copy(), priority=priority)
         return length * self.page_size
 
+    def used_by(self, node: TreeNode, tenant: str, weight: float) -> None:
+        """Take note that a request of ``tenant`` uses the path down to ``node``, or has computed it."""
+        if not tenant:
+            return
+        self._owners.used(tenant, weight)
+        for step in path_to(node):
+            if step.tenant not in (tenant, EVERYBODY):
+                self._give(step, EVERYBODY if step.tenant else tenant)
+
+    def _give(self, node: TreeNode, tenant: str) -> None:
+        """Let ``node`` be ``tenant``'s."""
+        self._held[node.tenant] -= len(node.pages)
+        self._held[tenant] += len(node.pages)
+        node.tenant = tenant
+        self._queue.changed(node)
+
     def returns(self, token_ids: TokenIds, salt: str) -> None:
         """Take note that a prompt arrived: the session that it goes on with is kept until its answer."""
         self.sessions.returns([child for child, common in self._path(token_ids, salt) if common == child.num_pages])
@@ -215,6 +237,7 @@ class RadixCache:
         self.sessions.clear()
         self._roots = {}
         self._evictable = self._num_nodes = 0
+        self._held.clear()
         if self.events is not None:
             self.events.cleared()
         return freed
@@ -260,8 +283,15 @@ class RadixCache:
         counted = audit_tree(self._roots.values(), self.page_size)
         kept = (self._evictable, self._protected, self._num_nodes)
         assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} are counted"
+        self._check_held(self._held, lambda node: len(node.pages))
         self._queue.check(self._nodes())
         self.sessions.check(self._nodes())
+
+    def _check_held(self, held: Counter[str], num_pages: Callable[[TreeNode], int]) -> None:
+        counted = Counter[str]()
+        for node in self._nodes():
+            counted[node.tenant] += num_pages(node)
+        assert counted == held, f"pages by tenant: {counted} are in the tree, {held} are counted"
 
     def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
         """Iterate over the children along the match, each with its number of equal pages; only the last may be partial.
@@ -322,6 +352,7 @@ class RadixCache:
         parent.grew(leaf.num_pages, 1)
         parent.device_children += leaf.on_device
         self._evictable += len(pages)
+        self._held[leaf.tenant] += len(pages)
         if self._names_pages:
             leaf.page_keys = page_keys(key, self.page_size, leaf.salt, _last_key(parent))
         self._tell_stored(leaf)
@@ -337,6 +368,7 @@ class RadixCache:
         assert node.parent is not None
         node.pages = pages
         node.parent.device_children += 1
+        self._held[node.tenant] += len(pages)
         if node.lock_ref:
             self._protected += len(pages)
         else:
@@ -390,6 +422,7 @@ class RadixCache:
     def _forget(self, leaf: TreeNode, keep: int) -> None:
         """Count and report the removal of the leaf's pages from ``keep`` on."""
         self._evictable -= len(leaf.pages[keep:])
+        self._held[leaf.tenant] -= len(leaf.pages[keep:])
         if self.events is not None:
             assert leaf.page_keys is not None
             self.events.removed(leaf.page_keys[keep:])

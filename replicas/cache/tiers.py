@@ -16,7 +16,7 @@ Pages of a victim that is not worth a copy are forgotten, and with them what han
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -58,7 +58,14 @@ class HiRadixCache(RadixCache):
         self.compute_s_per_token = 0.0  # by the engine's steps; 0 until measured
         self._copier = host.copier
         self._write = WritePolicy.make(host.write, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
-        self._host_queue = host_queue(host.eviction, host.num_pages, write=self._write, clock=clock)
+        self._host_held = Counter[str]()  # pages on the host, by tenant
+        self._host_queue = host_queue(
+            host.eviction,
+            host.num_pages,
+            write=self._write,
+            clock=clock,
+            over=lambda: self._owners.over(self._host_held),
+        )
         self._dirty: deque[TreeNode] = deque()  # to be copied in idle time, oldest first; some are copied or gone
         # (node, device pages, host pages) whose bytes the call under way copies at its end
         self._copies: list[tuple[TreeNode, Pages, Pages]] = []
@@ -83,6 +90,7 @@ class HiRadixCache(RadixCache):
         held = [node.host for node in self._nodes() if node.on_host]
         freed = super().reset()
         self._host_queue.clear()
+        self._host_held.clear()
         self._write.gaps.clear()
         self._dirty.clear()
         for pages in held:
@@ -272,11 +280,18 @@ class HiRadixCache(RadixCache):
         super().check()
         held = [node.host for node in self._nodes() if node.on_host]
         self.host.check(np.concatenate(held) if held else NO_PAGES)
+        self._check_held(self._host_held, lambda node: len(node.host))
         self._host_queue.check(node for node in self._nodes() if node.on_host)
         self._write.gaps.check()
         clean = sum(len(node.pages) for node in self._nodes() if node.on_host)
         assert clean == self.clean_pages, f"{clean} device pages have a copy, {self.clean_pages} are counted"
         assert not self._copies, "a call has ended before its copies were made"
+
+    def _give(self, node: TreeNode, tenant: str) -> None:
+        self._host_held[node.tenant] -= len(node.host)
+        self._host_held[tenant] += len(node.host)
+        super()._give(node, tenant)
+        self._host_queue.changed(node)
 
     def _use(self, node: TreeNode, now_s: float, *, hit: bool) -> None:
         if hit and not node.hit_count:
@@ -318,6 +333,7 @@ class HiRadixCache(RadixCache):
             if known := self._write.gaps.computed(leaf.page_keys, now_s):
                 (leaf if known == leaf.num_pages else self._split_node(leaf, known)).hit_count = 1
         else:
+            self._host_held[leaf.tenant] += len(leaf.host)
             self._host_queue.entered(leaf)
 
     def _to_device(self, node: TreeNode, pages: Pages) -> None:
@@ -337,6 +353,7 @@ class HiRadixCache(RadixCache):
             self._remove_subtree(leaf)
             return pages
         leaf.pages = NO_PAGES
+        self._held[leaf.tenant] -= len(pages)
         parent.device_children -= 1
         self._evictable -= len(pages)
         self.clean_pages -= len(pages)
@@ -361,6 +378,7 @@ class HiRadixCache(RadixCache):
         if self.host.num_free >= node.num_pages and node.parent is not None:
             node.host = self.host.take(node.num_pages)
             self.clean_pages += node.num_pages
+            self._host_held[node.tenant] += node.num_pages
             self._host_queue.entered(node)
             self._copies.append((node, node.pages, node.host))
             self._file(node)
@@ -398,6 +416,7 @@ class HiRadixCache(RadixCache):
             if node.num_pages > short:
                 self._file(self._split_node(node, node.num_pages - short))
             self.counters.evicted_pages += node.num_pages
+            self._host_held[node.tenant] -= len(node.host)
             self._host_queue.left(node)
             self.host.free(node.host)
             if node.on_device:
@@ -410,6 +429,7 @@ class HiRadixCache(RadixCache):
         """Remove an unlocked node, and what is below it on the host alone."""
         for node in [*reversed(list(walk([top]))), top]:
             if node.on_host:
+                self._host_held[node.tenant] -= len(node.host)
                 self._host_queue.left(node)
             self.host.free(node.host)
             self._remove_leaf(node)

@@ -22,6 +22,7 @@ ATTRIBUTES = {
     "replicas.request.Req": 24,
     "replicas.scheduler.scheduler.Scheduler": 12,
     "replicas.engine.engine.Engine": 16,
+    "replicas.cache.node.TreeNode": 19,  # what each tier and each order of eviction knows of a node
 }
 ATTRIBUTES_OTHERWISE = 18
 # what of these can change: their attributes, and those of the parts of the same room (a file that stands outside all

@@ -8,7 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from replicas.cache.evict import POLICIES, EvictionQueue, Rank, kept
 from replicas.cache.node import Session, TreeNode
+from replicas.request import OFFLINE
 
+TENANTS = st.sampled_from(["", "one", "two"])
 WHICH = st.integers(0, 1_000)
 
 
@@ -17,11 +19,12 @@ class QueueAgainstSearch(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
-        self.queue = EvictionQueue(policy, can_go=lambda node: node.lock_ref == 0)
+        self.over: frozenset[str] = frozenset()
+        self.queue = EvictionQueue(policy, can_go=lambda node: node.lock_ref == 0, over=lambda: self.over)
         by_policy = POLICIES[policy]
 
         def rank(node: TreeNode) -> Rank:
-            return (*kept(node), *by_policy(node))
+            return (*kept(node, self.over), *by_policy(node))
 
         self.rank = rank
         self.nodes: list[TreeNode] = []
@@ -30,8 +33,13 @@ class QueueAgainstSearch(RuleBasedStateMachine):
     def node(self, which: int) -> TreeNode | None:
         return self.nodes[which % len(self.nodes)] if self.nodes else None
 
-    @rule(behind=st.integers(0, 4), pages=st.integers(1, 4), priority=st.integers(-1, 1))
-    def insert(self, behind: int, pages: int, priority: int) -> None:
+    @rule(
+        behind=st.integers(0, 4),
+        pages=st.integers(1, 4),
+        priority=st.sampled_from([OFFLINE, -1, 0, 1]),
+        tenant=TENANTS,
+    )
+    def insert(self, behind: int, pages: int, priority: int, tenant: str) -> None:
         self.tick += 1
         key = np.zeros(512 * pages, dtype=np.int32)
         node = TreeNode(
@@ -42,6 +50,7 @@ class QueueAgainstSearch(RuleBasedStateMachine):
             created=self.tick,
             last_access=self.tick,
             priority=priority,
+            tenant=tenant,
             ahead=512 * behind + len(key),
         )
         self.nodes.append(node)
@@ -56,6 +65,16 @@ class QueueAgainstSearch(RuleBasedStateMachine):
             node.ahead += 512 * longer
             node.priority = max(node.priority, priority)
             self.queue.refile(node)
+
+    @rule(which=WHICH, tenant=TENANTS)
+    def change(self, which: int, tenant: str) -> None:
+        if (node := self.node(which)) is not None:
+            node.tenant = tenant
+            self.queue.changed(node)
+
+    @rule(over=st.frozensets(TENANTS))
+    def weigh(self, over: frozenset[str]) -> None:
+        self.over = over
 
     @rule(which=WHICH, born=st.integers(1, 4))
     def lease(self, which: int, born: int) -> None:
@@ -128,7 +147,7 @@ def test_a_node_that_is_used_for_ever_fills_no_heap(policy: str) -> None:
     for tick in range(1, 2_001):
         nodes[tick % 10].last_access = tick
         queue.refile(nodes[tick % 10])
-        assert len(queue._heap) <= 2 * 10 + 64
+        assert queue._num_entries <= 2 * 10 + 64
     queue.check(nodes)
     assert {id(queue.pop()) for _ in range(10)} == {id(node) for node in nodes}
     assert queue.pop() is None

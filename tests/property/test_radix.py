@@ -52,12 +52,13 @@ class RadixAgainstDictionary(RuleBasedStateMachine):
         assert already == len(known) * self.ps
         self.model.update(zip(((salt, prefix) for prefix in prefixes), pages, strict=True))
 
-    @rule(tokens=TOKENS, salt=SALTS, lock=st.booleans())
-    def match(self, tokens: list[int], salt: str, lock: bool) -> None:
+    @rule(tokens=TOKENS, salt=SALTS, lock=st.booleans(), tenant=st.sampled_from(["", "one", "two"]))
+    def match(self, tokens: list[int], salt: str, lock: bool, tenant: str) -> None:
         known, ids = self.known(tokens, salt), np.array(tokens, dtype=np.int32)
         assert self.cache.peek_len(ids, salt) == len(known) * self.ps
         match = self.cache.match_prefix(ids, salt)
         assert (match.prefix_len, match.pages.tolist()) == (len(known) * self.ps, known)
+        self.cache.used_by(match.node, tenant, 2.0 if tenant == "two" else 1.0)
         if lock:
             self.locks.append((self.cache.inc_lock_ref(match.node), set(known)))
 

@@ -39,9 +39,12 @@ class TiersUnderFaults(RuleBasedStateMachine):
         self.bench = TieredBench(Path(self.folder.name), **self.kind)  # type: ignore[arg-type]
         self.seen: Counter[str] = Counter()
 
-    @rule(stem=st.integers(0, 2), length=st.integers(1, 32), more=st.integers(0, 9), steps=st.integers(0, 6))
-    def ask(self, stem: int, length: int, more: int, steps: int) -> None:
-        self.bench.submit([*STEMS[stem][:length], *range(more)], max_new_tokens=2)
+    @rule(
+        stem=st.integers(0, 2), length=st.integers(1, 32), more=st.integers(0, 9), steps=st.integers(0, 6),
+        tenant=st.sampled_from(["", "one", "two"]),
+    )  # fmt: skip
+    def ask(self, stem: int, length: int, more: int, steps: int, tenant: str) -> None:
+        self.bench.submit([*STEMS[stem][:length], *range(more)], max_new_tokens=2, tenant=tenant)
         self.run(steps)
 
     @rule(steps=st.integers(1, 12))
@@ -151,7 +154,13 @@ def test_in_long_histories_all_of_it_happens() -> None:
             kind = draw.random()
             if kind < 0.5:
                 length, more = draw.randint(1, 32), draw.randint(0, 9)
-                machine.ask(stem=draw.randint(0, 2), length=length, more=more, steps=draw.randint(1, 12))
+                machine.ask(
+                    stem=draw.randint(0, 2),
+                    length=length,
+                    more=more,
+                    steps=draw.randint(1, 12),
+                    tenant=draw.choice(["", "one", "two"]),
+                )
             elif kind < 0.65:
                 machine.evict()
             elif kind < 0.75:

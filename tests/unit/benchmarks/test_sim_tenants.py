@@ -28,3 +28,11 @@ def test_one_that_floods_a_replica_costs_the_others_a_step_or_two_and_without_na
     assert index[False] < 0.2
     assert index[True] > 0.95
     assert tokens[True] >= 0.95 * tokens[False]
+
+
+def test_chats_keep_their_histories_beside_one_that_floods_the_pool() -> None:
+    """Of their prompts 0.61 is cached under LRU alone."""
+    requests = load("chats", 150.0, seed=0)
+    chats = [each for each in run(requests, named=True, queue="lpm", seed=0) if requests[each.number].tenant != HEAVY]
+    input_len = sum(requests[each.number].input_len for each in chats)
+    assert sum(each.cached_tokens for each in chats) >= 0.7 * input_len
