@@ -243,15 +243,21 @@ class Gaps:
 
     engine: Engine
     clock: CpuClock
-    random: Random
+    seed: str  # the requests that come, and when, follow from it, beside lines or not
     rate: float  # requests a second; 0: none
     has_lines: bool
     ttft_s: list[float] = field(default_factory=list)
-    line_tokens: int = 0  # prompt and output of lines that were answered
+    line_tokens: int = 0  # prompts and output of lines, as far as they are made
     idle_s: float = 0.0
     _sent_s: dict[str, float] = field(default_factory=dict)  # by rid of a request without a token
     _online: set[str] = field(default_factory=set)  # rids of open requests, which are no lines
     _num_lines: int = 0  # open
+    _times: Random = field(init=False)
+    _ids: dict[bool, Random] = field(init=False)  # of the tokens of requests and of lines
+
+    def __post_init__(self) -> None:
+        self._times = Random(f"{self.seed}/times")
+        self._ids = {offline: Random(f"{self.seed}/{offline}") for offline in (False, True)}
 
     def _line_places(self) -> int:
         """Count the lines that may be sent now, as `Fleet.line_places` does."""
@@ -259,7 +265,7 @@ class Gaps:
         return max(rows, 0) + LINES_WAITING - self._num_lines
 
     def _pause_s(self) -> float:
-        return self.random.expovariate(self.rate) if self.rate else math.inf
+        return self._times.expovariate(self.rate) if self.rate else math.inf
 
     def run(self, run_s: float) -> "Gaps":
         began_s = now_s = self.clock()
@@ -282,7 +288,8 @@ class Gaps:
         return self
 
     def _submit(self, *, offline: bool) -> str:
-        ids = [self.random.randrange(FIRST_ID, self.engine.config.model.vocab_size) for _ in range(PROMPT_LEN)]
+        vocab_size = self.engine.config.model.vocab_size
+        ids = [self._ids[offline].randrange(FIRST_ID, vocab_size) for _ in range(PROMPT_LEN)]
         asked = replace(driver.request(ids, ANSWER_LEN), offline=offline)
         self.engine.submit(asked)
         return asked.rid
@@ -290,21 +297,22 @@ class Gaps:
     def _take(self, delta: TokenDelta) -> None:
         if delta.rid in self._sent_s:
             self.ttft_s.append(self.clock() - self._sent_s.pop(delta.rid))
-        if delta.finish is not None and delta.rid in self._online:
-            self._online.remove(delta.rid)
-        elif delta.finish is not None:
-            self._num_lines -= 1
-            self.line_tokens += delta.usage.prompt_tokens + delta.usage.completion_tokens
+        if delta.rid in self._online:
+            if delta.finish is not None:
+                self._online.remove(delta.rid)
+            return
+        self._num_lines -= delta.finish is not None
+        num_new, num_made = len(delta.token_ids), delta.usage.completion_tokens
+        self.line_tokens += num_new + (PROMPT_LEN if num_new == num_made else 0)
 
 
 def lines(options: argparse.Namespace) -> Iterator[Row]:
     """Yield how long requests wait alone and beside a batch, and what the batch gets of the time that they leave."""
     table = Table(f"requests of {PROMPT_LEN} tokens, {ANSWER_LEN} out, alone and beside a batch of the same")
+    batch = _gaps(options, rate=0.0, has_lines=True)
     for rate in QUICK_RATES if options.quick else RATES:
         for _ in range(harness.rounds_of(options, 1)):
-            alone, beside, batch = (
-                _gaps(options, rate=rate_, has_lines=has) for rate_, has in ((rate, False), (rate, True), (0.0, True))
-            )
+            alone, beside = (_gaps(options, rate=rate, has_lines=has) for has in (False, True))
             free = alone.idle_s / options.seconds
             p95 = [harness.percentile(each.ttft_s, 95) for each in (alone, beside)]
             table.add(f"{rate:g} a second: busy alone", [100 * (1 - free)], "%")
@@ -322,7 +330,7 @@ def _gaps(options: argparse.Namespace, *, rate: float, has_lines: bool) -> Gaps:
     clock = CpuClock(options.slower)
     settings = EngineSettings(model=options.model, num_threads=options.threads, clock=clock)
     with closing(load_engine(settings)) as engine:
-        return Gaps(engine, clock, Random(f"{options.seed}/{rate}"), rate, has_lines).run(options.seconds)
+        return Gaps(engine, clock, f"{options.seed}/{rate}", rate, has_lines).run(options.seconds)
 
 
 PARTS = {

@@ -263,6 +263,9 @@ class Stepping:
         num_reqs = plan.num_requests if isinstance(plan, DecodePlan) else len(plan.rows)
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
+        queues = self._scheduler.queues
+        if num_reqs == num_new and queues.has_lines:  # all decode, one token each
+            queues.lines.time.timed(num_reqs, step_s)
         self.times.record(
             step_s,
             num_prompt,
@@ -273,7 +276,7 @@ class Stepping:
         tiers = self._scheduler.kv.store.tiers
         if self.times.prefill_tokens_per_s:
             s_per_token = 1.0 / self.times.prefill_tokens_per_s
-            self._scheduler.queues.waiting.s_per_token = s_per_token
+            queues.waiting.s_per_token = s_per_token
             if tiers is not None:
                 tiers.compute_s_per_token = s_per_token
         self._distributions.step(step_s, num_reqs, num_new, is_extend=is_extend)

@@ -66,12 +66,6 @@ def least_prompt_tokens(chunk_size: int) -> int:
     return -(-chunk_size // 4)
 
 
-def line_tokens(chunk_size: int) -> int:
-    """Count the prompt tokens of a step in which only lines of batches begin (an eighth): whoever comes meanwhile waits
-    for its end, and lines lose little by it (docs/batches.md)."""
-    return -(-chunk_size // 8)
-
-
 def prompt_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
     """Count the tokens that a step leaves to prompts, beside one for each of ``num_decode`` running requests.
 
@@ -112,6 +106,11 @@ class StepBudget:
     def spend(self, num_tokens: int) -> None:
         assert 0 < num_tokens <= self._left
         self._left -= num_tokens
+
+    def lower(self, num_tokens: int) -> None:
+        """Leave ``num_tokens`` at most."""
+        self._left = min(self._left, num_tokens)
+        self._align = self._align if self._left >= self._align else 1
 
     @property
     def empty(self) -> bool:

@@ -336,10 +336,11 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
     Returns: the requests that make one more token, and their places in the step under way; None if something else may
              have to run first, or if a token must be known to make the next one.
     """
-    has_queue = bool(len(queues.waiting) or len(queues.prealloc) or len(queues.offline))
-    if queues.paused and not queues.others_begin:
+    chunked = queues.chunked
+    has_queue = bool(len(queues.waiting) or len(queues.prealloc) or len(queues.offline) or chunked is not None)
+    if len(queues.under_way) != 1 or queues.forced or (has_queue and must_look):
         return None
-    if len(queues.under_way) != 1 or queues.chunked is not None or queues.forced or (has_queue and must_look):
+    if chunked is not None and not (chunked.asked.offline and queues.num_others):  # else it gets a part of some steps
         return None
     reqs = [req for req in queues.running if req.max_remaining > 1]  # else the step under way may make its last token
     if not reqs or any(_needs_host(req) for req in reqs):

@@ -24,7 +24,7 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
-from replicas.scheduler.admission import NewTokenRatio, StepBudget, line_tokens, prompt_tokens
+from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
 from replicas.scheduler.decode import DecodeRows, retract, retracted_first, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
@@ -72,6 +72,7 @@ class Limits:
     share_len: int  # a request that shares this many tokens with one of the batch waits for them
     in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
     max_running: int
+    line_len: int  # most new tokens of lines' prompts
     num_decode: int = 0  # running requests that make a token in the same step
 
 
@@ -82,10 +83,10 @@ def next_batch(
     batch = ExtendBatch()
     num_tokens = prompt_tokens(limits.chunk_size, limits.num_decode, page_size=kv.page_size)
     others_begin = queues.others_begin
-    if not others_begin and not queues.forced:  # whoever comes meanwhile waits for the step of a line's prompt
-        num_tokens = min(num_tokens, line_tokens(limits.chunk_size))
     budget = StepBudget(num_tokens, page_size=kv.page_size)
-    _extend_forced(batch, queues, kv, counters, budget)
+    _extend_forced(batch, queues, kv, counters, limits, budget)
+    if not others_begin:
+        budget.lower(limits.line_len)
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
         if not _gives_way(queues.chunked, queues, kv, counters, limits, budget):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
@@ -125,7 +126,8 @@ def next_batch(
 def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
     """List the requests in the order in which to try them: lines of batches, unless ``others_begin`` in this step."""
     if not others_begin:
-        return sorted(queues.offline, key=lambda req: req.rank.from_s)
+        waiting = (req for req in queues.offline if req.state is ReqState.WAITING)  # the others are paused
+        return sorted(waiting, key=lambda req: req.rank.from_s)
     return queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []
 
 
@@ -184,9 +186,11 @@ def _start(
     return None
 
 
-def _extend_forced(batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, budget: StepBudget) -> None:
+def _extend_forced(
+    batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget
+) -> None:
     """Add the requests whose grammar forced a run of tokens, each with all of it; without memory one is retracted."""
-    for req in list(queues.forced):
+    for req in [req for req in queues.forced if limits.line_len or not req.asked.offline]:
         start, length = req.computed_len, req.extend_len
         if budget.grant(length, prefix_len=start) < length:
             return

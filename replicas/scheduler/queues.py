@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from replicas.request import Bound, Req, ReqState
+from replicas.scheduler.lines import LineShare
 from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from replicas.scheduler.shares import TenantShares
 from replicas.types import TokenIds
@@ -276,6 +277,7 @@ class Queues:
     """All open requests of one engine; what the functions of the scheduler read and change."""
 
     waiting: WaitingQueue
+    lines: LineShare
     offline: ReqQueue = field(default_factory=ReqQueue)  # lines of batches that wait, or are paused between two tokens
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each, in the order in which they joined
@@ -308,15 +310,34 @@ class Queues:
         else:
             self.waiting.add(req, mid_prompt_len=mid_prompt_len)
 
-    def pause(self) -> None:
-        """Keep the lines of batches that run out of the next steps."""
-        for req in [req for req in self.running if req.asked.offline]:
+    @property
+    def has_lines(self) -> bool:
+        """Whether lines of batches wait or run."""
+        chunked = self.chunked is not None and self.chunked.asked.offline
+        return chunked or len(self.offline) > 0 or any(req.asked.offline for req in (*self.running, *self.forced))
+
+    @property
+    def num_others(self) -> int:
+        """The number of requests of no batch that make tokens in the next step."""
+        return sum(not req.asked.offline for req in (*self.running, *self.forced))
+
+    @property
+    def line_len(self) -> int:
+        """The number of tokens that prompts of lines may have in the next step."""
+        return self.lines.prompt_len(self.num_others, self.waiting.s_per_token) if self.has_lines else 0
+
+    def let_lines_run(self) -> None:
+        """Let as many lines of batches make tokens in the next step as their share allows, none where another request
+        begins, those that ran before first; pause the others with what they hold."""
+        most = 0
+        if not self.others_begin:
+            num_others = self.num_others
+            most = self.lines.num_rows(num_others) if num_others else len(self.offline) + len(self.running)
+        lines = [req for req in self.running if req.asked.offline]
+        for req in lines[most:]:
             self.running.remove(req)
             self.offline.add(req)
-
-    def resume(self) -> None:
-        """Undo `pause`."""
-        for req in self.paused:
+        for req in self.paused[: max(most - len(lines), 0)]:
             self.offline.remove(req)
             self.running.append(req)
 

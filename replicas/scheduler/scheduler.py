@@ -37,6 +37,7 @@ from replicas.scheduler.decode import (
     retracted_first,
 )
 from replicas.scheduler.drafts import Drafts
+from replicas.scheduler.lines import LineShare
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Limits, Refusal, extend_plan, next_batch
@@ -90,7 +91,8 @@ class Scheduler:
                 peek_len=kv.peek_len,
                 peek_path=kv.peek_path,
                 num_computed=lambda: self.counters.prefill_tokens,
-            )
+            ),
+            lines=LineShare(config.chunked_prefill_size, page_size=kv.page_size),
         )
         self.deadlines = Deadlines()
         self.last = LastRound()
@@ -276,6 +278,8 @@ class Scheduler:
         """Take in a step: tokens to their requests, pages to the tree, finished requests out."""
         under_way = self.queues.under_way
         reqs = under_way.end()
+        if self.queues.has_lines:
+            self.queues.lines.ran(plan, reqs, self.queues.waiting.s_per_token)
         num_prompt, num_decode = count_computed(plan, result, reqs, self.queues, self.kv)
         self.counters.prefill_tokens += num_prompt
         self.counters.decode_tokens += num_decode
@@ -311,14 +315,15 @@ class Scheduler:
         self._gate.disturb()
 
     def _order_batches(self) -> None:
-        """Let lines of batches run only in steps in which no other request begins: they are paused with what they hold,
-        one in the middle of its prompt or of forced tokens is retracted, and so are those without which a decode leg
-        gets no memory."""
+        """Let lines of batches run only in steps in which no other request begins, as many beside others as their share
+        allows: they are paused with what they hold, one in the middle of its prompt or of forced tokens is retracted
+        where another begins, and so are those without which a decode leg gets no memory."""
         queues = self.queues
-        if not queues.others_begin:
-            queues.resume()
+        if not queues.has_lines:
             return
-        queues.pause()
+        queues.let_lines_run()
+        if not queues.others_begin:
+            return
         begun = [*queues.forced, *([] if queues.chunked is None else [queues.chunked])]
         for req in [req for req in begun if req.asked.offline]:
             retract(req, queues, self.kv, self.counters)
@@ -424,6 +429,7 @@ class Scheduler:
             share_len=config.in_batch_prefix_len,
             in_flight=in_flight,
             max_running=self.max_running - num_handing_off,
+            line_len=queues.line_len,
             num_decode=len(queues.running) if config.mixed_steps else 0,
         )
         batch = next_batch(queues, self.kv, self._ratio, self.counters, limits, now_s=now_s)

@@ -5,10 +5,18 @@ from random import Random
 import pytest
 
 from replicas.request import ReqState
+from replicas.scheduler.lines import RowTime
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from tests.fakes import continuation
 from tests.harness import Bench
 from tests.unit.scheduler.test_mixed import Forcing
+
+
+def timed(bench: Bench, *, token_s: float, step_s: float = 0.02, row_s: float = 0.002) -> None:
+    """Have steps of one row taken ``step_s``, each further row ``row_s``, and each token of a prompt ``token_s``."""
+    for num_rows in (1, 9):
+        bench.scheduler.queues.lines.time.timed(num_rows, step_s + (num_rows - 1) * row_s)
+    bench.scheduler.queues.waiting.s_per_token = token_s
 
 
 def test_a_line_is_paused_with_what_it_holds_while_a_prompt_is_computed() -> None:
@@ -65,6 +73,80 @@ def test_a_step_of_a_lines_prompt_is_short_because_whoever_comes_waits_for_it() 
     assert [len(row.token_ids) for plan in bench.plans if isinstance(plan, ExtendPlan) for row in plan.rows] == [4] * 10
 
 
+def test_beside_others_lines_have_as_many_rows_as_a_quarter_of_the_others_time_is_worth() -> None:
+    bench = Bench()
+    lines = [bench.submit([10 * i, 2], max_new_tokens=30, offline=True) for i in range(4)]
+    for _ in range(6):
+        bench.step()
+    timed(bench, token_s=0.01)
+    bench.submit([500, 501], max_new_tokens=8)
+    bench.step()
+    for _ in range(4):
+        before = [line.num_output for line in lines]
+        bench.step()
+        assert [line.num_output - made for line, made in zip(lines, before, strict=True)] == [1, 1, 0, 0]
+    assert [line.num_retractions for line in lines] == [0] * 4
+    bench.run()
+
+
+def test_while_nobody_knows_what_rows_cost_lines_have_one_beside_others() -> None:
+    bench = Bench()
+    lines = [bench.submit([10 * i, 2], max_new_tokens=30, offline=True) for i in range(3)]
+    for _ in range(5):
+        bench.step()
+    bench.submit([500, 501], max_new_tokens=8)
+    bench.step()
+    before = sum(line.num_output for line in lines)
+    bench.step()
+    assert sum(line.num_output for line in lines) == before + 1
+
+
+def test_beside_others_a_lines_prompt_waits_until_its_part_of_their_time_is_saved_up() -> None:
+    bench = Bench(page_size=4, chunked_prefill_size=64)
+    bench.submit([500, 501], max_new_tokens=60)
+    bench.step()
+    timed(bench, token_s=0.0049)  # a page costs less than what four steps of one request leave
+    line = bench.submit(list(range(20)), max_new_tokens=1, offline=True)
+    plans = [bench.step() for _ in range(30)]
+    lens = [len(plan.rows[0].token_ids) if isinstance(plan, ExtendPlan) else 0 for plan in plans]
+    assert lens[:10] == [0, 0, 0, 0, 4, 0, 0, 0, 4, 0]
+    assert line.finish is not None
+    assert line.num_retractions == 0
+    bench.run()
+
+
+def test_a_step_is_planned_ahead_beside_a_line_that_has_to_save_up() -> None:
+    bench = Bench(page_size=4, chunked_prefill_size=64)
+    line = bench.submit(list(range(40)), max_new_tokens=1, offline=True)
+    bench.step()
+    assert bench.scheduler.queues.chunked is line
+    other = bench.submit([500, 501], max_new_tokens=60)
+    bench.step()
+    bench.submit(list(range(40)), max_new_tokens=1, offline=True)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    ahead = bench.scheduler.schedule_ahead()
+    assert ahead is not None
+    assert bench.scheduler.queues.under_way.newest == [other]
+    for each in (plan, ahead):
+        bench.scheduler.apply(each, bench.device.execute(each))
+    bench.run()
+
+
+def test_what_a_row_costs_is_a_straight_line_through_the_steps_and_unknown_while_all_have_as_many() -> None:
+    time = RowTime()
+    for _ in range(3):
+        time.timed(2, 0.03)
+    assert (time.row_s, time.of(7)) == (None, pytest.approx(0.03))
+    time.timed(6, 0.05)
+    assert time.row_s == pytest.approx(0.005)
+    assert time.of(1) == pytest.approx(0.025)
+    for _ in range(2000):  # the machine has become twice as slow
+        time.timed(2, 0.06)
+        time.timed(6, 0.1)
+    assert time.row_s == pytest.approx(0.01, rel=0.01)
+
+
 def test_lines_that_hold_all_rows_are_retracted_for_a_request_the_one_with_least_output_first() -> None:
     bench = Bench(max_running=2)
     first = bench.submit([1, 2], max_new_tokens=9, offline=True)
@@ -117,7 +199,8 @@ def test_lines_take_no_place_from_the_limit_of_those_that_wait() -> None:
 
 
 def test_a_line_without_memory_blocks_nobody() -> None:
-    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    bench = Bench(num_pages=8, page_size=4, chunked_prefill_size=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    timed(bench, token_s=0.001)
     bench.submit(list(range(20)), max_new_tokens=6)
     bench.step()
     short = bench.submit(list(range(100, 120)), max_new_tokens=1, offline=True)
@@ -176,6 +259,8 @@ def test_every_answer_is_right_however_lines_and_requests_come(seed: int) -> Non
         mixed_steps=random.random() < 0.8,
         priorities="on",
     )
+    if random.random() < 0.5:
+        timed(bench, token_s=random.choice([0.0001, 0.002]))
     for _ in range(25):
         prompt = [random.choice([1, 500]) + t for t in range(random.randint(1, 30))]
         bench.submit(
