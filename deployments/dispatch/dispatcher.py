@@ -158,6 +158,7 @@ class Dispatcher:
         self.num_retries = 0
         self.num_open = 0
         self.quotas: Quotas | None = None  # where there is a file of keys; the router sets it
+        self.keeps_sessions = False  # whether replicas want to be told of tools; likewise
         self.choices: collections.Counter[str] = collections.Counter()  # that run or wait, by the key's name
         self._running: dict[Attempt, Waiting] = {}  # the tries that run
         self.watch = watch if watch is not None else RequestWatch()

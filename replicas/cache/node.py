@@ -129,7 +129,9 @@ class Session:
     answered_s: float = 0.0
     paused: bool = True  # between an answer and the next prompt
     pause_s: float | None = None  # moving mean of its pauses; None: it has not come back yet
-    tools: tuple[str, ...] = ()  # names of those that its last answer calls, as far as its router has told
+    tools: tuple[str, ...] | None = None  # names of those that its last answer calls; None: its router has not told
+    called: bool = False  # whether any answer has called tools
+    goes_on: bool = False  # a prompt has come after an answer without calls: a person's
     until_s: float = 0.0  # when its lease runs out
 
 

@@ -59,7 +59,8 @@ class Sessions:
         session.paused = False
         pause_s = min(self._clock() - session.answered_s, 2 * LONGEST_S)  # one that was long is soon forgotten
         session.pause_s = _mean(session.pause_s, pause_s)
-        for tool in session.tools:
+        session.goes_on |= session.tools == ()
+        for tool in session.tools or ():
             of = path[-1].salt, tool
             self._pauses[of] = _mean(self._pauses.pop(of, None), pause_s)
             _bound(self._pauses, MAX_ANSWERED)
@@ -81,7 +82,7 @@ class Sessions:
             del self._marks[mark]
             self._end(session)
         self._marks[prompt[-1]], session.mark = session, prompt[-1]
-        session.answered_s, session.paused = self._clock(), True
+        session.answered_s, session.paused, session.tools = self._clock(), True, None
         self._answered[rid] = session
         _bound(self._answered, MAX_ANSWERED)
         if name or (session.pause_s is not None and session.pause_s <= LONGEST_S):
@@ -89,12 +90,13 @@ class Sessions:
 
     def told(self, rid: str, tools: Sequence[str]) -> None:
         """Take note which tools the answer to ``rid`` calls: its path is kept for as long as the slowest of them takes;
-        of a first answer only the prompt. A session that calls none any more has ended: what its turns after the first
-        have made goes before all else."""
+        of a first answer only the prompt. A session that calls none any more has ended, unless it went on after such an
+        answer before: what its turns after the first have made goes before all else."""
         session = self._answered.pop(rid, None)
         if session is None or not session.paused:
             return  # it is back already
-        ended, session.tools = bool(session.tools) and not tools, tuple(tools)
+        ended = session.called and not tools and not session.goes_on
+        session.tools, session.called = tuple(tools), session.called or bool(tools)
         if ended:
             for node in path_to(session.end):
                 if node.lease is session and node.created > session.born and not node.lock_ref:

@@ -175,6 +175,31 @@ def test_a_session_that_is_told_to_have_ended_and_comes_back_is_one_again() -> N
     assert (tree.left(1), tree.left(9)) == (7, 0)
 
 
+def test_one_that_went_on_after_an_answer_without_calls_is_a_persons_and_ends_no_more() -> None:
+    tree = Tree()
+    tree.turn(1, 2, tools=["search"])
+    tree.turn(1, 4, tools=[])
+    tree.turn(1, 6, tools=["search"])
+    tree.turn(1, 8, tools=[])
+    assert tree.cache.sessions.num_leased == 1
+    tree.turn(9, 3)
+    tree.evict(4)
+    assert (tree.left(1), tree.left(9)) == (9, 0)
+
+
+def test_the_pause_after_an_answer_of_which_nothing_was_told_is_no_tools() -> None:
+    tree = Tree()
+    tree.turn(1, 2, tools=["search"])
+    tree.turn(1, 4)  # a request without tools
+    tree.clock.now_s += 50
+    tree.turn(1, 6, tools=["search"])
+    tree.turn(2, 2, tools=["search"])
+    tree.clock.now_s += SHORTEST_S + 0.1
+    tree.turn(9, 3)
+    tree.evict(9)  # nothing is leased any more
+    assert (tree.left(1), tree.left(2), tree.left(9)) == (0, 1, 4)
+
+
 def test_what_is_told_of_an_answer_after_the_next_prompt_or_of_none_changes_nothing() -> None:
     tree = Tree()
     tree.turn(1, 2)
