@@ -50,6 +50,7 @@ from deployments.http.http_app import make_app
 from deployments.http.lines import line_answers
 from deployments.http.routes import own_route
 from deployments.http.service import Service, read_face, tokenizer_folder
+from deployments.settings.adapters import Adapters
 from deployments.settings.groups import without_secrets
 from deployments.settings.keys import NO_KEYS, KeyDigests
 from deployments.settings.places import VERSION
@@ -309,6 +310,7 @@ def _service(
         fleet=fleet,
         leases=leases,
         settings=shown_settings(config, settings),
+        adapters=Adapters(config.adapters),
         peers=peers,
         streams=KeptStreams(reconnect_s=config.router.reconnect_s, watch=dispatcher.watch),
         background=BackgroundStreams(

@@ -258,6 +258,7 @@ class AdapterRef:
 
     identity: str  # digest of the files (checkpoints/adapters.py `identify`)
     path: str  # its folder, as replicas see it
+    name: str = field(default="", compare=False)  # that its request has used
 
     @property
     def space(self) -> str:

@@ -128,6 +128,7 @@ def scoped(request: GenerateRequest, caller: Caller, *, isolation: CacheIsolatio
     """Put the caller into the id of ``request``, its tenant beside it, and one of both into its salt, as ``isolation``
     says: it shares cached prefixes only with requests of the same salt.
 
+    Args:   model: the name of what answers it: the model's, or its adapter's.
     Raises: NotAllowed, InvalidRequest for what its key may not ask for of ``model``.
     """
     if not caller.name:

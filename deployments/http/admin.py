@@ -31,14 +31,14 @@ from deployments.http.access import admin_only, caller_of
 from deployments.http.api_document import BODY, gives
 from deployments.http.bodies import MAX_DETOKENIZED, AbortRequest, DetokenizeRequest, PathName, Route, TokenizeRequest
 from deployments.http.chat import template_options, tools_of
-from deployments.http.convert import check_count, check_model, to_ids
+from deployments.http.convert import asked_adapter, check_count, to_ids, unknown_model
 from deployments.http.http_errors import error_body
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import JsonAnswer, answer
 from deployments.settings.places import shown_path
-from replicas.errors import InvalidRequest, UnknownModel
+from replicas.errors import InvalidRequest
 from replicas.text.detokenizer import token_texts
-from replicas.types import EngineStats
+from replicas.types import AdapterRef, EngineStats
 
 router = APIRouter(route_class=Route)
 ADMIN = [Depends(admin_only)]
@@ -86,27 +86,38 @@ async def version(request: Request) -> Response:
 
 @router.get("/v1/models", **gives(answers.Models))
 async def models(request: Request) -> Response:
-    """List the served models: one."""
-    return JSONResponse({"object": "list", "data": [_model_body(service_of(request))]})
+    """List the served model, and the adapters of it that the caller may use."""
+    service = service_of(request)
+    bodies = [_model_body(service), *(_model_body(service, each) for each in _adapters(request).values())]
+    return JSONResponse({"object": "list", "data": bodies})
 
 
 @router.get("/v1/models/{name:path}", **gives(answers.Model, 404))
 async def model(request: Request, name: PathName) -> Response:
-    """Show one served model."""
+    """Show the served model, or an adapter of it."""
     service = service_of(request)
-    if name != service.model.name:
-        raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
-    return JSONResponse(_model_body(service))
+    adapter = None if name == service.model.name else _adapters(request).get(name)
+    if name != service.model.name and adapter is None:
+        raise unknown_model(service, name)
+    return JSONResponse(_model_body(service, adapter))
 
 
-def _model_body(service: Service) -> dict[str, Any]:
+def _adapters(request: Request) -> dict[str, AdapterRef]:
+    """Return the adapters that the caller's key may use, by name."""
+    key = caller_of(request).key
+    allowed = None if key is None else key.models
+    adapters = service_of(request).adapters.all()
+    return {each.name: each for each in adapters if allowed is None or each.name in allowed}
+
+
+def _model_body(service: Service, adapter: AdapterRef | None = None) -> dict[str, Any]:
     return {
-        "id": service.model.name,
+        "id": service.model.name if adapter is None else adapter.name,
         "object": "model",
         "created": int(service.started_s),
         "owned_by": "manta",
-        "root": service.model.path,
-        "parent": None,
+        "root": service.model.path if adapter is None else shown_path(adapter.path),
+        "parent": None if adapter is None else service.model.name,
         "max_model_len": service.model.context_len,
     }
 
@@ -334,7 +345,7 @@ def _fleet_as_one(service: Service) -> str:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokenise texts, or a chat as /v1/chat/completions would."""
     service = service_of(request)
-    check_model(service, body.model)
+    asked_adapter(service, body.model)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     use = tools_of(body)  # those beside a plain prompt are not used, but must be well formed
     if body.messages is not None:
@@ -362,7 +373,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Turn token ids into text."""
     service = service_of(request)
-    check_model(service, body.model)
+    asked_adapter(service, body.model)
     skip = True if body.skip_special_tokens is None else body.skip_special_tokens
     is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
     rows = [row for row in (body.tokens if is_list else [body.tokens]) if isinstance(row, list)]

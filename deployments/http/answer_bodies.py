@@ -610,7 +610,7 @@ class Model(AnswerBody):  # schemathesis finds its names for /v1/models/{name} b
     created: UnixTime
     owned_by: str = Field(description="Always `manta`.")
     root: str = Field(description="The model's path.")
-    parent: str | None = Field(description="Always null.")
+    parent: str | None = Field(description="Of an adapter: the model that it is for.")
     max_model_len: ContextLen
 
 
@@ -703,6 +703,13 @@ class AbortedBody(AnswerBody):
 
     success: bool = Field(description="Whether it was done.")
     num_aborted: int = Field(description="How many requests ended.")
+
+
+class AdaptersBody(AnswerBody):
+    """The adapters that there are after one was loaded or unloaded."""
+
+    success: bool = Field(description="Whether it was done.")
+    loaded_adapters: dict[str, str] = Field(description="The folder of each, by name.")
 
 
 class RouteDecisionBody(AnswerBody):

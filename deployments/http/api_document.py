@@ -113,11 +113,11 @@ def _ref(model: type[BaseModel]) -> dict[str, Any]:
     return {"$ref": _REF.format(model=model.__name__)}
 
 
-def describe(app: FastAPI, model: ModelFace | None) -> None:
+def describe(app: FastAPI, model: ModelFace | None, *, any_model: bool = False) -> None:
     """Have ``app`` give FastAPI's document at /openapi.json, completed. It is made and written when it is first asked
     for, on another thread: that takes half a second.
 
-    Args: model: whose limits it shows; None leaves their names.
+    Args: model: whose limits it shows; None leaves their names. any_model: other names may be served, now or later.
     """
     written, lock, kept, bodies = app.openapi, threading.Lock(), dict[str, Any](), dict[str, bytes]()
     # GET and HEAD of a route have one id until `_complete`
@@ -129,7 +129,7 @@ def describe(app: FastAPI, model: ModelFace | None) -> None:
                 made = written()
                 _complete(made, asks_for_key=bool(app.state.keys.api))
                 if model is not None:
-                    _put_limits(made["components"], _limits(model))
+                    _put_limits(made["components"], _limits(model) | ({"model": {}} if any_model else {}))
                 kept.update(made)
         return kept
 

@@ -189,7 +189,7 @@ class Generations:
     def _of_caller(self, request: GenerateRequest) -> GenerateRequest:
         service = self._service
         request = replace(request, routing_key=self._hints.session_id) if self._hints.session_id else request
-        request = scoped(request, self._caller, isolation=service.isolation, model=service.model.name)
+        request = scoped(request, self._caller, isolation=service.isolation, model=service.name_of(request))
         if self._arrival.endpoint == BATCH:
             request = replace(request, offline=True)
         self.rids.append(request.rid)

@@ -27,6 +27,7 @@ from deployments.http.api_document import about, body_like, said, shape, shown
 from deployments.http.arrivals import last_event_of
 from deployments.http.service import service_of
 from deployments.output.tools import MAX_TOOLS
+from deployments.settings.groups import ADAPTER_NAME
 from replicas.errors import InvalidRequest
 from replicas.text.control_tokens import ROLES
 from replicas.types import MAX_DEADLINE_S
@@ -228,8 +229,10 @@ TOOLS = "The functions that the model may call ([below](#tools-and-reasoning))."
 # fields that several bodies have
 Model = Annotated[
     Annotated[str, shown(limit="model")] | None,
-    about("The served model's name, as `/v1/models` lists it; may be left out."),
+    about("The model's name, an adapter's, or `MODEL:ADAPTER`, as `/v1/models` lists them; may be left out."),
 ]
+LORA_PATH = "SGLang's: the name or the folder of a known adapter, which answers."
+LoraPath = Annotated[str | None, about(LORA_PATH)]
 User = Annotated[str | None, about("Accepted, without effect.")]
 CacheSalt = Annotated[str | None, about("Cached prefixes are shared only with requests of the same salt.")]
 ExtraKey = Annotated[str | None, about("SGLang's second salt, beside `cache_salt`.")]
@@ -351,7 +354,7 @@ class SamplingFields(Sampling):
         anyOf=[{"type": "object"}, ASKS_NOTHING],
     )
     logits_processors: Refused = None
-    lora_path: Refused = None
+    lora_path: LoraPath = None
 
 
 class GeneratingFields(SamplingFields):
@@ -508,7 +511,7 @@ class NativeRequest(WireType):
     image_data: Refused = None
     audio_data: Refused = None
     token_ids_logprob: Refused = None
-    lora_path: Refused = None
+    lora_path: str | Items[str | None] | None = said(f"{LORA_PATH} Of a batch, one for each prompt.")
     session_params: Refused = None
 
 
@@ -518,6 +521,26 @@ class MemoryRequest(WireType):
     model_config = body_like({"tags": ["kv_cache"]})
 
     tags: list[Literal["kv_cache", "weights"]] | None = said("The parts of the memory; all where none is named.")
+
+
+class LoadAdapterRequest(WireType):
+    """The body of /v1/load_lora_adapter: a name, and the folder that it is to stand for."""
+
+    model_config = body_like({"lora_name": "poet", "lora_path": "/adapters/poet"})
+
+    lora_name: Annotated[str, shown(pattern=ADAPTER_NAME)] = about("The name by which requests ask for it.")
+    lora_path: str = about("A folder below `adapters.roots`: absolute, or relative to one of them.")
+    load_inplace: bool | None = said("The name may stand for something already, which new requests no longer get.")
+    pinned: Refused = None
+    is_3d_lora_weight: Refused = None
+
+
+class UnloadAdapterRequest(WireType):
+    """The body of /v1/unload_lora_adapter: the name that is to stand for nothing."""
+
+    model_config = body_like({"lora_name": "poet"})
+
+    lora_name: str = about("A name that was loaded.")
 
 
 class AbortRequest(WireType):

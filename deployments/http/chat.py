@@ -20,8 +20,8 @@ from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import ChatRequest, Route, TemplateFields
 from deployments.http.constraints import form_asked, tools_asked
 from deployments.http.convert import (
+    asked_adapter,
     asks_form,
-    check_model,
     checked,
     logprobs_wanted,
     masks_of,
@@ -162,7 +162,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     Raises: InvalidRequest, PromptTooLong, UnknownModel, Busy, Overloaded, TooManyForms, ClientGone.
     """
     service = service_of(request)
-    check_model(service, body.model)
+    adapter = asked_adapter(service, body.model, body.lora_path)
     _refuse(body)
     num_prompt, num_top = logprobs_wanted(body), body.top_logprobs or 0
     [masks] = masks_of(service, [body])
@@ -183,6 +183,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
         return_logprobs=bool(body.logprobs),
         top_logprobs=max(num_top, num_prompt or num_top),
         prompt_logprobs_from=None if num_prompt is None else 0,
+        adapter=adapter,
     )
     checked(request, asked, names={"prompt": "messages", "max_tokens": limit_name})
     output = service.prompting.output
@@ -235,6 +236,7 @@ async def _answer(request: Request, body: ChatRequest, name: str) -> Answer:
     answer_id = f"chatcmpl-{name}"
     form = ChatForm(
         service=service_of(request),
+        model=service_of(request).name_of(prepared.request),
         body=body,
         answer_id=answer_id,
         created=opening_of(request).created,
@@ -282,7 +284,7 @@ def tools_of(body: TemplateFields) -> ToolUse | None:
 
 
 def _refuse(body: ChatRequest) -> None:
-    refuse_unsupported(body, echo=None, best_of=1, add_special_tokens=None)
+    refuse_unsupported(body, "lora_path", echo=None, best_of=1, add_special_tokens=None)
     if body.modalities not in (None, ["text"]):
         raise InvalidRequest(f"modalities: {body.modalities} is not supported; supported: ['text']", param="modalities")
     if body.top_logprobs and not body.logprobs:

@@ -18,9 +18,9 @@ from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import CompletionRequest, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
+    asked_adapter,
     asks_form,
     check_count,
-    check_model,
     check_together,
     checked,
     logprobs_wanted,
@@ -98,7 +98,7 @@ class CompletionForm(OpenAIForm):
 
 async def _answer(request: Request, body: CompletionRequest, name: str) -> Answer:
     service = service_of(request)
-    check_model(service, body.model)
+    adapter = asked_adapter(service, body.model, body.lora_path)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
     [masks] = masks_of(service, [body])
@@ -120,6 +120,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
             return_logprobs=body.logprobs is not None,
             top_logprobs=max(body.logprobs or 0, num_prompt or 0),
             prompt_logprobs_from=0 if scores_prompt else None,
+            adapter=adapter,
         )
         requests.append(checked(request, made, names={}))
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
@@ -128,6 +129,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
     answer_id = f"cmpl-{name}"
     form = CompletionForm(
         service=service,
+        model=service.model.name if adapter is None else adapter.name,
         body=body,
         answer_id=answer_id,
         created=opening_of(request).created,
@@ -140,7 +142,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
 
 
 def _refuse(body: CompletionRequest) -> None:
-    refuse_unsupported(body, suffix=None)
+    refuse_unsupported(body, "lora_path", suffix=None)
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, 1, n):
         raise InvalidRequest(f"best_of: {body.best_of} is not supported; leave it out or give {n}", param="best_of")

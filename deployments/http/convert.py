@@ -1,7 +1,7 @@
 """Converts request bodies to `GenerateRequest`: defaults, aliases, and the refusal of unsupported fields by name.
 
 Owns:      the meaning of an absent field on each API.
-Never:     ignores a field that would change the answer (beam search, adapters): it refuses it.
+Never:     ignores a field that would change the answer (beam search, say): it refuses it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from deployments.http.bodies import (
 from deployments.http.service import Service, service_of
 from deployments.output.validation import FormAsked
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
-from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs, to_token_ids
+from replicas.types import AdapterRef, GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs, to_token_ids
 
 T = TypeVar("T")
 MAX_CHOICES = 512  # of all prompts of one HTTP request: about half of a replica's waiting queue
@@ -64,18 +64,37 @@ class Masks(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
-def check_model(service: Service, name: str | None) -> None:
-    """Check the name of the model; an absent or empty one is accepted. Raises: UnknownModel."""
-    if name and name != service.model.name:
-        raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
+def asked_adapter(service: Service, model: str | None, lora_path: str | None = None) -> AdapterRef | None:
+    """Find what ``model`` names (the model, an adapter, or MODEL:ADAPTER) and ``lora_path`` (an adapter's name, or its
+    folder). Returns: None for the model as it is. Raises: UnknownModel; InvalidRequest."""
+    named = None
+    if model and model != service.model.name:
+        named = service.adapters.find(model.removeprefix(f"{service.model.name}:"))
+        if named is None:
+            raise unknown_model(service, model)
+    if not lora_path:
+        return named
+    found = service.adapters.find(lora_path)
+    found = found or next((each for each in service.adapters.all() if each.path == lora_path), None)
+    if found is None or (named is not None and named != found):
+        why = "is not loaded here" if found is None else f"is another adapter than that of model, {model!r:.200}"
+        raise InvalidRequest(f"lora_path: {lora_path[:200]!r} {why}", param="lora_path")
+    return found
 
 
-def refuse_unsupported(body: WireType, **here: Any) -> None:
+def unknown_model(service: Service, name: str) -> UnknownModel:
+    """Make the error for a name that is neither the model's nor an adapter's."""
+    others = ", and the adapters that GET /v1/models lists" if service.adapters.are_possible else ""
+    return UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}{others}")
+
+
+def refuse_unsupported(body: WireType, *done: str, **here: Any) -> None:
     """Refuse the first field that asks for an unsupported feature. Raises: InvalidRequest.
 
-    Args: here: fields that this route does not support, and their neutral values.
+    Args: done: fields that this route supports and others do not. here: those that this one does not, and their neutral
+          values.
     """
-    neutral = _NOT_DONE | here
+    neutral = {name: value for name, value in _NOT_DONE.items() if name not in done} | here
     for name, value in (vars(body) | (body.model_extra or {})).items():
         if name in neutral and value not in (*NOTHING, neutral[name]):
             raise InvalidRequest(f"{name}: is not supported by this server; leave it out", param=name)

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from deployments.http import admin, api_document, chat, completions, http_errors, native, occupation, routes
 from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyCheck
-from deployments.http.apis import batches, messages, ollama, readouts, responses, streams
+from deployments.http.apis import adapters, batches, messages, ollama, readouts, responses, streams
 from deployments.http.arrivals import ALIVE, DROPPED, RESUME, Arrivals
 from deployments.http.service import Service
 from deployments.http.tracing import Traces, Tracing
@@ -20,7 +20,7 @@ from deployments.settings.keys import NO_KEYS, KeyDigests
 
 ROUTERS = (
     chat.router, completions.router, native.router, responses.router, messages.router, ollama.router, streams.router,
-    readouts.router, batches.router, routes.router, admin.router, occupation.router,
+    readouts.router, batches.router, adapters.router, routes.router, admin.router, occupation.router,
 )  # fmt: skip
 # headers that pages may read
 EXPOSED = ["x-request-id", "request-id", "x-manta-route", "x-manta-schema", DROPPED, RESUME, ALIVE, "retry-after"]
@@ -53,7 +53,7 @@ def make_app(
             route.methods.add("HEAD")  # the server leaves the body out
     for router in ROUTERS:
         app.include_router(router)
-    api_document.describe(app, service.model)
+    api_document.describe(app, service.model, any_model=service.adapters.are_possible)
     http_errors.install(app, own)
     app.add_middleware(http_errors.Unforeseen)
     if tracing is not None:

@@ -22,6 +22,7 @@ from deployments.http.bodies import NativeRequest, NativeSampling, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
     FORM_FIELDS,
+    asked_adapter,
     asks_form,
     check_count,
     check_together,
@@ -136,7 +137,8 @@ def _finish_body(delta: TokenDelta) -> dict[str, Any]:
 
 async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     service = service_of(request)
-    refuse_unsupported(body, prompt_logprobs=None, **dict.fromkeys(FORM_FIELDS))  # sampling_params has them
+    # sampling_params has the forms
+    refuse_unsupported(body, "lora_path", prompt_logprobs=None, **dict.fromkeys(FORM_FIELDS))
     given = body.sampling_params if body.sampling_params is not None else body.parameters
     sampling = given or NativeSampling()
     cuts = any(each.truncate is not None for each in (sampling if isinstance(sampling, list) else [sampling]))
@@ -148,6 +150,7 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    adapters = [asked_adapter(service, None, each) for each in _each(body.lora_path, count, "lora_path")]
     prompts = [_cut(request, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
     masks = masks_of(service, samplings)
     forms = [await form_asked(request, each) if asks_form(each) else None for each in samplings]
@@ -167,6 +170,7 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
             return_logprobs=with_logprobs[i],
             top_logprobs=tops[i] if with_logprobs[i] else 0,
             prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
+            adapter=adapters[i],
         )
         requests.append(checked(request, made, names={**_NAMES, "prompt": param}))
         await asyncio.sleep(0)  # 256 of them take long

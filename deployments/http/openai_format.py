@@ -26,6 +26,7 @@ class OpenAIForm(Form):
     chunk_kind: ClassVar[str]
 
     service: Service
+    model: str  # the name of what answers
     body: GeneratingFields
     answer_id: str
     created: int  # seconds since 1970
@@ -94,7 +95,7 @@ class OpenAIForm(Form):
             "id": self.answer_id,
             "object": kind,
             "created": self.created,
-            "model": self.service.model.name,
+            "model": self.model,
             "choices": choices,
             "system_fingerprint": None,
         }

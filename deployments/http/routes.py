@@ -19,7 +19,7 @@ from deployments.http.answer_bodies import RouteBody, RouteExplanationBody
 from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
 from deployments.http.bodies import Route, WireType
-from deployments.http.convert import check_model, checked, output_limit, prompts_of_ids, salt_of
+from deployments.http.convert import asked_adapter, checked, output_limit, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.service import Service, service_of
 from replicas.errors import InvalidRequest
@@ -46,13 +46,14 @@ class ExplainRequest(WireType):
     priority: bodies.Priority = None
     cache_salt: bodies.CacheSalt = None
     extra_key: bodies.ExtraKey = None
+    lora_path: bodies.LoraPath = None
 
 
 @router.post("/route/explain", **gives(RouteExplanationBody, *RUN))
 async def explain_route(request: Request, body: ExplainRequest) -> Response:
     """Route a request without sending it. Raises: InvalidRequest, PromptTooLong; NoReplica if none may take it."""
     service = service_of(request)
-    check_model(service, body.model)
+    adapter = asked_adapter(service, body.model, body.lora_path)
     ids, param = await _ids(service, body)
     most = output_limit(request, len(ids), body.max_tokens, 128)
     would_be = GenerateRequest(
@@ -61,8 +62,9 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
         sampling=SamplingParams(max_new_tokens=most),
         cache_salt=salt_of(body.cache_salt, body.extra_key),
         priority=body.priority or 0,
+        adapter=adapter,
     )
-    would_be = scoped(would_be, caller_of(request), isolation=service.isolation, model=service.model.name)
+    would_be = scoped(would_be, caller_of(request), isolation=service.isolation, model=service.name_of(would_be))
     checked(request, would_be, names={"prompt": param})
     dispatcher, hints = service.dispatcher, hints_of(request.headers)
     decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be, hints), hints))

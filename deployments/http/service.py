@@ -38,13 +38,14 @@ from deployments.output.examined import ExaminedGrammars
 from deployments.output.output_format import OutputFormat
 from deployments.output.prompting import ChatPrompting
 from deployments.output.tools import ToolUse
+from deployments.settings.adapters import Adapters
 from deployments.settings.keys import CALLER, CacheIsolation
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidConfig, PromptTooLong, UnsupportedModel
 from replicas.hf_config import contexts, named_context
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import TokenIds
+from replicas.types import GenerateRequest, TokenIds
 
 LONG_TEXT = 10_000  # characters; longer texts, about 6 ms, are tokenised on another thread
 MAX_HELD = 16 << 20  # characters or bytes of long work that runs or waits
@@ -109,6 +110,7 @@ class Service:
     fleet: Fleet
     leases: Leases
     settings: dict[str, Any]  # the configuration as given, for /get_server_info
+    adapters: Adapters = field(default_factory=Adapters)
     peers: RouterPeers = field(default_factory=NoPeers)
     streams: KeptStreams = field(default_factory=KeptStreams)
     background: BackgroundStreams = field(default_factory=BackgroundStreams)
@@ -131,6 +133,10 @@ class Service:
     def examined(self) -> ExaminedGrammars:
         """What clients asked of outputs' forms."""
         return ExaminedGrammars(self.tokenizer)
+
+    def name_of(self, request: GenerateRequest) -> str:
+        """Return the name of what answers ``request``: its adapter's, or the model's."""
+        return self.model.name if request.adapter is None else request.adapter.name
 
     async def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> TokenIds:
         """Tokenise one text. Raises: PromptTooLong, Busy."""

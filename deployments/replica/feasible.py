@@ -11,6 +11,7 @@ from typing import Any
 
 from deployments.http import tracing
 from deployments.http.service import config_folder, read_face
+from deployments.settings.adapters import Adapters
 from deployments.settings.groups import with_secrets
 from deployments.settings.places import check_model_path, local_path
 from deployments.settings.roles import check_ranks, config_of, roles_of
@@ -63,6 +64,8 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
         tracing.check(config.observability)
     with collected():
         config.router.known_keys()
+    with collected():
+        Adapters(config.adapters)
     model = None
     with collected():
         model = _model(config)

@@ -1,4 +1,4 @@
-"""The groups of settings about replicas and hand-offs, and the spellings of their values that are accepted.
+"""The groups of settings about replicas, adapters and hand-offs, and the spellings of their values that are accepted.
 
 Owns:      the base class of all groups, which is frozen and refuses unknown names; the values of vLLM, SGLang and YAML
            that are translated to ours before the checks, so that the code sees the spelling of replicas/config.py only.
@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     GetPydanticSchema,
     SecretStr,
+    StringConstraints,
     field_validator,
     model_validator,
     with_config,
@@ -205,6 +206,29 @@ class RoleSettings(Settings):
     def _one_way(self) -> "RoleSettings":
         if self.count is not None and self.autoscaling is not None:
             raise ValueError("count and autoscaling are both given; leave one out")
+        return self
+
+
+ADAPTER_NAME = r"^[A-Za-z0-9._/@+=-]{1,128}$"
+
+
+class AdapterSettings(Settings):
+    """The group ``adapters``: fine-tunes (LoRA) of the model, of which a request names one."""
+
+    # folder of each adapter by the name that requests use; every node has it at this path
+    names: dict[Annotated[str, StringConstraints(pattern=ADAPTER_NAME)], str] = Field(default_factory=dict)
+    # absolute folders below which adapters may be loaded while Manta runs (POST /v1/load_lora_adapter); by default
+    # nowhere
+    roots: tuple[Annotated[str, StringConstraints(pattern="^/")], ...] = ()
+    # absolute folder in which the names that are loaded so are kept; all routers share it
+    names_folder: str | None = Field(default=None, pattern="^/")
+    max_rank: int = Field(default=64, ge=1)  # an adapter of a higher rank is refused
+    max_bytes: int = Field(default=1 << 30, ge=1024)  # one whose file is larger is refused
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> "AdapterSettings":
+        if bool(self.roots) != (self.names_folder is not None):
+            raise ValueError("roots and names_folder belong together: give both, or leave both out")
         return self
 
 

@@ -18,6 +18,7 @@ from deployments.settings.groups import (
     DTYPE_NAMES,
     QUANTIZATION_NAMES,
     SCHEDULER_NAMES,
+    AdapterSettings,
     AutoscalingSettings,
     ReplicaSettings,
     RoleSettings,
@@ -167,6 +168,7 @@ class AppConfig(Settings):
     model: ModelSettings
     replicas: ReplicaSettings = ReplicaSettings()
     router: RouterSettings = RouterSettings()
+    adapters: AdapterSettings = AdapterSettings()
     cache: Annotated[CacheConfig, CACHE_NAMES] = CacheConfig()
     scheduler: Annotated[SchedulerConfig, SCHEDULER_NAMES] = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -192,6 +194,12 @@ class AppConfig(Settings):
                     parsed(url)
             except ValueError as error:
                 raise ValueError(f"{group}.store: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "AppConfig":
+        if self.model.name in self.adapters.names:
+            raise ValueError(f"adapters.names.{self.model.name}: is the name of the model; give another one")
         return self
 
     @model_validator(mode="after")
@@ -297,6 +305,7 @@ _GROUPS: dict[str, type[Any]] = {
     "replicas": ReplicaSettings,
     "replicas.autoscaling": AutoscalingSettings,
     "router": RouterSettings,
+    "adapters": AdapterSettings,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,

@@ -285,8 +285,6 @@ def nearest(name: str, names: Collection[str]) -> str:
     """Suggest our name for ``name``, or a similar one of ``names``, in words that follow it; "" if there is none."""
     if ours := here(name):
         return f" (here it is {ours})"
-    if name.partition("_")[0].lower() in ("lora", "loras") or name.startswith("enable_lora"):
-        return " (LoRA is not supported)"
     near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -363,6 +361,9 @@ OURS: Mapping[str, str] = {
     "attention_backend": "attention",
     "enforce_eager": "cuda_graphs",
     "disable_cuda_graph": "cuda_graphs",
+    "lora_modules": "adapters.names",
+    "lora_paths": "adapters.names",
+    "max_lora_rank": "adapters.max_rank",
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
 from replicas.request import ReqState
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
-from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenIds
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenIds
 from tests.fakes import continuation
 from tests.harness import ask, at_once, fake_engine, finish_all, retract
 
@@ -29,6 +29,14 @@ def test_deltas_carry_every_token_once_and_the_last_one_says_why() -> None:
     assert deltas[-1].usage.prompt_tokens == 5
     assert deltas[-1].usage.completion_tokens == 8
     assert engine.open_rids == []
+
+
+def test_an_engine_that_serves_no_adapters_refuses_a_request_with_one_rather_than_answer_it_by_the_model() -> None:
+    engine, device = fake_engine()
+    request = replace(ask("a", PROMPT), adapter=AdapterRef(identity="0" * 64, path="/adapters/a"))
+    with pytest.raises(InvalidRequest, match="this replica serves its model alone"):
+        engine.submit(request)
+    assert (engine.open_rids, device.num_computed) == ([], 0)
 
 
 def test_the_choices_of_one_request_share_the_prompts_pages() -> None:

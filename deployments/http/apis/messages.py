@@ -26,7 +26,7 @@ from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
 from deployments.http.bodies import ChatRequest, Items, Route, WireType
 from deployments.http.chat import prepare, template_options, tools_of
-from deployments.http.convert import check_model, refuse_unsupported
+from deployments.http.convert import asked_adapter, refuse_unsupported
 from deployments.http.service import service_of
 from deployments.http.streaming import JsonAnswer
 from deployments.output.reading import call_id
@@ -99,7 +99,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     asked = dataclasses.replace(prepared.request, sampling=sampling)
     form = MessageForm(
         answer_id=f"msg_{name}",
-        model=service.model.name,
+        model=service.name_of(asked),
         max_tokens=body.max_tokens,
         stop=sampling.stop,
         is_text=prepared.new_reading is None,
@@ -115,7 +115,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     context: clients ask in order to know when to shorten it."""
     service = service_of(request)
     system, dropped = _system(body.system)
-    check_model(service, body.model)
+    asked_adapter(service, body.model)
     chat = chat_of(body, system, {})
     ids = await service.encode_chat(chat.messages, use=tools_of(chat), **template_options(chat))
     return _told(JsonAnswer({"input_tokens": len(ids)}), dropped)

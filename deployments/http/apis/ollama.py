@@ -106,7 +106,7 @@ async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
 
 @router.get("/api/tags", **gives(answers.OllamaModelsBody))
 async def tags(request: Request) -> Response:
-    """List the served models as Ollama does: one."""
+    """List the served model as Ollama does."""
     service = service_of(request)
     served = {"modified_at": _rfc3339(service.started_s), "details": {"family": service.model.model_type}}
     return JSONResponse({"models": [{"name": service.model.name, "model": service.model.name, **served}]})
@@ -135,14 +135,14 @@ async def _answered(
         max_tokens=None if limit < 0 else limit, reasoning_effort=body.think if isinstance(body.think, str) else None,
         **asked,
     )  # fmt: skip
-    name = name_of(request)
+    service, name = service_of(request), name_of(request)
     try:
         prepared = await prepare(request, chat, name)
     except InvalidRequest as error:
         raise renamed(error, {"max_tokens": "num_predict"}) from error
     if isinstance(body, OllamaGenerateRequest) and not (body.prompt or body.system):
-        return _loaded(service_of(request).model.name, streams=body.stream is not False)
-    form = OllamaForm(model=service_of(request).model.name, is_chat=isinstance(body, OllamaChatRequest))
+        return _loaded(service.name_of(prepared.request), streams=body.stream is not False)
+    form = OllamaForm(model=service.name_of(prepared.request), is_chat=isinstance(body, OllamaChatRequest))
     return await prepared.answer(form, name).respond(request, streams=body.stream is not False)
 
 

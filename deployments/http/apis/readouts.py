@@ -23,7 +23,7 @@ from deployments.http.answer_bodies import EmbeddingsBody, RankingBody, ScoresBo
 from deployments.http.api_document import RUN, about, body_like, gives, said, shape, shown
 from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Few, Items, Route, WireType
-from deployments.http.convert import check_count, check_model, checked, prompts_of_ids, salt_of
+from deployments.http.convert import asked_adapter, check_count, checked, prompts_of_ids, salt_of
 from deployments.http.service import LONG_TEXT, Service, service_of
 from deployments.http.streaming import AnswerTokens, JsonAnswer, answer, collected, run
 from replicas.errors import InvalidRequest
@@ -42,6 +42,7 @@ class ReadoutRequest(WireType):
     model: bodies.Model = None
     user: bodies.User = None
     cache_salt: bodies.CacheSalt = None
+    lora_path: bodies.LoraPath = None
     priority: bodies.Priority = None
     timeout: bodies.Timeout = None
 
@@ -191,7 +192,7 @@ async def _read_out(
 ) -> Response:
     """Run ``prompts`` and answer with what ``made`` makes of their readouts."""
     service, name = service_of(request), name_of(request)
-    check_model(service, body.model)
+    adapter = asked_adapter(service, body.model, body.lora_path)
     requests = [
         GenerateRequest(
             rid=new_rid(name),
@@ -201,6 +202,7 @@ async def _read_out(
             priority=body.priority or 0,
             deadline_s=body.timeout,
             return_logprobs=True,
+            adapter=adapter,
         )
         for ids in prompts
     ]
@@ -216,7 +218,7 @@ async def _read_out(
         read = [delta.logprobs[0] for delta in deltas.values()]
 
         def whole() -> Response:
-            return JsonAnswer({"model": service.model.name, **made(read), "usage": counts})
+            return JsonAnswer({"model": service.name_of(requests[0]), **made(read), "usage": counts})
 
         size = sum(len(each.hidden) for each in read)
         return whole() if size <= LONG_ANSWER else await asyncio.to_thread(whole)

@@ -249,6 +249,6 @@ async def _answer(request: Request, body: ResponsesRequest, tools: ToolSet, name
     asked = prepared.request
     opening = opening_of(request)
     in_id = new_digits() if body.background else name  # one that is kept has an id that cannot be guessed
-    writer = new_writer(body, tools, in_id, model=service.model.name, sampling=asked.sampling, opening=opening)
+    writer = new_writer(body, tools, in_id, model=service.name_of(asked), sampling=asked.sampling, opening=opening)
     num_top = body.top_logprobs or 0 if asked.return_logprobs else None
     return prepared.answer(ResponseForm(service=service, writer=writer, num_top=num_top), writer.response["id"])

@@ -85,7 +85,7 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
             "must be a whole number of bytes, or a size such as 512MiB or 2GB, not '2 gigs'",
         ),
         ({"model": {**MODEL_ARGS, "quantization": "awq"}}, "or 'int4', not 'awq'; a checkpoint that is quantised"),
-        ({"model": {**MODEL_ARGS, "lora": "x"}}, "model.lora: is unknown (LoRA is not supported); allowed: path,"),
+        ({"model": {**MODEL_ARGS, "lora": "x"}}, "model.lora: is unknown; allowed: path,"),
         ({**APART, "router": {"max_wait_s": 180}}, "transfer.room_timeout_s = 180 must exceed router.max_wait_s = 180"),
     ],
 )

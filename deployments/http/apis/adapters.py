@@ -1,0 +1,65 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them, and as SGLang does without /v1: names of
+adapters (LoRA) while Manta runs.
+
+Never:     loads an adapter into a replica: the first request that names it does.
+Invariant: only what lies below ``adapters.roots`` is loaded, and only by the admin, where there is any key.
+"""
+
+import asyncio
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from deployments.http.access import admin_only
+from deployments.http.answer_bodies import AdaptersBody
+from deployments.http.api_document import BODY, gives
+from deployments.http.bodies import LoadAdapterRequest, Route, UnloadAdapterRequest
+from deployments.http.convert import refuse_unsupported
+from deployments.http.service import Service, service_of
+
+router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
+TEXT = {"response_class": PlainTextResponse, **gives(None, *BODY)}
+
+
+@router.post("/v1/load_lora_adapter", **TEXT)
+async def load(request: Request, body: LoadAdapterRequest) -> Response:
+    """Give a name to an adapter, or to another one."""
+    await _load(service_of(request), body)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", **TEXT)
+async def unload(request: Request, body: UnloadAdapterRequest) -> Response:
+    """Forget the name of an adapter; requests that run keep it."""
+    await asyncio.to_thread(service_of(request).adapters.unload, body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.post("/load_lora_adapter", **gives(AdaptersBody, *BODY))
+async def load_as_sglang(request: Request, body: LoadAdapterRequest) -> Response:
+    """Give a name to an adapter, in SGLang's form."""
+    await _load(service_of(request), body)
+    return _loaded(service_of(request))
+
+
+@router.post("/unload_lora_adapter", **gives(AdaptersBody, *BODY))
+async def unload_as_sglang(request: Request, body: UnloadAdapterRequest) -> Response:
+    """Forget the name of an adapter, in SGLang's form."""
+    await asyncio.to_thread(service_of(request).adapters.unload, body.lora_name)
+    return _loaded(service_of(request))
+
+
+async def _load(service: Service, body: LoadAdapterRequest) -> None:
+    """Raises: InvalidAdapter, InvalidRequest."""
+    refuse_unsupported(body, "lora_path", pinned=None, is_3d_lora_weight=None)
+    await asyncio.to_thread(
+        service.adapters.load,
+        body.lora_name,
+        body.lora_path,
+        in_place=bool(body.load_inplace),
+        taken=service.model.name,
+    )
+
+
+def _loaded(service: Service) -> Response:
+    return JSONResponse({"success": True, "loaded_adapters": {each.name: each.path for each in service.adapters.all()}})

@@ -1,0 +1,150 @@
+"""The adapters (LoRA) that requests may name: those of the settings, and those that were loaded over HTTP.
+
+Owns:      what a name stands for: a folder, and the digest of what that held when the name was given, its version.
+Never:     reads weights for a replica, or changes a request that runs: it carries the digest.
+Invariant: a name in ``adapters.names_folder`` is one file, which is replaced as a whole and looked at each time that a
+           request names it; so all routers that share the folder agree, and one that starts again finds the same. What
+           the settings name is fixed. A folder counts only if it and its files lie below ``adapters.roots``, links
+           followed, and is looked up again when its name's file has changed.
+Thread:    `load` and `unload` on any thread, the rest on the router's event loop.
+"""
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from deployments.settings.groups import ADAPTER_NAME, AdapterSettings
+from deployments.settings.places import local_path
+from replicas.checkpoints.adapters import CONFIG, WEIGHTS, AdapterLimits, identify
+from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, UnknownModel
+from replicas.types import AdapterRef
+
+log = logging.getLogger("ray.serve")
+
+ENDING = ".json"
+
+
+class Adapters:
+    """The adapters that one router knows, each by the name that requests use."""
+
+    def __init__(self, settings: AdapterSettings | None = None) -> None:
+        """Raises: InvalidConfig for a folder of the settings that holds no adapter."""
+        self._settings = settings = settings or AdapterSettings()
+        self._limits = AdapterLimits(max_rank=settings.max_rank, max_bytes=settings.max_bytes)
+        self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
+        self._seen: dict[str, tuple[tuple[int, ...], AdapterRef | None]] = {}  # name -> its file as last read
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether there are any, or may be later."""
+        return bool(self._fixed) or self._settings.names_folder is not None
+
+    def find(self, name: str) -> AdapterRef | None:
+        """Return what ``name`` stands for now."""
+        if name in self._fixed:
+            return self._fixed[name]
+        try:
+            stat = self._file(name).stat()
+        except (OSError, ValueError, InvalidRequest):
+            self._seen.pop(name, None)
+            return None
+        stamp, (seen, ref) = (stat.st_ino, stat.st_mtime_ns, stat.st_size), self._seen.get(name, ((), None))
+        if stamp != seen:
+            ref = self._read(name)
+            self._seen[name] = stamp, ref
+        return ref
+
+    def all(self) -> Iterator[AdapterRef]:
+        """Yield what each name stands for, in the order of the names."""
+        folder = self._settings.names_folder
+        files = [] if folder is None or not os.path.isdir(folder) else os.listdir(folder)
+        kept = {unquote(file.removesuffix(ENDING)) for file in files if file.endswith(ENDING)}
+        yield from (ref for name in sorted({*self._fixed, *kept}) if (ref := self.find(name)) is not None)
+
+    def load(self, name: str, path: str, *, in_place: bool, taken: str) -> AdapterRef:
+        """Give ``name`` to what the folder ``path`` holds now.
+
+        Args:   path: absolute, or relative to a root. in_place: the name may stand for something already. taken: the
+                model's own name.
+        Raises: InvalidAdapter; InvalidRequest for a name that is not free.
+        """
+        file = self._file(name)
+        if name in self._fixed or name == taken:
+            raise InvalidRequest(f"lora_name: {name!r} stands in the settings: give another one", param="lora_name")
+        folder = self._below_roots(path)
+        ref = AdapterRef(identity=identify(folder, self._limits).identity, path=str(folder), name=name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{secrets.token_hex(8)}.new")
+        new.write_text(json.dumps(asdict(ref)))
+        try:
+            if in_place:
+                new.replace(file)
+            else:
+                os.link(new, file)  # unlike a rename, it fails where there is one
+        except FileExistsError as error:
+            raise InvalidRequest(
+                f"lora_name: the adapter {name!r} has already been loaded; to replace it, set load_inplace to true",
+                param="lora_name",
+            ) from error
+        finally:
+            new.unlink(missing_ok=True)
+        log.warning("adapter %s: %s is loaded from %s", name, ref.identity[:12], ref.path)
+        return ref
+
+    def unload(self, name: str) -> None:
+        """Forget a name that was loaded; requests that run keep what it stood for. Raises: UnknownModel,
+        InvalidRequest."""
+        if name in self._fixed:
+            raise InvalidRequest(f"lora_name: {name!r} stands in the settings: take it out there", param="lora_name")
+        try:
+            self._file(name).unlink()
+        except FileNotFoundError as error:
+            raise UnknownModel(f"the adapter {name[:200]!r} cannot be found") from error
+        log.warning("adapter %s is unloaded", name)
+
+    def _of_settings(self, name: str, path: str) -> AdapterRef:
+        folder = Path(local_path(path)).absolute()
+        try:
+            return AdapterRef(identity=identify(folder, self._limits).identity, path=str(folder), name=name)
+        except InvalidAdapter as error:
+            raise InvalidConfig(f"adapters.names.{name} = {path!r}: {error}") from error
+
+    def _file(self, name: str) -> Path:
+        """Return the file of a name. Raises: InvalidRequest."""
+        if self._settings.names_folder is None:
+            raise InvalidRequest("adapters are not loaded here: adapters.roots and adapters.names_folder are not set")
+        if not re.fullmatch(ADAPTER_NAME, name):
+            raise InvalidRequest(f"lora_name: {name[:200]!r} must match {ADAPTER_NAME}", param="lora_name")
+        return Path(self._settings.names_folder) / f"{quote(name, safe='')}{ENDING}"
+
+    def _below_roots(self, path: str) -> Path:
+        """Follow ``path`` below a root. Raises: InvalidAdapter."""
+        roots = [Path(os.path.realpath(root)) for root in self._settings.roots]
+        for root in roots:
+            try:
+                folder = Path(os.path.realpath(root / path))
+                files = [Path(os.path.realpath(folder / file)) for file in (CONFIG, WEIGHTS)]
+            except ValueError:  # a NUL
+                continue
+            if folder.is_dir() and all(any(each.is_relative_to(root) for root in roots) for each in (folder, *files)):
+                return folder
+        raise InvalidAdapter(f"lora_path: {path[:200]!r} is no folder below adapters.roots")
+
+    def _read(self, name: str) -> AdapterRef | None:
+        """Read the file of a name. Returns: None where it is gone, or says nothing that is of use."""
+        try:
+            kept: dict[str, Any] = json.loads(self._file(name).read_text())
+            folder = self._below_roots(kept["path"])
+            return AdapterRef(identity=str(kept["identity"]), path=str(folder), name=name)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, InvalidAdapter) as error:
+            log.error("adapter %s: its file in adapters.names_folder is of no use: %r", name, error)
+            return None

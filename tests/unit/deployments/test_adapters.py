@@ -1,0 +1,283 @@
+"""Names of adapters: what they stand for, by the settings and over HTTP, after a reload too, and what requests get."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.http.http_app import make_app
+from deployments.settings.adapters import Adapters
+from deployments.settings.groups import AdapterSettings
+from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.settings.schema import parse
+from replicas.checkpoints.adapters import CONFIG, WEIGHTS
+from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, UnknownModel
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import AdapterRef
+from tests.adapters import make_adapter
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.listening import client_of
+from tests.unit.deployments.test_quotas import entry
+
+pytestmark = pytest.mark.model
+BASE = "SmolLM2-135M-Instruct"
+ADMIN, KEY = "key-of-the-admin-of-all", "key-of-one-of-the-tenants"
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+def adapter(folder: Path, seed: int = 0) -> AdapterRef:
+    return make_adapter(folder, Path(MODEL), rank=1, targets=("q_proj",), seed=seed)
+
+
+def settings(root: Path, **more: Any) -> AdapterSettings:
+    return AdapterSettings(roots=(str(root / "all"),), names_folder=str(root / "names"), **more)
+
+
+def load(adapters: Adapters, name: str, path: str, *, in_place: bool = False) -> AdapterRef:
+    return adapters.load(name, path, in_place=in_place, taken=BASE)
+
+
+def test_a_name_stands_for_what_its_folder_held_when_it_was_given_at_every_router(tmp_path: Path) -> None:
+    first = adapter(tmp_path / "all" / "a")
+    one, other = Adapters(settings(tmp_path)), Adapters(settings(tmp_path))
+    assert one.find("poet") is other.find("poet") is None
+    assert load(one, "poet", "a") == first == one.find("poet") == other.find("poet")
+    second = adapter(tmp_path / "all" / "a", seed=1)
+    assert one.find("poet") == first != second
+    assert load(other, "poet", str(tmp_path / "all" / "a"), in_place=True) == second
+    assert one.find("poet") == other.find("poet") == Adapters(settings(tmp_path)).find("poet") == second
+    one.unload("poet")
+    assert other.find("poet") is None
+    assert list(other.all()) == []
+    with pytest.raises(UnknownModel, match="the adapter 'poet' cannot be found"):
+        other.unload("poet")
+
+
+def test_a_name_that_is_taken_is_given_again_only_in_place(tmp_path: Path) -> None:
+    fixed = adapter(tmp_path / "fixed")
+    for name in "ab":
+        adapter(tmp_path / "all" / name)
+    adapters = Adapters(settings(tmp_path, names={"fixed": str(tmp_path / "fixed")}))
+    load(adapters, "poet", "a")
+    with pytest.raises(InvalidRequest, match="'poet' has already been loaded; to replace it, set load_inplace"):
+        load(adapters, "poet", "b")
+    for name in ("fixed", BASE):
+        with pytest.raises(InvalidRequest, match="stands in the settings"):
+            load(adapters, name, "a", in_place=True)
+    with pytest.raises(InvalidRequest, match="stands in the settings"):
+        adapters.unload("fixed")
+    assert [each.name for each in adapters.all()] == ["fixed", "poet"]
+    assert adapters.find("fixed") == fixed
+    assert os.listdir(tmp_path / "names") == ["poet.json"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a:b", "a\0", "ü", "a\n"])
+def test_a_name_that_could_be_misread_is_refused(tmp_path: Path, name: str) -> None:
+    adapter(tmp_path / "all" / "a")
+    adapters = Adapters(settings(tmp_path))
+    assert adapters.find(name) is None
+    with pytest.raises(InvalidRequest, match="must match"):
+        load(adapters, name, "a")
+    assert not (tmp_path / "names").exists()
+
+
+@pytest.mark.parametrize("name", ["..", "../a", "/etc/x", ".", "%2e", "a/b"])
+def test_a_name_is_one_file_in_the_folder_whatever_it_looks_like(tmp_path: Path, name: str) -> None:
+    ref = adapter(tmp_path / "all" / "a")
+    adapters = Adapters(settings(tmp_path))
+    if "%" in name:
+        with pytest.raises(InvalidRequest, match="must match"):
+            load(adapters, name, "a")
+        return
+    assert load(adapters, name, "a") == ref
+    assert len(os.listdir(tmp_path / "names")) == 1
+    assert [(each.name, each) for each in Adapters(settings(tmp_path)).all()] == [(name, ref)]
+
+
+def test_nothing_outside_the_roots_is_loaded_by_whatever_path_or_link(tmp_path: Path) -> None:
+    root, outside = tmp_path / "all", tmp_path / "outside"
+    adapter(outside)
+    adapter(root / "inside")
+    (root / "link").symlink_to(outside)
+    (root / "files").mkdir()
+    (root / "files" / CONFIG).symlink_to(root / "inside" / CONFIG)
+    (root / "files" / WEIGHTS).symlink_to(outside / WEIGHTS)
+    adapters = Adapters(settings(tmp_path))
+    for path in (str(outside), "../outside", "inside/../../outside", "link", "files", "none", "a\0b", "", "/", "~"):
+        with pytest.raises(InvalidAdapter, match=r"lora_path: |holds no|has no"):
+            load(adapters, "poet", path)
+    assert adapters.find("poet") is None
+    (root / "files" / WEIGHTS).unlink()
+    (root / "files" / WEIGHTS).symlink_to(root / "inside" / WEIGHTS)  # as a hub's cache has them
+    assert load(adapters, "poet", "files") == adapters.find("poet")
+    (tmp_path / "names" / "evil.json").write_text(json.dumps({"identity": "0" * 64, "path": str(outside)}))
+    (tmp_path / "names" / "broken.json").write_text("{")
+    assert [each.name for each in adapters.all()] == ["poet"]
+
+
+def test_what_the_settings_name_is_looked_at_when_a_router_starts(tmp_path: Path) -> None:
+    ref = adapter(tmp_path / "a")
+    assert Adapters(AdapterSettings(names={"poet": str(tmp_path / "a")})).find("poet") == ref
+    with pytest.raises(
+        InvalidConfig, match=r"adapters.names.poet = '/none': adapter: /none has no adapter_config.json"
+    ):
+        Adapters(AdapterSettings(names={"poet": "/none"}))
+    with pytest.raises(InvalidConfig, match=r"adapters.max_rank: must be at least 1"):
+        parse({"model": {"path": MODEL}, "adapters": {"max_rank": 0}})
+    with pytest.raises(InvalidConfig, match="is the name of the model"):
+        parse({"model": {"path": MODEL}, "adapters": {"names": {BASE: str(tmp_path / "a")}}})
+    with pytest.raises(InvalidConfig, match="roots and names_folder belong together"):
+        parse({"model": {"path": MODEL}, "adapters": {"roots": ["/x"]}})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
+
+
+class Client:
+    """HTTP to a router with one scripted replica, and adapters below ``root``."""
+
+    def __init__(self, house: House, tokenizer: Tokenizer, root: Path, keys: KeyDigests = NO_KEYS) -> None:
+        self.replica, self.root = ScriptedReplica("a"), root
+        self.adapters = Adapters(settings(root))
+        self.http = client_of(make_app(house.service(tokenizer, adapters=self.adapters), keys=keys))
+
+    async def asked(self, path: str = "/v1/chat/completions", **body: Any) -> tuple[dict[str, Any], AdapterRef | None]:
+        """The answer, and the adapter of the request that the replica got."""
+        answer = await self.http.post(path, json={**(CHAT if "chat" in path else {}), **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json(), self.replica.requests[-1].adapter
+
+    async def error(self, path: str = "/v1/chat/completions", status: int = 400, **body: Any) -> str:
+        num_before = len(self.replica.requests)
+        answer = await self.http.post(path, json={**(CHAT if "chat" in path else {}), **body})
+        assert answer.status_code == status, answer.text
+        assert len(self.replica.requests) == num_before
+        return str(answer.json()["error"]["message"])
+
+
+@pytest.fixture
+async def web(house: House, tokenizer: Tokenizer, tmp_path: Path) -> Client:
+    web = Client(house, tokenizer, tmp_path)
+    await house.ready(web.replica)
+    return web
+
+
+async def test_a_request_gets_the_adapter_that_it_names_and_its_answer_says_so(web: Client) -> None:
+    ref = adapter(web.root / "all" / "a")
+    loaded = await web.http.post("/v1/load_lora_adapter", json={"lora_name": "poet", "lora_path": "a"})
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'poet' added successfully.")
+    for named in ({"model": "poet"}, {"model": f"{BASE}:poet"}, {"lora_path": "poet"}, {"lora_path": ref.path},
+                  {"model": BASE, "lora_path": "poet"}, {"model": "poet", "lora_path": ref.path}):  # fmt: skip
+        body, got = await web.asked(**named)
+        assert (body["model"], got, got and got.name) == ("poet", ref, "poet"), named
+    for plain in ({}, {"model": BASE}, {"model": ""}, {"lora_path": None}, {"lora_path": ""}):
+        body, got = await web.asked(**plain)
+        assert (body["model"], got) == (BASE, None), plain
+    for path, asks in {
+        "/v1/completions": {"prompt": "x", "model": "poet"},
+        "/v1/responses": {"input": "x", "model": "poet", "max_output_tokens": 2},
+        "/v1/messages": {**CHAT, "model": "poet"},
+        "/api/chat": {**CHAT, "model": "poet", "stream": False, "options": {"num_predict": 2}},
+    }.items():
+        body, got = await web.asked(path, **asks)
+        assert (body["model"], got) == ("poet", ref), path
+    for path, asks in {
+        "/generate": {"text": "x", "lora_path": "poet"},
+        "/v1/embeddings": {"input": "x", "model": "poet"},
+    }.items():
+        answer = await web.http.post(path, json=asks)
+        assert web.replica.requests[-1].adapter == ref, answer.text
+    await web.http.post("/generate", json={"text": ["x", "y"], "lora_path": ["poet", None]})
+    assert {each.adapter for each in web.replica.requests[-2:]} == {ref, None}
+
+
+async def test_a_name_that_is_not_known_is_never_answered_by_the_model(web: Client) -> None:
+    assert "served: 'SmolLM2-135M-Instruct', and the adapters that GET /v1/models lists" in await web.error(
+        status=404, model="poet"
+    )
+    for named in ("poet:x", f"{BASE}:", f"{BASE}:poet", f"{BASE}:{BASE}", "POET"):
+        await web.error(status=404, model=named)
+    assert await web.error(lora_path="poet") == "lora_path: 'poet' is not loaded here"
+    assert await web.error("/generate", text="x", lora_path=["poet"]) == "lora_path: 'poet' is not loaded here"
+    assert "lora_path" in await web.error("/v1/messages", **CHAT, model=BASE, lora_path="poet")
+    for name in "ab":
+        adapter(web.root / "all" / name, seed=ord(name))
+        load(web.adapters, name, name)
+    assert "is another adapter than that of model, 'a'" in await web.error(model="a", lora_path="b")
+
+
+async def test_pages_of_a_request_are_named_by_the_adapter_that_it_had_when_it_came(web: Client) -> None:
+    first = adapter(web.root / "all" / "a")
+    load(web.adapters, "poet", "a")
+    await web.asked(model="poet", cache_salt="salt")
+    adapter(web.root / "all" / "a", seed=1)
+    reloaded = await web.http.post(
+        "/v1/load_lora_adapter", json={"lora_name": "poet", "lora_path": "a", "load_inplace": True}
+    )
+    assert reloaded.status_code == 200
+    await web.asked(model="poet", cache_salt="salt")
+    before, after = [each.namespace for each in web.replica.requests]
+    assert before == f"\1{first.identity}\1salt" != after
+    assert re.fullmatch("\1[0-9a-f]{64}\1salt", after)
+    assert "U+0000" in await web.error(cache_salt=before)  # nobody asks for another's pages by a salt
+
+
+async def test_vllms_and_sglangs_forms_of_loading(web: Client) -> None:
+    ref = adapter(web.root / "all" / "a")
+    asks = {"lora_name": "poet", "lora_path": ref.path}
+    answer = await web.http.post("/load_lora_adapter", json=asks)
+    assert answer.json() == {"success": True, "loaded_adapters": {"poet": ref.path}}
+    assert "has already been loaded" in await web.error("/v1/load_lora_adapter", **asks)
+    assert "is no folder below adapters.roots" in await web.error(
+        "/v1/load_lora_adapter", lora_name="b", lora_path="/etc"
+    )
+    assert await web.error("/load_lora_adapter", **asks, pinned=True) == (
+        "pinned: is not supported by this server; leave it out"
+    )
+    models = (await web.http.get("/v1/models")).json()["data"]
+    assert [(each["id"], each["parent"]) for each in models] == [(BASE, None), ("poet", BASE)]
+    assert (await web.http.get("/v1/models/poet")).json() == models[1]
+    assert models[1]["root"] == ref.path
+    answer = await web.http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'poet' removed successfully.")
+    assert "cannot be found" in await web.error("/unload_lora_adapter", 404, lora_name="poet")
+    assert (await web.http.get("/v1/models/poet")).status_code == 404
+
+
+async def test_the_admin_alone_loads_and_a_tenant_has_the_adapters_of_its_list(
+    house: House, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "keys.yaml").write_text(json.dumps([entry(KEY, "one", models=[BASE, "mine"])]))
+    keys = read_keys(api_key_file=None, admin_key=ADMIN, keys_file=str(tmp_path / "keys.yaml"), environ={})
+    web = Client(house, tokenizer, tmp_path, keys)
+    await house.ready(web.replica)
+    for name in ("mine", "theirs"):
+        adapter(tmp_path / "all" / name, seed=len(name))
+    web.http.headers["authorization"] = f"Bearer {KEY}"
+    asks = {"lora_name": "mine", "lora_path": "mine"}
+    for path in ("/v1/load_lora_adapter", "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter"):
+        assert "the admin key is asked for" in await web.error(path, 401, **asks)
+    for name in ("mine", "theirs"):
+        load(web.adapters, name, name)
+    _, got = await web.asked(model="mine")
+    assert got == web.adapters.find("mine")
+    assert "this key may not use the model 'theirs'" in await web.error(status=403, model="theirs")
+    assert "this key may not use the model 'theirs'" in await web.error(
+        status=403, lora_path=str(tmp_path / "all" / "theirs")
+    )
+    listed = (await web.http.get("/v1/models")).json()["data"]
+    assert [each["id"] for each in listed] == [BASE, "mine"]
+    assert (await web.http.get("/v1/models/theirs")).status_code == 404
+
+
+async def test_without_a_place_for_names_nothing_is_loaded(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/"})
+    assert answer.status_code == 400
+    assert "adapters.roots and adapters.names_folder are not set" in answer.json()["error"]["message"]
