@@ -6,6 +6,7 @@
     python -m benchmarks router moves
     python -m benchmarks router tenants
     python -m benchmarks router adapters
+    python -m benchmarks router keys
     python -m benchmarks router live --fleet 1000 --stats-period 0.5
 
 `simulate` is deterministic but for the CPU time of decisions: load of sim_load, a run of sim_cluster.
@@ -17,6 +18,7 @@ each 0.1 s of simulated time (not timed, but the choice after it takes the new n
 `moves` has requests that wait move to another replica, or stay (sim_moves.py).
 `tenants` has one tenant flood a replica on which nine chat (sim_tenants.py).
 `adapters` has 200 adapters, of which 20 are hot, over four replicas (sim_adapters.py).
+`keys` times what a key's check, scope and quota add to a request (key_cost.py).
 `live` puts the router behind its fleet and channel, before replicas of another process (live_router.py).
 """
 
@@ -35,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress, TimeElapsedColumn
 
-from benchmarks import harness, live_router, recorded, sim_adapters, sim_moves, sim_tenants, workloads
+from benchmarks import harness, key_cost, live_router, recorded, sim_adapters, sim_moves, sim_tenants, workloads
 from benchmarks.calibration import PACE_S, Calibrated, build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
@@ -419,6 +421,7 @@ PARTS = {
     "moves": Part(about="requests that wait move, or stay: simulated replicas", measure=sim_moves.measure, asked=True),
     "tenants": Part(about="one tenant floods a replica, nine chat: simulated", measure=sim_tenants.measure, asked=True),
     "adapters": Part(about="200 adapters over four replicas: simulated", measure=sim_adapters.measure, asked=True),
+    "keys": Part(about="what keys with limits add to a request", measure=key_cost.measure, asked=True),
     "cost": Part(about="`Router.choose` at 8, 64 and 1,000 replicas", measure=cost),
 }
 

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from deployments.dispatch.progress import Progress
 from deployments.settings.tenants import TenantKey, TenantKeys
@@ -35,9 +35,10 @@ MOST_TENANTS = 100  # that metrics name; the rest is one
 OTHERS = "others"
 Kind = Literal["requests", "input_tokens", "output_tokens"]
 KINDS: tuple[Kind, ...] = ("requests", "input_tokens", "output_tokens")
-HEADERS = [tuple(f"x-ratelimit-{what}-{kind.replace('_', '-')}" for what in ("limit", "remaining", "reset"))
+HEADERS = [tuple(f"x-ratelimit-{what}-{kind.replace('_', '-')}".encode() for what in ("limit", "remaining", "reset"))
            for kind in KINDS]  # fmt: skip
 FIRST_OUTPUT_LEN = 128.0  # assumed of a key's answers before any has ended
+NOTHING = (0.0, 0.0, 0.0)
 Used = dict[str, list[float]]  # name of a key -> of each of KINDS
 
 
@@ -77,12 +78,11 @@ class Reserved:
     output_tokens: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LastMinute:
+class LastMinute(NamedTuple):
     """What a key has used, at all routers, of each of KINDS."""
 
-    this: list[float]  # minute
-    before: list[float]  # in the minute before this one
+    this: Sequence[float]  # minute
+    before: Sequence[float]  # in the minute before this one
     left: float  # the part of that one that is within 60 s
 
     def used(self, at: int) -> float:
@@ -144,8 +144,12 @@ class Quotas:
     def settle(self, reserved: Reserved, *, input_tokens: int, output_tokens: int, choices: int) -> None:
         """Count in this minute what a request has used, in the place of its estimate."""
         key = reserved.key
-        self._add(reserved.minute, key.name, (0.0, -reserved.input_tokens, -reserved.output_tokens))
-        self._add(self._minute, key.name, (0.0, float(input_tokens), float(output_tokens)))
+        less = (0.0, -reserved.input_tokens, -reserved.output_tokens)
+        if reserved.minute == self._minute:
+            less = (0.0, less[1] + input_tokens, less[2] + output_tokens)
+        else:
+            self._add(self._minute, key.name, (0.0, float(input_tokens), float(output_tokens)))
+        self._add(reserved.minute, key.name, less)
         if output_tokens:
             mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
             self._output_len[key.name] = mean + (output_tokens / choices - mean) / 8
@@ -204,18 +208,17 @@ class Quotas:
             ],
         }
 
-    def headers(self, key: TenantKey) -> dict[str, str]:
-        """Write the headers that say how much is left."""
-        shown: dict[str, str] = {}
+    def headers(self, key: TenantKey) -> list[tuple[bytes, bytes]]:
+        """Write the headers that say how much is left, as ASGI has them."""
+        shown: list[tuple[bytes, bytes]] = []
         window = self._last_minute(key.name)
         for at, limit in enumerate(key.limits.a_minute):
             if limit is None:
                 continue
             of_limit, of_remaining, of_reset = HEADERS[at]
             free_s = MINUTE_S * (window.left + (window.this[at] > 0)) if window.this[at] or window.before[at] else 0.0
-            shown[of_limit] = str(limit)
-            shown[of_remaining] = str(max(0, int(limit - window.used(at))))
-            shown[of_reset] = f"{free_s:.1f}s"
+            left = max(0, int(limit - window.used(at)))
+            shown += (of_limit, b"%d" % limit), (of_remaining, b"%d" % left), (of_reset, b"%.1fs" % free_s)
         return shown
 
     @property
@@ -227,11 +230,11 @@ class Quotas:
         now = int(minute)
         return LastMinute(self._sum(now, name), self._sum(now - 1, name), 1 - passed_s / MINUTE_S)
 
-    def _sum(self, minute: int, name: str) -> list[float]:
-        sums = [0.0] * len(KINDS)
-        for of_router in (self._own, *[told.used for told in self._others.values()]):
-            if minute in of_router and name in of_router[minute]:
-                sums = [*map(operator.add, sums, of_router[minute][name])]
+    def _sum(self, minute: int, name: str) -> Sequence[float]:
+        sums = self._own[minute].get(name, NOTHING) if minute in self._own else NOTHING
+        for told in self._others.values():
+            if minute in told.used and name in told.used[minute]:
+                sums = [*map(operator.add, sums, told.used[minute][name])]
         return sums
 
     def _add(self, minute: int, name: str, counts: tuple[float, float, float]) -> None:

@@ -90,8 +90,7 @@ def _telling(quotas: Quotas, key: TenantKey, send: Send) -> Send:
 
     async def telling(message: Message) -> None:
         if message["type"] == "http.response.start":
-            told = [(name.encode(), value.encode()) for name, value in quotas.headers(key).items()]
-            message["headers"] = [*message["headers"], *told]
+            message["headers"] = [*message["headers"], *quotas.headers(key)]
         await send(message)
 
     return telling

@@ -104,8 +104,8 @@ class KeyDigests:
         right = [key for key in keys for each in given if hmac.compare_digest(each, key.digest)]  # compares all of them
         if right:
             return Caller(name=right[0].name, is_admin=right[0] is self.admin)
-        for found in (self.tenants.find(each) for each in given if self.tenants is not None):
-            if found is not None:
+        for each in given:
+            if self.tenants is not None and (found := self.tenants.find(each)) is not None:
                 return Caller(name=found.name, is_admin=found.admin, key=found)
         return None if self.asked else ANYBODY
 

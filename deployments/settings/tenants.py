@@ -90,7 +90,7 @@ class TenantKeys:
     path: str = ""  # "": there is no file
     error: str = ""
     by_name: Mapping[str, TenantKey] = field(default_factory=dict)  # of the caller
-    _by_hint: Mapping[bytes, TenantKey] = field(default_factory=dict)
+    _by_hint: Mapping[bytes, tuple[bytes, TenantKey]] = field(default_factory=dict)  # and its whole digest
     _stamp: tuple[int, ...] = ()  # of the file that was looked at last
 
     @staticmethod
@@ -108,8 +108,8 @@ class TenantKeys:
 
     def find(self, digest: bytes) -> TenantKey | None:
         """Return the key with this SHA-256."""
-        found = self._by_hint.get(digest[:HINT_LEN])
-        return found if found is not None and hmac.compare_digest(bytes.fromhex(found.sha256), digest) else None
+        whole, key = self._by_hint.get(digest[:HINT_LEN], (b"", None))
+        return key if hmac.compare_digest(whole, digest) else None
 
     def refresh(self) -> None:
         """Read the file if it has changed; one that cannot be used leaves the keys as they are."""
@@ -135,7 +135,8 @@ class TenantKeys:
         return (stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
     def _take(self, keys: Sequence[TenantKey]) -> None:
-        self._by_hint = {bytes.fromhex(key.sha256)[:HINT_LEN]: key for key in keys}
+        by_digest = ((bytes.fromhex(key.sha256), key) for key in keys)
+        self._by_hint = {digest[:HINT_LEN]: (digest, key) for digest, key in by_digest}
         self.by_name = {key.name: key for key in keys}
 
 

@@ -83,3 +83,11 @@ def test_decisions_are_timed_with_events_and_without() -> None:
     times_ms = {events: router.decision_ms("estimated_ttft", 2, 64, events=events, runs=5) for events in (True, False)}
     assert [len(each) for each in times_ms.values()] == [5, 5]
     assert min(times_ms[True] + times_ms[False]) > 0
+
+
+def test_what_keys_cost_is_timed_for_each_size_of_their_file(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out.json"
+    router.main(["keys", "--quick", "--json", str(out)])
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["1 keys with limits", "10 keys with limits"]
+    assert all(row["value"] > 0 for row in rows.values())
