@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,38 @@ async def test_the_keys_of_one_tenant_share_cached_prefixes_if_tenants_alone_are
     file.write_text(json.dumps(entries))
     keys = read_keys(api_key_file=None, admin_key=ADMIN, keys_file=str(file), environ={})
     assert await cached_for(service, keys, tuple(held)) == cached
+
+
+def masked(text: str) -> str:
+    """``text`` without what differs between any two answers: ids and times."""
+    return re.sub(r'[0-9a-f]{8,}|"created":[0-9]+', "*", text)
+
+
+async def test_what_a_key_may_read_is_the_same_whatever_another_has_cached(
+    service: Service, engine_loop: EngineLoop
+) -> None:
+    """Usage, headers and every route that a key may read, after another key has sent the same prompt or a different one
+    of that length; the admin sees in what order the router chose, and there is no other's hit in it either."""
+    seen = []
+    async with client_of(service, KEYS) as http:
+        gets = sorted({path for method, path in paths(service) if method == "GET"} - {"/openapi.json"})
+        for first in (list(range(1000, 1100)), list(range(3000, 3100))):
+            assert (await http.post("/flush_cache?timeout=5", headers=bearer(ADMIN))).status_code == 200
+            said = []
+            for key, prompt in ((ONE, first), (OTHER, list(range(1000, 1100)))):
+                body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": "ours", "logprobs": 1}
+                said.append(await http.post("/v1/completions", json=body, headers=bearer(key)))
+            spied = said[1]
+            assert spied.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            reads = [await http.get(path, headers=bearer(OTHER)) for path in gets]
+            explained = await http.get(f"/route/{spied.headers['x-request-id']}", headers=bearer(ADMIN))
+            tries = explained.json()["tries"]
+            assert [each["actual"]["cached_tokens"] for each in tries] == [0]
+            headers = {name: value for name, value in spied.headers.items() if name not in ("x-request-id", "date")}
+            told = [spied.text, json.dumps(headers), *(f"{each.url} {each.status_code} {each.text}" for each in reads)]
+            seen.append([masked(each) for each in told])
+    assert len(seen[0]) > 20
+    assert seen[0] == seen[1]
 
 
 async def cached_for(service: Service, keys: KeyDigests, shown: tuple[str, ...]) -> list[int]:
