@@ -227,6 +227,19 @@ _TIERS = [
     Metric(REPLICA, GAUGE, "tier_store_up", "0 while the store is configured and cannot be used, or hangs, else 1."),
 ]  # fmt: skip
 
+_ADAPTERS = [
+    Metric(REPLICA, GAUGE, "adapters_held", "Adapters (LoRA) that this replica holds."),
+    Metric(REPLICA, GAUGE, "adapters_held_bytes", "Memory that they take.", unit="bytes"),
+    Metric(REPLICA, COUNTER, "adapter_loads_total", "Adapters that were loaded, since a request asked for them."),
+    Metric(REPLICA, COUNTER, "adapter_drops_total", "Adapters that were dropped for the room of others."),
+    Metric(REPLICA, GAUGE, "adapter_load_seconds", "Time to load an adapter, smoothed; 0 until one was loaded.",
+            unit="seconds"),
+    Metric(ROUTER, COUNTER, "adapter_requests_total", "Requests for each adapter, by the name that they used, counted "
+            "at their end; others: of all names but the first 100.", {"adapter": OPEN}),
+    Metric(ROUTER, COUNTER, "adapter_tokens_total", "Tokens of requests for each adapter: of prompts, cached ones too, "
+            "and of outputs; others: of all names but the first 100.", {"adapter": OPEN, "kind": ("input", "output")}),
+]  # fmt: skip
+
 _TRANSFER = [
     Metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by outcome.",
             {"direction": ("send", "receive"), "outcome": ("ok", "error")}, disaggregated=True),
@@ -348,6 +361,8 @@ _OBSERVATORY = [
             unit="seconds", buckets=STAGE),
 ]  # fmt: skip
 
-METRICS: tuple[Metric, ...] = (*_EVERY, *_REPLICA, *_TIERS, *_TRANSFER, *_REQUESTS, *_ROUTING, *_OBSERVATORY)
+METRICS: tuple[Metric, ...] = (
+    *_EVERY, *_REPLICA, *_TIERS, *_ADAPTERS, *_TRANSFER, *_REQUESTS, *_ROUTING, *_OBSERVATORY,
+)  # fmt: skip
 CATALOG: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 assert len(CATALOG) == len(METRICS), "a metric is in the catalogue twice"

@@ -117,7 +117,7 @@ DIALECTS: Mapping[str, Dialect] = {
     ),
 }  # fmt: skip
 LEFT_OUT = {  # of their metrics that boards use
-    "vllm:lora_requests_info": "Manta serves no LoRA adapters",
+    "vllm:lora_requests_info": "a series for each set of adapters in use: see `manta_adapters_held`",
     "vllm:num_requests_swapped": "nothing is swapped: a retracted request is computed again",
     "vllm:request_inference_time_seconds": "the sum of prefill and decode time, which two histograms do not give",
     "sglang:cache_hit_rate": "a gauge over an unknown time: divide the rates of cached and prompt tokens",

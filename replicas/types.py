@@ -505,6 +505,17 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStats:
+    """The adapters that one engine holds; counters only grow."""
+
+    held: tuple[str, ...]  # by their identities, the one used last at the end
+    num_bytes: int  # that they take
+    num_loads: int
+    num_dropped: int  # for the room of others
+    load_s: float  # smoothed seconds to load one; 0 until measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot of one engine; counters only grow. Turned into metrics and ReplicaViews elsewhere."""
 
@@ -558,6 +569,7 @@ class EngineStats:
     num_offline_waiting: int = 0
     num_offline_running: int = 0  # of ``num_running``, paused ones too
     offline_pages: int = 0  # of the pool's used pages, those that lines of batches alone hold, at the least
+    adapters: AdapterStats | None = None  # None where none can be served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

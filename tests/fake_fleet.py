@@ -283,6 +283,7 @@ class FakeFleet:
             "report_age_s": draw.choice([0.1, 0.2]), "blocked": None,
             "pools": [{"tier": "L1", "capacity": CAPACITY, **pool}],
             "tiers": None,
+            "adapters": None,
             "cache_nodes": 69, "page_size": 16, "attention": "cpu", "attention_why": "the fast one of this device",
             "rates": {"prefill_tokens_per_s": 820.0 + running, "cached_tokens_per_s": 2400.0,
                       "decode_tokens_per_s": 95.0},

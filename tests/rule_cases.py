@@ -143,6 +143,13 @@ CASES = (
          summary="a is idle, and pages of its KV pool are not free: they are lost until it is restarted."),
     Case(alert="StoreOff", series={f"manta_tier_store_up{{{A}}}": "1 1 1 0x9", f"manta_tier_store_up{{{B}}}": "1x12"},
          quiet_at="2m", fires_at="3m", labels=IN_A, summary="a does not use its store."),
+    Case(alert="AdaptersReloaded", quiet_at="12m", fires_at="14m", labels=IN_A,
+         series={f"manta_adapter_loads_total{{{A}}}": "0+6x30",
+                 f'manta_scheduler_finished_requests_total{{{A},outcome="ok"}}': "0+10x30"},
+         summary="a loads an adapter for 60% of its requests: it holds too few of those that are in use."),
+    Case(alert="AdaptersReloaded", quiet_at="30m",  # few requests
+         series={f"manta_adapter_loads_total{{{A}}}": "0+1x30",
+                 f'manta_scheduler_finished_requests_total{{{A},outcome="ok"}}': "0+1x30"}),
     Case(alert="QuarantineDoesNotEnd", series={f"manta_transfer_oldest_drain_seconds{{{A}}}": "0+60x20"},
          quiet_at="6m", fires_at="7m", labels=IN_A,
          summary="A failed hand-off has kept pages of a for 7m 0s."),

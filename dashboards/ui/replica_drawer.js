@@ -108,6 +108,7 @@ function Identity({ facts: { facts, cpu, error }, replica, time }) {
     ["host tier", is.host_bytes && bytes(is.host_bytes)],
     ["attention", replica.attention && `${replica.attention}${replica.attention_why ? `: ${replica.attention_why}` : ""}`],
     ["from tiers", tiers && `${count(tiers.host_hit_tokens)} tokens from host${tiers.store_bytes != null ? `, ${count(tiers.store_hit_tokens)} from store` : ""}, ${seconds(tiers.saved_s)} of prefill saved`],
+    ["adapters", replica.adapters && `${replica.adapters.held} held in ${bytes(replica.adapters.bytes)}; ${plural(replica.adapters.loads, "load")}, ${seconds(replica.adapters.load_s)} each`],
   ].filter(([, value]) => value);
   const uses = [
     ["CPU", cpu == null ? "–" : percent(cpu), "of one core, over the last two seconds"],

@@ -23,7 +23,7 @@ from typing import ParamSpec
 
 from dashboards.catalog import ANSWERING, FAILED
 from deployments import logs
-from deployments.dispatch.quotas import OverQuota
+from deployments.dispatch.quotas import OTHERS, OverQuota
 from deployments.dispatch.rids import client_rid, owner_of
 from deployments.dispatch.timeline import Arrival, LegTimes, Timeline
 from replicas.distributions import Tally
@@ -32,6 +32,7 @@ from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport,
 from routing.moves import Cause
 from routing.types import Decision, RouteOutcome
 
+MOST_ADAPTERS = 100  # that are counted by name; the rest is one
 MOST_TOLD = 1000  # records in one answer to the observatory
 LINES_SHARE = 8  # lines of batches, which may be very many, have an eighth of the records, and push out none of others
 NONE_HELD_OUT: Mapping[str, str] = MappingProxyType({})
@@ -247,7 +248,9 @@ class RequestWatch:
 
     def __init__(self, objectives: Mapping[str, float] = OBJECTIVES) -> None:
         self.objectives = objectives
-        self.counts: Counter[str] = Counter()  # they only grow
+        self.counts: Counter[str] = Counter()  # they only grow, as the next
+        # (name, kind) of adapters: requests, and input and output tokens
+        self.adapters = Counter({(OTHERS, kind): 0 for kind in ("requests", "input", "output")})
 
     def opened(self, endpoint: str) -> None:
         """Note that a request has come."""
@@ -266,9 +269,14 @@ class RequestWatch:
     def tried(self, noted: Try) -> None:
         """Note that a try has ended, well or not."""
 
-    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None:
-        """Note the end of a request; ``outcome`` is one of the catalogue's OUTCOMES."""
+    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str, adapter: str = "") -> None:
+        """Note the end of a request; ``outcome`` is one of the catalogue's OUTCOMES; ``adapter``: by its name."""
         self._count(outcome, judged(timeline.ttft_s, timeline.mean_itl_s, outcome, self.objectives))
+        if adapter:
+            if (adapter, "requests") not in self.adapters and len(self.adapters) > 3 * MOST_ADAPTERS:
+                adapter = OTHERS
+            tokens = {(adapter, "input"): prompt_tokens, (adapter, "output"): timeline.num_output}
+            self.adapters.update({(adapter, "requests"): 1, **tokens})
 
     def responded(self, status: int) -> None:
         """Note the end of an HTTP response to a request, with its status; CLIENT_CLOSED: it had none."""
@@ -386,7 +394,9 @@ class Following:
         if self._record is not None:
             self._record.outcome = outcome
             self._changed()
-        tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
+        adapter = "" if self._request.adapter is None else self._request.adapter.name
+        prompt_tokens = len(self._request.token_ids)
+        tell(self._watch.ended, self.timeline, prompt_tokens=prompt_tokens, outcome=outcome, adapter=adapter)
         if self._watch.on_end is not None:
             tell(self._watch.on_end, self._ended(outcome))
         told = told_of(self._request, self.timeline, self._record, outcome)
@@ -435,6 +445,7 @@ def told_of(
         "rid": request.rid,
         "key": owner_of(request.rid) or None,
         "tenant": request.tenant or None,
+        "adapter": None if request.adapter is None else request.adapter.name,
         "model_replica": None if last is None else last.decision.replica_id,  # Serve's "replica" is the router's own
         "prefill_replica": None if last is None else last.decision.prefill_id,
         "prompt": len(request.token_ids),

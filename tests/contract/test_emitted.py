@@ -39,6 +39,8 @@ QUIET = {
     "router_retries_total", "requests_moved_total", "router_cache_event_gaps_total",
     "router_streams_resumed_total", "router_streams_expired_total",  # test_resumed_streams.py
     "tenant_requests_total", "tenant_tokens_total",  # test_quotas.py
+    "adapter_requests_total", "adapter_tokens_total",  # test_router_events.py
+    "adapter_loads_total", "adapter_drops_total",  # test_replica_figures.py
     "router_batch_lines_total",  # test_batches.py
     *(metric.name for metric in METRICS if metric.name.startswith("tier_")),  # test_replica_figures.py
     "inter_token_latency_seconds",  # a fake device makes all tokens before the router looks

@@ -15,12 +15,13 @@ from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_
 from kvtransfer.types import TransferStats
 from replicas.config import ModelConfig
 from replicas.engine.engine import Engine
-from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
+from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats
 from routing.types import Role
 
 Told = tuple[str, Mapping[str, str], Value]
 L1, L2, L3 = ({"tier": tier} for tier in TIERS)
 NO_TIERS = TierStats(host_pages=0, host_used_pages=0)
+NO_ADAPTERS = AdapterStats(held=(), num_bytes=0, num_loads=0, num_dropped=0, load_s=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ def tell_replica(
         tiers = now.tiers or NO_TIERS
         yield from _cache(now, tiers, seen)
         yield from _tiers(tiers, page_size=now.pool.page_size, page_bytes=facts.page_bytes)
+        yield from _adapters(now.adapters or NO_ADAPTERS)
         if now.transfer is not None:
             yield from _transfers(now.transfer, seen)
 
@@ -189,6 +191,14 @@ def _tiers(tiers: TierStats, *, page_size: int, page_bytes: int) -> Iterator[Tol
     yield "tier_slow_loads_total", {}, tiers.slow_loads
     yield "tier_store_errors_total", {}, tiers.store_errors
     yield "tier_store_up", {}, tiers.store_error is None
+
+
+def _adapters(stats: AdapterStats) -> Iterator[Told]:
+    yield "adapters_held", {}, len(stats.held)
+    yield "adapters_held_bytes", {}, stats.num_bytes
+    yield "adapter_loads_total", {}, stats.num_loads
+    yield "adapter_drops_total", {}, stats.num_dropped
+    yield "adapter_load_seconds", {}, stats.load_s
 
 
 def _transfers(stats: TransferStats, tallies: EngineTallies) -> Iterator[Told]:

@@ -13,14 +13,14 @@ requests that ended ok. Requests for tokens alone have a count and a duration.
 Which objectives a request met: `route_log.judged`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from dashboards.catalog import ANSWERING, ENDPOINTS, FINISHES, LINES, OUTCOMES, STAGES
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLost
 from deployments.dispatch.route_log import RequestWatch, Try, predicted_tokens
 from deployments.dispatch.timeline import Timeline
-from deployments.watch.metrics.emitter import Emitter
+from deployments.watch.metrics.emitter import Emitter, Value
 from replicas.errors import EngineDead, Overloaded
 from routing.moves import CAUSES, Cause
 from routing.types import Decision
@@ -40,6 +40,7 @@ class RouterEvents(RequestWatch):
     def __init__(self, emitter: Emitter, *, objectives: Mapping[str, float], disaggregated: bool) -> None:
         super().__init__(objectives)
         self._emitter = emitter
+        emitter.tell(("adapter_requests_total", "adapter_tokens_total"), self._told_of_adapters)
         counter, histogram = emitter.counter, emitter.histogram
         self.gaps = emitter.tally("inter_token_latency_seconds")
         self.on_gap = self.gaps.add_many
@@ -122,13 +123,13 @@ class RouterEvents(RequestWatch):
         if noted.hand_off is not None and noted.decision.prefill_id is not None and self._hand_offs:
             self._hand_offs[noted.hand_off.transferred].inc()
 
-    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None:
+    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str, adapter: str = "") -> None:
         endpoint = timeline.arrival.endpoint
         self._open[endpoint].dec()
         self._ended[endpoint, outcome].inc()
         for reason in timeline.finish_reasons:
             self._finishes[reason].inc()
-        super().ended(timeline, prompt_tokens=prompt_tokens, outcome=outcome)
+        super().ended(timeline, prompt_tokens=prompt_tokens, outcome=outcome, adapter=adapter)
         stages = timeline.stages
         if outcome != "ok" or stages is None:
             return
@@ -139,6 +140,13 @@ class RouterEvents(RequestWatch):
         self._of_answers["request_output_tokens"].observe(timeline.num_output)
         if timeline.mean_itl_s is not None:
             self._of_answers["time_per_output_token_seconds"].observe(timeline.mean_itl_s)
+
+    def _told_of_adapters(self) -> Iterator[tuple[str, Mapping[str, str], Value]]:
+        for (name, kind), number in self.adapters.copy().items():
+            if kind == "requests":
+                yield "adapter_requests_total", {"adapter": name}, number
+            else:
+                yield "adapter_tokens_total", {"adapter": name, "kind": kind}, number
 
     def responded(self, status: int) -> None:
         self._emitter.counter("http_responses_total", status=str(status)).inc()

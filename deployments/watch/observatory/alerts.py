@@ -47,6 +47,8 @@ def growing_of(stats: EngineStats) -> dict[str, int]:
     """Return the counters that alerts about one replica are judged by (dashboards.alerts.SOURCES)."""
     tiers, transfer = stats.tiers, stats.transfer
     return {
+        "adapter_loads": 0 if stats.adapters is None else stats.adapters.num_loads,
+        "finished": stats.num_finished + stats.num_aborted + stats.num_errors,
         "tokens": stats.prefill_tokens + stats.cached_tokens + stats.decode_tokens,
         "retracted": stats.retracted_tokens,
         "damaged": 0 if transfer is None else transfer.digest_mismatches,

@@ -41,7 +41,7 @@ from deployments.watch.observatory.requests import Requests
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.scaling import Scaling
 from deployments.watch.observatory.serve_details import ROUTER, Listed, ServeDetails
-from replicas.types import EngineStats, PoolStats
+from replicas.types import AdapterStats, EngineStats, PoolStats
 
 SERVE_STATES = {"RUNNING": "starting", "STOPPING": "draining"}  # shown for a replica that no router sees; else starting
 _RATES = ("prefill_tokens_per_s", "cached_tokens_per_s", "decode_tokens_per_s")
@@ -88,6 +88,7 @@ def _bare(replica_id: str, role: str, node: str, state: str) -> dict[str, Any]:
         **_NOTHING,
         "pools": [],
         "tiers": None,
+        "adapters": None,
         "page_size": None,
         "attention": None,
         "attention_why": None,
@@ -111,6 +112,7 @@ def _reported(report: ReplicaReport, age_s: float) -> dict[str, Any]:
         "decode_step_s": short(stats.decode_step_s),
         "report_age_s": round(age_s, 1),
         **_tiers(stats),
+        "adapters": _adapters(stats.adapters),
         "cache_nodes": stats.cache_nodes,
         "page_size": stats.pool.page_size,
     }
@@ -133,6 +135,18 @@ def _tiers(stats: EngineStats) -> dict[str, Any]:
         "store_error": tiers.store_error,
     }
     return {"pools": [device, host], "tiers": told}
+
+
+def _adapters(adapters: AdapterStats | None) -> dict[str, Any] | None:
+    """Return how many adapters a replica holds, and what they have cost; None where it has loaded none."""
+    if adapters is None or not adapters.num_loads:
+        return None
+    return {
+        "held": len(adapters.held),
+        "bytes": adapters.num_bytes,
+        "loads": adapters.num_loads,
+        "load_s": short(adapters.load_s),
+    }
 
 
 def _pool(pool: PoolStats) -> dict[str, Any]:

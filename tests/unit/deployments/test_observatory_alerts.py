@@ -17,7 +17,7 @@ from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import State
 from kvtransfer.types import TransferStats
 from replicas.config import SchedulerConfig
-from replicas.types import TierStats
+from replicas.types import AdapterStats, TierStats
 from tests.unit.deployments.observed import details, listed, row, seen, view
 
 ROUTERS = details(*(listed(name, "router") for name in ("one", "two", "three")), listed("a"), unified=1)
@@ -89,6 +89,11 @@ def wrong(second: int) -> list[RouterView]:
     return [view("one", seen("a", tiers=TierStats(host_pages=1, host_used_pages=0, store_wrong_pages=second)))]
 
 
+def reloading(second: int) -> list[RouterView]:
+    adapters = AdapterStats(held=("x",), num_bytes=9, num_loads=6 * second, num_dropped=6 * second, load_s=0.1)
+    return [view("one", seen("a", adapters=adapters, num_finished=10 * second))]
+
+
 def asking(second: int) -> list[RouterView]:
     rule = {"unified": {"min_replicas": 1.0, "max_replicas": 1.0, "ttft_objective_s": 5.0, "pool_high": 0.85,
                         "running_high": 0.9, "slack": 0.7}}  # fmt: skip
@@ -123,6 +128,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "StoreOff": (
         replica(tiers=TierStats(host_pages=1, host_used_pages=0, store="file", store_error="it hangs")), 0,
         "replica 1 (a) does not use its store: it hangs."),
+    "AdaptersReloaded": (reloading, 600, "replica 1 (a) loads an adapter for 60 % of its requests"),
     "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "of replica 1 (a) for 301 s."),
     "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
     "RouterReportsOld": (replica(age_s=31.0), 15, "The newest report of replica 1 (a) is 31 s old."),

@@ -12,7 +12,7 @@ from kvtransfer.types import TransferStats
 from replicas.distributions import Distributions
 from replicas.runner import device
 from replicas.runner.device import GpuFigures, gpu_figures
-from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
+from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair
 from tests.scraped import Scraped
@@ -90,6 +90,15 @@ def test_a_replica_without_tiers_tells_nothing_in_them_and_no_failure() -> None:
     assert seen.values("cache_hit_tokens_total", "tier") == {"L1": 200, "L2": 0, "L3": 0}
     assert seen.values("tier_used_bytes", "tier") == {"L2": 0, "L3": 0}
     assert seen.value("tier_store_up") == 1
+
+
+def test_adapters_are_told_and_are_0_where_none_can_be_served() -> None:
+    adapters = AdapterStats(held=("x", "y"), num_bytes=900, num_loads=7, num_dropped=5, load_s=0.25)
+    names = (
+        "adapters_held", "adapters_held_bytes", "adapter_loads_total", "adapter_drops_total", "adapter_load_seconds",
+    )  # fmt: skip
+    told = [scrape(dataclasses.replace(stats(), adapters=each)) for each in (adapters, None)]
+    assert [[seen.value(name) for name in names] for seen in told] == [[2, 900, 7, 5, 0.25], [0] * 5]
 
 
 def test_facts_are_labels_and_unknown_start_times_are_not_told() -> None:

@@ -10,6 +10,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from dashboards.catalog import ANSWERING, STAGES, Process
 from deployments.dispatch.dispatcher import Saturated
+from deployments.dispatch.route_log import MOST_ADAPTERS
 from deployments.dispatch.timeline import Arrival
 from deployments.http.http_errors import GenerationFailed
 from deployments.http.streaming import collected, merged
@@ -17,7 +18,7 @@ from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
 from deployments.watch.metrics.router_metrics import RouterFigures
 from replicas.errors import InvalidRequest, MantaError
-from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, TokenDelta
 from routing.types import NoReplica, Role
 from tests.scraped import Scraped
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
@@ -125,6 +126,21 @@ def test_every_error_that_is_tried_again_has_its_label() -> None:
     # the observatory is on no request's way
     elsewhere = {kind for kind in ours if kind.__module__.startswith("deployments.watch.observatory.")}
     assert ours - elsewhere == set(RETRIES)
+
+
+async def test_requests_and_tokens_are_told_by_adapter_of_the_first_hundred_names(watched: Watched) -> None:
+    """4 tokens of prompt, 8 of output each."""
+    await watched.house.ready(ScriptedReplica("r0"))
+    for number in (*range(MOST_ADAPTERS + 2), 0):
+        ref = AdapterRef(identity=str(number), path="/a", name=f"a{number}")
+        await watched.run(dataclasses.replace(ask(), adapter=ref))
+    await watched.run(ask())
+    seen = await watched.scrape()
+    told = seen.values("adapter_requests_total", "adapter")
+    assert len(told) == MOST_ADAPTERS + 1
+    assert (told["a0"], told["a99"], told["others"]) == (2, 1, 2)
+    assert seen.value("adapter_tokens_total", adapter="a0", kind="input") == 8
+    assert seen.value("adapter_tokens_total", adapter="others", kind="output") == 16
 
 
 async def test_how_a_request_ended_is_told_by_its_outcome(watched: Watched) -> None:
