@@ -65,6 +65,10 @@ def _run(args: argparse.Namespace) -> int:
             from deployments.watch.terminal import keys
 
             return keys.run(args.url, args.key or os.environ.get(KEY_VARIABLE))
+        case "key" if args.action == "usage":
+            from deployments.command import log_files, usage
+
+            return usage.run(args.folder or log_files.link_of(args.port), month=args.month, as_csv=args.csv)
         case "key":
             key = new_key()
             print(key)

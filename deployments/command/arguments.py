@@ -151,9 +151,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--gpu", action="store_true", help="look at what a GPU needs; with one, compile for minutes")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     key = add("key", "make a random key, for clients or for the operator; list the keys of router.keys_file")
-    key.add_argument("action", choices=["new", "list"], help="new: print a key, and on standard error where it "
-                     "belongs; list: the keys of a running Manta, their limits and use")  # fmt: skip
+    key.add_argument("action", choices=["new", "list", "usage"], help="new: print a key, and on standard error where "
+                     "it belongs; list: the keys of a running Manta, their limits and use; usage: what tenants have "
+                     "used in each month, by the routers' logs")  # fmt: skip
     key.add_argument("--id", default="NAME", help="of the entry for router.keys_file that new prints beside the key")
+    key.add_argument("--month", metavar="YYYY-MM", help="usage: of this month alone")
+    key.add_argument("--csv", action="store_true", help="usage: print CSV")
+    key.add_argument("--port", type=int, default=PORT, help=f"usage: the HTTP port of whose logs (default {PORT})")
+    key.add_argument("--folder", type=Path, metavar="DIR", help="usage: the logs' folder (default: the last of that "
+                     "port)")  # fmt: skip
     key.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
     _add_key(key, KEY_VARIABLE)
     add("dashboards", "write Prometheus settings, rules and Grafana boards, or check them")

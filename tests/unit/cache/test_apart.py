@@ -1,8 +1,8 @@
 """What a request can see of what another tenant has cached, in the pool, on the host and in the store: nothing.
 
 A victim asks for a prompt or for another one of the same length; then a spy of another salt asks for that prompt. All
-that the spy's request meets is compared: what was cached for it, what each step computed, and what the clock said, which
-each access to the store's disk moves.
+that the spy's request meets is compared: what was cached for it, what each step computed, and what the clock said,
+which each access to the store's disk moves.
 """
 
 from dataclasses import dataclass, field

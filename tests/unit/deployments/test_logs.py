@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from ray.serve.schema import LoggingConfig, ServeDeploySchema
 from deployments import __main__ as command_line
 from deployments import logs
 from deployments.app import replica_options
-from deployments.command import log_files
+from deployments.command import log_files, usage
 from deployments.command.serve import settle_log_format
 from deployments.dispatch.route_log import RequestWatch, RouteLog
 from deployments.http.arrivals import Arrivals
 from deployments.settings.schema import AppConfig, parse
 from kvtransfer.replay import observe
+from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
 from tests.unit.deployments.sample_values import ask, stats
@@ -183,6 +185,40 @@ async def test_a_request_that_ends_is_one_line_of_text_too_and_tries_count_from_
     assert " cached_l1=0 cached_l2=0 cached_l3=0 output=8 queue_s=" in line
     assert line.endswith(" finish=length outcome=ok tries=2")
     assert not {"key", "None"} & set(re.split(r"[ =]", line))
+
+
+async def test_what_tenants_have_used_is_added_up_from_the_lines_of_either_form(
+    lines: Lines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with House() as house:
+        await house.ready(ScriptedReplica("r1"))
+        for at, tenant in enumerate(("shop", "shop", "", "search")):
+            request = dataclasses.replace(ask(rid=f"a1.{at}-tenant=fake", num_tokens=6), tenant=tenant)
+            async for _ in house.dispatcher.stream(request):
+                pass
+    async with House() as house:
+        with pytest.raises(NoReplica):  # there is no replica: nothing is used
+            async for _ in house.dispatcher.stream(dataclasses.replace(ask(rid="a1.9-x"), tenant="shop")):
+                pass
+    assert sum("finished rid=" in line for line in lines()) == 5
+    month, none = time.strftime("%Y-%m"), "2001-01"
+    for asked, shown in ((month, ["-,1,6,0,8", "search,1,6,0,8", "shop,2,12,0,16"]), (none, [])):
+        assert command_line.main(["key", "usage", "--csv", "--month", asked, "--folder", str(tmp_path)]) == 0
+        head, *rows = capsys.readouterr().out.splitlines()
+        assert head == "month,tenant,requests,uncached_input_tokens,cached_input_tokens,output_tokens"
+        assert rows == [f"{month},{row}" for row in shown]
+    assert command_line.main(["key", "usage", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == [month, "shop", "2", "12", "0", "16"]
+    assert command_line.main(["key", "usage", "--folder", str(tmp_path / "none")]) == 1
+
+
+def test_usage_counts_cached_tokens_apart_and_lines_of_rotated_files(tmp_path: Path) -> None:
+    told = "-- finished rid=a1.0-x tenant=shop prompt=100 cached_l1=32 cached_l2=16 cached_l3=16 output=7 outcome=ok"
+    for name in ("replica_manta_Router_x.log", "replica_manta_Router_x.log.1"):
+        (tmp_path / name).write_text(f"INFO 2026-11-30 23:59:59,999 manta_Router x id {told}\n{{broken\n")
+    used = usage.added(usage.lines_of(sorted(tmp_path.iterdir())))
+    assert used == {("2026-11", "shop"): {"requests": 2, "uncached_input_tokens": 72, "cached_input_tokens": 128,
+                                          "output_tokens": 14}}  # fmt: skip
 
 
 def test_a_replica_says_every_ten_seconds_what_it_does_and_nothing_while_it_is_idle(

@@ -1,0 +1,80 @@
+"""``manta key usage``: what each tenant has used in each month, added up from the lines of the routers' logs.
+
+Owns:      the reading of these lines, as text or JSON, of files that were rotated too.
+Never:     asks a running Manta; reads a prompt, a text or a key: no line has one.
+Invariant: a request that ended has one line, at the router where it ended (dispatch/route_log.py), in the month of that
+           end, on that router's clock. A list of prompts has one each. One without a first token counts nothing.
+"""
+
+import csv
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from deployments.watch.terminal.table import Table, count, plain, spaced
+
+SUMS = ("requests", "uncached_input_tokens", "cached_input_tokens", "output_tokens")
+_LINE = re.compile(r"\b(?P<month>\d{4}-\d\d)-\d\d \d\d:\d\d:\d\d,.* -- finished (?P<told>rid=.*)")
+Used = Mapping[tuple[str, str], Counter[str]]  # by month and tenant
+
+
+def run(folder: Path, *, month: str | None, as_csv: bool) -> int:
+    """Print what the logs of ``folder`` say of ``month``; None: of all. Returns: the exit status."""
+    files = sorted(folder.glob("*.log*"))
+    if not files:
+        print(f"there are no logs at {folder}: give the folder that `manta serve` printed: --folder", file=sys.stderr)
+        return 1
+    used = sorted((of, sums) for of, sums in added(lines_of(files)).items() if month in (None, of[0]))
+    if as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(["month", "tenant", *SUMS])
+        writer.writerows([*of, *(sums[name] for name in SUMS)] for of, sums in used)
+        return 0
+    shown = [
+        {"month": of[0], "tenant": of[1], **{f">{name.replace('_', ' ')}": count(sums[name]) for name in SUMS}}
+        for of, sums in used
+    ]
+    print(plain(spaced([Table(shown)])) if shown else "no request has ended" + (f" in {month}" if month else ""))
+    return 0
+
+
+def added(lines: Iterable[str]) -> Used:
+    """Add up the requests and tokens that ``lines`` tell of, by month and tenant; "-" is everybody without a key."""
+    used: dict[tuple[str, str], Counter[str]] = {}
+    for month, told in map(_told, lines):
+        if told:
+            sums = used.setdefault((month, told.get("tenant", "-")), Counter())
+            cached = sum(int(told[f"cached_l{tier}"]) for tier in (1, 2, 3))
+            given = (1, int(told["prompt"]) - cached, cached, int(told["output"]))
+            sums.update(dict(zip(SUMS, given, strict=True)))
+    return used
+
+
+def _told(line: str) -> tuple[str, Mapping[str, str]]:
+    """Return the month of a line about a request that has ended after its first token, and what it tells; nothing of
+    any other."""
+    if line.startswith("{"):
+        try:
+            found = json.loads(line)
+            message, month = str(found["message"]), str(found["asctime"])[:7]
+        except (ValueError, KeyError):
+            return "", {}
+        told = message.removeprefix("finished ") if message.startswith("finished rid=") else ""
+    else:
+        match = _LINE.search(line)
+        month, told = (match["month"], match["told"]) if match else ("", "")
+    pairs = dict(pair.split("=", 1) for pair in told.split() if "=" in pair)
+    return month, pairs if "cached_l1" in pairs else {}
+
+
+def lines_of(files: Iterable[Path]) -> Iterator[str]:
+    """Read the lines of ``files``."""
+    for file in files:
+        try:
+            with file.open(errors="replace") as opened:
+                yield from opened
+        except OSError as error:  # rotated away, or another user's
+            print(f"{file}: not read ({error})", file=sys.stderr)
