@@ -7,7 +7,7 @@ Never:     starts a thread: the caller's thread steps the engine.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ from benchmarks.workloads import Workload, random_lengths
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import Ranks
 from replicas.runner.model_runner import ModelRunner
-from replicas.types import Constraint, GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import AdapterRef, Constraint, GenerateRequest, SamplingParams, TokenDelta
 
 _numbers = count()
 
@@ -66,10 +66,14 @@ class Decoded:
 
 
 def decode(
-    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, constraint: Constraint | None = None
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    constraint: Constraint | None = None,
+    adapters: Sequence[AdapterRef] | None = None,
 ) -> Decoded:
-    """Generate for all prompts at once; only steps after every request's first token count."""
-    outputs = _submitted(engine, prompts, max_new_tokens, constraint)
+    """Generate for all prompts at once, each with its adapter; only steps after every request's first token count."""
+    outputs = _submitted(engine, prompts, max_new_tokens, constraint, adapters)
     times: list[float] = []
     while engine.has_work:
         all_decode = all(outputs.values())
@@ -163,9 +167,15 @@ def serve(engine: Engine, workload: Workload, concurrency: int) -> Served:
 
 
 def _submitted(
-    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, constraint: Constraint | None = None
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    constraint: Constraint | None = None,
+    adapters: Sequence[AdapterRef] | None = None,
 ) -> dict[str, list[int]]:
     requests = [request(prompt, max_new_tokens, constraint=constraint) for prompt in prompts]
+    if adapters is not None:
+        requests = [replace(each, adapter=ref) for each, ref in zip(requests, adapters, strict=True)]
     for each in requests:
         engine.submit(each)
     return {each.rid: [] for each in requests}

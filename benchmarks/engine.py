@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from benchmarks import drafts, driver, harness, host_steps
+from benchmarks import adapters, drafts, driver, harness, host_steps
 from benchmarks.driver import StepParts, TransformersPeer
 from benchmarks.harness import Part, Row, Table, rounds_of, timed
 from benchmarks.limits import FORMATS, Limits, ModelCost
@@ -428,6 +428,7 @@ PARTS = {
     "host": Part(about="what a decode step costs the host beside the model", measure=host_steps.host_rows),
     "mixed": Part(about="answers while prompts arrive, by tokens of a step", measure=host_steps.mixed_rows),
     "drafts": Part(about="answers with drafts and without, by what they repeat", measure=drafts.draft_rows),
+    "adapters": Part(about="decode with adapters (LoRA) beside the model alone", measure=adapters.adapter_rows),
     "start": Part(about="a fresh process until the engine is ready", measure=start_rows),
     "structures": Part(about="radix cache, allocator, page keys, by how much they hold", measure=_structures),
 }

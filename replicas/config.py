@@ -318,6 +318,16 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLimits:
+    """Which adapters (LoRA) a replica accepts, and how many it holds."""
+
+    max_rank: int = 64
+    max_bytes: int = 1 << 30  # of an adapter's file
+    max_held: int = 1024  # at once
+    host_bytes: int = 1 << 30  # of all that it holds, in fp32; others are dropped, and loaded again when asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Settings of admission, chunking and queueing."""
 
@@ -395,6 +405,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # of decode steps, on a GPU
     num_threads: int = 1  # compute threads of each rank, CPU only
     products: Products = field(default_factory=Products)  # CPU only
+    adapters: AdapterLimits = AdapterLimits()
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -22,6 +22,7 @@ from replicas.cache.store_tier import StoreTier
 from replicas.cache.store_worker import Worker
 from replicas.cache.tiers import HiRadixCache
 from replicas.config import (
+    AdapterLimits,
     Attention,
     CacheConfig,
     DType,
@@ -35,6 +36,7 @@ from replicas.config import (
     load_extensions,
 )
 from replicas.disagg.rooms import HandOffTerms
+from replicas.engine.adapters import Adapters
 from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
@@ -67,6 +69,7 @@ class EngineSettings:
     scheduler: SchedulerConfig | None = None
     parallel: ParallelConfig | None = None
     attention: Attention = "auto"
+    adapters: AdapterLimits | None = None
     products: ProductSetting = "auto"  # for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or the faster
     cuda_graphs: bool = True
     num_threads: int | None = None
@@ -118,6 +121,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             kv_bytes=ranks.kv_bytes(config),
             page_home=_page_home(config, kv, ranks.host),
             give_back=ranks.give_back,
+            adapters=Adapters(ranks.adapters(config), settings.clock),
         ),
         tokenizer=tokenizer,
         transfer=connected,
@@ -158,7 +162,7 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
     origin = {**config.origin, "model.products": why}
     if settings.dtype is None and config.device == "cpu" and model.dtype == "bfloat16":
         origin["model.dtype"] = f"the checkpoint's, which this CPU multiplies: {describe_gains('bfloat16')}"
-    config = replace(config, products=products, origin=origin)
+    config = replace(config, products=products, adapters=settings.adapters or config.adapters, origin=origin)
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)
     return config

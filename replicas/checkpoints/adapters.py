@@ -12,22 +12,28 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, deserialize
 
+from replicas.config import AdapterLimits
 from replicas.errors import InvalidAdapter
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+Floats = npt.NDArray[np.float32]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+USUAL = AdapterLimits()
 MAX_CONFIG_BYTES = 1 << 20
 _NAME = re.compile(r"base_model\.model\.([\w.]{1,256})\.lora_([AB])\.weight")
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS: Mapping[str, Callable[[bytes], Floats]] = {
+    "F32": lambda data: np.frombuffer(data, np.dtype("<f4")),
+    "F16": lambda data: np.frombuffer(data, np.dtype("<f2")).astype(np.float32),
+    "BF16": lambda data: (np.frombuffer(data, np.dtype("<u2")).astype(np.uint32) << 16).view(np.float32),
+}
 # settings with which an adapter computes something else, and their values that change nothing
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
@@ -46,14 +52,6 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterLimits:
-    """The largest adapter that is accepted."""
-
-    max_rank: int = 64
-    max_bytes: int = 1 << 30  # of its weights' file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:
     """An adapter without its numbers."""
 
@@ -68,13 +66,13 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterWeights:
-    """An adapter's numbers, by the name of the layer that they add to: y += B (A x) * scale."""
+    """An adapter's numbers, by the name of the layer that they add to: y += B (A x)."""
 
     info: AdapterInfo
-    pairs: Mapping[str, tuple["Tensor", "Tensor"]]  # A [rank, in], B [out, rank], fp32
+    pairs: Mapping[str, tuple[Floats, Floats]]  # A [rank, in], B [out, rank] times the scale
 
 
-def identify(folder: Path, limits: AdapterLimits = AdapterLimits()) -> AdapterInfo:
+def identify(folder: Path, limits: AdapterLimits = USUAL) -> AdapterInfo:
     """Check an adapter's files, and say what they hold; without torch, in about a second for each GB.
 
     Raises: InvalidAdapter.
@@ -82,22 +80,20 @@ def identify(folder: Path, limits: AdapterLimits = AdapterLimits()) -> AdapterIn
     return _parse(folder, limits)[0]
 
 
-def load(folder: Path, identity: str, limits: AdapterLimits = AdapterLimits()) -> AdapterWeights:
+def load(folder: Path, identity: str, limits: AdapterLimits = USUAL) -> AdapterWeights:
     """Read the adapter ``identity``. Raises: InvalidAdapter, also for a folder that holds another one by now."""
-    import torch
-
     info, tensors = _parse(folder, limits)
     if info.identity != identity:
         raise InvalidAdapter(
             f"adapter: {folder} has changed: {identity[:12]} is wanted, it holds {info.identity[:12]}. Load it again "
             "under its name: new requests get what it holds now"
         )
-    pairs: dict[str, list[Tensor]] = {}
-    for (layer, _), (dtype, shape, data) in sorted(tensors.items()):  # A before B
-        values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape).float()
-        if not values.isfinite().all():
+    pairs: dict[str, list[Floats]] = {}
+    for (layer, part), (dtype, shape, data) in sorted(tensors.items()):  # A before B
+        values = _FLOATS[dtype](data).reshape(shape)
+        if not np.isfinite(values).all():
             raise InvalidAdapter(f"adapter: the weights of {layer} in {folder} hold NaN or inf: train or fetch it anew")
-        pairs.setdefault(layer, []).append(values)
+        pairs.setdefault(layer, []).append(values if part == "A" else values * np.float32(info.scale))
     return AdapterWeights(info=info, pairs={layer: (a, b) for layer, (a, b) in pairs.items()})
 
 
@@ -179,11 +175,10 @@ def _tensors(folder: Path, raw: bytes) -> _Tensors:
         raise InvalidAdapter(f"adapter: {folder / WEIGHTS} is no safetensors file: {error}. Fetch it again") from error
     tensors: _Tensors = {}
     for name, spec in found:
-        match, dtype = _NAME.fullmatch(name), _DTYPES.get(spec["dtype"])
+        match, dtype = _NAME.fullmatch(name), spec["dtype"]
         _require(folder, match is not None, f"{name!r:.120} is no weight of LoRA's: lora_A and lora_B of layers are")
-        _require(folder, dtype is not None, f"{name} is in {spec['dtype']}: one of {', '.join(_DTYPES)} is wanted")
+        _require(folder, dtype in _FLOATS, f"{name} is in {dtype}: one of {', '.join(_FLOATS)} is wanted")
         assert match is not None
-        assert dtype is not None
         tensors[match[1], match[2]] = dtype, tuple(spec["shape"]), spec["data"]
     _require(folder, bool(tensors), "it holds no weights")
     return tensors

@@ -19,7 +19,7 @@ them while nothing runs.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtransfer.replay import observe
@@ -34,6 +34,7 @@ from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffParts, HandOffTerms
 from replicas.distributions import Distributions
+from replicas.engine.adapters import Adapters
 from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.compiling import Grammars
 from replicas.engine.occupation import Occupation
@@ -63,6 +64,7 @@ class Executor:
     kv_bytes: KvBytes | None = None  # reads and writes the pools, for replay and observation
     page_home: TieredPageHome | None = None  # cached pages as they move between replicas; None: they do not
     give_back: Callable[[frozenset[str]], None] = lambda parts: None  # memory of all ranks (occupation.py)
+    adapters: Adapters | None = None  # None: none are served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,6 @@ class Intake:
         """Raise InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
         request.validate(vocab_size=self._model.vocab_size)
         require_possible(request, has_transfer=self._has_transfer)
-        if request.adapter is not None:
-            raise InvalidRequest("adapter: this replica serves its model alone", param="model")
         readout = request.sampling.readout
         if readout is not None and readout.pooling is not None and self._model.implementation == "transformers":
             raise InvalidRequest("pooling: hidden states are not read from a model that Transformers' classes run")
@@ -175,9 +175,11 @@ class Engine:
         return self.scheduler.has_work or self.steps.under_way
 
     def on_event(self, call: Callable[[], None]) -> None:
-        """Register ``call``: the threads of transfers, of grammars and of the store call it when they have news for
+        """Register ``call``: the threads of transfers, grammars, adapters and the store call it when they have news for
         `step`. It must not block."""
         self.grammars.on_ready = call
+        if self.executor.adapters is not None:
+            self.executor.adapters.on_ready = call
         if self._service is not None:
             self._service.on_event = call
         if self.kv.store_tier is not None:
@@ -221,6 +223,8 @@ class Engine:
         Raises: InvalidRequest, or PromptTooLong with the lengths and what is allowed.
         """
         self._intake.check(request)
+        if request.adapter is not None and self.executor.adapters is None:
+            raise InvalidRequest("adapter: this replica serves its model alone", param="model")
 
     def find(self, rid: str, index: int = 0) -> Req | None:
         """Return choice ``index`` of an open request."""
@@ -259,16 +263,37 @@ class Engine:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.require_new_room(request)
-        choices, constraint = self._make_choices(self._intake.clip(request), arrived_s), request.sampling.constraint
+        choices, adapter = self._make_choices(self._intake.clip(request), arrived_s), request.adapter
+        if request.sampling.constraint is not None:
+            self.scheduler.counters.constrained += 1
+        adapters = self.executor.adapters
+        if adapter is not None and adapters is not None and not adapters.holds(adapter):
+            if place is None:
+                self._park(request, choices)
+                adapters.start(request, adapter, choices)
+                return []
+            adapters.load(adapter, self._open.adapters)
+        return self._prepare(request, choices, place)
+
+    def _park(self, request: GenerateRequest, choices: list[Choice]) -> None:
+        """Keep choices until what they need is there."""
+        for choice in choices:
+            self.scheduler.park(choice.req)
+        if request.rid not in self._open:
+            self._open.add(request.rid, choices)
+
+    def _prepare(
+        self, request: GenerateRequest, choices: list[Choice], place: Callable[[Req], None] | None = None
+    ) -> list[TokenDelta]:
+        """Start the choices of an accepted request that has its adapter, once it has its grammar too. Returns, and
+        raises, as `accept`."""
+        constraint = request.sampling.constraint
         if constraint is None:
             return self._place(request, choices, None, place)
-        self.scheduler.counters.constrained += 1
         matcher = self.grammars.compiler.cached(constraint)
         if matcher is not None or place is not None:
             return self._place(request, choices, matcher or self.grammars.compiler.compile(constraint), place)
-        for choice in choices:
-            self.scheduler.park(choice.req)
-        self._open.add(request.rid, choices)
+        self._park(request, choices)
         self.grammars.start(request, choices, constraint)
         return []
 
@@ -285,7 +310,7 @@ class Engine:
         else:
             for choice in choices:
                 (place or self.scheduler.submit)(choice.req)
-        if request.rid not in self._open:  # else it waited for its grammar
+        if request.rid not in self._open:  # else it waited for its adapter or its grammar
             self._open.add(request.rid, choices)
         done = []
         for choice in choices:
@@ -326,30 +351,52 @@ class Engine:
         none."""
         if self.kv.store_tier is not None:
             self.kv.store_tier.poll()
+        adapters = self.executor.adapters
+        started = self._start_loaded(adapters) if adapters is not None and adapters.waiting else []
         if self.grammars.waiting:
-            return [*self._start_compiled(), *self._poll_hand_offs()]
-        return self._poll_hand_offs()
+            started += self._start_compiled()
+        return [*started, *self._poll_hand_offs()]
 
     def _poll_hand_offs(self) -> list[TokenDelta]:
         return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
+
+    def _start_loaded(self, adapters: Adapters) -> list[TokenDelta]:
+        """Go on with the requests whose adapter is loaded. Returns: as `accept`, and the ends of those without one."""
+        deltas = []
+        for task in adapters.poll(self._open.adapters):
+            choices, ended = self._unpark(task.request, task.choices, task.error)
+            deltas += ended or (self._prepare(task.request, choices) if choices else [])
+        return deltas
 
     def _start_compiled(self) -> list[TokenDelta]:
         """Start the requests whose grammar is compiled. Returns: as `accept`, and the ends of those that have none."""
         deltas = []
         for task in self.grammars.poll():
-            choices, made = [choice for choice in task.choices if choice.req.finish is None], task.made
-            try:
-                if isinstance(made, MantaError):
-                    raise made
-                if choices and task.request.hand_off is not None and self._hand_offs is not None:
-                    self._hand_offs.require_new_room(task.request)
-            except MantaError as error:
-                deltas += [self._end(choice, failed(error)) for choice in choices]
-                continue
-            for choice in choices:
-                self.scheduler.take_back(choice.req)
-            deltas += self._place(task.request, choices, made) if choices else []
+            made = task.made
+            error = made if isinstance(made, MantaError) else None
+            choices, ended = self._unpark(task.request, task.choices, error)
+            matcher = made if isinstance(made, Matcher) else None
+            deltas += ended or (self._place(task.request, choices, matcher) if choices else [])
         return deltas
+
+    def _unpark(
+        self, request: GenerateRequest, choices: Sequence[Choice], error: MantaError | None
+    ) -> tuple[list[Choice], list[TokenDelta]]:
+        """Take back the choices that are open still, or end them by ``error`` or as their room is open again.
+
+        Returns: those taken back, and the last deltas of those that ended.
+        """
+        left = [choice for choice in choices if choice.req.finish is None]
+        try:
+            if error is not None:
+                raise error
+            if left and request.hand_off is not None and self._hand_offs is not None:
+                self._hand_offs.require_new_room(request)
+        except MantaError as why:
+            return [], [self._end(choice, failed(why)) for choice in left]
+        for choice in left:
+            self.scheduler.take_back(choice.req)
+        return left, []
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""
@@ -445,6 +492,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Take a snapshot of the statistics; engine thread only."""
         stats = snapshot(self.scheduler, self.kv.store, self.steps.times, now_s=self._clock())
+        if self.executor.adapters is not None:
+            stats = replace(stats, adapters=self.executor.adapters.stats())
         if self._hand_offs is None:
             return stats
         return replace(stats, num_handing_off=self._hand_offs.num_handing_off, transfer=self._hand_offs.stats())
@@ -456,6 +505,8 @@ class Engine:
     def close(self) -> None:
         """Close the connections to peers and to the other ranks; the engine must not be used afterwards."""
         self.grammars.close()
+        if self.executor.adapters is not None:
+            self.executor.adapters.close()
         if self._hand_offs is not None:
             self._hand_offs.close()
         if self.kv.store_tier is not None:

@@ -12,14 +12,18 @@ import multiprocessing
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from kvtransfer.ports.rank_port import RankPort
-from replicas.config import EngineConfig
+from replicas.checkpoints.adapters import load
+from replicas.config import AdapterLimits, EngineConfig
+from replicas.engine.adapters import ReadAdapter
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.kernels.team import PassingThread
+from replicas.layers.adapters import AdapterBank, AdapterOrder, DropAdapter, PutAdapter
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache
 from replicas.runner.kv_access import GiveBack, KvOrder, RankedCopier, RankedKvBytes, give_back_parts
@@ -29,6 +33,7 @@ from replicas.runner.port import MakeAgent, PortSpec, make_port
 from replicas.runner.remote_port import RemotePort
 from replicas.runner.worker import WorkerSpec, die_with_parent, run_worker, worker_specs
 from replicas.scheduler.plan import PendingStep, StepPlan
+from replicas.types import AdapterRef
 
 START_TIMEOUT_S = 300.0  # a follower that has not connected by then is not coming
 MEET_S = 300.0  # for the ranks' meeting, and for every collective after it
@@ -81,6 +86,34 @@ class LocalWorkers:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
+
+
+class RankedAdapters:
+    """The adapters of all ranks: read from disk once; ``send`` gives an order to the others. Only `read` may be called
+    on any thread."""
+
+    def __init__(
+        self, bank: Callable[[], AdapterBank], limits: AdapterLimits, send: Callable[[AdapterOrder], None]
+    ) -> None:
+        self.limits = limits
+        self._bank, self._send = bank, send
+
+    def read(self, ref: AdapterRef) -> ReadAdapter:
+        """Read an adapter, and prepare rank 0's share. Raises: InvalidAdapter."""
+        weights = load(Path(ref.path), ref.identity, self.limits)
+        order = PutAdapter(ref.identity, weights.info.rank, weights.pairs)
+        share = self._bank().prepare(order)
+
+        def give() -> None:
+            self._send(order)
+            self._bank().put(share)
+
+        return ReadAdapter(ref.identity, weights.info.num_bytes, give)
+
+    def drop(self, identity: str) -> None:
+        """Let every rank forget an adapter that no step has any more."""
+        self._send(DropAdapter(identity))
+        self._bank().drop(identity)
 
 
 class Ranks:
@@ -148,6 +181,11 @@ class Ranks:
         if self._channel is not None:
             self._channel.send(order)
         give_back_parts(order, self.runner.pool)
+
+    def adapters(self, config: EngineConfig) -> RankedAdapters:
+        """Give access to the adapters of all ranks."""
+        send = self._channel.send if self._channel is not None else _send_nothing
+        return RankedAdapters(lambda: self.runner.adapters, config.adapters, send)
 
     def copier(self) -> RankedCopier | None:
         """Give access to the pages of all ranks' pools and of the host tier; None without one."""
@@ -221,7 +259,7 @@ def host_tier(config: EngineConfig) -> HostKVCache | None:
     return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=parts)
 
 
-def _send_nothing(order: KvOrder) -> None:
+def _send_nothing(order: KvOrder | AdapterOrder) -> None:
     """Drop ``order``: there is only one rank."""
 
 

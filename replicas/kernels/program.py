@@ -11,7 +11,7 @@ has ten of them.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numba import carray
@@ -35,6 +35,7 @@ class Stage(Protocol):
         ...
 
 
+@runtime_checkable
 class ReadingStage(Stage, Protocol):
     """A stage that can read its input from another place at each run."""
 
@@ -55,18 +56,23 @@ def _run_stages(pointer: Any) -> None:
 class Program:
     """Stages that ``team`` runs in order."""
 
-    def __init__(self, stages: Sequence[Stage], team: Team) -> None:
+    def __init__(self, stages: Sequence[Stage], team: Team, kept: Sequence[bool] | None = None) -> None:
+        """``kept``: those that runs have which are not ``whole``; None: all."""
         self.stages = tuple(stages)
+        self._kept = np.array(kept or [True] * len(self.stages))
         self._team = team
         self._num_rows = 0  # that the stages are prepared for
         self._table = np.zeros((len(self.stages), 2), np.int64)
+        self._short = self._table[self._kept]
         self._counters = np.zeros((len(self.stages) + 1, _COUNTER_BYTES // 8), np.int64)
-        self._arguments = ProgramArgs(stages=self._table.ctypes.data, num_stages=len(self.stages))
+        self._arguments = ProgramArgs()
 
-    def run(self, num_rows: int) -> None:
-        """Run all stages on the first ``num_rows`` >= 1 rows of their memory."""
+    def run(self, num_rows: int, *, whole: bool = True) -> None:
+        """Run the stages on the first ``num_rows`` >= 1 rows of their memory: all, or those that are kept."""
         if num_rows != self._num_rows:
             self._prepare(num_rows)
+        table = self._table if whole else self._short
+        self._arguments.stages, self._arguments.num_stages = table.ctypes.data, len(table)
         self._counters.fill(0)
         self._team.run(_run_stages, self._arguments)
 
@@ -74,4 +80,5 @@ class Program:
         for i, stage in enumerate(self.stages):
             function, arguments = stage.prepare(num_rows, self._counters[i].ctypes.data)
             self._table[i] = function.address, ctypes.addressof(arguments)
+        self._short[:] = self._table[self._kept]
         self._num_rows = num_rows

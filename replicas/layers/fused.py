@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from replicas.kernels import elementwise
+from replicas.kernels.adapters.low_rank import LowRankKernel, LowRankStage
 from replicas.kernels.elementwise import VectorStage
 from replicas.kernels.program import Program, ReadingStage, Stage
 from replicas.kernels.simd import W
 from replicas.kernels.team import Team
 from replicas.layers.embedding import Rotation
-from replicas.layers.linear import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
+from replicas.layers.linear import ColumnParallelLinear, GatedMLP, Linear, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
 
 
@@ -61,6 +62,7 @@ class Activations:
     """The buffers of a step of up to ``rows`` tokens."""
 
     def __init__(self, rows: int, block: Block) -> None:
+        """With memory for what adapters add, if any was loaded."""
         hidden, qkv = _columns(block.attn.qkv)
         gated, _ = _columns(block.mlp.down)
         head_dim = block.attn.qkv.head_dim
@@ -73,13 +75,16 @@ class Activations:
         self.cos, self.sin = torch.empty(rows, 1, head_dim), torch.empty(rows, 1, head_dim)
         self.gate_up = torch.empty(rows, 2 * gated)
         self.gated = torch.empty(rows, gated)
+        added = [product.added for product in (block.attn.qkv, block.attn.o_proj, block.mlp.gate_up, block.mlp.down)]
+        low = max((each.low_floats for each in added if isinstance(each, LowRankKernel)), default=0)
+        self.low = torch.empty(rows, low) if low else None
 
 
 def stages_of(
     blocks: Sequence[Block], norm: RMSNorm, at: Activations, team: Team
-) -> tuple[list[list[Stage]], list[ReadingStage]]:
+) -> tuple[list[list[Stage]], list[list[ReadingStage]]]:
     """Make the stages before each block's attention and after the last one's [L + 1], and those that read its result
-    [L].
+    [L, ..].
 
     ``norm``: the one after the last block. Each call makes new stages: a stage knows the counter of its one program.
     """
@@ -87,8 +92,8 @@ def stages_of(
     stages: list[Stage] = [_norm(blocks[0].input_norm, at.hidden, at.normed)]
     for block, following in zip(blocks, [*[b.input_norm for b in blocks[1:]], norm], strict=True):
         parts.append([*stages, *_before_attention(block, at, team)])
-        projection = block.attn.o_proj.matmul.stages(at.attended, at.term, team)
-        projections.append(projection[0])
+        projection = _product(block.attn.o_proj, at.attended, at.term, at, team)
+        projections.append([stage for stage in projection if isinstance(stage, ReadingStage)])
         stages = [*projection, *_after_attention(block, at, team), _add_and_norm(following, at)]
     return [*parts, stages], projections
 
@@ -104,6 +109,15 @@ def program_rows(blocks: Sequence[Block], norm: RMSNorm) -> int:
     return min((product.matmul.program_rows for product in products), default=0)
 
 
+def _product(layer: Linear, x: Tensor, out: Tensor, at: Activations, team: Team) -> list[Stage]:
+    """Make the stages of a product, and of what adapters add to it."""
+    stages: list[Stage] = [*layer.matmul.stages(x, out, team)]
+    if at.low is not None:
+        assert isinstance(layer.added, LowRankKernel)
+        stages += layer.added.stages(x, out, at.low, team)
+    return stages
+
+
 def _before_attention(block: Block, at: Activations, team: Team) -> list[Stage]:
     """Make the stages from normed to qkv, rotated in place."""
     layer = block.attn.qkv
@@ -113,17 +127,16 @@ def _before_attention(block: Block, at: Activations, team: Team) -> list[Stage]:
     ]
     heads, cos, sin = layer.num_heads + layer.num_kv_heads, at.cos.data_ptr(), at.sin.data_ptr()
     rotate = VectorStage(elementwise.rotate_rows, q, q, heads=heads, size=layer.head_dim, cos=cos, sin=sin)
-    return [*layer.matmul.stages(at.normed, at.qkv, team), *norms, rotate]
+    return [*_product(layer, at.normed, at.qkv, at, team), *norms, rotate]
 
 
 def _after_attention(block: Block, at: Activations, team: Team) -> list[Stage]:
     """Make the stages from the o product's term to the MLP's term."""
-    gate_up, down = block.mlp.gate_up.matmul, block.mlp.down.matmul
     return [
         _add_and_norm(block.post_norm, at),
-        *gate_up.stages(at.normed, at.gate_up, team),
+        *_product(block.mlp.gate_up, at.normed, at.gate_up, at, team),
         VectorStage(elementwise.silu_mul_rows, at.gate_up, at.gated, size=at.gated.shape[1]),
-        *down.stages(at.gated, at.term, team),
+        *_product(block.mlp.down, at.gated, at.term, at, team),
     ]
 
 
@@ -174,7 +187,7 @@ class _Programs:
 
     at: Activations
     programs: tuple[Program, ...]  # [L + 1]: before each block's attention, and after the last one's
-    projections: tuple[ReadingStage, ...]  # [L]: what reads the result of each block's attention
+    projections: tuple[Sequence[ReadingStage], ...]  # [L]: what reads the result of each block's attention
     decode: Program | None  # all of them, attention included
 
 
@@ -206,32 +219,39 @@ class FusedBlocks:
         """Embedded tokens [T, hidden], 1 <= T <= max_rows, -> normalised output of the last block [T, hidden], in a
         buffer that the next step overwrites."""
         rows = hidden.shape[0]
-        if self._made is None or self._made.at.rows < rows:
+        added = self._blocks[0].attn.qkv.added
+        if self._made is None or self._made.at.rows < rows or (added is not None and self._made.at.low is None):
             self._made = self._make(max(FIRST_ROWS, 1 << (rows - 1).bit_length()))
+        whole = isinstance(added, LowRankKernel) and added.in_step
         at, programs = self._made.at, self._made.programs
         for buffer, value in ((at.hidden, hidden), (at.cos, rotation.cos), (at.sin, rotation.sin)):
             buffer[:rows].copy_(value)
         if self._made.decode is not None and not self.apart and self._staged is not None and self._staged.set_stages():
-            self._made.decode.run(rows)
+            self._made.decode.run(rows, whole=whole)
             return at.normed[:rows]
         q, k, v = self._blocks[0].attn.qkv.split(at.qkv[:rows])
         for i, projection in enumerate(self._made.projections):
-            programs[i].run(rows)
+            programs[i].run(rows, whole=whole)
             attended = self._attend(i, q, k, v)  # may be a fresh tensor: bound until the program that reads it has run
             assert attended.stride(1) == 1, f"rows must be whole, strides are {attended.stride()}"
-            projection.read_from(attended)
-        programs[-1].run(rows)
+            for stage in projection:
+                stage.read_from(attended)
+        programs[-1].run(rows, whole=whole)
         return at.normed[:rows]
 
     def _make(self, rows: int) -> _Programs:
         at = Activations(rows, self._blocks[0])
         parts, projections = stages_of(self._blocks, self._norm, at, self._team)
-        programs, decode = tuple(Program(part, self._team) for part in parts), None
+        programs, decode = tuple(self._program(part) for part in parts), None
         if self._staged is not None:
             q, k, v = self._blocks[0].attn.qkv.split(at.qkv)
             attention = self._staged.decode_stages(len(self._blocks), q, k, v, at.attended)
             # stages of their own: a stage knows the counter of its program
             (first, *others), _ = stages_of(self._blocks, self._norm, at, self._team)
             whole = itertools.chain(first, *((stage, *part) for stage, part in zip(attention, others, strict=True)))
-            decode = Program(list(whole), self._team)
+            decode = self._program(list(whole))
         return _Programs(at, programs, tuple(projections), decode)
+
+    def _program(self, stages: Sequence[Stage]) -> Program:
+        """Make a program that leaves what adapters add out of steps without any."""
+        return Program(stages, self._team, [not isinstance(stage, LowRankStage) for stage in stages])

@@ -13,6 +13,7 @@ Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +136,18 @@ class Matmul:
         return held + (0 if self.bias is None else self.bias.nbytes)
 
 
-class _Linear(Layer):
+Pair = tuple[Tensor, Tensor]  # of an adapter: A [rank, in], and B [out, rank] times its scale
+
+
+class Added(Protocol):
+    """What adapters add to a product (layers/adapters.py)."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Add to ``out`` [T, out] what the adapters of this step's rows make of x [T, in]."""
+        ...
+
+
+class Linear(Layer):
     """A product by several named weights, one below the other."""
 
     takes_stored = True
@@ -145,7 +157,9 @@ class _Linear(Layer):
         self._has_bias = bias
         self._one_order = False  # ranks add their parts of a row in one order, whatever the row's place among others
         self._pieces: dict[str, Piece] = {}  # name -> this rank's slice, until finalize
+        self._shapes: dict[str, tuple[int, int]] = {}  # name -> (out, in) of its whole weight
         self.matmul = Matmul()
+        self.added: Added | None = None  # None while no adapter was loaded
 
     def multiply_by(self, products: Products, format_: WeightFormat) -> None:
         weights = self._put_pieces("weight")
@@ -164,6 +178,8 @@ class _Linear(Layer):
 
     def _putter(self, key: str) -> Put:
         def put(tensor: Piece) -> None:
+            if len(tensor.shape) == 2:
+                self._shapes[key] = tensor.shape[0], tensor.shape[1]
             piece = self._slice(key, tensor)
             if piece is not None:
                 self._pieces[key] = piece
@@ -187,8 +203,34 @@ class _Linear(Layer):
     def num_bytes(self) -> int:
         return self.matmul.num_bytes
 
+    @property
+    def weights_here(self) -> dict[str, int]:
+        """The outputs on this rank of each of its weights, by name, in their order."""
+        here = {}
+        for name in self._names:
+            piece = self._slice(key := _key(name, "weight"), torch.empty(self._shapes[key], device="meta"))
+            assert piece is not None
+            here[name] = piece.shape[0]
+        return here
 
-class ColumnParallelLinear(_Linear):
+    def share_of(self, name: str, pair: Pair) -> Pair:
+        """Cut this rank's share of what an adapter adds to weight ``name``. Raises: ValueError for another shape."""
+        (a, b), key = pair, _key(name, "weight")
+        if (b.shape[0], a.shape[1]) != self._shapes[key]:
+            raise ValueError(f"{(b.shape[0], a.shape[1])} (out, in) is no weight of {self._shapes[key]}")
+        return self._cut(key, a, b)
+
+    def _cut(self, key: str, a: Tensor, b: Tensor) -> Pair:
+        raise NotImplementedError
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        out = self.matmul(x)
+        if self.added is not None:
+            self.added(x, out)
+        return out
+
+
+class ColumnParallelLinear(Linear):
     """A product of which each rank makes a share of the outputs; its weights see the same input."""
 
     def __init__(self, names: tuple[str, ...], *, tp: TpGroup, bias: bool = False) -> None:
@@ -199,9 +241,12 @@ class ColumnParallelLinear(_Linear):
         rows = share(tensor.shape[0], self._tp.size, name)
         return tensor.narrow(0, self._tp.rank * rows, rows)
 
+    def _cut(self, key: str, a: Tensor, b: Tensor) -> Pair:
+        return a, cast(Tensor, self._slice(key, b))
+
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, in] into [T, sum of out / tp], one name's share after the other's."""
-        return self.matmul(x)
+        return self._multiply(x)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -235,7 +280,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         return q, k, v
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(Linear):
     """A product of which each rank multiplies a share of the inputs; the sum over ranks is the output."""
 
     def __init__(self, *, tp: TpGroup, bias: bool = False) -> None:
@@ -248,9 +293,12 @@ class RowParallelLinear(_Linear):
         columns = share(tensor.shape[1], self._tp.size, name)
         return tensor.narrow(1, self._tp.rank * columns, columns)
 
+    def _cut(self, key: str, a: Tensor, b: Tensor) -> Pair:
+        return cast(Tensor, self._slice(key, a)), b  # the ranks' parts are added up with those of the product
+
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, in / tp] into [T, out]."""
-        return add_over_ranks(self.matmul(x), self._tp, one_order=self._one_order)
+        return add_over_ranks(self._multiply(x), self._tp, one_order=self._one_order)
 
 
 def add_over_ranks(part: Tensor, tp: TpGroup, *, one_order: bool) -> Tensor:

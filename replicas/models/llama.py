@@ -17,7 +17,7 @@ from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, RotaryEmbedding, Rotation, VocabParallelEmbedding
 from replicas.layers.fused import Block, FusedBlocks, StagedAttention
 from replicas.layers.layer import Layer, computes_in
-from replicas.layers.linear import GatedMLP, QKVParallelLinear, RowParallelLinear
+from replicas.layers.linear import GatedMLP, Linear, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
 from replicas.layers.tp_group import TpGroup
 
@@ -142,6 +142,16 @@ class Llama(Layer):
         staged = backend if isinstance(backend, StagedAttention) else None
         blocks = cast("list[Block]", self.blocks)  # whose MLPs are dense
         return FusedBlocks(blocks, self.norm, self._attention.forward, torch.get_num_threads(), staged)
+
+    def adaptable(self) -> dict[str, Linear]:
+        """Return the products that adapters can add to, by name: not those of latent attention or of experts."""
+        parts = {
+            f"model.layers.{i}.{name}": part
+            for i, block in enumerate(self.blocks)
+            for name, part in (("self_attn", block.attn), ("mlp", block.mlp))
+            if isinstance(part, LlamaAttention | GatedMLP)
+        }
+        return {n: x for at, part in parts.items() for n, x in part.walk(at) if isinstance(x, Linear)}
 
     def parts(self) -> Mapping[str, Layer]:
         blocks = {f"model.layers.{i}": block for i, block in enumerate(self.blocks)}

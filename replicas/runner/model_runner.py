@@ -8,6 +8,7 @@ Invariant: K/V of a chunk is in the pool of every rank when the step's result is
 Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from replicas.attention.workspace import num_sms
 from replicas.config import EngineConfig, Products
 from replicas.errors import InvalidConfig
 from replicas.kernels import gpu
+from replicas.layers.adapters import AdapterBank
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
@@ -113,9 +115,27 @@ class ModelRunner:
         """The backend that runs this rank's attention."""
         return self._attention.ready
 
+    @functools.cached_property
+    def adapters(self) -> AdapterBank:
+        """The adapters on this rank; asked for when the first is loaded."""
+        products = self._model.adaptable() if isinstance(self._model, Llama) else {}
+        return AdapterBank(products, self.device, self._config.adapters)
+
+    def _begin_adapters(self, plan: StepPlan) -> bool:
+        """Say which rows of the step have which adapter. Returns: whether any has."""
+        if isinstance(plan, DecodePlan):
+            adapters, lengths = plan.adapters, [1] * len(plan.adapters)
+        else:
+            adapters = tuple(row.adapter for row in plan.rows)
+            lengths = [len(row.token_ids) for row in plan.rows]
+        has_any = any(adapters)
+        if has_any or "adapters" in self.__dict__:
+            self.adapters.begin(adapters, lengths)
+        return has_any
+
     def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
         """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
-        graphs = self._graphs
+        graphs = None if self._begin_adapters(plan) else self._graphs
         if graphs is not None and isinstance(plan, DecodePlan) and len(plan.rows) <= graphs.sizes[-1]:
             batch = graphs.fill(plan)
             self._put_followed(plan, batch)

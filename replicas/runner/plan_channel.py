@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import NamedTuple
 
 from replicas.errors import EngineDead
+from replicas.layers.adapters import AdapterOrder
 from replicas.runner.kv_access import KvOrder
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 
@@ -95,7 +96,7 @@ class PlanChannel:
             caller.thread.join()
             caller.socket.close()
 
-    def send(self, message: StepPlan | KvOrder) -> None:
+    def send(self, message: StepPlan | KvOrder | AdapterOrder) -> None:
         """Send a plan or an order to all followers. Raises: EngineDead if a follower is gone."""
         try:
             if isinstance(message, ExtendPlan | DecodePlan):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client
 
 from replicas.config import EngineConfig, load_extensions
+from replicas.layers.adapters import AdapterOrder, DropAdapter, PutAdapter
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache, HostMemory
 from replicas.runner.kv_access import (
@@ -63,13 +64,15 @@ def run_worker(spec: WorkerSpec) -> None:
     log.info("rank %d of %d is ready", spec.rank, tp.size)
     while True:
         try:
-            message: StepPlan | KvOrder = plans.recv()
+            message: StepPlan | KvOrder | AdapterOrder = plans.recv()
         except (EOFError, ConnectionResetError):
             runner.close()
             return
         if isinstance(message, CopyPages):
             assert host is not None, "this engine has no host tier"
             copy_pages(message, runner.pool, host, tp)
+        elif isinstance(message, PutAdapter | DropAdapter):
+            runner.adapters.run(message)
         elif isinstance(message, GiveBack):
             give_back_parts(message, runner.pool)
         elif isinstance(message, ReadKv | WriteKv):

@@ -87,6 +87,9 @@ def decode_plan(
     """Plan a decode step of ``reqs``; ``follows``: it is planned ahead. ``draft_rows``: as in the plan; ``of_drafts``:
     what the sampler needs for these."""
     sampling = [sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs]
+    adapters = adapters_of(reqs)
+    if adapters and draft_rows:
+        adapters += tuple(adapters[i] for i, drafted in enumerate(draft_rows) for _ in drafted)
     return DecodePlan(
         table_writes=table_writes,
         rows=rows.rows,
@@ -97,7 +100,14 @@ def decode_plan(
         prefix_groups=groups,
         follows=follows,
         draft_rows=draft_rows,
+        adapters=adapters,
     )
+
+
+def adapters_of(reqs: Sequence[Req]) -> tuple[str, ...]:
+    """Name the adapter of each request, "" for none; () where none has one."""
+    found = tuple("" if req.asked.adapter is None else req.asked.adapter.identity for req in reqs)
+    return found if any(found) else ()
 
 
 def sample_row(req: Req, num_ahead: int = 0, num_drafted: int = 0, guide: Guide | None = None) -> SampleRow:

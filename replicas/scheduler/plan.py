@@ -54,6 +54,7 @@ class ExtendRow:
     target_start: int = 0  # position of target_ids[0]; the logits at target_start - 1 predict it
     top_logprobs: int = 0  # alternatives wanted beside each target
     readout: Readout | None = None  # of the hidden states; every chunk's go to the pooler
+    adapter: str = ""  # by its identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,6 +102,7 @@ class DecodePlan:
     prefix_groups: tuple[PrefixGroup, ...] = ()
     follows: npt.NDArray[np.int32] | None = None  # [B] indices into the sampled tokens of the step launched before
     draft_rows: tuple[range, ...] = ()  # [B] those of each request's draft, some empty; (): there are none
+    adapters: tuple[str, ...] = ()  # [R] by their identities, "" for none; (): no row has one
 
     @property
     def num_requests(self) -> int:

@@ -25,7 +25,7 @@ from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
-from replicas.scheduler.decode import DecodeRows, retract, retracted_first, sample_row
+from replicas.scheduler.decode import DecodeRows, adapters_of, retract, retracted_first, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
@@ -265,6 +265,7 @@ def _row(req: Req, start: int, length: int, slots: Slots, *, sample: bool) -> Ex
         target_start=target_start,
         top_logprobs=req.top_logprobs,
         readout=req.sampling.readout,
+        adapter="" if req.asked.adapter is None else req.asked.adapter.identity,
     )
 
 
@@ -285,7 +286,7 @@ def extend_plan(
     """Plan a step of ``batch`` and, with ``decode``, of all ``running`` requests; each of them with its groups."""
     rows, sampled = list(batch.rows), [req for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample]
     if decode is not None:
-        rows += _decode_rows(decode)
+        rows += _decode_rows(decode, adapters_of(running))
         sampled += running
     return ExtendPlan(
         table_writes=table_writes,
@@ -298,7 +299,7 @@ def extend_plan(
     )
 
 
-def _decode_rows(decode: DecodeRows) -> list[ExtendRow]:
+def _decode_rows(decode: DecodeRows, adapters: Sequence[str]) -> list[ExtendRow]:
     return [
         ExtendRow(
             row=int(decode.rows[i]),
@@ -306,6 +307,7 @@ def _decode_rows(decode: DecodeRows) -> list[ExtendRow]:
             prefix_len=int(decode.seq_lens[i]) - 1,
             slots=decode.slots[i : i + 1],
             sample=True,
+            adapter=adapters[i] if adapters else "",
         )
         for i in range(len(decode.rows))
     ]

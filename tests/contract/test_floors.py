@@ -82,8 +82,9 @@ FLOORS: dict[str, set[str]] = {
         "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine.ranks": {
-        "replicas.runner", "replicas.kernels", "replicas.layers.tp_group", "replicas.scheduler.plan",
-        "replicas.memory.host", "replicas.config", "replicas.errors", "kvtransfer.ports",
+        "replicas.runner", "replicas.kernels", "replicas.layers.tp_group", "replicas.layers.adapters",
+        "replicas.checkpoints.adapters", "replicas.engine.adapters", "replicas.scheduler.plan",
+        "replicas.memory.host", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.ports",
     },
     "replicas.launch": {
         "replicas.engine", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.memory.host",

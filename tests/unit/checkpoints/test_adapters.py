@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from replicas.checkpoints.adapters import CONFIG, WEIGHTS, AdapterLimits, identify, load
+from replicas.checkpoints.adapters import CONFIG, WEIGHTS, identify, load
+from replicas.config import AdapterLimits
 from replicas.errors import InvalidAdapter
 from tests.adapters import make_adapter
 

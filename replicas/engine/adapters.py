@@ -1,0 +1,166 @@
+"""The adapters (LoRA) that one engine holds: loaded when a request asks for one, dropped when others need the room.
+
+Owns:      which adapters are held, the requests that wait for theirs, and the thread that reads files.
+Never:     runs or ends a request (engine.py does); drops an adapter that an open request has.
+Invariant: what is held takes at most ``host_bytes``. `poll` returns each request once. A request that is returned
+           without an error has its adapter until it ends.
+Thread:    engine thread; `_read` runs on the thread that reads, which calls `on_ready`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from replicas.config import AdapterLimits
+from replicas.engine.choice import Choice
+from replicas.errors import InvalidAdapter, MantaError, Overloaded
+from replicas.types import AdapterRef, AdapterStats, GenerateRequest
+
+log = logging.getLogger(__name__)
+WAIT_S = 60.0  # for an adapter: for the reading thread, the disk, and room beside those that are in use
+SMOOTHING = 0.3  # of a new measurement of the seconds to load
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadAdapter:
+    """An adapter that was read, and that no rank has yet."""
+
+    identity: str
+    num_bytes: int
+    give: Callable[[], None]  # lets every rank hold it, for the steps that follow; the engine's thread
+
+
+class AdapterPort(Protocol):
+    """The adapters of all ranks (ranks.py)."""
+
+    @property
+    def limits(self) -> AdapterLimits: ...
+
+    def read(self, ref: AdapterRef) -> ReadAdapter:
+        """Read an adapter. Raises: InvalidAdapter."""
+        ...
+
+    def drop(self, identity: str) -> None:
+        """Let every rank forget an adapter that no step has any more."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Loading:
+    """A request whose adapter is being loaded."""
+
+    request: GenerateRequest
+    ref: AdapterRef
+    choices: Sequence[Choice]
+    since_s: float
+    error: MantaError | None = None
+
+
+class Adapters:
+    """The adapters of one engine."""
+
+    def __init__(self, port: AdapterPort, clock: Callable[[], float]) -> None:
+        self._port = port
+        self.on_ready: Callable[[], None] = lambda: None
+        self.waiting: list[Loading] = []  # until `poll`
+        self._clock = clock
+        self._held: dict[str, int] = {}  # identity -> bytes; the one used last is the last
+        self._reading: dict[str, Future[tuple[ReadAdapter, float]]] = {}  # until it is held, or nobody waits
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-adapters")
+        self._num_loads = self._num_dropped = 0
+        self._load_s = 0.0
+
+    def holds(self, ref: AdapterRef) -> bool:
+        """Tell whether an adapter is held; it counts as used now."""
+        num_bytes = self._held.pop(ref.identity, None)
+        if num_bytes is not None:
+            self._held[ref.identity] = num_bytes
+        return num_bytes is not None
+
+    def start(self, request: GenerateRequest, ref: AdapterRef, choices: Sequence[Choice]) -> None:
+        """Load the adapter of ``request``, which `poll` returns then."""
+        self.waiting.append(Loading(request, ref, choices, self._clock()))
+        if ref.identity not in self._reading:
+            self._reading[ref.identity] = future = self._thread.submit(self._read, ref)
+            future.add_done_callback(lambda _: self.on_ready())
+
+    def poll(self, in_use: Callable[[], set[str]]) -> list[Loading]:
+        """Return the requests that wait no longer; ``error`` of each says why it has no adapter, or is None.
+
+        Args: in_use: gives the identities that open requests have.
+        """
+        now_s, done, waiting = self._clock(), list[Loading](), list[Loading]()
+        for task in self.waiting:
+            over = all(choice.req.finish is not None for choice in task.choices)
+            try:
+                ready = over or self.holds(task.ref) or self._settle(task.ref, in_use)
+                if not ready and now_s - task.since_s > WAIT_S:
+                    raise Overloaded(f"its adapter was not loaded within {WAIT_S:g} s: try again later")
+            except MantaError as error:
+                task.error, ready = error, True
+            (done if ready else waiting).append(task)
+        self.waiting = waiting
+        wanted = {task.ref.identity for task in waiting}
+        self._reading = {identity: future for identity, future in self._reading.items() if identity in wanted}
+        return done
+
+    def load(self, ref: AdapterRef, in_use: Callable[[], set[str]]) -> None:
+        """Load an adapter now. Raises: InvalidAdapter; Overloaded where those in use leave no room."""
+        if not self.holds(ref) and not self._hold(*self._read(ref), in_use):
+            raise Overloaded("the adapters of open requests leave no room for another: try again later")
+
+    def stats(self) -> AdapterStats:
+        """Take a snapshot of the statistics."""
+        return AdapterStats(
+            held=tuple(self._held), num_bytes=sum(self._held.values()), num_loads=self._num_loads,
+            num_dropped=self._num_dropped, load_s=self._load_s,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let the thread end with what it reads."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _settle(self, ref: AdapterRef, in_use: Callable[[], set[str]]) -> bool:
+        """Hold an adapter if it was read and has room. Raises: as `AdapterPort.read`."""
+        future = self._reading.get(ref.identity)
+        return future is not None and future.done() and self._hold(*future.result(), in_use)
+
+    def _hold(self, adapter: ReadAdapter, read_s: float, in_use: Callable[[], set[str]]) -> bool:
+        """Make room, and hold an adapter. Returns: False where those in use leave none."""
+        limits, needed = self._port.limits, adapter.num_bytes
+        if needed > limits.host_bytes:
+            raise InvalidAdapter(f"adapter: it takes {needed:,} bytes, adapters.host_bytes is {limits.host_bytes:,}")
+
+        def fits() -> bool:
+            return sum(self._held.values()) + needed <= limits.host_bytes and len(self._held) < limits.max_held
+
+        used = in_use()
+        for identity in [identity for identity in self._held if identity not in used]:
+            if fits():
+                break
+            self._port.drop(identity)
+            del self._held[identity]
+            self._num_dropped += 1
+        if not fits():
+            return False
+        began_s = time.monotonic()
+        adapter.give()
+        self._held[adapter.identity] = needed
+        took_s = read_s + time.monotonic() - began_s
+        self._load_s = took_s if self._num_loads == 0 else self._load_s + SMOOTHING * (took_s - self._load_s)
+        self._num_loads += 1
+        return True
+
+    def _read(self, ref: AdapterRef) -> tuple[ReadAdapter, float]:
+        """Read an adapter. Returns: it, and the seconds that this took."""
+        began_s = time.monotonic()
+        try:
+            return self._port.read(ref), time.monotonic() - began_s
+        except MantaError:
+            raise
+        except Exception as error:
+            log.exception("an adapter could not be read")
+            raise InvalidAdapter(f"adapter: {ref.path} cannot be read: {error!r:.200}") from error
