@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 
 from deployments.settings.groups import ADAPTER_NAME, AdapterSettings
 from deployments.settings.places import local_path
-from replicas.checkpoints.adapters import CONFIG, WEIGHTS, AdapterLimits, identify
+from replicas.checkpoints.adapters import CONFIG, WEIGHTS, identify
 from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, UnknownModel
 from replicas.types import AdapterRef
 
@@ -37,7 +37,7 @@ class Adapters:
     def __init__(self, settings: AdapterSettings | None = None) -> None:
         """Raises: InvalidConfig for a folder of the settings that holds no adapter."""
         self._settings = settings = settings or AdapterSettings()
-        self._limits = AdapterLimits(max_rank=settings.max_rank, max_bytes=settings.max_bytes)
+        self._limits = settings.limits
         self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
         self._seen: dict[str, tuple[tuple[int, ...], AdapterRef | None]] = {}  # name -> its file as last read
 

@@ -29,7 +29,7 @@ from typing_extensions import TypedDict  # pydantic's own; typing's has what it 
 
 from deployments.settings.settings_file import shown
 from kvtransfer.types import TransferSettings, Verify
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.config import AdapterLimits, CacheConfig, ParallelConfig, SchedulerConfig
 
 DTYPES: Mapping[str, str | None] = {
     "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
@@ -224,6 +224,12 @@ class AdapterSettings(Settings):
     names_folder: str | None = Field(default=None, pattern="^/")
     max_rank: int = Field(default=64, ge=1)  # an adapter of a higher rank is refused
     max_bytes: int = Field(default=1 << 30, ge=1024)  # one whose file is larger is refused
+    # memory of each replica for adapters, beside cache.device_memory_bytes; those used least recently make room
+    host_bytes: int = Field(default=1 << 30, ge=1024)
+
+    @property
+    def limits(self) -> AdapterLimits:
+        return AdapterLimits(max_rank=self.max_rank, max_bytes=self.max_bytes, host_bytes=self.host_bytes)
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> "AdapterSettings":
