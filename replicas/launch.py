@@ -36,7 +36,7 @@ from replicas.config import (
     load_extensions,
 )
 from replicas.disagg.rooms import HandOffTerms
-from replicas.engine.adapters import Adapters
+from replicas.engine.adapters import HeldAdapters
 from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
@@ -121,7 +121,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             kv_bytes=ranks.kv_bytes(config),
             page_home=_page_home(config, kv, ranks.host),
             give_back=ranks.give_back,
-            adapters=Adapters(ranks.adapters(config), settings.clock),
+            adapters=HeldAdapters(ranks.adapters(config), settings.clock),
         ),
         tokenizer=tokenizer,
         transfer=connected,

@@ -59,7 +59,7 @@ class Loading:
     error: MantaError | None = None
 
 
-class Adapters:
+class HeldAdapters:
     """The adapters of one engine."""
 
     def __init__(self, port: AdapterPort, clock: Callable[[], float]) -> None:

@@ -34,7 +34,7 @@ from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffParts, HandOffTerms
 from replicas.distributions import Distributions
-from replicas.engine.adapters import Adapters
+from replicas.engine.adapters import HeldAdapters
 from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.compiling import Grammars
 from replicas.engine.occupation import Occupation
@@ -64,7 +64,7 @@ class Executor:
     kv_bytes: KvBytes | None = None  # reads and writes the pools, for replay and observation
     page_home: TieredPageHome | None = None  # cached pages as they move between replicas; None: they do not
     give_back: Callable[[frozenset[str]], None] = lambda parts: None  # memory of all ranks (occupation.py)
-    adapters: Adapters | None = None  # None: none are served
+    adapters: HeldAdapters | None = None  # None: none are served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +360,7 @@ class Engine:
     def _poll_hand_offs(self) -> list[TokenDelta]:
         return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
 
-    def _start_loaded(self, adapters: Adapters) -> list[TokenDelta]:
+    def _start_loaded(self, adapters: HeldAdapters) -> list[TokenDelta]:
         """Go on with the requests whose adapter is loaded. Returns: as `accept`, and the ends of those without one."""
         deltas = []
         for task in adapters.poll(self._open.adapters):

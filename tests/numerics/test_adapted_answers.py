@@ -181,7 +181,7 @@ def test_the_same_answer_on_every_path(
     if cached == "host":
         harness.to_host(made.kv)
     before = made.stats().cached_tokens
-    late = [asked(f"late{i}", each, PROMPT[i : i + 30]) for i, each in enumerate(adapters)] if busy else []
+    late = [asked(f"late{i}", each, PROMPT[i + 1 : i + 30]) for i, each in enumerate(adapters)] if busy else []
     answers = run(
         made, [asked("asked", ref, sampling=sampling)], late=late,
         retract="asked" if retracted else None, to_host=cached == "host",
