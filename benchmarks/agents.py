@@ -38,6 +38,7 @@ PAGE = 16
 AGENT_PAUSE_S, CHAT_PAUSE_S = 3.7, 10.0  # medians
 SPREAD = 1.0  # sigma of the lognormal pauses of tools; a person's are half as far apart
 HOST_BYTES = 1 << 30
+HELD_S = 0.05  # for which time goes on where no request may begin
 RATES, QUICK_RATES = (0.3, 0.6, 0.9), (0.5,)  # of requests beside a batch, a second
 PROMPT_LEN, ANSWER_LEN = 256, 32  # of those, and of lines
 LINES_WAITING = 4  # at the replica, beyond its rows, as a router keeps there
@@ -171,8 +172,11 @@ class Run:
             if not self._open:
                 self._clock.skip_to(self._due[0][0])
                 continue
-            for delta in self._engine.step():
+            deltas = self._engine.step()
+            for delta in deltas:
                 self._take(delta, seen if now_s > began_s + self._shape.warm_s else Seen())
+            if not deltas and not self._engine.scheduler.last.made_progress:  # all that are open are held
+                self._clock.skip_to(min(now_s + HELD_S, self._due[0][0] if self._due else math.inf))
         for rid in list(self._open):
             self._engine.abort(rid)
         while self._engine.has_work:

@@ -143,6 +143,7 @@ class Stamps:
     passed_s: float = (
         0.0  # of its wait until it was admitted: how long others went before it as their tenants had credit
     )
+    held_s: float = 0.0  # of its wait until it was admitted: its session waited for room beside older ones
     ended_s: float | None = None
 
 

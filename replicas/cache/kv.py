@@ -28,7 +28,7 @@ import numpy as np
 from replicas.cache.audit import audit
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.host_pages import HostTier
-from replicas.cache.node import path_to
+from replicas.cache.node import Session, path_to
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
@@ -118,7 +118,21 @@ class KvCache:
     def arrived(self, req: Req) -> None:
         """Take note that ``req`` came: the session that it goes on with is kept until its answer."""
         if self._sessions is not None:
-            self._sessions.returns(req.ids[: self.longest_reuse(req)], req.salt)
+            self._sessions.returns(req.ids[: self.longest_reuse(req)], req.salt, rid=req.rid)
+
+    def agent_of(self, req: Req) -> Session | None:
+        """Return the session of an agent that ``req`` goes on with; None where it is of none, or its pages would come
+        back from the host."""
+        return (
+            None if self._sessions is None or self.store.tiers is not None else self._sessions.sessions.agent(req.rid)
+        )
+
+    def session_needs(self, session: Session, req: Req) -> tuple[int, int]:
+        """Return the tokens that ``req`` needs of `available_tokens`, and those that are kept there for sessions older
+        than its own."""
+        assert self._sessions is not None
+        need, kept = self._sessions.session_needs(session, req.ids[: req.num_tokens], req.salt)
+        return need * self.page_size, kept * self.page_size
 
     def ask_store(self, req: Req) -> None:
         """Look in the store for what the other tiers lack of the prefix of ``req``, which waits to start."""

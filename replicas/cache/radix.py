@@ -21,7 +21,7 @@ from replicas.cache.audit import audit_tree
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
-from replicas.cache.node import NO_PAGES, TreeNode, first_page, path_to, walk
+from replicas.cache.node import NO_PAGES, Session, TreeNode, first_page, path_to, walk
 from replicas.cache.owners import EVERYBODY, Owners
 from replicas.cache.sessions import Sessions
 from replicas.cache.tree_view import CacheTree, cache_tree
@@ -50,7 +50,7 @@ class RadixCache:
         self.events = events  # None: nothing is recorded or hashed
         self.evicted_idle_s = Tally(IDLE_S)  # time since the last use of what `evict` took
         self._clock = clock
-        self.sessions = Sessions(touched=self._touched, clock=clock)
+        self.sessions = Sessions(touched=self._touched, key_of=self._key_of, clock=clock)
         self._owners = Owners(clock)
         self._held = Counter[str]()  # pages on the device, by tenant
         self._queue = EvictionQueue(
@@ -173,14 +173,20 @@ class RadixCache:
         node.tenant = tenant
         self._queue.changed(node)
 
-    def returns(self, token_ids: TokenIds, salt: str) -> None:
-        """Take note that a prompt arrived: the session that it goes on with is kept until its answer."""
-        self.sessions.returns([child for child, common in self._path(token_ids, salt) if common == child.num_pages])
+    def returns(self, token_ids: TokenIds, salt: str, *, rid: str = "") -> None:
+        """Take note that the prompt of ``rid`` arrived: the session that it goes on with is kept until its answer."""
+        path = self._whole_nodes(token_ids, salt)
+        self.sessions.returns(path, salt=salt, rid=rid, keys=lambda: page_keys(token_ids, self.page_size, salt))
+
+    def session_needs(self, session: Session, token_ids: TokenIds, salt: str) -> tuple[int, int]:
+        """Return the pages that a prompt of ``session`` needs, and those that are kept for older ones."""
+        num_pages = -(-len(token_ids) // self.page_size)
+        return self.sessions.needs(session, self._whole_nodes(token_ids, salt), num_pages)
 
     def answered(self, token_ids: TokenIds, prompt_len: int, salt: str, *, name: str = "", rid: str = "") -> None:
         """Take note that ``token_ids`` are a prompt, of request ``rid``, and its answer, in the session that the client
         calls ``name``."""
-        path = [child for child, common in self._path(token_ids, salt) if common == child.num_pages]
+        path = self._whole_nodes(token_ids, salt)
         ends = np.cumsum([len(node.key) for node in path])
         num_prompt = int(np.searchsorted(ends, prompt_len, side="right"))
         self.sessions.answered(path, num_prompt, tick=self._tick, name=name, rid=rid)
@@ -314,6 +320,17 @@ class RadixCache:
                 return
             node = child
             at += common * ps
+
+    def _whole_nodes(self, token_ids: TokenIds, salt: str) -> list[TreeNode]:
+        """List the nodes along the match that it has whole."""
+        return [child for child, common in self._path(token_ids, salt) if common == child.num_pages]
+
+    def _key_of(self, node: TreeNode) -> PageKey:
+        """Return the key of the last page of ``node``."""
+        if node.page_keys is not None:
+            return int(node.page_keys[-1])
+        before = self._key_of(node.parent) if node.parent is not None and node.parent.parent is not None else None
+        return int(page_keys(node.key, self.page_size, node.salt, before)[-1])
 
     def _split_node(self, node: TreeNode, at: int) -> TreeNode:
         """Put a new parent with the first ``at`` pages above ``node`` (SPEC E06); sizes do not change."""

@@ -5,8 +5,13 @@ just evicted it. Which session goes first is no guess here: the younger one's pa
 whole. Only whether it comes back is one, and that is what its lease says. It follows the session's own pauses; where a
 router says which tools an answer calls, those tools' pauses in all sessions.
 
-Owns:      which node each session is known by, and the leases: `TreeNode.lease` is written here, and copied by splits.
-Never:     evicts or locks. A lease is a rank in the order of eviction (cache/evict.py); one that runs out lowers it.
+An agent's request, of a session whose answers call tools, would take its pages from older sessions where those fill the
+pool, and theirs would be computed anew in turn. So what it needs, and what is kept for older ones, can be asked here.
+
+Owns:      which node each session is known by, or was until it left the tree; the leases: `TreeNode.lease` is written
+           here, and copied by splits.
+Never:     evicts or locks, or lets a request wait (scheduler/queues.py). A lease is a rank in the order of eviction
+           (cache/evict.py); one that runs out lowers it.
 Invariant: a leased session has an entry in the heap, due when its lease is, and ends at the deepest node that is kept
            for it; its mark is in the tree too: no session keeps a node alive that has left.
 Thread:    scheduler thread only.
@@ -21,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvtransfer.pages import PageKey
 from replicas.cache.node import Session, TreeNode, path_to
 from replicas.request import OFFLINE
 
@@ -30,20 +36,30 @@ MARGIN = 2.0  # times the mean pause of a session, or of the tools that its answ
 WEIGHT = 0.25  # of the last pause in that mean
 MAX_NAMED = 4096  # names whose age is remembered
 MAX_ANSWERED = 1024  # answers whose tools may still be told, and tools whose pauses are remembered
+MAX_LOST = 1024  # sessions that are known though nothing of them is left
 
 
 class Sessions:
     """The sessions of one tree."""
 
-    def __init__(self, *, touched: Callable[[TreeNode], None], clock: Callable[[], float]) -> None:
-        """``touched``: called where the rank of a node may have fallen."""
+    def __init__(
+        self,
+        *,
+        touched: Callable[[TreeNode], None],
+        key_of: Callable[[TreeNode], PageKey],
+        clock: Callable[[], float],
+    ) -> None:
+        """``touched``: called where the rank of a node may have fallen. ``key_of``: of the last page of a node."""
         self._touched = touched
+        self._key_of = key_of
         self._clock = clock
         self._due: list[tuple[float, int, Session]] = []  # by when; an entry of a lease that was changed is dropped
         self._tie = 0
         self._marks: dict[TreeNode, Session] = {}  # by the node in which their last prompt ends, in whole pages
         self._num_leased = 0
         self._answered: OrderedDict[str, Session] = OrderedDict()  # by request, until their tools are told
+        self._asked: OrderedDict[str, Session] = OrderedDict()  # by request, from its arrival to its answer
+        self._lost: OrderedDict[PageKey, Session] = OrderedDict()  # by the last page of theirs that left the tree
         self._pauses: OrderedDict[tuple[str, str], float] = OrderedDict()  # moving means by salt and tool
         self._born: OrderedDict[tuple[str, str], int] = OrderedDict()  # by salt and name, the one used last at the end
 
@@ -51,21 +67,48 @@ class Sessions:
     def num_leased(self) -> int:
         return self._num_leased
 
-    def returns(self, path: Sequence[TreeNode]) -> None:
-        """Take note that a prompt arrived that goes on behind ``path``: its session is kept until that is answered."""
+    def returns(
+        self, path: Sequence[TreeNode], *, salt: str = "", rid: str = "", keys: Callable[[], Iterable[PageKey]] = tuple
+    ) -> None:
+        """Take note that the prompt of ``rid`` arrived, which goes on behind ``path``: its session is kept until that
+        is answered. ``keys``: of all its pages."""
         _, session = self._latest(path)
-        if session is None or not session.paused:
+        if session is None and self._lost:
+            found = [key for key in map(int, keys()) if key in self._lost]
+            session = self._lost.pop(found[-1]) if found else None
+        if session is None:
+            return
+        self._asked[rid] = session
+        _bound(self._asked, MAX_ANSWERED)
+        if not session.paused:
             return
         session.paused = False
         pause_s = min(self._clock() - session.answered_s, 2 * LONGEST_S)  # one that was long is soon forgotten
         session.pause_s = _mean(session.pause_s, pause_s)
         session.goes_on |= session.tools == ()
         for tool in session.tools or ():
-            of = path[-1].salt, tool
+            of = salt, tool
             self._pauses[of] = _mean(self._pauses.pop(of, None), pause_s)
             _bound(self._pauses, MAX_ANSWERED)
-        if session.pause_s <= LONGEST_S:
+        if session.pause_s <= LONGEST_S and (session.end or path):
             self._lease(session, session.end or path[-1], LONGEST_S)
+
+    def agent(self, rid: str) -> Session | None:
+        """Return the session that request ``rid`` goes on with, if its answers call tools."""
+        session = self._asked.get(rid)
+        return session if session is not None and session.called else None
+
+    def needs(self, session: Session, path: Sequence[TreeNode], num_pages: int) -> tuple[int, int]:
+        """Return how many of the ``num_pages`` of a prompt of ``session``, which begins with ``path``, it has to find
+        room for, or occupies itself; and how many that could go are kept for older ones."""
+
+        def others(node: TreeNode) -> bool:
+            return node.lock_ref > 0 or (node.lease is not None and node.lease.born < session.born)
+
+        need = num_pages - sum(len(node.pages) for node in path if others(node))
+        older = {entry[2] for entry in self._due if _holds(entry) and entry[2].born < session.born}
+        kept = [node for each in older for node in path_to(each.end) if node.lease is each and not node.lock_ref]
+        return need, sum(len(node.pages) for node in kept)
 
     def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str, rid: str) -> None:
         """Take note that the answer to a prompt ends with ``path``, whose first ``num_prompt`` nodes are the prompt.
@@ -76,10 +119,14 @@ class Sessions:
             return
         prompt = path[:num_prompt]
         mark, session = self._latest(prompt)
-        if mark is None or session is None:
+        lost = self._asked.pop(rid, None)
+        if session is None and lost is not None and lost.mark is None:
+            session = lost
+        if mark is not None:
+            del self._marks[mark]
+        if session is None:
             session = Session(self._birth(path[-1].salt, name, tick))
         else:
-            del self._marks[mark]
             self._end(session)
         self._marks[prompt[-1]], session.mark = session, prompt[-1]
         session.answered_s, session.paused, session.tools = self._clock(), True, None
@@ -125,14 +172,16 @@ class Sessions:
         session = self._marks.pop(leaf, None)
         if session is not None:
             session.mark = None
+            self._lost[self._key_of(leaf)] = session
+            _bound(self._lost, MAX_LOST)
         if leaf.lease is not None:
             self._ends_above(leaf.lease, leaf)
 
     def clear(self) -> None:
         """Forget all sessions: the tree is empty."""
         self._due, self._num_leased = [], 0
-        self._answered.clear()
-        self._marks.clear()
+        for each in (self._answered, self._asked, self._lost, self._marks):
+            each.clear()
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Assert the invariant, given all nodes of the tree. O(nodes * depth)."""

@@ -142,7 +142,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
     return EngineStats(
         time_s=now_s,
         pool=pool,
-        num_waiting=len(queues.waiting) + len(parked) - num_legs,
+        num_waiting=len(queues.waiting) + len(queues.held) + len(parked) - num_legs,
         num_running=len(queues.running) + len(queues.paused) + len(queues.forced) + (chunked is not None),
         num_offline_waiting=len(queues.offline) - len(queues.paused),
         num_offline_running=len(offline),

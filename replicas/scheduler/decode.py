@@ -347,7 +347,8 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
              have to run first, or if a token must be known to make the next one.
     """
     chunked = queues.chunked
-    has_queue = bool(len(queues.waiting) or len(queues.prealloc) or len(queues.offline) or chunked is not None)
+    waiting = (queues.waiting, queues.prealloc, queues.offline, queues.held)
+    has_queue = chunked is not None or any(len(each) for each in waiting)
     if len(queues.under_way) != 1 or queues.forced or (has_queue and must_look):
         return None
     if chunked is not None and not (chunked.asked.offline and queues.num_others):  # else it gets a part of some steps

@@ -166,6 +166,27 @@ class WaitingQueue(ReqQueue):
         return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)
 
 
+class HeldQueue(ReqQueue):
+    """Agents' requests that wait until there is room for their whole session beside older ones (cache/sessions.py)."""
+
+    LOOK_S = 0.05  # between two looks: each costs a walk through what is kept
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked_s = -math.inf
+
+    def add(self, req: Req) -> None:
+        super().add(req)
+        self._looked_s = -math.inf
+
+    def looks(self, now_s: float) -> bool:
+        """Whether it is time to look again; then a look is made."""
+        if not self._reqs or now_s < self._looked_s + self.LOOK_S:
+            return False
+        self._looked_s = now_s
+        return True
+
+
 class PreallocQueue(ReqQueue):
     """Decode legs that hold nothing yet: they need row and pages before their K/V may be sent.
 
@@ -278,6 +299,7 @@ class Queues:
 
     waiting: WaitingQueue
     lines: LineShare
+    held: HeldQueue = field(default_factory=HeldQueue)
     offline: ReqQueue = field(default_factory=ReqQueue)  # lines of batches that wait, or are paused between two tokens
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each, in the order in which they joined
@@ -347,6 +369,8 @@ class Queues:
             self.away.remove(req)
         elif req in self.offline:
             self.offline.remove(req)
+        elif req in self.held:
+            self.held.remove(req)
         elif req in self.prealloc:
             self.prealloc.remove(req)
         elif req.state is ReqState.WAITING:
@@ -360,7 +384,7 @@ class Queues:
 
     def check(self) -> None:
         """Raise AssertionError where a request is in a queue that does not fit its state."""
-        for req in (*self.waiting, *self.prealloc):
+        for req in (*self.waiting, *self.prealloc, *self.held):
             assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
             assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
         for req in self.offline:

@@ -114,7 +114,13 @@ class Scheduler:
     def only_away(self) -> bool:
         """Whether nothing is left to do here until another replica has done its part, or a grammar is compiled."""
         queues = self.queues
-        starting = len(queues.waiting) or len(queues.offline) or queues.chunked is not None or len(queues.prealloc)
+        starting = (
+            len(queues.waiting)
+            or len(queues.held)
+            or len(queues.offline)
+            or queues.chunked is not None
+            or len(queues.prealloc)
+        )
         return not (starting or queues.running or queues.forced)
 
     def would_wait(self, num_new: int) -> int:
@@ -122,7 +128,7 @@ class Scheduler:
         would fill. While memory is short, no place is free."""
         queues = self.queues
         num_starting = len(queues.waiting) + len(queues.prealloc) + num_new
-        num_waiting = num_starting + len(queues.away.in_state(ReqState.WAITING))
+        num_waiting = num_starting + len(queues.held) + len(queues.away.in_state(ReqState.WAITING))
         if self._is_short:
             num_starting = 0
         num_holding = sum(not req.asked.offline for req in queues.holding)  # lines of batches give their places up
@@ -151,7 +157,11 @@ class Scheduler:
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)
-        self._wait(req)
+        if self._config.session_wait_s and not req.asked.offline and self.kv.agent_of(req) is not None:
+            self.queues.held.add(req)
+            self._gate.disturb()
+        else:
+            self._wait(req)
         self.kv.ask_store(req)
 
     def ask_grant(self, req: Req) -> None:
@@ -232,6 +242,8 @@ class Scheduler:
         assert not len(queues.under_way), "a step is under way: apply it, or schedule ahead"
         now_s = self._clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
+        if queues.held.looks(now_s):
+            self._let_sessions_in(now_s)
         self._order_batches()
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
@@ -313,6 +325,24 @@ class Scheduler:
         chunked = self.queues.chunked
         self.queues.wait(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
         self._gate.disturb()
+
+    def _let_sessions_in(self, now_s: float) -> None:
+        """Let agents' requests wait for their turn for which there is room beside older sessions and what those that
+        wait need, or that have been held for ``session_wait_s``."""
+        held, wanted = self.queues.held, 0
+        agents = [(session, req) for req in held if (session := self.kv.agent_of(req)) is not None]
+        for req in set(held) - {req for _, req in agents}:
+            held.remove(req)
+            self._wait(req)
+        for session, req in sorted(agents, key=lambda each: each[0].born):
+            need, kept = self.kv.session_needs(session, req)
+            held_s, before = now_s - req.stamps.arrival_s, kept + wanted
+            late = held_s + req.asked.waited_s >= self._config.session_wait_s
+            if not before or need + before <= self.kv.available_tokens() or late:
+                held.remove(req)
+                req.stamps.held_s = held_s
+                self._wait(req)
+            wanted += need
 
     def _order_batches(self) -> None:
         """Let lines of batches run only in steps in which no other request begins, as many beside others as their share

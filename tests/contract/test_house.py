@@ -28,9 +28,10 @@ ATTRIBUTES_OTHERWISE = 18
 # what of these can change: their attributes, and those of the parts of the same room (a file that stands outside all
 # rooms is one) that they reach and that are no frozen values. So an attribute that moves into a part still counts
 MUTABLE = {
-    "replicas.request.Req": 47,  # 24 of its own
-    # 12 of its own; two are the queue of lines of batches, 10 their share of steps, 19 drafts, 7 the shares of tenants
-    "replicas.scheduler.scheduler.Scheduler": 103,
+    "replicas.request.Req": 48,  # 24 of its own
+    # 12 of its own; two are the queue of lines of batches, 10 their share of steps, 19 drafts, 7 the shares
+    # of tenants, 2 the turns of sessions that are held
+    "replicas.scheduler.scheduler.Scheduler": 105,
     "replicas.engine.engine.Engine": 67,  # 16 of its own
 }
 PARAMETERS = 8  # of a function that is written out; a frozen value is built by its fields' names

@@ -33,7 +33,7 @@ class Tree:
     ) -> None:
         """A prompt arrives, is computed and answered; ``tools``: that its answer calls, if its router tells."""
         prompt, whole = self.ids(agent, prompt_pages), self.ids(agent, prompt_pages + answer_pages)
-        self.cache.returns(prompt, "")
+        self.cache.returns(prompt, "", rid=f"agent {agent}")
         for ids in (prompt, whole):
             num = len(ids) // PS
             pages: Pages = np.arange(self.num_pages, self.num_pages + num, dtype=np.int32)
@@ -91,6 +91,18 @@ def test_a_named_session_is_as_old_as_its_name_when_all_of_it_was_evicted() -> N
     tree.turn(1, 2, name="old")
     tree.evict(3)
     assert (tree.left(1), tree.left(2)) == (3, 0)
+
+
+def test_a_session_without_a_name_is_known_by_what_it_says_when_all_of_it_was_evicted() -> None:
+    tree = Tree()
+    tree.turn(1, 2)
+    tree.turn(2, 2)
+    tree.evict(6)
+    for agent in (2, 1):
+        tree.turn(agent, 4)
+    assert tree.cache.sessions.num_leased == 2  # both have come back
+    tree.evict(5)
+    assert (tree.left(1), tree.left(2)) == (5, 0)
 
 
 def test_a_lease_that_has_run_out_keeps_nothing() -> None:

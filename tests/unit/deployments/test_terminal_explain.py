@@ -101,6 +101,12 @@ def test_what_a_request_waited_behind_other_tenants_is_said() -> None:
     assert text in " ".join(plain(explain.drawn(answer(passed))).split())
 
 
+def test_how_long_a_session_waited_for_older_ones_is_said() -> None:
+    held = tried(actual={"cached_tokens": 0, "ttft_s": 12.5, "passed_s": 0.0, "held_s": 12.0})
+    text = "For 12 s its session waited until older ones left room for it."
+    assert text in " ".join(plain(explain.drawn(answer(held))).split())
+
+
 TERMS = {
     "replica_id": "d1", "cached_tokens": 0, "own_tokens": 1709, "transfer_pages": 107, "transfer_bytes": 78_000_000,
     "ttft_s": 1.2, "stall_s": 2.0, "transfer_s": 0.05, "overhead_s": 0.01, "pressure_s": 0.0, "load_s": 0.0,
