@@ -12,14 +12,25 @@ import numpy as np
 import pytest
 import torch
 
+from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.checkpoints.adapters import identify
-from replicas.config import AdapterLimits, CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
+from replicas.config import (
+    AdapterLimits,
+    CacheConfig,
+    DType,
+    Implementation,
+    ParallelConfig,
+    Quantization,
+    SchedulerConfig,
+)
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
+from replicas.replay.replay import extract, restore
 from replicas.types import AdapterRef, Finish, GenerateRequest, SamplingParams
 from tests import harness
 from tests.adapters import TARGETS, make_adapter
 from tests.embedded import short_model
+from tests.numerics import tiny
 from tests.pairwise import cases
 
 pytestmark = pytest.mark.model
@@ -297,6 +308,63 @@ def test_what_cannot_be_adapted_or_has_changed_ends_its_request_alone(
         assert finish.http_status == 400
         assert finish.message is not None
         assert said in finish.message, finish.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation", "targets", "said"),
+    [
+        ("qwen3-moe", "auto", ("q_proj", "o_proj"), ""),
+        ("qwen3-moe", "auto", ("down_proj",), "mlp.down_proj (2 in all) cannot be changed by an adapter here"),
+        ("v3", "auto", ("o_proj",), "self_attn.o_proj (3 in all) cannot be changed by an adapter here"),
+        ("qwen2", "transformers", ("q_proj",), "no layer of this model can"),
+    ],
+)
+def test_experts_latent_attention_and_models_of_transformers_are_refused_by_name(
+    tmp_path: Path, kind: str, implementation: Implementation, targets: tuple[str, ...], said: str
+) -> None:
+    """But the attention beside experts has adapters, and so has a dense layer: in Qwen3's MoE layer 1 is one."""
+    tiny.save(kind, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(short_model(), name), tmp_path / "model")
+    ref = make_adapter(tmp_path / "a", tmp_path / "model", rank=4, targets=targets, size=1.0)
+    settings = EngineSettings(
+        model=str(tmp_path / "model"), num_threads=1, implementation=implementation,
+        cache=CacheConfig(max_total_tokens=512),
+    )  # fmt: skip
+    ids = np.arange(3, 26, dtype=np.int32)
+    with closing(load_engine(settings)) as engine:
+        answers = run(engine, [asked("model", None, ids), asked("adapted", ref, ids)])
+    finish = answers["adapted"].finish
+    assert finish is not None
+    if said:
+        assert finish.http_status == 400
+        assert said in (finish.message or "")
+    else:
+        assert answers["adapted"].logprobs != answers["model"].logprobs
+
+
+def test_a_snapshot_goes_on_with_its_adapter(
+    engine_of: Callable[..., Engine], adapters: list[AdapterRef | None], tmp_path: Path
+) -> None:
+    """In another engine, which loads it then."""
+    engine = engine_of(page=16, chunk=512)
+    flush(engine)
+    whole = run(engine, [asked("whole", adapters[3], sampling=SEEDED)])["whole"].ids
+    engine.submit(asked("taken", adapters[3], sampling=SEEDED, cache_salt="s"))
+    for _ in range(6):
+        engine.step()
+    extract(engine, "taken").save(tmp_path / "s")
+    engine.abort("taken")
+    snapshot = ReplaySnapshot.load(tmp_path / "s")
+    with closing(make_engine()) as other:
+        assert restore(other, snapshot) == []
+        req = other.find("taken")
+        assert req is not None
+        assert adapters[3] is not None
+        assert req.salt == adapters[3].space + "s"
+        rest = [token for _ in range(NUM_NEW) for delta in other.step() for token in delta.token_ids]
+    assert 0 < len(rest) < NUM_NEW
+    assert snapshot.output_ids.tolist() + rest == whole
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ import pytest
 from benchmarks import engine_process
 from benchmarks.engine_process import EngineProcess, ProcessSettings
 from replicas.engine.engine import Engine
-from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from tests.adapters import make_adapter
 from tests.embedded import short_model
 from tests.numerics.handing_over import (
     CACHED,
@@ -92,12 +93,13 @@ def start_processes(
 
 
 def check_processes(
-    of: Processes, prompt: np.ndarray, sampling: SamplingParams, *, salt: str = ""
+    of: Processes, prompt: np.ndarray, sampling: SamplingParams, *, salt: str = "", adapter: AdapterRef | None = None
 ) -> list[TokenDelta]:
     """Returns: what the client is told."""
     request = GenerateRequest(
-        rid="asked", token_ids=prompt, sampling=sampling, return_logprobs=True, top_logprobs=3, cache_salt=salt
-    )
+        rid="asked", token_ids=prompt, sampling=sampling, return_logprobs=True, top_logprobs=3, cache_salt=salt,
+        adapter=adapter,
+    )  # fmt: skip
     prefill, decode = legs(request, of.prefill.address)
     of.prefill.submit(prefill)
     of.decode.submit(decode)
@@ -132,6 +134,24 @@ def test_two_processes_answer_as_one_over_nixl(processes: Processes) -> None:
         cached.append(told[-1].usage.cached_tokens // 16)
     assert pages == [0, 0, 1, 2, 0, 1, 2, 6] * 3
     assert cached == [0, 0, 1, 2, 0, 0, 2, 6] * 3
+    check_balance(processes)
+
+
+@pytest.mark.model
+def test_a_hand_off_of_a_request_with_an_adapter(processes: Processes, tmp_path: Path) -> None:
+    """Both sides load it; the answer is that of one engine, and not the model's own. The pages of the same prompt that
+    the decode side has from the model alone are not the request's."""
+    model = Path(processes.unified.config.model.path)
+    ref, prompt = make_adapter(tmp_path / "a", model, size=0.5), tiny_prompt(100, 50)
+    base = GenerateRequest(rid="base", token_ids=prompt, sampling=GREEDY)
+    processes.decode.submit(base)
+    own = processes.decode.finish("base")
+    assert processes.unified.executor.adapters is not None
+    processes.unified.executor.adapters.load(ref, set)
+    told = check_processes(processes, prompt, GREEDY, adapter=ref)
+    assert told[0].hand_off is not None
+    assert told[0].hand_off.num_pages == 7  # all of the prompt's
+    assert [token for delta in told for token in delta.token_ids] != [i for delta in own for i in delta.token_ids]
     check_balance(processes)
 
 
