@@ -265,4 +265,6 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--chats", type=int, default=8, help="mixed: answers being written")
     add("--prompts", type=int, default=5, help="mixed: prompts that arrive")
     add("--prompt-len", type=int, default=1000)
+    add("--cpu", action="store_true", help="drafts: count seconds of the CPU, of one thread")
+    add("--works", default="", help="drafts: the workloads with these letters in their name")
     add("--rate", type=float, default=0.5, help="mixed: prompts a second")

@@ -159,7 +159,8 @@ _REPLICA = [
             {"phase": PHASES}, unit="requests", buckets=BATCH),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="tokens", buckets=TOKENS),
-    Metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", f"Duration of one forward step. {BY_PHASE}",
+    Metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", f"Duration of one forward step. {BY_PHASE} "
+            "A decode step makes a token of each running request, and those of drafts that came true.",
             {"phase": PHASES}, unit="seconds", buckets=STAGE),
     Metric(REPLICA, COUNTER, "scheduler_mixed_steps_total",
             "Prefill steps in which running requests got a token too."),

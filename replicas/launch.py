@@ -101,7 +101,7 @@ def load_engine(settings: EngineSettings) -> Engine:
         runner.pool.commit(COMMIT_S)
     decode_s: dict[int, float] = {}
     if config.scheduler.drafts == "auto":
-        decode_s = time_decode(lambda plan: ranks.launch(plan).result(), row=runner.max_running)
+        decode_s = time_decode(lambda plan: ranks.launch(plan).result(), row=runner.max_running, clock=settings.clock)
     kv = _kv_cache(config, ranks, settings)
     connected = None
     if spec is not None:

@@ -238,6 +238,7 @@ class Req:
     computed_len: int = 0  # tokens whose K/V is computed, reused ones included
     cached: CachedTokens = CachedTokens()  # prompt tokens reused at first admission
     num_retractions: int = 0
+    drafted: tuple[int, int] = (0, 0)  # tokens that steps tried as drafts, and of them those that came true
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
 
@@ -336,6 +337,8 @@ class Req:
             host_tokens=self.cached.host,
             store_tokens=self.cached.store,
             num_retractions=self.num_retractions,
+            drafted_tokens=self.drafted[0],
+            accepted_tokens=self.drafted[1],
         )
 
 

@@ -359,6 +359,8 @@ class Usage:
     num_retractions: int = 0
     host_tokens: int = 0  # of cached_tokens, those that were loaded from host memory
     store_tokens: int = 0  # of cached_tokens, those that were read from the store
+    drafted_tokens: int = 0  # guesses that decode steps tried
+    accepted_tokens: int = 0  # of drafted_tokens, those that came true: tokens without a step of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

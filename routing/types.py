@@ -78,7 +78,7 @@ class ReplicaView:
     page_size: int = 16  # tokens a page; other than the router's, the index holds nothing for it
     prefill_tokens_per_s: float = 0.0  # 0 until measured
     rate_step_tokens: float = 0.0  # prompt tokens of the steps on which that was measured; 0: not reported
-    decode_step_s: float = 0.0  # 0 until measured
+    decode_step_s: float = 0.0  # 0 until measured; with drafts a step may make several tokens of a request
     max_running_requests: int = 0  # 0: no limit was reported
     healthy: bool = True
     accepting: bool = True  # False while it drains, or has given memory back

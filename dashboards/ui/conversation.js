@@ -2,7 +2,7 @@
 // Owns:      the turns; they live as long as the page, in its memory and nowhere else.
 // Never:     draws. `onChange` is called at most once a frame.
 // Turn:      { rid, user, again, messages, options, status: "waiting" | "streaming" | "done" | "stopped" | "failed", error, answer,
-//              arrivals: [[ms after it was sent, length of the answer before], ...], texts, route, finish, usage, guess, explained }
+//              arrivals: [[ms after it was sent, length of the answer before, tokens], ...], texts, route, finish, usage, guess, explained }
 
 import { eventsOf, post, routeOf } from "./api.js";
 import { getJson } from "./connection.js";
@@ -38,7 +38,7 @@ export class Conversation {
   }
 
   body({ messages, options }) {
-    return { model: this.model, messages, ...options, stream: true, stream_options: { include_usage: true } };
+    return { model: this.model, messages, ...options, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   }
 
   type(text) {
@@ -110,11 +110,12 @@ export class Conversation {
     onFirst(turn);
     this.lookUp(turn);
     for await (const event of eventsOf(answer)) {
+      const before = turn.usage?.completion_tokens ?? 0;
       turn.usage = event.usage ?? turn.usage;
       turn.finish = event.choices[0]?.finish_reason ?? turn.finish;
       const text = event.choices.map((choice) => choice.delta.content ?? "").join("");
       if (!text) continue;
-      turn.arrivals.push([performance.now() - started, turn.answer.length]);
+      turn.arrivals.push([performance.now() - started, turn.answer.length, (turn.usage?.completion_tokens ?? 0) - before]);
       turn.answer += text;
       this.changed(turn);
     }
@@ -191,6 +192,18 @@ export function figuresOf({ arrivals, usage, explained, guess, route }) {
     output,
     rate: output > 1 && lastAt > firstAt ? (output - 1) / ((lastAt - firstAt) / 1e3) : null,
   };
+}
+
+// An answer's text in pieces, [text, tokens]: one for each event that brought several tokens, of a draft or that a grammar
+// forced, and one for all between two of these. Pure.
+export function pieces(text, arrivals) {
+  const ends = arrivals.map((_, index) => arrivals[index + 1]?.[1] ?? text.length);
+  return arrivals.reduce((made, [, at, tokens], index) => {
+    const last = made.at(-1);
+    if (tokens <= 1 && last && last[1] <= 1) last[0] += text.slice(at, ends[index]);
+    else made.push([text.slice(at, ends[index]), tokens]);
+    return made;
+  }, []);
 }
 
 // Where in an answer another replica went on: { at: characters before, from, how, to }; `how`: what became of `from`.

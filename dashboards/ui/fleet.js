@@ -55,7 +55,7 @@ const Card = once(({ replica, split, host, chosen, choose }) => {
   const work = [
     split && role === "prefill" ? ["handing off", count(replica.handing_off)]
       : split ? ["receiving", count(replica.receiving), `${count(replica.preallocating)} more wait for pages to receive in`]
-      : ["step", running ? seconds(replica.decode_step_s || null) : "–", "a decode step now: a token for each running request"],
+      : ["step", running ? seconds(replica.decode_step_s || null) : "–", "a decode step now: a token for each running request, more where drafts come true"],
     ["prefill", perS(rates?.prefill_tokens_per_s), "prompt tokens computed a second"],
     ["cached", perS(rates?.cached_tokens_per_s), "prompt tokens found in the cache a second"],
   ];

@@ -4,7 +4,7 @@
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
 import { apiKey, asCurl, asPython, setApiKey } from "./api.js";
 import { postJson } from "./connection.js";
-import { Conversation, figuresOf, jumps } from "./conversation.js";
+import { Conversation, figuresOf, jumps, pieces } from "./conversation.js";
 import { count, nameOf, rate, seconds } from "./format.js";
 import { cachedOf, KINDS, PaintedText, pieces, Strip, summary } from "./painted.js";
 import { copied, Notice, once } from "./panel.js";
@@ -145,7 +145,7 @@ const Turn = once(({ turn, isLast, pageSize, acts, row, admin }) => {
   return html`<article class="turn">
     <div class="said"><p>${turn.again ? html`<span class="note">the same prompt again</span>` : turn.user}</p></div>
     <div class=${`answer ${turn.status}`} aria-busy=${isOpen}>
-      ${turn.status === "waiting" ? html`<p class="note waiting">Waiting for the first token …</p>` : html`<p>${marked(turn.answer, tried)}</p>`}
+      ${turn.status === "waiting" ? html`<p class="note waiting">Waiting for the first token …</p>` : html`<p>${marked(turn, tried)}</p>`}
     </div>
     ${turn.status === "failed" && html`<p class="bad">It ended early: ${turn.error}.</p>`}
     ${turn.status === "stopped" && html`<p class="note">You stopped it.</p>`}
@@ -167,16 +167,21 @@ const Turn = once(({ turn, isLast, pageSize, acts, row, admin }) => {
   </article>`;
 });
 
-// The answer, with a mark where another replica went on.
-function marked(text, tried) {
+// The answer, with a mark where another replica went on, and a shade behind what came in one step.
+function marked({ answer, arrivals }, tried) {
   const parts = [];
   let from = 0;
-  for (const { at, from: before, how, to } of tried) {
+  for (const { at, from: before, how, to } of [...tried, { at: answer.length }]) {
     if (at == null) continue;
-    parts.push(text.slice(from, at), html`<span class="jump">${nameOf(before)} ${how}, ${nameOf(to)} goes on</span>`);
+    parts.push(...shaded(answer.slice(0, at), arrivals.filter(([, start]) => start >= from && start < at)));
+    if (to) parts.push(html`<span class="jump">${nameOf(before)} ${how}, ${nameOf(to)} goes on</span>`);
     from = at;
   }
-  return [...parts, text.slice(from)];
+  return parts;
+}
+
+function shaded(text, arrivals) {
+  return pieces(text, arrivals).map(([piece, tokens]) => tokens > 1 ? html`<span class="at-once" title=${`${tokens} tokens in one step`}>${piece}</span>` : piece);
 }
 
 function lineOf({ status, finish }, { ttft, cached, prompt, output, rate: speed }) {

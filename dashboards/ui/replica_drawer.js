@@ -115,7 +115,7 @@ function Identity({ facts: { facts, cpu, error }, replica, time }) {
     ["memory", bytes(is.rss_bytes), "resident, with the KV pool of a CPU"],
     ...(is.gpu_used_bytes ? [["GPU memory", bytes(is.gpu_used_bytes), `in use of ${bytes(is.gpu_total_bytes)}, ${bytes(is.gpu_own_bytes)} of it by this process`]] : []),
     ...(is.gpu_utilization != null ? [["GPU", percent(is.gpu_utilization), "of the last moment in which it ran kernels"]] : []),
-    ["step", replica.running ? seconds(replica.decode_step_s || null) : "–", "a decode step now: a token for each running request"],
+    ["step", replica.running ? seconds(replica.decode_step_s || null) : "–", "a decode step now: a token for each running request, more where drafts come true"],
   ];
   return html`
     <dl class="uses">${uses.map(([name, value, hint]) => html`<div key=${name} title=${hint}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>

@@ -208,6 +208,7 @@ function Outcome({ each, row }) {
       <tbody>${lines.map(([name, before, after, format, said]) => html`<tr key=${name}>
         <th scope="row">${name}</th><td class="num">${format(before)}</td><td class="num">${after == null ? "not yet" : format(after)}</td>
         <td class=${said.includes("slower") ? "warn" : "note"}>${said}</td></tr>`)}</tbody></table>
+    ${actual.drafted_tokens > 0 && html`<p class="note">Of ${plural(actual.drafted_tokens, "token")} that were drafted, ${count(actual.accepted_tokens)} came true.</p>`}
     ${best.given_up > 0 && html`<p class="note">Given up: ${plural(best.given_up, "cached token")} that only ${nameOf(best.replica)} holds.</p>`}
     ${missed.length > 0 && html`<p class="warn">Missed its objective for ${missed.map((name) => name.toUpperCase()).join(" and ")}.</p>`}`;
 }

@@ -260,6 +260,9 @@ class Attempt:
             usage = delta.usage
             self._noted.cached_tokens = usage.cached_tokens
             self._noted.host_tokens, self._noted.store_tokens = usage.host_tokens, usage.store_tokens
+        if delta.finish is not None:
+            self._noted.drafted_tokens += delta.usage.drafted_tokens
+            self._noted.accepted_tokens += delta.usage.accepted_tokens
         if delta.stages is not None:
             self._noted.times.tell(delta.stages)
         report = delta.hand_off

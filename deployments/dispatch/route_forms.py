@@ -41,6 +41,8 @@ def _try_body(each: Try, name: str) -> dict[str, Any]:
             "cached_tokens": each.cached_tokens,
             "host_tokens": each.host_tokens,
             "store_tokens": each.store_tokens,
+            "drafted_tokens": each.drafted_tokens,
+            "accepted_tokens": each.accepted_tokens,
             "ttft_s": each.ttft_s,
             "passed_s": None if each.times.own is None else each.times.own.passed_s,
             "held_s": None if each.times.own is None else each.times.own.held_s,

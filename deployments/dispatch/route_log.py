@@ -46,6 +46,8 @@ class Try:
     cached_tokens: int | None = None  # as the replica counted, in all tiers; None before the first token
     host_tokens: int = 0  # of those, loaded from its host
     store_tokens: int = 0  # of those, read from the store
+    drafted_tokens: int = 0  # guesses that steps tried for its choices that have ended
+    accepted_tokens: int = 0  # of those, that came true
     ttft_s: float | None = None
     ended_s: float | None = None  # on the router's clock; None while it runs
     outcome: RouteOutcome | None = None  # None while it runs

@@ -195,7 +195,9 @@ class Drafts:
             right = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
             for share in (self._own(token.req, proposal.kind.source), self._share(proposal.kind)):
                 share.add(right, min(right + 1, len(pairs)))
-            self._counters.drafted_tokens[proposal.kind.source] += tried.get(token.req, 0)
+            num_tried, (drafted, accepted) = tried.get(token.req, 0), token.req.drafted
+            token.req.drafted = drafted + num_tried, accepted + token.num_accepted
+            self._counters.drafted_tokens[proposal.kind.source] += num_tried
             self._counters.accepted_tokens[proposal.kind.source] += token.num_accepted
             if token.req.finish is not None:
                 self.forget(token.req)

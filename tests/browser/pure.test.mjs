@@ -332,6 +332,13 @@ test("events are read however the stream is cut", () => {
   assert.deepEqual([..."data: 1\n\ndata: [DO", 'NE]\n\n: nothing\n\n'].flatMap((part) => split(part)), ["1", "[DONE]"]);
 });
 
+test("what came in one event of several tokens is a piece of its own", () => {
+  const arrivals = [[900, 0, 1], [950, 2, 1], [990, 4, 3], [999, 9, 2], [1020, 11, 1], [1030, 12, 1]];
+  assert.deepEqual(talk.pieces("abcdefghijklmn", arrivals), [["abcd", 1], ["efghi", 3], ["jk", 2], ["lmn", 1]]);
+  assert.deepEqual(talk.pieces("abc", [[900, 0, 1], [950, 1, 1]]), [["abc", 1]]);
+  assert.deepEqual(talk.pieces("", []), []);
+});
+
 test("the mark stands where the next replica's first text begins", () => {
   const tries = [{ replica: "a", start_s: 0, failure: "ReplicaGone: a died" }, { replica: "b", start_s: 1.5, failure: null }];
   const arrivals = [[900, 0], [1400, 5], [2100, 9], [2200, 12]];

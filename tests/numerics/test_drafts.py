@@ -95,7 +95,9 @@ def run(
     for request in asked:
         engine.submit(request)
     while engine.has_work:
-        for delta in engine.step():
+        deltas = engine.step()
+        assert len({(delta.rid, delta.index) for delta in deltas}) == len(deltas), "a choice has one event a step"
+        for delta in deltas:
             told[(delta.rid, delta.index)].append(delta)
         engine.scheduler.check()
         for req in engine.scheduler.queues.running:
@@ -111,7 +113,8 @@ def run(
 def whole(deltas: list[TokenDelta]) -> Answer:
     ids = [token for delta in deltas for token in delta.token_ids]
     logprobs = tuple(each for delta in deltas for each in delta.logprobs)
-    return ids, "".join(delta.text for delta in deltas), logprobs, deltas[-1].usage, deltas[-1].finish
+    usage = replace(deltas[-1].usage, drafted_tokens=0, accepted_tokens=0)  # which alone tell that there were drafts
+    return ids, "".join(delta.text for delta in deltas), logprobs, usage, deltas[-1].finish
 
 
 def ids_of(answers: Answers) -> dict[tuple[str, int], list[int]]:

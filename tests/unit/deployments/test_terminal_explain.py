@@ -107,6 +107,14 @@ def test_how_long_a_session_waited_for_older_ones_is_said() -> None:
     assert text in " ".join(plain(explain.drawn(answer(held))).split())
 
 
+def test_drafts_are_said_where_there_were_any() -> None:
+    drafted = {"cached_tokens": 0, "ttft_s": 2.5, "drafted_tokens": 9, "accepted_tokens": 4}
+    text = " ".join(plain(explain.drawn(answer(tried(actual=drafted)))).split())
+    assert "Of 9 tokens that were drafted, 4 came true." in text
+    text = plain(explain.drawn(answer(tried(actual=drafted | {"drafted_tokens": 0, "accepted_tokens": 0}))))
+    assert "drafted" not in text
+
+
 TERMS = {
     "replica_id": "d1", "cached_tokens": 0, "own_tokens": 1709, "transfer_pages": 107, "transfer_bytes": 78_000_000,
     "ttft_s": 1.2, "stall_s": 2.0, "transfer_s": 0.05, "overhead_s": 0.01, "pressure_s": 0.0, "load_s": 0.0,

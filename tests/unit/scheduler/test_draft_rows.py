@@ -97,7 +97,8 @@ def test_wrong_guesses_end_and_are_judged_without_rows_until_they_are_right_agai
     tried = [rig.step(right=40, row_s=0.2) for _ in range(30)]
     assert tried[0] == 0
     assert tried[-1] > 4
-    assert rig.counters.accepted_tokens["text"] == sum(tried)
+    assert rig.counters.accepted_tokens["text"] == sum(tried) == rig.reqs[0].drafted[1]
+    assert rig.counters.drafted_tokens["text"] == rig.reqs[0].drafted[0]
 
 
 def test_rows_that_cost_more_than_at_start_are_no_longer_tried() -> None:
