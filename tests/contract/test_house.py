@@ -19,7 +19,7 @@ from tools import house
 from tools.house import imports
 
 ATTRIBUTES = {
-    "replicas.request.Req": 24,
+    "replicas.request.Req": 25,
     "replicas.scheduler.scheduler.Scheduler": 12,
     "replicas.engine.engine.Engine": 16,
     "replicas.cache.node.TreeNode": 19,  # what each tier and each order of eviction knows of a node
@@ -28,7 +28,7 @@ ATTRIBUTES_OTHERWISE = 18
 # what of these can change: their attributes, and those of the parts of the same room (a file that stands outside all
 # rooms is one) that they reach and that are no frozen values. So an attribute that moves into a part still counts
 MUTABLE = {
-    "replicas.request.Req": 48,  # 24 of its own
+    "replicas.request.Req": 49,  # 25 of its own
     # 12 of its own; two are the queue of lines of batches, 10 their share of steps, 19 drafts, 7 the shares
     # of tenants, 2 the turns of sessions that are held
     "replicas.scheduler.scheduler.Scheduler": 105,
