@@ -155,7 +155,8 @@ def _end(each: Mapping[str, Any]) -> str:
     return (
         f"Outcome: {each['outcome']}. First token after "
         f"{seconds(actual['ttft_s'])} ({seconds(predicted['ttft_s'])} predicted); {actual['cached_tokens']} of "
-        f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted).{held}{passed}{drafts}"
+        f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted)."
+        f"{held}{passed}{drafts}"
     )
 
 
