@@ -24,6 +24,7 @@ from replicas.attention.workspace import num_sms
 from replicas.config import EngineConfig, Products
 from replicas.errors import InvalidConfig
 from replicas.kernels import gpu
+from replicas.kernels.adapters import low_rank
 from replicas.layers.adapters import AdapterBank
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
@@ -303,6 +304,9 @@ class ModelRunner:
         Returns: its duration in s.
         """
         started_s = time.monotonic()
+        if self.device.type == "cpu":
+            for kernel in (low_rank.shrink, low_rank.expand):
+                assert kernel.address  # compile now, not in the first request with an adapter
         self.forward(idle_extend(self.max_running, 2))
         logits, _ = self.forward(idle_decode(1, row=self.max_running, seq_len=2))
         if self.tp.rank == 0:
