@@ -94,9 +94,9 @@ class Sessions:
             self._lease(session, session.end or path[-1], LONGEST_S)
 
     def agent(self, rid: str) -> Session | None:
-        """Return the session that request ``rid`` goes on with, if its answers call tools."""
+        """Return the session that request ``rid`` goes on with, if its answers call tools and it is no person's."""
         session = self._asked.get(rid)
-        return session if session is not None and session.called else None
+        return session if session is not None and session.called and not session.goes_on else None
 
     def needs(self, session: Session, path: Sequence[TreeNode], num_pages: int) -> tuple[int, int]:
         """Return how many of the ``num_pages`` of a prompt of ``session``, which begins with ``path``, it has to find

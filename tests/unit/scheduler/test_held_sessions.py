@@ -88,6 +88,18 @@ def test_a_conversation_that_calls_no_tools_is_never_held() -> None:
     assert bench.step() is not None
 
 
+def test_a_persons_conversation_is_not_held_though_it_has_called_tools() -> None:
+    bench = _bench()
+    old = _turn(bench, _turn(bench, list(range(20))) + [7] * 4)
+    chat = _turn(bench, [500 + i for i in range(4)])
+    chat = _turn(bench, [*chat, 1], tools=())
+    chat = _turn(bench, [*chat, 2])  # it went on after an answer without calls
+    _turn(bench, [*old, *[7] * 8])
+    bench.submit([*chat, *range(900, 920)], max_new_tokens=2)
+    assert bench.step() is not None
+    assert not len(bench.scheduler.queues.held)
+
+
 def test_one_that_is_held_counts_as_waiting() -> None:
     bench = _bench()
     _, young = _old_and_young(bench)
