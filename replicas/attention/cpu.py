@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replicas.attention import cpu_decode, cpu_extend, cpu_pages
+from replicas.attention import cpu_decode, cpu_extend, cpu_pages, cpu_pairs
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.cpu_decode import CHUNK
 from replicas.config import AttentionKind
@@ -338,13 +338,14 @@ class CpuAttention:
         for arguments in (plan.decode, plan.extend):
             self._set_pool(arguments)
         in_place = plan.decode.kind == cpu_pages.FLOAT32 and self._pool.page_size >= cpu_decode.BLOCK
+        plan.decode.block_bytes = cpu_decode.block_bytes(self._heads.dim, pairs=bool(plan.decode.pairs))
         plan.decode.in_place, plan.decode.merge_counter = int(in_place), self._counters.ctypes.data + 64
         return plan
 
     def _set_pool(self, arguments: ctypes.Structure) -> None:
         keys = self._pool.get_key_buffer(0)
         item_bytes = keys.element_size()
-        arguments.kind = cpu_pages.KINDS[keys.dtype]
+        arguments.kind, arguments.pairs = cpu_pages.KINDS[keys.dtype], int(cpu_pairs.serves(keys.dtype))
         arguments.page_stride, arguments.head_stride = item_bytes * keys.stride(0), item_bytes * keys.stride(1)
         arguments.token_bytes = item_bytes * self._heads.dim
         arguments.page_size = page_size = self._pool.page_size
@@ -402,7 +403,8 @@ class CpuAttention:
         first_token = self._num_extend_tokens
         self._set_part(arguments, batch, first_request=first, first_token=first_token, num_tokens=self._num_decode)
         heads = self._heads
-        self._set_scratch(arguments, cpu_decode.scratch_floats(heads.num, heads.group, heads.dim, heads.value_dim))
+        floats = cpu_decode.scratch_floats(arguments.block_bytes, heads.num, heads.group, heads.dim, heads.value_dim)
+        self._set_scratch(arguments, floats)
 
     def _set_part(
         self, arguments: ctypes.Structure, batch: BatchMeta, *, first_request: int, first_token: int, num_tokens: int

@@ -16,17 +16,22 @@ from typing import Any
 
 from numba import carray
 
+from replicas.attention import cpu_pairs
 from replicas.attention.cpu_pages import (
     BATCH_FIELDS,
     KIND_FLOATS,
+    ONE,
     POOL_FIELDS,
     cap_scores,
+    number_bytes,
     read_block,
     run_length,
     share_of,
     store_new,
     token_offset,
+    tokens_at,
 )
+from replicas.attention.cpu_pairs import multiply_pairs, pair_keys, pair_values, pairs_at, round_floats, round_to
 from replicas.kernels.simd import (
     W,
     add,
@@ -48,7 +53,8 @@ from replicas.kernels.team import barrier, inlined, kernel, struct, team_size, t
 from replicas.kernels.tiles import dot, outer_fetch
 
 CHUNK = 128  # tokens; a multiple of BLOCK. Scores of a chunk stay in L1
-BLOCK = 16  # tokens that are copied at a time where K and V are not read in place
+BLOCK = 16  # tokens that are copied at a time where K and V are not read in place; in pairs cpu_pairs.BLOCK
+PAIRS = cpu_pairs.BLOCK
 SHARED_ROWS = 48  # queries of a task at most, when it has more than one request: what L1 holds
 TASK_BYTES = 16  # (first member, members, chunk, tokens left out of it) as four int32; a member is a request
 
@@ -56,8 +62,8 @@ DecodeArgs = struct(
     "DecodeArgs",
     POOL_FIELDS
     + BATCH_FIELDS
-    + "seq_lens in_place members tasks num_tasks part_heads first_partial chunk_zero partial scratch scratch_stride "
-    + "counter merge_counter",
+    + "seq_lens in_place block_bytes members tasks num_tasks part_heads first_partial chunk_zero partial scratch "
+    + "scratch_stride counter merge_counter",
     floats=KIND_FLOATS,
 )
 
@@ -67,9 +73,16 @@ def partial_floats(num_heads: int, value_dim: int) -> int:
     return num_heads * value_dim + math.ceil(2 * num_heads / W) * W
 
 
-def scratch_floats(num_heads: int, group: int, head_dim: int, value_dim: int) -> int:
-    """Count the floats of a thread: a block of K or V, scores; for several requests also queries, results and sums."""
-    return BLOCK * head_dim + max(num_heads * CHUNK, max(group, SHARED_ROWS) * (CHUNK + head_dim + value_dim + 2))
+def block_bytes(head_dim: int, *, pairs: bool) -> int:
+    """Count the bytes of a block of K or V, which the scratch of a thread begins with."""
+    return cpu_pairs.block_bytes(head_dim) if pairs else 4 * BLOCK * head_dim
+
+
+def scratch_floats(block: int, num_heads: int, group: int, head_dim: int, value_dim: int) -> int:
+    """Count the floats of a thread: a ``block`` in bytes, scores and queries; for several requests also results and
+    sums."""
+    several = max(group, SHARED_ROWS) * (CHUNK + head_dim + value_dim + 2)
+    return block // 4 + max(num_heads * (CHUNK + head_dim), several)
 
 
 def max_members(group: int) -> int:
@@ -82,35 +95,38 @@ def attend_chunk(
     a: Any, row: int, kv_head: int, heads: int, start: int, end: int, following: int, next_head: int, queries: int,
     rows: int, work: int, result: int, statistics: int,
 ) -> None:
-    """Positions [start, end) of ``heads`` KV heads from ``kv_head`` on: weighted values of queries [heads, rows, D]
-    into ``result`` [heads, rows, value_dim], maxima and sums of exp(score - maximum) into ``statistics`` [heads, rows,
-    2].
+    """Positions [start, end) of ``heads`` KV heads from ``kv_head`` on: weighted values of queries [heads, rows, D] (in
+    bf16 for pairs) into ``result`` [heads, rows, value_dim], maxima and sums of exp(score - maximum) into
+    ``statistics`` [heads, rows, 2].
     Block by block, all heads of each: in a page they lie one behind the other.
 
     Reading in place fetches the next block, where the hardware would not look: after the last keys the first values,
-    after the last values the first keys of task ``following``. Where blocks are copied, reading keys fetches the values
-    of the same tokens, and reading values the keys of that task.
+    after the last values the first keys of task ``following``. Where blocks are copied or paired, reading keys fetches
+    the values of the same tokens, and reading values the keys of that task.
     """
-    vector_bytes, value_bytes = a.head_dim * 4, a.value_dim * 4
+    vector_bytes, value_bytes = a.head_dim * number_bytes(a), a.value_dim * 4
     head_bytes, score_bytes = rows * vector_bytes, rows * CHUNK * 4
     keys, values = a.keys + kv_head * a.head_stride, a.values + kv_head * a.head_stride
-    block, scores = work, work + BLOCK * vector_bytes
+    block, scores = work, work + a.block_bytes
     position = start
     while position < end:
         length = block_length(a, position, end)
         for h in range(heads):
             key, value = keys + h * a.head_stride, values + h * a.head_stride
-            at, distance = fetch(a, key, row, start, position, length, end, block, value, row, 0, end)
             target = scores + h * score_bytes + 4 * (position - start)
             query = queries + h * head_bytes
-            dot(rows, length, a.head_dim, query, vector_bytes, at, vector_bytes, target, CHUNK * 4, distance)
+            if a.pairs:
+                score_pairs(a, key, value, row, position, length, end, block, rows, query, target)
+            else:
+                at, distance = fetch(a, key, row, start, position, length, end, block, value, row, 0, end)
+                dot(rows, length, a.head_dim, query, vector_bytes, at, vector_bytes, target, CHUNK * 4, distance)
         position += length
     for i in range(heads * rows):
+        scale = a.scale
         if a.soft_cap > 0.0:
-            cap_scores(scores + i * CHUNK * 4, (end - start + W - 1) // W * W, a.scale, a.soft_cap)
-            softmax_row(scores + i * CHUNK * 4, end - start, 1.0, statistics + 8 * i)
-        else:
-            softmax_row(scores + i * CHUNK * 4, end - start, a.scale, statistics + 8 * i)
+            cap_scores(scores + i * CHUNK * 4, (end - start + W - 1) // W * W, scale, a.soft_cap)
+            scale = ONE
+        softmax_row(scores + i * CHUNK * 4, end - start, scale, a.pairs, statistics + 8 * i)
     next_keys = a.keys + next_head * a.head_stride
     next_row, next_start, next_end = place_of(a, following)
     shift = next_start - start
@@ -119,15 +135,51 @@ def attend_chunk(
         length = block_length(a, position, end)
         for h in range(heads):
             value, next_key = values + h * a.head_stride, next_keys + h * a.head_stride
-            at, distance = fetch(
-                a, value, row, start, position, length, end, block, next_key, next_row, shift, next_end
-            )
-            weights, keep = scores + h * score_bytes + 4 * (position - start), 0 if position == start else 1
-            target = result + h * rows * value_bytes
-            outer_fetch(
-                rows, a.value_dim, length, weights, CHUNK * 4, at, vector_bytes, target, value_bytes, keep, distance
-            )
+            weights = scores + h * score_bytes + number_bytes(a) * (position - start)
+            target, keep = result + h * rows * value_bytes, 0 if position == start else 1
+            if a.pairs:
+                add_pairs(
+                    a, value, next_key, row, position, length, block, next_row, shift, next_end, rows, weights, target,
+                    keep,
+                )  # fmt: skip
+            else:
+                at, distance = fetch(
+                    a, value, row, start, position, length, end, block, next_key, next_row, shift, next_end
+                )
+                outer_fetch(
+                    rows, a.value_dim, length, weights, CHUNK * 4, at, vector_bytes, target, value_bytes, keep, distance
+                )
         position += length
+
+
+@inlined
+def score_pairs(
+    a: Any, key: int, value: int, row: int, position: int, length: int, end: int, block: int, rows: int, query: int,
+    target: int,
+) -> None:
+    """Scores of ``length`` tokens of a head, at most `PAIRS`, by queries [rows, D] in bf16."""
+    pairs = pairs_at(block, a.head_dim)
+    for i in range(0, length, W):
+        at, ahead = tokens_at(a, key, row, position + i, min(W, length - i), block, value, row, 0, end)
+        pair_keys(at, a.head_dim, pairs + 4 * i, ahead)
+    width, query_bytes = (length + W - 1) // W * W, 2 * a.head_dim
+    multiply_pairs(rows, width, a.head_dim // 2, query, query_bytes, pairs, PAIRS * 4, target, CHUNK * 4, 0)
+
+
+@inlined
+def add_pairs(
+    a: Any, value: int, next_key: int, row: int, position: int, length: int, block: int, next_row: int, shift: int,
+    last: int, rows: int, weights: int, target: int, keep: int,
+) -> None:
+    """Values of ``length`` tokens of a head, at most `PAIRS`, by weights in bf16, into ``target`` [rows, value_dim]."""
+    pairs, pair_bytes = pairs_at(block, a.head_dim), 4 * a.value_dim
+    for i in range(0, length, W):
+        count = min(W, length - i)
+        at, ahead = tokens_at(a, value, row, position + i, count, block, next_key, next_row, shift, last)
+        pair_values(at, count, a.head_dim, a.value_dim, pairs + i // 2 * pair_bytes, ahead)
+    multiply_pairs(
+        rows, a.value_dim, (length + 1) // 2, weights, CHUNK * 4, pairs, pair_bytes, target, pair_bytes, keep
+    )
 
 
 @inlined
@@ -142,7 +194,7 @@ def place_of(a: Any, task: int) -> tuple[int, int, int]:
 @inlined
 def block_length(a: Any, position: int, end: int) -> int:
     """Count the tokens of one round: a run inside a page, or a block."""
-    return run_length(a, position, end) if a.in_place else min(BLOCK, end - position)
+    return run_length(a, position, end) if a.in_place else min(PAIRS if a.pairs else BLOCK, end - position)
 
 
 @inlined
@@ -169,23 +221,31 @@ def attend(
     """A chunk of request members[first], but for ``skip`` tokens, which the ``members`` requests from there on have in
     common; ``heads`` is 1 where they are several.
 
-    One request's queries and results are used where they are; those of several are brought together for it.
+    One request's results are made where they belong, and its queries used where they are, unless they are rounded;
+    those of several are brought together for it.
     """
-    vector_bytes, group_bytes, result_bytes = a.head_dim * 4, a.group * a.head_dim * 4, a.group * a.value_dim * 4
+    group_floats, result_bytes = a.group * a.head_dim, a.group * a.value_dim * 4
     request, rows = load_i32(a.members + 4 * first), members * a.group
     end = min(chunk * CHUNK + CHUNK, load_i32(a.seq_lens + 4 * request))
     start = chunk * CHUNK + skip
+    queries = work + a.block_bytes + heads * rows * CHUNK * 4
     if members == 1:
         partial = partial_of(a, request, chunk)
-        queries, result = a.q + request * a.q_stride + kv_head * group_bytes, partial + kv_head * result_bytes
-        statistics = statistics_of(a, partial, kv_head)
+        result, statistics = partial + kv_head * result_bytes, statistics_of(a, partial, kv_head)
+        query = a.q + request * a.q_stride + 4 * kv_head * group_floats
+        if a.pairs:
+            round_floats(query, queries, heads * group_floats)
+        else:
+            queries = query
     else:
-        queries = work + BLOCK * vector_bytes + rows * CHUNK * 4
-        result = queries + rows * vector_bytes
+        result = queries + rows * a.head_dim * 4
         statistics = result + rows * a.value_dim * 4
         for i in range(members):
-            member = load_i32(a.members + 4 * (first + i))
-            copy_floats(a.q + member * a.q_stride + kv_head * group_bytes, queries + i * group_bytes, group_bytes)
+            query = a.q + load_i32(a.members + 4 * (first + i)) * a.q_stride + 4 * kv_head * group_floats
+            if a.pairs:
+                round_floats(query, queries + 2 * i * group_floats, group_floats)
+            else:
+                copy_floats(query, queries + 4 * i * group_floats, 4 * group_floats)
     row = load_i32(a.rows + 4 * request)
     attend_chunk(a, row, kv_head, heads, start, end, following, next_head, queries, rows, work, result, statistics)
     if members > 1:
@@ -224,8 +284,9 @@ def statistics_of(a: Any, partial: int, kv_head: int) -> int:
 
 
 @inlined
-def softmax_row(scores: int, count: int, scale: float, result: int) -> None:
-    """Replace scores[count] by exp(scale * (score - maximum)); writes scale * maximum and the sum to ``result``."""
+def softmax_row(scores: int, count: int, scale: float, pairs: int, result: int) -> None:
+    """Replace scores[count] by exp(scale * (score - maximum)), in bf16 for ``pairs``; writes scale * maximum and the
+    sum to ``result``."""
     for i in range(count, (count + W - 1) // W * W):
         store1(scores + 4 * i, -1e30)
     top = load(scores)
@@ -236,7 +297,10 @@ def softmax_row(scores: int, count: int, scale: float, result: int) -> None:
     for i in range(0, count, W):
         weight = exp(mul(sub(load(scores + 4 * i), shift), factor))
         total = add(total, weight)
-        store(scores + 4 * i, weight)
+        if pairs:
+            round_to(scores + 2 * i, weight)
+        else:
+            store(scores + 4 * i, weight)
     store1(result, peak * scale)
     store1(result + 4, hsum(total))
 

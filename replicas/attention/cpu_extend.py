@@ -17,20 +17,25 @@ from typing import Any
 
 from numba import carray
 
+from replicas.attention import cpu_pairs
 from replicas.attention.cpu_pages import (
     BATCH_FIELDS,
     KIND_FLOATS,
+    ONE,
     POOL_FIELDS,
     cap_scores,
+    number_bytes,
     read_block,
     share_of,
     store_new,
 )
+from replicas.attention.cpu_pairs import multiply_pairs, pair_keys, pair_values, round_floats, round_to
 from replicas.kernels.register_tiles import transpose16
 from replicas.kernels.simd import (
     W,
     add,
     exp,
+    fma,
     hmax,
     hsum,
     load,
@@ -41,13 +46,12 @@ from replicas.kernels.simd import (
     splat,
     store,
     store1,
-    sub,
     take_next,
 )
 from replicas.kernels.team import barrier, inlined, kernel, struct, team_size, thread_id
 from replicas.kernels.tiles import outer
 
-BLOCK = 64  # keys; what one pass of the widest register tile covers
+BLOCK = cpu_pairs.BLOCK  # keys; what one pass of the widest register tile covers
 DIAGONAL_TOKENS = 16  # rows taken together where they see different keys of a block
 TASK_BYTES = 16  # (first piece, pieces, KV head, blocks that the pieces have in common) as four int32
 PIECE_BYTES = 16  # (request, first of its new tokens, tokens, 0) as four int32
@@ -75,11 +79,14 @@ def first_seen(a: Any, position: int) -> int:
 
 @inlined
 def load_queries(a: Any, kv_head: int, first: int, tokens: int, target: int) -> None:
-    """Write q * scale of the tile's tokens into target [tokens * group, D]; row t * group + g."""
+    """Write q * scale of the tile's tokens into target [tokens * group, D]; row t * group + g. For pairs, q rounded."""
     width = a.group * a.head_dim
     factor = splat(a.scale)
     for t in range(tokens):
         src = a.q + (first + t) * a.q_stride + kv_head * width * 4
+        if a.pairs:
+            round_floats(src, target + 2 * t * width, width)
+            continue
         for i in range(0, width, W):
             store(target + 4 * (t * width + i), mul(load(src + 4 * i), factor))
 
@@ -106,6 +113,9 @@ def load_block(
     values [64, D]; missing rows are zero. ``values`` is ``keys`` where a latent vector is both."""
     offset = kv_head * a.head_stride
     key, value = a.keys + offset, a.values + offset
+    if a.pairs:
+        load_pairs(a, row, key, value, start, seen, end, last, keys, keys_t, values)
+        return
     missing = (seen - start) * a.head_dim
     for i in range(0, missing, W):
         store(keys + 4 * i, splat(0.0))
@@ -122,10 +132,39 @@ def load_block(
 
 
 @inlined
-def online_softmax(
-    scores: int, unseen: int, visible: int, width: int, acc: int, head_dim: int, statistic: int
+def places_of(a: Any, keys: int) -> tuple[int, int]:
+    """Return where a block's keys, transposed, and its values lie, behind its keys. A latent vector is both, unless it
+    is paired, which is done one way for keys, and another for values."""
+    keys_t = keys + BLOCK * a.head_dim * 4
+    return keys_t, keys if a.values == a.keys and not a.pairs else keys_t + BLOCK * a.head_dim * 4
+
+
+@inlined
+def load_pairs(
+    a: Any, row: int, key: int, value: int, start: int, seen: int, end: int, last: int, block: int, keys: int,
+    values: int,
 ) -> None:
-    """Turn a row of scores, of which [unseen, visible) count, into weights; scale acc to the new maximum.
+    """What `load_block` loads, in pairs; missing rows are zero."""
+    row_bytes = 2 * a.head_dim
+    missing, rest = (seen - start) * row_bytes, block + (end - start) * row_bytes
+    for i in range(0, missing, 2 * W):
+        round_to(block + i, splat(0.0))
+    for i in range(0, (start + BLOCK - end) * row_bytes, 2 * W):
+        round_to(rest + i, splat(0.0))
+    read_block(a, key, row, seen, end, block + missing, value, row, 0, last)
+    for i in range(0, BLOCK, W):
+        pair_keys(block + i * row_bytes, a.head_dim, keys + 4 * i, 0)
+    if value != key:
+        read_block(a, value, row, seen, end, block + missing, key, row, BLOCK, last)
+    pair_values(block, BLOCK, a.head_dim, a.value_dim, values, 0)
+
+
+@inlined
+def online_softmax(
+    a: Any, scores: int, unseen: int, visible: int, width: int, factor: float, acc: int, statistic: int
+) -> None:
+    """Turn a row of scores, of which [unseen, visible) count, times ``factor`` into weights; scale acc to the new
+    maximum.
 
     A row that sees none of them may have seen nothing yet, and has no maximum: its weights are 0.
     """
@@ -141,16 +180,19 @@ def online_softmax(
     for j in range(W, width, W):
         top = maximum(top, load(scores + 4 * j))
     old = load1(statistic)
-    peak = max(old, hmax(top))
-    shift, total = splat(peak), splat(0.0)
+    peak = max(old, hmax(top) * factor)
+    each, shift, total = splat(factor), splat(-peak), splat(0.0)
     for j in range(0, width, W):
-        weight = exp(sub(load(scores + 4 * j), shift))
+        weight = exp(fma(load(scores + 4 * j), each, shift))
         total = add(total, weight)
-        store(scores + 4 * j, weight)
+        if a.pairs:
+            round_to(scores + 2 * j, weight)
+        else:
+            store(scores + 4 * j, weight)
     new_sum = load1(statistic + 4)
     if peak > old:
         decay = exp(splat(old - peak))
-        for d in range(0, head_dim * 4, 4 * W):
+        for d in range(0, a.value_dim * 4, 4 * W):
             store(acc + d, mul(load(acc + d), decay))
         new_sum *= hsum(decay) * (1.0 / W)
     store1(statistic, peak)
@@ -161,13 +203,12 @@ def online_softmax(
 def attend_block(a: Any, scratch: int, first: int, rows: int, start: int, end: int, position: int) -> None:
     """Rows [first, first + rows) of the tile over the loaded keys [start, end); the first row is of the token at
     ``position``."""
-    vector_bytes, value_bytes = a.head_dim * 4, a.value_dim * 4
+    vector_bytes, value_bytes, query_bytes = a.head_dim * 4, a.value_dim * 4, a.head_dim * number_bytes(a)
     acc = scratch + a.tile_rows * vector_bytes
     scores = acc + a.tile_rows * value_bytes
     statistics = scores + a.tile_rows * BLOCK * 4
     keys = statistics + a.tile_rows * 8
-    keys_t = keys + BLOCK * vector_bytes
-    values = keys if a.values == a.keys else keys_t + BLOCK * vector_bytes
+    keys_t, values = places_of(a, keys)
     whole = position + 1 >= end and first_seen(a, position + (rows - 1) // a.group) <= start
     part = rows if whole else DIAGONAL_TOKENS * a.group
     for low in range(first, first + rows, part):
@@ -176,17 +217,27 @@ def attend_block(a: Any, scratch: int, first: int, rows: int, start: int, end: i
         if seen > 0:
             width = (seen + W - 1) // W * W
             at, result = scores + low * BLOCK * 4, acc + low * value_bytes
-            queries = scratch + low * vector_bytes
-            outer(count, width, a.head_dim, queries, vector_bytes, keys_t, BLOCK * 4, at, BLOCK * 4, 0)
+            queries = scratch + low * query_bytes
+            if a.pairs:
+                multiply_pairs(count, width, a.head_dim // 2, queries, query_bytes, keys_t, BLOCK * 4, at, BLOCK * 4, 0)
+            else:
+                outer(count, width, a.head_dim, queries, query_bytes, keys_t, BLOCK * 4, at, BLOCK * 4, 0)
             for row in range(low, low + count):
                 token, weights = position + (row - first) // a.group, scores + row * BLOCK * 4
                 visible, unseen = min(token + 1 - start, seen), max(first_seen(a, token) - start, 0)
+                factor = a.scale if a.pairs else ONE
                 if a.soft_cap > 0.0:
-                    cap_scores(weights, width, 1.0, a.soft_cap)
+                    cap_scores(weights, width, factor, a.soft_cap)
+                    factor = ONE
                 online_softmax(
-                    weights, unseen, visible, width, acc + row * value_bytes, a.value_dim, statistics + 8 * row
+                    a, weights, unseen, visible, width, factor, acc + row * value_bytes, statistics + 8 * row
                 )
-            outer(count, a.value_dim, seen, at, BLOCK * 4, values, vector_bytes, result, value_bytes, 1)
+            if a.pairs:
+                multiply_pairs(
+                    count, a.value_dim, (seen + 1) // 2, at, BLOCK * 4, values, value_bytes, result, value_bytes, 1
+                )
+            else:
+                outer(count, a.value_dim, seen, at, BLOCK * 4, values, vector_bytes, result, value_bytes, 1)
 
 
 @inlined
@@ -197,14 +248,13 @@ def attend_tile(a: Any, first: int, num_pieces: int, kv_head: int, shared: int, 
     acc = scratch + a.tile_rows * vector_bytes
     statistics = acc + a.tile_rows * (value_bytes + BLOCK * 4)
     keys = statistics + a.tile_rows * 8
-    keys_t = keys + BLOCK * vector_bytes
-    values = keys if a.values == a.keys else keys_t + BLOCK * vector_bytes
+    keys_t, values = places_of(a, keys)
     total = 0
     for i in range(first, first + num_pieces):
         piece = a.pieces + PIECE_BYTES * i
         tokens = load_i32(piece + 8)
         token = load_i32(a.qo_indptr + 4 * load_i32(piece)) + load_i32(piece + 4)
-        load_queries(a, kv_head, token, tokens, scratch + total * vector_bytes)
+        load_queries(a, kv_head, token, tokens, scratch + total * a.head_dim * number_bytes(a))
         total += tokens * a.group
     for row in range(total):
         store1(statistics + 8 * row, -1e30)

@@ -12,8 +12,10 @@ Thread:    inside kernels, any.
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from replicas.attention.cpu_pairs import copy_numbers
 from replicas.kernels.narrow import (
     E5M2_MAX,
     FP8_MAX,
@@ -59,14 +61,16 @@ KINDS = {
 }
 
 # One layer of the pool and of the batch, the part of the arguments that decode and extend share. Strides in bytes;
-# page_shift is log2 of the page size, or -1. Latent vectors (memory/latent_pool.py) are keys whose first value_dim
+# page_shift is log2 of the page size, or -1; pairs: 1 if bf16 numbers are multiplied as they are (cpu_pairs.py). Latent
+# vectors (memory/latent_pool.py) are keys whose first value_dim
 # numbers are the values: ``values`` is ``keys`` then, and V is not stored a second time.
 POOL_FIELDS = (
-    "keys values page_stride head_stride token_bytes scales_at kind page_size page_shift num_kv_heads head_dim "
+    "keys values page_stride head_stride token_bytes scales_at kind pairs page_size page_shift num_kv_heads head_dim "
     "value_dim "
     "table table_stride rows "
 )
 BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots num_tokens sinks "
+ONE: Any = np.float32(1.0)  # a scale
 KIND_FLOATS = "scale soft_cap"  # of a layer's AttentionKind; without a cap 0, and without sinks their address is 0
 
 
@@ -148,11 +152,18 @@ def store_scaled(a: Any, src: int, dst: int, scale_at: int) -> None:
 
 
 @inlined
+def number_bytes(a: Any) -> int:
+    """Return the bytes of a number that products read: of a query, a block's key or value, a weight."""
+    return 2 if a.pairs else 4
+
+
+@inlined
 def read_block(
     a: Any, buffer: int, row: int, start: int, end: int, dst: int, next_buffer: int, next_row: int, shift: int,
     last: int,
 ) -> None:
-    """Read a head's positions [start, end) as float32 into dst [end - start, D]; ``buffer``: the head's keys or values.
+    """Read a head's positions [start, end) as float32 into dst [end - start, D], or as they are to be paired;
+    ``buffer``: the head's keys or values.
 
     Meanwhile asks for what is read next: for each position that ``shift`` further of another buffer and row, which ends
     before ``last``.
@@ -166,7 +177,7 @@ def read_block(
         src = block + offset * a.token_bytes
         ahead = next_buffer + token_offset(a, next_row, min(position + shift, last - 1)) - src
         read_run(a, src, block + a.scales_at + 4 * offset, length, dst, ahead)
-        dst += length * a.head_dim * 4
+        dst += length * number_bytes(a) * a.head_dim
         position += length
 
 
@@ -177,6 +188,8 @@ def read_run(a: Any, src: int, scales: int, length: int, dst: int, ahead: int) -
         for i in range(0, 4 * length * a.head_dim, 4 * W):
             prefetch(src + ahead + i)
             store(dst + i, load(src + i))
+    elif a.pairs:
+        copy_numbers(src, dst, 2 * length * a.head_dim, ahead)
     elif a.kind == BFLOAT16:
         for i in range(0, length * a.head_dim, W):
             prefetch(src + ahead + 2 * i)
@@ -195,6 +208,21 @@ def read_run(a: Any, src: int, scales: int, length: int, dst: int, ahead: int) -
                 store(dst + 4 * i, mul(number, factor))
             src += a.head_dim
             dst += 4 * a.head_dim
+
+
+@inlined
+def tokens_at(
+    a: Any, buffer: int, row: int, position: int, count: int, dst: int, next_buffer: int, next_row: int, shift: int,
+    last: int,
+) -> tuple[int, int]:
+    """Where ``count`` <= 16 tokens of a head in bf16 lie behind each other: in their page, if it holds sixteen from
+    there on and reading whole lines stays in it, else in ``dst``; and how far behind them lies what is read next, as
+    for `read_block`."""
+    if a.head_dim % (2 * W) == 0 and run_length(a, position, position + W) == W:
+        at = buffer + token_offset(a, row, position)
+        return at, next_buffer + token_offset(a, next_row, min(position + shift, last - 1)) - at
+    read_block(a, buffer, row, position, position + count, dst, next_buffer, next_row, shift, last)
+    return dst, 0
 
 
 @inlined

@@ -39,6 +39,7 @@ from replicas.kernels.simd import (
 
 Way = Literal["amx", "dots"]
 WAYS: dict[Way, str] = {"amx": "AMX's tiles", "dots": "AVX-512's dot products"}  # in words
+HAS_DOTS = compiles_for("avx512bf16")
 STEP = 32  # inputs of a row of a tile
 STEP_BYTES = 2 * STEP * COLUMNS  # of a panel
 DOT_ROWS = 12  # of a tile of dots: 24 sums, of AVX-512's 32 registers
@@ -147,6 +148,38 @@ def _emit_dot_tile(builder: Any, rows: int, a: Any, lda: Any, b: Any, c: Any, ld
 
 # f(rows, a, a_stride, b, c, c_stride, steps, keep): c[rows, 32] = a[rows, 32 steps] @ b, added to c if keep is not 0
 dot_tile = chosen_tile(_emit_dot_tile, DOT_ROWS, 7)
+
+
+def pair_tile(most_rows: int, cols: int) -> Any:
+    """Kernel ``f(rows, a, a_stride, b, b_stride, c, c_stride, pairs, keep)``: c[rows, 16 cols] = a[rows, pairs] @
+    b[pairs, 16 cols], added to c if ``keep`` is not 0, for 1 <= rows <= ``most_rows``."""
+
+    def emit(
+        builder: Any, rows: int, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, pairs: Any, keep: Any
+    ) -> None:
+        if not HAS_DOTS:
+            return  # LLVM ends the process at an instruction that the CPU lacks, run or not
+        a_rows, c_rows = emit_rows(builder, a, lda, rows), emit_rows(builder, c, ldc, rows)
+        targets = {(r, j): add_bytes(builder, c_rows[r], 4 * W * j) for r in range(rows) for j in range(cols)}
+        sums = {at: cgutils.alloca_once(builder, VEC) for at in targets}
+        with builder.if_else(builder.icmp_signed("!=", keep, ir.Constant(I64, 0))) as (going_on, beginning):
+            with going_on:
+                for at, target in targets.items():
+                    builder.store(emit_load(builder, target), sums[at])
+            with beginning:
+                for place in sums.values():
+                    builder.store(splat_const(0.0), place)
+        with cgutils.for_range(builder, pairs, intp=I64) as loop:
+            b_row = builder.add(b, builder.mul(ldb, loop.index))
+            numbers = [emit_load(builder, add_bytes(builder, b_row, 4 * W * j)) for j in range(cols)]
+            for r in range(rows):
+                x = emit_splat_pair(builder, builder.add(a_rows[r], builder.shl(loop.index, ir.Constant(I64, 2))))
+                for j in range(cols):
+                    builder.store(emit_dots(builder, builder.load(sums[r, j]), x, numbers[j]), sums[r, j])
+        for at, target in targets.items():
+            emit_store(builder, target, builder.load(sums[at]))
+
+    return chosen_tile(emit, most_rows, 8)
 
 
 def _emit_amx(builder: Any, name: str, *args: Any) -> None:

@@ -90,7 +90,7 @@ def product_tile(rows: int) -> Any:
             part = builder.shl(group.index, ir.Constant(I64, 3))
             b_scales = builder.add(b, builder.mul(group.index, group_bytes))
             b_steps = add_bytes(builder, b_scales, SCALE_BYTES)
-            emit_prefetch(builder, builder.add(b_scales, ahead))
+            emit_prefetch(builder, builder.add(b_scales, ahead), far=True)
             for r, j in places:
                 builder.store(_emit_splat_int(builder, builder.add(part_rows[r], part)), sums[r, j])
             first = builder.mul(group.index, steps)
@@ -100,7 +100,7 @@ def product_tile(rows: int) -> Any:
                 offset = builder.shl(step, ir.Constant(I64, 2))
                 bs = [_emit_load_ints(builder, add_bytes(builder, b_row, 4 * W * j)) for j in range(COLS)]
                 for j in range(COLS):
-                    emit_prefetch(builder, add_bytes(builder, builder.add(b_row, ahead), 4 * W * j))
+                    emit_prefetch(builder, add_bytes(builder, builder.add(b_row, ahead), 4 * W * j), far=True)
                 for r in range(rows):
                     x = _emit_splat_int(builder, builder.add(a_rows[r], offset))
                     for j in range(COLS):

@@ -19,6 +19,7 @@ from replicas.kernels.simd import (
     W,
     emit_llvm,
     emit_prefetch,
+    emit_store,
     int_const,
     op,
     pointer_to,
@@ -34,7 +35,7 @@ INT8_MAX, FP8_MAX, E5M2_MAX = 127.0, 448.0, 57_344.0  # the largest magnitudes
 @op(types.void, types.int64)
 def prefetch(builder: Any, address: Any) -> None:
     """Ask for the cache line at ``address``; never faults."""
-    emit_prefetch(builder, address)
+    emit_prefetch(builder, address, far=True)
 
 
 @op(vector, vector)
@@ -47,9 +48,12 @@ def load_bf16(builder: Any, address: Any) -> Any:
     return emit_load_bf16(builder, address)
 
 
+def _emit_halves(builder: Any, address: Any) -> Any:
+    return builder.zext(builder.load(pointer_to(builder, address, HALVES), align=2), IVEC)
+
+
 def emit_load_bf16(builder: Any, address: Any) -> Any:
-    halves = builder.load(pointer_to(builder, address, HALVES), align=2)
-    return builder.bitcast(builder.shl(builder.zext(halves, IVEC), int_const(16)), VEC)
+    return builder.bitcast(builder.shl(_emit_halves(builder, address), int_const(16)), VEC)
 
 
 @op(types.void, types.int64, vector)
@@ -124,3 +128,21 @@ def emit_load_bytes(builder: Any, address: Any) -> Any:
 
 def _store_bytes(builder: Any, address: Any, value: Any) -> None:
     builder.store(value, pointer_to(builder, address, BYTES), align=1)
+
+
+@op(types.void, types.int64, types.int64, types.int64)
+def pair_up(builder: Any, first: Any, second: Any, dst: Any) -> None:
+    """Write sixteen pairs of one bf16 number of each of two rows."""
+    low, high = (_emit_halves(builder, at) for at in (first, second))
+    emit_store(builder, dst, builder.bitcast(builder.or_(low, builder.shl(high, int_const(16))), VEC))
+
+
+@op(types.void, types.int64, types.int64)
+def pair_with_zeros(builder: Any, only: Any, dst: Any) -> None:
+    emit_store(builder, dst, builder.bitcast(_emit_halves(builder, only), VEC))
+
+
+@op(types.void, types.int64, types.int64)
+def copy_sixteen(builder: Any, src: Any, dst: Any) -> None:
+    """Copy sixteen bf16 numbers."""
+    builder.store(builder.load(pointer_to(builder, src, HALVES), align=2), pointer_to(builder, dst, HALVES), align=2)

@@ -105,19 +105,19 @@ def _for_inputs(
         starts = [builder.add(panel, builder.mul(stride, outer.index)) for panel in panels]
         scales = [form.scales(builder, start) for start in starts]
         for start in starts:
-            _fetch(builder, start, ahead, form.head)
+            _fetch(builder, start, ahead, form.head, form)
         with cgutils.for_range(builder, count, intp=I64) as inner:
             offset = add_bytes(builder, builder.mul(inner.index, ir.Constant(I64, form.step)), form.head)
             vectors = []
             for start, of_group in zip(starts, scales, strict=True):
                 vectors += form.numbers(builder, builder.add(start, offset), of_group)
-                _fetch(builder, builder.add(start, offset), ahead, form.step)
+                _fetch(builder, builder.add(start, offset), ahead, form.step, form)
             each(builder, builder.add(first, inner.index), vectors)
 
 
-def _fetch(builder: Any, at: Any, ahead: Any, num_bytes: int) -> None:
+def _fetch(builder: Any, at: Any, ahead: Any, num_bytes: int, form: PanelForm) -> None:
     for line in range(0, num_bytes, 64):
-        emit_prefetch(builder, add_bytes(builder, builder.add(at, ahead), line))
+        emit_prefetch(builder, add_bytes(builder, builder.add(at, ahead), line), far=not form.head)
 
 
 def chosen_tile(emit: Callable[..., None], most_rows: int, num_arguments: int) -> Any:

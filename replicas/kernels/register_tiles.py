@@ -71,7 +71,7 @@ def outer_tile(rows: int, cols: int, *, fetches: bool) -> Any:
             b_row = builder.add(b, builder.mul(ldb, loop.index))
             bs = [emit_load(builder, add_bytes(builder, b_row, 64 * j)) for j in range(cols)]
             for j in range(cols if ahead is not None else 0):
-                emit_prefetch(builder, add_bytes(builder, builder.add(b_row, ahead), 64 * j))
+                emit_prefetch(builder, add_bytes(builder, builder.add(b_row, ahead), 64 * j), far=True)
             for r in range(rows):
                 address = builder.add(a_rows[r], builder.shl(loop.index, ir.Constant(I64, 2)))
                 x = emit_splat(builder, builder.load(pointer_to(builder, address, F32), align=4))
@@ -107,7 +107,7 @@ def dot_tile(rows: int, cols: int) -> Any:
             offset = builder.shl(loop.index, ir.Constant(I64, 6))
             bs = [emit_load(builder, builder.add(row, offset)) for row in b_rows]
             for row in b_rows:
-                emit_prefetch(builder, builder.add(builder.add(row, offset), ahead))
+                emit_prefetch(builder, builder.add(builder.add(row, offset), ahead), far=True)
             for r in range(rows):
                 x = emit_load(builder, builder.add(a_rows[r], offset))
                 for j in range(cols):

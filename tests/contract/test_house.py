@@ -50,13 +50,15 @@ MANY: dict[str, str] = {
     "routing.pair.choose_pair": "called for every request: what its callers hold is passed on, and no value made of it",
 } | dict.fromkeys(
     (
-        *(f"replicas.attention.cpu_decode.{name}" for name in ("attend_chunk", "fetch", "attend")),
-        "replicas.attention.cpu_extend.load_block",
-        "replicas.attention.cpu_pages.read_block",
+        *(f"replicas.attention.cpu_decode.{name}" for name in (
+            "attend_chunk", "fetch", "attend", "score_pairs", "add_pairs")),
+        *(f"replicas.attention.cpu_extend.{name}" for name in ("load_block", "load_pairs")),
+        *(f"replicas.attention.cpu_pages.{name}" for name in ("read_block", "tokens_at")),
+        "replicas.attention.cpu_pairs.multiply_pairs",
         *(f"replicas.attention.triton_kernels.{name}" for name in (
             "_attend", "decode_parts", "group_parts", "merge_parts", "extend", "turn_and_store", "store")),
         "replicas.kernels.experts.triton_grouped.grouped_product",
-        "replicas.kernels.bf16_tiles._emit_dot_tile",
+        *(f"replicas.kernels.bf16_tiles.{name}" for name in ("_emit_dot_tile", "emit")),
         "replicas.kernels.scaled_dots._emit_scaled",
         "replicas.kernels.int8.multiply",
         "replicas.kernels.int8_tiles.tile",

@@ -168,6 +168,7 @@ def test_a_group_of_a_mixed_step_counts_from_its_first_row() -> None:
     assert error(step) < 1e-5
 
 
+@pytest.mark.usefixtures("widened")
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8", "fp8_e5m2"])
 def test_pools_of_narrow_numbers_are_read_as_the_oracle_reads_them(kv_dtype: str, page_size: int) -> None:

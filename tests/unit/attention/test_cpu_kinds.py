@@ -34,6 +34,7 @@ def test_decode_and_extend_equal_the_oracle(kind: AttentionKind) -> None:
     assert (oracle(mixed, kind=kind) - oracle(mixed)).abs().max() > 0.01, "the kind does something"
 
 
+@pytest.mark.usefixtures("widened")
 @pytest.mark.parametrize("seed", range(12))
 def test_random_steps_of_random_kinds_equal_the_oracle(seed: int) -> None:
     """Lengths, windows, page sizes, number formats, heads of a group, shared prefixes and mixed steps."""

@@ -37,6 +37,7 @@ def oracle(step: Step) -> Tensor:
     return backend.forward(0, step.q, step.k, step.v)
 
 
+@pytest.mark.usefixtures("widened")
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("page_size", [7, 16])
 @pytest.mark.parametrize("shape", sorted(SHAPES))
