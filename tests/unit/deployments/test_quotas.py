@@ -1,6 +1,7 @@
 """Keys with tenants: what their file may hold, its reload, and what a key may use. Replicas are scripted."""
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -234,6 +235,31 @@ def test_routers_that_tell_each_other_agree_and_one_that_has_gone_still_counts_f
     clock.now_s += 121
     other.hear({})
     assert other.used(key.name, "requests") == 0
+
+
+def test_of_200_at_once_over_two_routers_each_takes_what_it_knows_to_be_free_and_nothing_once_it_is_told() -> None:
+    clock, key = Clock(), key_of(requests=30)
+    one, other = quotas_of(clock), quotas_of(clock)
+
+    def taken(num: int) -> int:
+        found = 0
+        for at in range(num):
+            with contextlib.suppress(OverQuota):
+                (one, other)[at % 2].reserve(key, input_tokens=1, output_tokens=1, choices=1)
+                found += 1
+        return found
+
+    def tell() -> None:
+        told = one.told({}), other.told({})
+        one.hear({"other": told[1]})
+        other.hear({"one": told[0]})
+
+    assert taken(20) == 20
+    tell()
+    assert taken(200) == 20  # ten are free, and each router takes as many before it hears of the other's
+    tell()
+    assert taken(200) == 0
+    assert one.used(key.name, "requests") == other.used(key.name, "requests") == 40
 
 
 async def test_a_router_that_hangs_holds_up_no_look_at_the_file(
