@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -250,7 +251,7 @@ def test_of_200_at_once_over_two_routers_each_takes_what_it_knows_to_be_free_and
         return found
 
     def tell() -> None:
-        told = one.told({}), other.told({})
+        told = copy.deepcopy((one.told({}), other.told({})))  # as between processes
         one.hear({"other": told[1]})
         other.hear({"one": told[0]})
 
