@@ -17,7 +17,7 @@ import torch
 
 from replicas.config import AdapterLimits
 from replicas.errors import InvalidAdapter
-from replicas.kernels.adapters.low_rank import LowRankKernel, Packed, StepRows
+from replicas.kernels.adapters.low_rank import LowRankKernel, Packed, StepRows, together
 from replicas.kernels.adapters.on_gpu import TorchLowRank
 from replicas.kernels.team import team
 from replicas.layers.layer import full_name
@@ -110,6 +110,8 @@ class AdapterBank:
                     else "no layer of this model can"
                 )
             )
+        packed = {name: part for name, part in parts.items() if isinstance(part, Packed)}
+        parts |= dict(zip(packed, together(list(packed.values())), strict=True))
         return RankAdapter(order.identity, order.rank, parts)
 
     def put(self, adapter: RankAdapter) -> None:

@@ -129,6 +129,20 @@ class Packed:
     panels: Sequence[Floats]  # that the record names by address
 
 
+def together(parts: Sequence[Packed]) -> list[Packed]:
+    """Move what one adapter adds to all products into one piece of memory: the system gives it large pages."""
+    memory, at, moved = np.empty(sum(panel.size for part in parts for panel in part.panels), np.float32), 0, []
+    for part in parts:
+        record = part.record.copy()
+        for panel in part.panels:
+            place = memory[at : at + panel.size]
+            place[:] = panel.reshape(-1)
+            record[part.record == panel.ctypes.data] = place.ctypes.data
+            at += panel.size
+        moved.append(Packed(record, [memory]))
+    return moved
+
+
 class LowRankKernel:
     """What adapters add to one product of ``inputs`` inputs."""
 
