@@ -209,7 +209,8 @@ def test_what_the_document_says_is_what_the_routes_do(url: str, tmp_path: Path) 
     of_an_id |= {f"DELETE {RESPONSE}", f"POST {CANCEL}", f"POST {CANCEL_BATCH}", "POST /v1/batches"}
     reranks = ("/v1/rerank", "/v2/rerank", "/rerank")  # whose prompt alone is longer than this context
     too_long = {f"POST {path}" for path in reranks}
-    assert {name for name, seen in statuses.items() if 200 not in seen} == of_an_id | too_long
+    no_folders = {f"POST {v1}/{verb}_lora_adapter" for v1 in ("", "/v1") for verb in ("load", "unload")}
+    assert {name for name, seen in statuses.items() if 200 not in seen} == of_an_id | too_long | no_folders
     paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/api/chat",
              "/api/generate")  # fmt: skip
     generating = [f"POST {path}" for path in paths]
