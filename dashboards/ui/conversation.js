@@ -196,7 +196,7 @@ export function figuresOf({ arrivals, usage, explained, guess, route }) {
 
 // An answer's text in pieces, [text, tokens]: one for each event that brought several tokens, of a draft or that a grammar
 // forced, and one for all between two of these. Pure.
-export function pieces(text, arrivals) {
+export function inEvents(text, arrivals) {
   const ends = arrivals.map((_, index) => arrivals[index + 1]?.[1] ?? text.length);
   return arrivals.reduce((made, [, at, tokens], index) => {
     const last = made.at(-1);

@@ -4,7 +4,7 @@
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact_standalone.js";
 import { apiKey, asCurl, asPython, setApiKey } from "./api.js";
 import { postJson } from "./connection.js";
-import { Conversation, figuresOf, jumps, pieces } from "./conversation.js";
+import { Conversation, figuresOf, inEvents, jumps } from "./conversation.js";
 import { count, nameOf, rate, seconds } from "./format.js";
 import { cachedOf, KINDS, PaintedText, pieces, Strip, summary } from "./painted.js";
 import { copied, Notice, once } from "./panel.js";
@@ -181,7 +181,7 @@ function marked({ answer, arrivals }, tried) {
 }
 
 function shaded(text, arrivals) {
-  return pieces(text, arrivals).map(([piece, tokens]) => tokens > 1 ? html`<span class="at-once" title=${`${tokens} tokens in one step`}>${piece}</span>` : piece);
+  return inEvents(text, arrivals).map(([piece, tokens]) => tokens > 1 ? html`<span class="at-once" title=${`${tokens} tokens in one step`}>${piece}</span>` : piece);
 }
 
 function lineOf({ status, finish }, { ttft, cached, prompt, output, rate: speed }) {

@@ -334,9 +334,9 @@ test("events are read however the stream is cut", () => {
 
 test("what came in one event of several tokens is a piece of its own", () => {
   const arrivals = [[900, 0, 1], [950, 2, 1], [990, 4, 3], [999, 9, 2], [1020, 11, 1], [1030, 12, 1]];
-  assert.deepEqual(talk.pieces("abcdefghijklmn", arrivals), [["abcd", 1], ["efghi", 3], ["jk", 2], ["lmn", 1]]);
-  assert.deepEqual(talk.pieces("abc", [[900, 0, 1], [950, 1, 1]]), [["abc", 1]]);
-  assert.deepEqual(talk.pieces("", []), []);
+  assert.deepEqual(talk.inEvents("abcdefghijklmn", arrivals), [["abcd", 1], ["efghi", 3], ["jk", 2], ["lmn", 1]]);
+  assert.deepEqual(talk.inEvents("abc", [[900, 0, 1], [950, 1, 1]]), [["abc", 1]]);
+  assert.deepEqual(talk.inEvents("", []), []);
 });
 
 test("the mark stands where the next replica's first text begins", () => {
