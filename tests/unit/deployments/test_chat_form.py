@@ -37,7 +37,7 @@ def form_of(tool_choice: Any = "auto", **options: Any) -> ChatForm:
     service: Any = SimpleNamespace(model=SimpleNamespace(name="m"))
     body = ChatRequest(messages=[])
     return ChatForm(
-        service=service, body=body, answer_id="chatcmpl-a", created=1, has_logprobs=False, prepared=prepared
+        service=service, body=body, answer_id="chatcmpl-a", created=1, model="m", has_logprobs=False, prepared=prepared
     )
 
 
