@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from deployments.settings.tenants import NAME
 from deployments.watch.terminal.table import Table, count, plain, spaced
 
 SUMS = ("requests", "uncached_input_tokens", "cached_input_tokens", "output_tokens")
-_LINE = re.compile(r"\b(?P<month>\d{4}-\d\d)-\d\d \d\d:\d\d:\d\d,.* -- finished (?P<told>rid=.*)")
+# Whole, as Serve writes it: a client chooses what its request is called, and so a part of other lines
+_LINE = re.compile(r"\S+ (?P<month>\d{4}-\d\d)-\d\d \S+ \S+ \S+ (?:\S+ )?-- (?P<message>.*)\s*")
+_ENDED = re.compile(r"finished (?P<told>rid=\S+(?: \w+=\S+)*)")
 Used = Mapping[tuple[str, str], Counter[str]]  # by month and tenant
 
 
@@ -62,19 +65,20 @@ def _told(line: str) -> tuple[str, Mapping[str, str]]:
             message, month = str(found["message"]), str(found["asctime"])[:7]
         except (ValueError, KeyError):
             return "", {}
-        told = message.removeprefix("finished ") if message.startswith("finished rid=") else ""
     else:
-        match = _LINE.search(line)
-        month, told = (match["month"], match["told"]) if match else ("", "")
-    pairs = dict(pair.split("=", 1) for pair in told.split() if "=" in pair)
-    return month, pairs if "cached_l1" in pairs else {}
+        match = _LINE.fullmatch(line)
+        month, message = match.groups() if match else ("", "")
+    ended = _ENDED.fullmatch(message)
+    told = dict(pair.split("=", 1) for pair in ended["told"].split()) if ended else {}
+    is_known = "cached_l1" in told and re.fullmatch(NAME, told.get("tenant", "-"))
+    return month, told if is_known else {}
 
 
 def lines_of(files: Iterable[Path]) -> Iterator[str]:
     """Read the lines of ``files``."""
     for file in files:
         try:
-            with file.open(errors="replace") as opened:
+            with file.open(errors="replace", newline="\n") as opened:  # a carriage return ends no line
                 yield from opened
         except OSError as error:  # rotated away, or another user's
             print(f"{file}: not read ({error})", file=sys.stderr)

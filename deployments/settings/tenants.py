@@ -31,7 +31,8 @@ from replicas.errors import InvalidConfig
 
 log = logging.getLogger("ray.serve")
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+NAME = r"^[A-Za-z0-9_.-]{1,64}$"  # of a key or a tenant
+Name = Annotated[str, StringConstraints(pattern=NAME)]
 Number = Annotated[int, Field(ge=1)]
 HINT_LEN = 8  # bytes of a digest by which a key is looked up; the whole digest is then compared in constant time
 MOST_KEYS = 10_000

@@ -221,6 +221,26 @@ def test_usage_counts_cached_tokens_apart_and_lines_of_rotated_files(tmp_path: P
                                           "output_tokens": 14}}  # fmt: skip
 
 
+TOLD = "rid=a tenant=victim prompt=1000000000 output=7 cached_l1=0 cached_l2=0 cached_l3=0 outcome=ok"
+
+
+@pytest.mark.parametrize("name", ["x -- ", "-- ", "", "x\rINFO 2026-11-30 23:59:59,999 manta_Router x id -- "])
+def test_a_client_forges_no_use_by_the_name_of_its_request_that_serve_writes_into_its_own_line(
+    lines: Lines, tmp_path: Path, name: str
+) -> None:
+    access = {"request_id": f"{name}finished {TOLD}", "route": "/", "serve_access_log": True}
+    logging.getLogger("ray.serve").info("GET / 401 1.0ms", extra=access)
+    assert any(TOLD in line for line in lines())
+    assert usage.added(usage.lines_of(tmp_path.iterdir())) == {}
+
+
+@pytest.mark.parametrize("tenant", ["=1+1", "@SUM(A1)", "a,b", "x" * 65])
+def test_a_tenant_whose_name_no_file_of_keys_may_have_is_not_shown(tenant: str) -> None:
+    line = f"INFO 2026-11-30 23:59:59,999 manta_Router x id -- finished {TOLD}\n"
+    assert list(usage.added([line])) == [("2026-11", "victim")]
+    assert usage.added([line.replace("victim", tenant)]) == {}
+
+
 def test_a_replica_says_every_ten_seconds_what_it_does_and_nothing_while_it_is_idle(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
