@@ -47,31 +47,44 @@ def run(folder: Path, *, month: str | None, as_csv: bool) -> int:
 def added(lines: Iterable[str]) -> Used:
     """Add up the requests and tokens that ``lines`` tell of, by month and tenant; "-" is everybody without a key."""
     used: dict[tuple[str, str], Counter[str]] = {}
-    for month, told in map(_told, lines):
-        if told:
-            sums = used.setdefault((month, told.get("tenant", "-")), Counter())
+    num_unread = 0
+    for line in lines:
+        try:
+            month, told = _told(line)
+            if "cached_l1" not in told:
+                continue
             cached = sum(int(told[f"cached_l{tier}"]) for tier in (1, 2, 3))
             given = (1, int(told["prompt"]) - cached, cached, int(told["output"]))
-            sums.update(dict(zip(SUMS, given, strict=True)))
+        except (ValueError, KeyError):
+            num_unread += 1
+            continue
+        sums = used.setdefault((month, told.get("tenant", "-")), Counter())
+        sums.update(dict(zip(SUMS, given, strict=True)))
+    if num_unread:
+        print(f"{num_unread} lines that seem to tell of requests were not read: cut off, or forged", file=sys.stderr)
     return used
 
 
 def _told(line: str) -> tuple[str, Mapping[str, str]]:
-    """Return the month of a line about a request that has ended after its first token, and what it tells; nothing of
-    any other."""
+    """Return the month of a line about a request that has ended, and what it tells; nothing of any other.
+
+    Raises: ValueError, KeyError for one that is not as a router writes it.
+    """
+    if "finished rid=" not in line:
+        return "", {}
     if line.startswith("{"):
-        try:
-            found = json.loads(line)
-            message, month = str(found["message"]), str(found["asctime"])[:7]
-        except (ValueError, KeyError):
-            return "", {}
+        found = json.loads(line)
+        message, month = str(found["message"]), str(found["asctime"])[:7]
     else:
         match = _LINE.fullmatch(line)
         month, message = match.groups() if match else ("", "")
+    if not message.startswith("finished rid="):
+        return "", {}
     ended = _ENDED.fullmatch(message)
     told = dict(pair.split("=", 1) for pair in ended["told"].split()) if ended else {}
-    is_known = "cached_l1" in told and re.fullmatch(NAME, told.get("tenant", "-"))
-    return month, told if is_known else {}
+    if "outcome" not in told or not re.fullmatch(NAME, told.get("tenant", "-")):  # the router died while it wrote
+        raise ValueError(line)
+    return month, told
 
 
 def lines_of(files: Iterable[Path]) -> Iterator[str]:

@@ -234,6 +234,23 @@ def test_a_client_forges_no_use_by_the_name_of_its_request_that_serve_writes_int
     assert usage.added(usage.lines_of(tmp_path.iterdir())) == {}
 
 
+def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = f"INFO 2026-11-30 23:59:59,999 manta_Router x id -- finished {TOLD}\n"
+    in_json = json.dumps({"asctime": "2026-11-30 23:59:59,999", "message": f"finished {TOLD}"}) + "\n"
+    bad = [
+        whole.replace("prompt=1000000000", "prompt=0'"),
+        whole.replace(" cached_l3=0", ""),
+        *(whole[: whole.index(cut)] + "\n" for cut in ("ictim", "ached_l3", "0 outcome")),
+        in_json[:-20] + "\n",
+        in_json.replace("asctime", "time"),
+    ]
+    (tmp_path / "replica_manta_Router_x.log").write_text("".join([whole, *bad, in_json, "GET / 200 1.0ms\n"]))
+    assert command_line.main(["key", "usage", "--csv", "--folder", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[1:] == ["2026-11,victim,2,2000000000,0,14"]
+    assert told.err.splitlines() == ["7 lines that seem to tell of requests were not read: cut off, or forged"]
+
+
 @pytest.mark.parametrize("tenant", ["=1+1", "@SUM(A1)", "a,b", "x" * 65])
 def test_a_tenant_whose_name_no_file_of_keys_may_have_is_not_shown(tenant: str) -> None:
     line = f"INFO 2026-11-30 23:59:59,999 manta_Router x id -- finished {TOLD}\n"
