@@ -3,7 +3,8 @@
 Owns:      the reading of these lines, as text or JSON, of files that were rotated too.
 Never:     asks a running Manta; reads a prompt, a text or a key: no line has one.
 Invariant: a request that ended has one line, at the router where it ended (dispatch/route_log.py), in the month of that
-           end, on that router's clock. A list of prompts has one each. One without a first token counts nothing.
+           end, on that router's clock. A list of prompts has one each. One without a first token counts nothing, and
+           of one that another router began only the output here counts.
 """
 
 import csv
@@ -54,7 +55,8 @@ def added(lines: Iterable[str]) -> Used:
             if "cached_l1" not in told:
                 continue
             cached = sum(int(told[f"cached_l{tier}"]) for tier in (1, 2, 3))
-            given = (1, int(told["prompt"]) - cached, cached, int(told["output"]))
+            prompt = (1, int(told["prompt"]) - cached, cached) if "restored" not in told else (0, 0, 0)
+            given = (*prompt, int(told["output"]))
         except (ValueError, KeyError):
             num_unread += 1
             continue

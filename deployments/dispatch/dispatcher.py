@@ -184,7 +184,7 @@ class Dispatcher:
         tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
         counting = self._counted([request]) if charge is None else contextlib.nullcontext(charge)
-        with self._follow(request, hints, arrival, started_s) as following, counting as counted:
+        with self._follow(progress, hints, arrival, started_s) as following, counting as counted:
             while True:
                 last = LAST_TRY if tries.is_last_of_several else ""
                 now = left_after(progress.so_far(), self._clock() - started_s)
@@ -359,10 +359,17 @@ class Dispatcher:
         self._router.done(noted.decision, noted.outcome)
         noted.failure = f"{type(error).__name__}: {error}"
 
-    def _follow(self, request: GenerateRequest, hints: RouteHints, arrival: Arrival | None, now_s: float) -> Following:
+    def _follow(self, progress: Progress, hints: RouteHints, arrival: Arrival | None, now_s: float) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
-        watch = UNWATCHED if request.offline else self.watch
-        return Following(request, came, routes=self.routes, watch=watch, clock=self._clock, session_id=hints.session_id)
+        return Following(
+            progress.request,
+            came,
+            routes=self.routes,
+            watch=UNWATCHED if progress.request.offline else self.watch,
+            clock=self._clock,
+            session_id=hints.session_id,
+            restored=progress.num_restored > 0,
+        )
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
         """Return a decision and when choosing began; after a failed try, wait for a replica that can take over. A new

@@ -332,12 +332,15 @@ class Following:
         watch: RequestWatch,
         clock: Callable[[], float],
         session_id: str = "",
+        restored: bool = False,
     ) -> None:
+        """``restored``: another router has begun it, and counted its prompt."""
         on_gap = watch.on_gap
         told = None if on_gap is None else lambda gap_s, num_tokens: tell(on_gap, gap_s, num_tokens)
         self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=told)
         self._request = request
         self._session_id = session_id
+        self._restored = restored
         self._answer: list[int] | None = [] if watch.on_end is not None else None  # None: it is not asked for
         self._routes = routes
         self._watch = watch
@@ -401,7 +404,7 @@ class Following:
         tell(self._watch.ended, self.timeline, prompt_tokens=prompt_tokens, outcome=outcome, adapter=adapter)
         if self._watch.on_end is not None:
             tell(self._watch.on_end, self._ended(outcome))
-        told = told_of(self._request, self.timeline, self._record, outcome)
+        told = told_of(self._request, self.timeline, self._record, outcome, restored=self._restored)
         text = " ".join(f"{name}={value}" for name, value in told.items())
         log.info("finished %s", text, extra={**told, **logs.ACCESS})
 
@@ -434,11 +437,19 @@ class Following:
 
 
 def told_of(
-    request: GenerateRequest, timeline: Timeline, record: RouteRecord | None, outcome: str
+    request: GenerateRequest,
+    timeline: Timeline,
+    record: RouteRecord | None,
+    outcome: str,
+    *,
+    restored: bool = False,
 ) -> dict[str, str | int | float]:
-    """Return what the log says of a request that has ended, by the try that was the last; nothing that is unknown."""
-    last = record.tries[-1] if record is not None else None
-    cached = None if last is None else last.cached_tokens
+    """Return what the log says of a request that has ended: its replicas are those of its last try, its cached tokens
+    those of the first that had a token; nothing that is unknown."""
+    tries = record.tries if record is not None else []
+    last = tries[-1] if tries else None
+    first = next((each for each in tries if each.cached_tokens is not None), None)
+    cached = None if first is None else first.cached_tokens
 
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 4)
@@ -451,9 +462,9 @@ def told_of(
         "model_replica": None if last is None else last.decision.replica_id,  # Serve's "replica" is the router's own
         "prefill_replica": None if last is None else last.decision.prefill_id,
         "prompt": len(request.token_ids),
-        "cached_l1": None if last is None or cached is None else cached - last.host_tokens - last.store_tokens,
-        "cached_l2": None if last is None or cached is None else last.host_tokens,
-        "cached_l3": None if last is None or cached is None else last.store_tokens,
+        "cached_l1": None if first is None or cached is None else cached - first.host_tokens - first.store_tokens,
+        "cached_l2": None if first is None else first.host_tokens,
+        "cached_l3": None if first is None else first.store_tokens,
         "output": timeline.num_output,
         "queue_s": rounded(None if timeline.first_s is None else timeline.stages_so_far.queue_s),
         "ttft_s": rounded(timeline.ttft_s),
@@ -463,6 +474,7 @@ def told_of(
         "outcome": outcome,
         "tries": 0 if record is None else record.num_tries,
         "moves": (record and record.num_moves) or None,
+        "restored": 1 if restored else None,  # another router counted its prompt
     }
     return {name: value for name, value in told.items() if value is not None}
 

@@ -23,14 +23,17 @@ from deployments import logs
 from deployments.app import replica_options
 from deployments.command import log_files, usage
 from deployments.command.serve import settle_log_format
+from deployments.dispatch.leases import ReplicaGone
 from deployments.dispatch.route_log import RequestWatch, RouteLog
 from deployments.http.arrivals import Arrivals
 from deployments.settings.schema import AppConfig, parse
 from kvtransfer.replay import observe
+from replicas.types import Usage
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
-from tests.unit.deployments.sample_values import ask, stats
+from tests.unit.deployments.sample_values import ask, ids, stats, token
+from tests.waiting import until_async
 
 log = logging.getLogger("deployments.test")
 Lines = Callable[[], list[str]]
@@ -210,6 +213,47 @@ async def test_what_tenants_have_used_is_added_up_from_the_lines_of_either_form(
     assert command_line.main(["key", "usage", "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == [month, "shop", "2", "12", "0", "16"]
     assert command_line.main(["key", "usage", "--folder", str(tmp_path / "none")]) == 1
+
+
+@text_only
+async def test_a_request_that_goes_on_elsewhere_is_counted_once_as_its_first_replica_found_it(
+    lines: Lines, tmp_path: Path
+) -> None:
+    async def dies_after(num_tokens: int, house: House, first: ScriptedReplica) -> None:
+        await until_async(
+            lambda: [each.timeline.num_output for each in house.dispatcher.routes.recent()] == [num_tokens]
+        )
+        first.hold.set()
+
+    async with House() as house:
+        first = ScriptedReplica("r0", die_at=0)
+        first.hold.clear()
+        await house.ready(first, ScriptedReplica("r1"))
+        asking = asyncio.create_task(house.collect(rid="a1.0-first"))
+        await until_async(lambda: len(first.requests) == 1)
+        usage_there = Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=3, host_tokens=1)
+        first.send(dataclasses.replace(token(first.requests[0], 0, 0, None), usage=usage_there))
+        await dies_after(1, house, first)
+        assert len(ids(await asking)) == 8
+    async with House(max_tries=2) as house:
+        first = ScriptedReplica("r0", die_at=3)
+        first.pause_at = 3
+        await house.ready(first, ScriptedReplica("r1", die_at=3))
+        asking = asyncio.create_task(house.collect(rid="a1.0-second"))
+        await dies_after(3, house, first)
+        with pytest.raises(ReplicaGone):  # the last try had no token
+            await asking
+    async with House() as house:
+        await house.ready(ScriptedReplica("r0"))
+        async for _ in house.dispatcher.stream(ask(rid="a1.0-third", max_new_tokens=6), made={0: [1000, 1001]}):
+            pass
+    told = [line.partition(" model_replica=")[2] for line in lines() if "-- finished " in line]
+    assert told[0].startswith("r1 prompt=4 cached_l1=2 cached_l2=1 cached_l3=0 output=8 ")
+    assert told[1].startswith("r1 prompt=4 cached_l1=0 cached_l2=0 cached_l3=0 output=3 ")
+    assert told[2].startswith("r0 prompt=4 cached_l1=0 cached_l2=0 cached_l3=0 output=4 ")
+    assert ["restored=1" in line for line in told] == [False, False, True]
+    [sums] = usage.added(usage.lines_of(tmp_path.iterdir())).values()
+    assert list(sums.values()) == [2, 1 + 4, 3, 8 + 3 + 4]
 
 
 def test_usage_counts_cached_tokens_apart_and_lines_of_rotated_files(tmp_path: Path) -> None:
