@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from deployments.settings.tenants import NAME
+from deployments.settings.tenants import NAME, NOBODY
 from deployments.watch.terminal.table import Table, count, plain, spaced
 
 SUMS = ("requests", "uncached_input_tokens", "cached_input_tokens", "output_tokens")
@@ -60,7 +60,7 @@ def added(lines: Iterable[str]) -> Used:
         except (ValueError, KeyError):
             num_unread += 1
             continue
-        sums = used.setdefault((month, told.get("tenant", "-")), Counter())
+        sums = used.setdefault((month, told.get("tenant", NOBODY)), Counter())
         sums.update(dict(zip(SUMS, given, strict=True)))
     if num_unread:
         print(f"{num_unread} lines that seem to tell of requests were not read: cut off, or forged", file=sys.stderr)
@@ -84,7 +84,7 @@ def _told(line: str) -> tuple[str, Mapping[str, str]]:
         return "", {}
     ended = _ENDED.fullmatch(message)
     told = dict(pair.split("=", 1) for pair in ended["told"].split()) if ended else {}
-    if "outcome" not in told or not re.fullmatch(NAME, told.get("tenant", "-")):  # the router died while it wrote
+    if "outcome" not in told or not re.fullmatch(NAME, told.get("tenant", NOBODY)):  # the router died while it wrote
         raise ValueError(line)
     return month, told
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from deployments.dispatch.progress import Progress
-from deployments.settings.tenants import TenantKey, TenantKeys
+from deployments.settings.tenants import OTHERS, TenantKey, TenantKeys
 from replicas.errors import InvalidRequest, MantaError
 from replicas.types import GenerateRequest
 
@@ -32,7 +32,6 @@ MINUTE_S = 60.0
 TELL_S = 0.2  # from one look at the other routers' counts to the next
 LOOK_S = 1.0  # from one look at the file of keys to the next
 MOST_TENANTS = 100  # that metrics name; the rest is one
-OTHERS = "others"
 Kind = Literal["requests", "input_tokens", "output_tokens"]
 KINDS: tuple[Kind, ...] = ("requests", "input_tokens", "output_tokens")
 HEADERS = [tuple(f"x-ratelimit-{what}-{kind.replace('_', '-')}".encode() for what in ("limit", "remaining", "reset"))
@@ -106,6 +105,7 @@ class Quotas:
     totals: Counter[tuple[str, str]] = field(default_factory=Counter)  # (tenant, kind), since the start, at this router
     _own: dict[int, Used] = field(default_factory=dict)
     _others: dict[str, Told] = field(default_factory=dict)
+    _named: Sequence[str] = ()  # tenants by metrics: one is never dropped, so that no counter falls
     _output_len: dict[str, float] = field(default_factory=dict)  # of a choice, by key: a running mean
 
     def key_of(self, name: str) -> TenantKey | None:
@@ -178,8 +178,11 @@ class Quotas:
     def figures(self) -> Iterator[tuple[str, Mapping[str, str], float]]:
         """Yield the metrics of the file and its tenants. On the scrape's thread."""
         yield "router_keys_file_failed", {}, float(bool(self.keys.error))
-        named, sums = set(self.keys.tenants[:MOST_TENANTS]), Counter[tuple[str, str]]()
-        for (tenant, kind), num in self.totals.copy().items():
+        totals, sums = self.totals.copy(), Counter[tuple[str, str]]()
+        found = (*self._named, *self.keys.tenants, *(tenant for tenant, _ in totals))
+        self._named = list(dict.fromkeys(found))[:MOST_TENANTS]
+        named = set(self._named)
+        for (tenant, kind), num in totals.items():
             sums[tenant if tenant in named else OTHERS, kind] += num
         for tenant in sorted({*named, OTHERS}):
             yield "tenant_requests_total", {"tenant": tenant}, sums[tenant, "requests"]

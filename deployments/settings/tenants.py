@@ -33,6 +33,11 @@ log = logging.getLogger("ray.serve")
 
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"  # of a key or a tenant
 Name = Annotated[str, StringConstraints(pattern=NAME)]
+OTHERS, NOBODY = "others", "-"
+TAKEN = {
+    OTHERS: "metrics call the rest of the tenants so",
+    NOBODY: "manta key usage calls requests without a key so",
+}
 Number = Annotated[int, Field(ge=1)]
 HINT_LEN = 8  # bytes of a digest by which a key is looked up; the whole digest is then compared in constant time
 MOST_KEYS = 10_000
@@ -164,6 +169,10 @@ def parsed(path: str) -> list[TenantKey]:
             seen.add(getattr(key, what))
     weights: dict[str, float] = {}
     for key in keys:
+        if key.of in TAKEN:
+            raise InvalidConfig(
+                f"router.keys_file: {path}: {key.id} is of a tenant {key.of!r}: {TAKEN[key.of]}; give it another name"
+            )
         if weights.setdefault(key.of, key.weight) != key.weight:
             raise InvalidConfig(f"router.keys_file: {path}: the keys of tenant {key.of} differ in their weight")
     return keys

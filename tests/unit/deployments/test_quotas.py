@@ -83,6 +83,11 @@ def quotas_of(clock: Clock | None = None) -> Quotas:
         ([entry(HEAVY, "a"), entry(HEAVY, "b")], "b has the sha256"),
         ([entry(HEAVY, "a"), entry(LIGHT, "a")], "a has the id"),
         ([entry(HEAVY, "a", tenant="t"), entry(LIGHT, "b", tenant="t", weight=2)], "differ in their weight"),
+        (
+            [entry(HEAVY, "a", tenant="others")],
+            "a is of a tenant 'others': metrics call the rest of the tenants so; give it another name",
+        ),
+        ([entry(HEAVY, "-")], "- is of a tenant '-': manta key usage calls requests without a key so"),
     ],
 )
 def test_a_file_of_keys_that_is_wrong_is_refused_with_the_entry_and_without_a_digest(
@@ -173,6 +178,36 @@ def test_a_changed_file_is_in_force_and_a_bad_one_leaves_the_keys_as_they_were(
     written(path, ENTRIES[1:])
     keys.refresh()
     assert (valid(), failed(), keys.error) == (["light", "chief"], 0, "")
+
+
+@pytest.mark.parametrize("most", [2, 100])
+def test_no_count_of_a_tenant_falls_when_the_file_of_keys_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(quotas_module, "MOST_TENANTS", most)
+    path, entries = tmp_path / "keys.yaml", [entry(f"a-key-of-{name}", name) for name in "abc"]
+    quotas = Quotas(TenantKeys.read(written(path, entries)), clock=Clock())
+
+    def used(*keys: TenantKey) -> None:
+        for key in keys:
+            quotas.settle(quotas.reserve_nothing(key), input_tokens=1, output_tokens=1, choices=1)
+
+    def seen() -> dict[str, float]:
+        return {labels["tenant"]: value for _, labels, value in quotas.figures() if labels.get("kind") == "output"}
+
+    a, _, c = quotas.keys.by_name.values()
+    used(a, c, c)
+    before = seen()
+    assert before == ({"a": 1, "b": 0, "others": 2} if most == 2 else {"a": 1, "b": 0, "c": 2, "others": 0})
+    written(path, entries[1:])
+    quotas.keys.refresh()
+    assert seen() == before
+    written(path, [entry("a-key-of-d", "d")])
+    quotas.keys.refresh()
+    used(*quotas.keys.by_name.values())
+    written(path, entries)  # before any scrape
+    quotas.keys.refresh()
+    assert seen() == (before | {"others": 3} if most == 2 else before | {"d": 1})
 
 
 def test_a_request_counts_with_an_estimate_and_then_with_what_it_used() -> None:
