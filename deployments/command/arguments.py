@@ -7,6 +7,7 @@ Never:     imports anything large: `manta --help` answers at once.
 import argparse
 import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
                      "it belongs; list: the keys of a running Manta, their limits and use; usage: what tenants have "
                      "used in each month, by the routers' logs")  # fmt: skip
     key.add_argument("--id", default="NAME", help="of the entry for router.keys_file that new prints beside the key")
-    key.add_argument("--month", metavar="YYYY-MM", help="usage: of this month alone")
+    key.add_argument("--month", type=_month, metavar="YYYY-MM", help="usage: of this month alone")
     key.add_argument("--csv", action="store_true", help="usage: print CSV")
     key.add_argument("--port", type=int, default=PORT, help=f"usage: the HTTP port of whose logs (default {PORT})")
     key.add_argument("--folder", type=Path, metavar="DIR", help="usage: the logs' folder (default: the last of that "
@@ -288,6 +289,12 @@ def _duration(text: str) -> float:
     if not number.isdecimal() or not int(number):
         raise argparse.ArgumentTypeError(f"must be a time such as 90s or 5m, got {text!r}")
     return float(int(number) * (unit_s or 1))
+
+
+def _month(text: str) -> str:
+    if not re.fullmatch("[0-9]{4}-(0[1-9]|1[0-2])", text):
+        raise argparse.ArgumentTypeError(f"must be a month such as 2026-11, got {text!r}")
+    return text
 
 
 def _interval(text: str) -> float:

@@ -181,6 +181,12 @@ def test_bench_takes_a_time_in_seconds_minutes_or_hours(capsys: pytest.CaptureFi
     assert (status, "must be 1 or more, got 0" in err) == (2, True), err
 
 
+def test_a_month_that_is_none_is_an_error_and_not_one_without_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("2026-1", "2026-13", "2026", "2026-11-01", "last", ""):
+        status, _, err = told(capsys, "key", "usage", "--month", word)
+        assert (status, f"--month: must be a month such as 2026-11, got {word!r}" in err) == (2, True), err
+
+
 def test_the_box_of_a_start_names_the_command_as_it_can_be_called(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
