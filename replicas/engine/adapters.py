@@ -1,9 +1,12 @@
 """The adapters (LoRA) that one engine holds: loaded when a request asks for one, dropped when others need the room.
 
-Owns:      which adapters are held, the requests that wait for theirs, and the thread that reads files.
+Owns:      which adapters are held, the requests that wait for theirs, and the thread that reads files: for one of them
+           at a time, in the order in which they came. An adapter that was read and finds no room is kept until it has
+           room, or until the request that it was read for has ended; those behind it that have to be read wait in
+           order, those whose adapter is held go on.
 Never:     runs or ends a request (engine.py does); drops an adapter that an open request has.
-Invariant: what is held takes at most ``host_bytes``. `poll` returns each request once. A request that is returned
-           without an error has its adapter until it ends.
+Invariant: what is held takes at most ``host_bytes``, and at most one adapter beside it is read, or was. `poll`
+           returns each request once. A request that is returned without an error has its adapter until it ends.
 Thread:    engine thread; `_read` runs on the thread that reads, which calls `on_ready`.
 """
 
@@ -68,7 +71,7 @@ class HeldAdapters:
         self.waiting: list[Loading] = []  # until `poll`
         self._clock = clock
         self._held: dict[str, int] = {}  # identity -> bytes; the one used last is the last
-        self._reading: dict[str, Future[tuple[ReadAdapter, float]]] = {}  # until it is held, or nobody waits
+        self._reading: tuple[Loading, Future[tuple[ReadAdapter, float]]] | None = None  # and the request it is for
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-adapters")
         self._num_loads = self._num_dropped = 0
         self._load_s = 0.0
@@ -83,33 +86,34 @@ class HeldAdapters:
     def start(self, request: GenerateRequest, ref: AdapterRef, choices: Sequence[Choice]) -> None:
         """Load the adapter of ``request``, which `poll` returns then."""
         self.waiting.append(Loading(request, ref, choices, self._clock()))
-        if ref.identity not in self._reading:
-            self._reading[ref.identity] = future = self._thread.submit(self._read, ref)
-            future.add_done_callback(lambda _: self.on_ready())
+        if self._reading is None:
+            self._begin(self.waiting[0])
 
     def poll(self, in_use: Callable[[], set[str]]) -> list[Loading]:
         """Return the requests that wait no longer; ``error`` of each says why it has no adapter, or is None.
 
         Args: in_use: gives the identities that open requests have.
         """
-        now_s, done, waiting = self._clock(), list[Loading](), list[Loading]()
+        now_s, used, done, waiting = self._clock(), in_use(), list[Loading](), list[Loading]()
         for task in self.waiting:
             over = all(choice.req.finish is not None for choice in task.choices)
             try:
-                ready = over or self.holds(task.ref) or self._settle(task.ref, in_use)
+                ready = over or self.holds(task.ref) or self._settle(task.ref, used)
                 if not ready and now_s - task.since_s > WAIT_S:
                     raise Overloaded(f"its adapter was not loaded within {WAIT_S:g} s: try again later")
             except MantaError as error:
                 task.error, ready = error, True
             (done if ready else waiting).append(task)
         self.waiting = waiting
-        wanted = {task.ref.identity for task in waiting}
-        self._reading = {identity: future for identity, future in self._reading.items() if identity in wanted}
+        if self._reading is not None and self._reading[1].done() and self._reading[0] not in waiting:
+            self._reading = None
+        if self._reading is None and waiting:
+            self._begin(waiting[0])
         return done
 
     def load(self, ref: AdapterRef, in_use: Callable[[], set[str]]) -> None:
         """Load an adapter now. Raises: InvalidAdapter; Overloaded where those in use leave no room."""
-        if not self.holds(ref) and not self._hold(*self._read(ref), in_use):
+        if not self.holds(ref) and not self._hold(*self._read(ref), in_use()):
             raise Overloaded("the adapters of open requests leave no room for another: try again later")
 
     def stats(self) -> AdapterStats:
@@ -123,12 +127,20 @@ class HeldAdapters:
         """Let the thread end with what it reads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _settle(self, ref: AdapterRef, in_use: Callable[[], set[str]]) -> bool:
-        """Hold an adapter if it was read and has room. Raises: as `AdapterPort.read`."""
-        future = self._reading.get(ref.identity)
-        return future is not None and future.done() and self._hold(*future.result(), in_use)
+    def _begin(self, task: Loading) -> None:
+        """Read the adapter of a request on the thread, which has nothing to do."""
+        future = self._thread.submit(self._read, task.ref)
+        self._reading = task, future
+        future.add_done_callback(lambda _: self.on_ready())
 
-    def _hold(self, adapter: ReadAdapter, read_s: float, in_use: Callable[[], set[str]]) -> bool:
+    def _settle(self, ref: AdapterRef, used: set[str]) -> bool:
+        """Hold an adapter if it was read and has room. Raises: as `AdapterPort.read`."""
+        if self._reading is None:
+            return False
+        task, future = self._reading
+        return task.ref.identity == ref.identity and future.done() and self._hold(*future.result(), used)
+
+    def _hold(self, adapter: ReadAdapter, read_s: float, used: set[str]) -> bool:
         """Make room, and hold an adapter. Returns: False where those in use leave none."""
         limits, needed = self._port.limits, adapter.num_bytes
         if needed > limits.host_bytes:
@@ -137,7 +149,6 @@ class HeldAdapters:
         def fits() -> bool:
             return sum(self._held.values()) + needed <= limits.host_bytes and len(self._held) < limits.max_held
 
-        used = in_use()
         for identity in [identity for identity in self._held if identity not in used]:
             if fits():
                 break
