@@ -60,7 +60,7 @@ class AdapterInfo:
     alpha: float
     scale: float  # of what its products add
     targets: tuple[str, ...]  # the last names of the layers that it adds to, as "q_proj"; sorted
-    num_bytes: int  # of its weights as replicas hold them, in fp32
+    num_bytes: int  # of its weights in fp32; a replica, whose kernels pad them, takes no less
     base: str  # the model that it says it was made for; "" if it does not say
 
 
@@ -116,6 +116,9 @@ def _parse(folder: Path, limits: AdapterLimits) -> tuple[AdapterInfo, _Tensors]:
         _require(
             folder, whole, f"lora_A and lora_B of {layer} are {a} and {b}: ({rank:g}, in) and (out, {rank:g}) must be"
         )
+    num_bytes = sum(4 * math.prod(shape) for _, shape, _ in tensors.values())
+    most = limits.host_bytes
+    _require(folder, num_bytes <= most, f"it takes {num_bytes:,} bytes in fp32, adapters.host_bytes is {most:,}")
     alpha = _number(folder, config, "lora_alpha")
     info = AdapterInfo(
         identity=digest.hexdigest(),
@@ -123,7 +126,7 @@ def _parse(folder: Path, limits: AdapterLimits) -> tuple[AdapterInfo, _Tensors]:
         alpha=alpha,
         scale=alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank),
         targets=tuple(sorted({layer.rpartition(".")[2] for layer, _ in tensors})),
-        num_bytes=sum(4 * math.prod(shape) for _, shape, _ in tensors.values()),
+        num_bytes=num_bytes,
         base=str(config.get("base_model_name_or_path") or ""),
     )
     return info, tensors

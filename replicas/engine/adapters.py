@@ -32,7 +32,7 @@ class ReadAdapter:
     """An adapter that was read, and that no rank has yet."""
 
     identity: str
-    num_bytes: int
+    num_bytes: int  # of all ranks, as their kernels read it
     give: Callable[[], None]  # lets every rank hold it, for the steps that follow; the engine's thread
 
 

@@ -93,10 +93,14 @@ class RankedAdapters:
     on any thread."""
 
     def __init__(
-        self, bank: Callable[[], AdapterBank], limits: AdapterLimits, send: Callable[[AdapterOrder], None]
+        self,
+        bank: Callable[[], AdapterBank],
+        limits: AdapterLimits,
+        send: Callable[[AdapterOrder], None],
+        num_ranks: int,
     ) -> None:
         self.limits = limits
-        self._bank, self._send = bank, send
+        self._bank, self._send, self._num_ranks = bank, send, num_ranks
 
     def read(self, ref: AdapterRef) -> ReadAdapter:
         """Read an adapter, and prepare rank 0's share. Raises: InvalidAdapter."""
@@ -108,7 +112,7 @@ class RankedAdapters:
             self._send(order)
             self._bank().put(share)
 
-        return ReadAdapter(ref.identity, weights.info.num_bytes, give)
+        return ReadAdapter(ref.identity, share.num_bytes * self._num_ranks, give)
 
     def drop(self, identity: str) -> None:
         """Let every rank forget an adapter that no step has any more."""
@@ -185,7 +189,7 @@ class Ranks:
     def adapters(self, config: EngineConfig) -> RankedAdapters:
         """Give access to the adapters of all ranks."""
         send = self._channel.send if self._channel is not None else _send_nothing
-        return RankedAdapters(lambda: self.runner.adapters, config.adapters, send)
+        return RankedAdapters(lambda: self.runner.adapters, config.adapters, send, config.parallel.tp)
 
     def copier(self) -> RankedCopier | None:
         """Give access to the pages of all ranks' pools and of the host tier; None without one."""

@@ -8,7 +8,7 @@ Thread:    `put`, `drop` and `begin`: the one that runs the model. `prepare`: an
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,7 @@ class RankAdapter:
     identity: str
     rank: int
     parts: Mapping[str, "Packed | Sequence[Pair | None]"]  # by product
+    num_bytes: int  # of the parts
 
 
 class AdapterBank:
@@ -110,9 +111,10 @@ class AdapterBank:
                     else "no layer of this model can"
                 )
             )
+        num_bytes = _num_bytes(parts.values())
         packed = {name: part for name, part in parts.items() if isinstance(part, Packed)}
         parts |= dict(zip(packed, together(list(packed.values())), strict=True))
-        return RankAdapter(order.identity, order.rank, parts)
+        return RankAdapter(order.identity, order.rank, parts, num_bytes)
 
     def put(self, adapter: RankAdapter) -> None:
         """Hold an adapter for the steps that follow."""
@@ -141,3 +143,10 @@ class AdapterBank:
                 most = max(most, rank)
             first += rows
         self._step.set(runs, most)
+
+
+def _num_bytes(parts: Iterable[Packed | Sequence[Pair | None]]) -> int:
+    arrays: list[Floats | torch.Tensor] = []
+    for part in parts:
+        arrays += part.panels if isinstance(part, Packed) else itertools.chain(*filter(None, part))
+    return sum(each.nbytes for each in arrays)

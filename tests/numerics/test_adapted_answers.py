@@ -254,7 +254,7 @@ def test_each_adapter_answers_as_pefts_merged_model(
 def test_adapters_used_least_recently_make_room_and_those_in_use_stay(
     tmp_path: Path, engine_of: Callable[..., Engine]
 ) -> None:
-    refs = [make_adapter(tmp_path / f"{i}", Path(short_model()), rank=4, seed=i) for i in range(4)]
+    refs = [make_adapter(tmp_path / f"{i}", Path(short_model()), rank=16, seed=i) for i in range(4)]
     requests = [asked(f"{i}", ref) for i, ref in enumerate(refs)]
     plain = engine_of(page=16, chunk=512)
     flush(plain)
@@ -265,7 +265,7 @@ def test_adapters_used_least_recently_make_room_and_those_in_use_stay(
         stats = engine.stats().adapters
         assert stats is not None
         assert (stats.num_loads, stats.num_dropped, len(stats.held)) == (4, 2, 2)
-        assert 0 < stats.num_bytes <= 2 * _num_bytes(refs[0])
+        assert stats.num_bytes == 2 * _num_bytes(refs[0])  # kernels pad nothing of rank 16
         assert stats.load_s > 0
         kept, left = stats.held[0], next(ref for ref in refs if ref.identity not in stats.held)
         run(engine, [asked("again", next(ref for ref in refs if ref.identity == kept))])
@@ -273,6 +273,17 @@ def test_adapters_used_least_recently_make_room_and_those_in_use_stay(
         after = engine.stats().adapters
         assert after is not None
         assert after.held == (kept, left.identity)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_an_adapter_takes_is_counted_as_the_kernels_have_it_on_all_ranks(tmp_path: Path, tp: int) -> None:
+    """A rank of 4 lies in panels of 16. Each rank has its columns of A, and all of B."""
+    ref = make_adapter(tmp_path / "a", Path(short_model()), rank=4, targets=("o_proj",))
+    with closing(make_engine(tp=tp)) as engine:
+        run(engine, [asked("a", ref)])
+        stats = engine.stats().adapters
+    assert stats is not None
+    assert stats.num_bytes == 4 * 4 * (16 * 576 + tp * 576 * 4)  # of four blocks, in fp32
 
 
 def _num_bytes(ref: AdapterRef) -> int:

@@ -88,6 +88,10 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path, model: Path) -> N
     ref = make_adapter(folder, model, rank=4)
     with pytest.raises(InvalidAdapter, match="at most 1,000 are read"):
         identify(folder, AdapterLimits(max_bytes=1000))
+    num_bytes = identify(folder).num_bytes
+    assert identify(folder, AdapterLimits(host_bytes=num_bytes)).num_bytes == num_bytes
+    with pytest.raises(InvalidAdapter, match=r"it takes [\d,]+ bytes in fp32, adapters.host_bytes is [\d,]+"):
+        identify(folder, AdapterLimits(host_bytes=num_bytes - 1))
     names = "base_model.model.model.layers.0.self_attn.q_proj"
     a, b = np.ones((4, 32), np.float32), np.ones((32, 4), np.float32)
     for tensors, said in (
