@@ -3,10 +3,11 @@
 MantaError                     500
 ├── InvalidRequest             400   the request is wrong; sending it again will not help
 │   ├── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool: trim it
-│   └── InvalidAdapter         400   a folder is no adapter of this model, or has changed
+│   └── InvalidAdapter         400   a folder is no adapter of this model
 ├── UnknownModel               404
 ├── RequestAborted             499   the client went away, or asked for the abort
 ├── Overloaded                 503   retryable: the waiting queue is full
+│   └── AdapterNotReadable     503   retryable: this machine cannot read an adapter's folder, or finds another one there
 ├── EngineDead                 503   retryable: a step crashed or a rank died; the replica is being replaced
 ├── InvalidConfig              500   a setting is impossible; says which, why, and what is allowed
 │   └── UnsupportedModel       500   architecture not known; lists those that are
@@ -81,7 +82,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class InvalidAdapter(InvalidRequest):
-    """A folder holds no adapter (LoRA) that this model can use, or another one than it did."""
+    """A folder holds no adapter (LoRA) that this model can use."""
 
 
 class UnknownModel(MantaError):
@@ -102,6 +103,10 @@ class Overloaded(MantaError):
 
     http_status = 503
     retryable = True
+
+
+class AdapterNotReadable(Overloaded):
+    """A folder that held an adapter (LoRA) cannot be read here, or holds another one: elsewhere it may be there."""
 
 
 class EngineDead(MantaError):

@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote
 from deployments.settings.groups import ADAPTER_NAME, AdapterSettings
 from deployments.settings.places import local_path
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS, identify
-from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, UnknownModel
+from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, Overloaded, UnknownModel
 from replicas.types import AdapterRef
 
 log = logging.getLogger("ray.serve")
@@ -113,7 +113,7 @@ class Adapters:
         folder = Path(local_path(path)).absolute()
         try:
             return AdapterRef(identity=identify(folder, self._limits).identity, path=str(folder), name=name)
-        except InvalidAdapter as error:
+        except (InvalidAdapter, Overloaded) as error:
             raise InvalidConfig(f"adapters.names.{name} = {path!r}: {error}") from error
 
     def _file(self, name: str) -> Path:

@@ -2,8 +2,8 @@
 
 Owns:      which adapters are read, their identity, and the bounds on them.
 Never:     reads other files than those two; knows a model.
-Invariant: the identity is that of the very bytes that are checked and read. What is wrong in a folder is an
-           `InvalidAdapter` that says what.
+Invariant: the identity is that of the very bytes that are checked and read. What is wrong with them is an
+           `InvalidAdapter` that says what; that they are not to be had here, an `AdapterNotReadable`.
 Source:    Hu et al. 2021 (LoRA, arXiv:2106.09685); Kalajdzievski 2023 (rsLoRA, arXiv:2312.03732); names and settings
            are PEFT's.
 """
@@ -15,14 +15,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, deserialize
 
 from replicas.config import AdapterLimits
-from replicas.errors import InvalidAdapter
+from replicas.errors import AdapterNotReadable, InvalidAdapter
 
 Floats = npt.NDArray[np.float32]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -75,19 +75,23 @@ class AdapterWeights:
 def identify(folder: Path, limits: AdapterLimits = USUAL) -> AdapterInfo:
     """Check an adapter's files, and say what they hold; without torch, in about a second for each GB.
 
-    Raises: InvalidAdapter.
+    Raises: InvalidAdapter, AdapterNotReadable.
     """
-    return _parse(folder, limits)[0]
+    return _parse(folder, _files(folder, limits), limits)[0]
 
 
 def load(folder: Path, identity: str, limits: AdapterLimits = USUAL) -> AdapterWeights:
-    """Read the adapter ``identity``. Raises: InvalidAdapter, also for a folder that holds another one by now."""
-    info, tensors = _parse(folder, limits)
-    if info.identity != identity:
-        raise InvalidAdapter(
-            f"adapter: {folder} has changed: {identity[:12]} is wanted, it holds {info.identity[:12]}. Load it again "
+    """Read the adapter ``identity``. Raises: InvalidAdapter; AdapterNotReadable, also if it is gone or has changed."""
+    try:
+        files = _files(folder, limits)
+    except InvalidAdapter as error:  # what a router has seen there was another one
+        raise AdapterNotReadable(str(error)) from error
+    if files.identity != identity:
+        raise AdapterNotReadable(
+            f"adapter: {folder} has changed: {identity[:12]} is wanted, it holds {files.identity[:12]}. Load it again "
             "under its name: new requests get what it holds now"
         )
+    info, tensors = _parse(folder, files, limits)
     pairs: dict[str, list[Floats]] = {}
     for (layer, part), (dtype, shape, data) in sorted(tensors.items()):  # A before B
         values = _FLOATS[dtype](data).reshape(shape)
@@ -100,12 +104,23 @@ def load(folder: Path, identity: str, limits: AdapterLimits = USUAL) -> AdapterW
 _Tensors = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]  # (layer, A or B) -> dtype, shape, bytes
 
 
-def _parse(folder: Path, limits: AdapterLimits) -> tuple[AdapterInfo, _Tensors]:
-    raw_config = _read(folder / CONFIG, MAX_CONFIG_BYTES)
-    raw_weights = _read(folder / WEIGHTS, limits.max_bytes)
-    digest = hashlib.sha256(len(raw_config).to_bytes(8, "little") + raw_config)
-    digest.update(raw_weights)
-    config, tensors = _config(folder, raw_config), _tensors(folder, raw_weights)
+class _Files(NamedTuple):
+    """The bytes of an adapter."""
+
+    identity: str
+    config: bytes
+    weights: bytes
+
+
+def _files(folder: Path, limits: AdapterLimits) -> _Files:
+    config, weights = _read(folder / CONFIG, MAX_CONFIG_BYTES), _read(folder / WEIGHTS, limits.max_bytes)
+    digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
+    digest.update(weights)
+    return _Files(digest.hexdigest(), config, weights)
+
+
+def _parse(folder: Path, files: _Files, limits: AdapterLimits) -> tuple[AdapterInfo, _Tensors]:
+    config, tensors = _config(folder, files.config), _tensors(folder, files.weights)
     rank = _number(folder, config, "r")
     _require(
         folder, rank == int(rank) and 1 <= rank <= limits.max_rank, f"r is {rank:g}: 1 to {limits.max_rank} may be"
@@ -121,7 +136,7 @@ def _parse(folder: Path, limits: AdapterLimits) -> tuple[AdapterInfo, _Tensors]:
     _require(folder, num_bytes <= most, f"it takes {num_bytes:,} bytes in fp32, adapters.host_bytes is {most:,}")
     alpha = _number(folder, config, "lora_alpha")
     info = AdapterInfo(
-        identity=digest.hexdigest(),
+        identity=files.identity,
         rank=int(rank),
         alpha=alpha,
         scale=alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank),
@@ -143,8 +158,10 @@ def _read(file: Path, most: int) -> bytes:
             raise InvalidAdapter(f"adapter: {file} has {size:,} bytes: at most {most:,} are read")
         with file.open("rb") as opened:
             return opened.read(most)
-    except (OSError, ValueError) as error:
+    except ValueError as error:  # a NUL in its name
         raise InvalidAdapter(f"adapter: {file} cannot be read: {error}") from error
+    except OSError as error:
+        raise AdapterNotReadable(f"adapter: {file} cannot be read: {error}") from error
 
 
 def _config(folder: Path, raw: bytes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from replicas.config import AdapterLimits
 from replicas.engine.choice import Choice
-from replicas.errors import InvalidAdapter, MantaError, Overloaded
+from replicas.errors import AdapterNotReadable, InvalidAdapter, MantaError, Overloaded
 from replicas.types import AdapterRef, AdapterStats, GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class AdapterPort(Protocol):
     def limits(self) -> AdapterLimits: ...
 
     def read(self, ref: AdapterRef) -> ReadAdapter:
-        """Read an adapter. Raises: InvalidAdapter."""
+        """Read an adapter. Raises: InvalidAdapter, AdapterNotReadable."""
         ...
 
     def drop(self, identity: str) -> None:
@@ -112,7 +112,7 @@ class HeldAdapters:
         return done
 
     def load(self, ref: AdapterRef, in_use: Callable[[], set[str]]) -> None:
-        """Load an adapter now. Raises: InvalidAdapter; Overloaded where those in use leave no room."""
+        """Load an adapter now. Raises: as `AdapterPort.read`; Overloaded where those in use leave no room."""
         if not self.holds(ref) and not self._hold(*self._read(ref), in_use()):
             raise Overloaded("the adapters of open requests leave no room for another: try again later")
 
@@ -174,4 +174,4 @@ class HeldAdapters:
             raise
         except Exception as error:
             log.exception("an adapter could not be read")
-            raise InvalidAdapter(f"adapter: {ref.path} cannot be read: {error!r:.200}") from error
+            raise AdapterNotReadable(f"adapter: {ref.path} cannot be read here: {error!r:.200}") from error

@@ -103,7 +103,7 @@ class RankedAdapters:
         self._bank, self._send, self._num_ranks = bank, send, num_ranks
 
     def read(self, ref: AdapterRef) -> ReadAdapter:
-        """Read an adapter, and prepare rank 0's share. Raises: InvalidAdapter."""
+        """Read an adapter, and prepare rank 0's share. Raises: InvalidAdapter, AdapterNotReadable."""
         weights = load(Path(ref.path), ref.identity, self.limits)
         order = PutAdapter(ref.identity, weights.info.rank, weights.pairs)
         share = self._bank().prepare(order)

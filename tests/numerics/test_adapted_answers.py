@@ -306,17 +306,18 @@ def test_what_cannot_be_adapted_or_has_changed_ends_its_request_alone(
     deep.mkdir()
     (deep / "config.json").write_text(text.replace('"num_hidden_layers": 4', '"num_hidden_layers": 5'))
     cases_ = {
-        "changed": (changed, "has changed"),
-        "gone": (gone, "has no adapter_config.json"),
-        "narrow": (make_adapter(tmp_path / "a", narrow), "is another model's"),
-        "deep": (make_adapter(tmp_path / "b", deep), "model.layers.4.mlp.down_proj (7 in all) cannot be changed"),
+        "changed": (changed, "has changed", 503),
+        "gone": (gone, "has no adapter_config.json", 503),
+        "narrow": (make_adapter(tmp_path / "a", narrow), "is another model's", 400),
+        "deep": (make_adapter(tmp_path / "b", deep), "model.layers.4.mlp.down_proj (7 in all) cannot be changed", 400),
     }
-    answers = run(engine, [asked("fine", adapters[1]), *(asked(rid, ref) for rid, (ref, _) in cases_.items())])
+    answers = run(engine, [asked("fine", adapters[1]), *(asked(rid, ref) for rid, (ref, *_) in cases_.items())])
     assert len(answers["fine"].ids) == NUM_NEW
-    for rid, (_, said) in cases_.items():
+    for rid, (_, said, status) in cases_.items():
         finish = answers[rid].finish
         assert finish is not None
-        assert finish.http_status == 400
+        assert finish.http_status == status
+        assert finish.retry_as == (None if status == 400 else "overloaded")
         assert finish.message is not None
         assert said in finish.message, finish.message
 

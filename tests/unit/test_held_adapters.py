@@ -12,6 +12,7 @@ from replicas.config import AdapterLimits
 from replicas.engine import adapters
 from replicas.engine.adapters import HeldAdapters, ReadAdapter
 from replicas.engine.engine import Engine
+from replicas.errors import AdapterNotReadable, InvalidAdapter
 from replicas.types import AdapterRef, Finish, TokenDelta
 from tests.harness import Clock, ask, fake_engine
 
@@ -27,12 +28,15 @@ class Adapters:
     def __init__(self) -> None:
         self.began: list[str] = []
         self.ended: list[str] = []
+        self.error: Exception | None = None
         self.go = threading.Semaphore(0)
 
     def read(self, ref: AdapterRef) -> ReadAdapter:
         self.began.append(ref.identity)
         assert self.go.acquire(timeout=WAIT_S)
         self.ended.append(ref.identity)
+        if self.error is not None:
+            raise self.error
         return ReadAdapter(ref.identity, len(ref.identity), lambda: None)
 
     def drop(self, identity: str) -> None:
@@ -147,6 +151,24 @@ def test_one_that_finds_no_room_gives_way_when_it_has_waited_its_time(bench: Ben
     bench.until(lambda: "cc" in bench.finished)
     assert (bench.finished["bbb1"].http_status, bench.finished["bbb1"].retry_as) == (503, "overloaded")
     assert bench.finished["cc"].http_status == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_as"),
+    [
+        (MemoryError(), 503, "overloaded"),
+        (AdapterNotReadable("gone"), 503, "overloaded"),
+        (InvalidAdapter("wrong"), 400, None),
+    ],
+)
+def test_a_replicas_own_trouble_sends_the_request_elsewhere_and_what_is_wrong_with_the_adapter_ends_it(
+    bench: Bench, error: Exception, status: int, retry_as: str | None
+) -> None:
+    bench.port.error = error
+    bench.submit("a")
+    bench.read("a")
+    finish = bench.finished["a"]
+    assert (finish.http_status, finish.retry_as) == (status, retry_as)
 
 
 def test_open_requests_are_looked_through_once_however_many_wait(bench: Bench) -> None:

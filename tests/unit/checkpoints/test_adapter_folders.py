@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS, identify, load
 from replicas.config import AdapterLimits
-from replicas.errors import InvalidAdapter
+from replicas.errors import AdapterNotReadable, InvalidAdapter
 from tests.adapters import make_adapter
 
 NUM_MUTATIONS = 500
@@ -52,8 +52,24 @@ def test_the_identity_is_that_of_the_bytes_wherever_they_lie(tmp_path: Path, mod
 def test_a_folder_that_changed_is_another_adapter_and_is_not_read_as_the_old_one(tmp_path: Path, model: Path) -> None:
     ref = make_adapter(tmp_path / "a", model, seed=1)
     make_adapter(tmp_path / "a", model, seed=2)
-    with pytest.raises(InvalidAdapter, match=f"has changed: {ref.identity[:12]} is wanted, it holds .* Load it again"):
+    with pytest.raises(AdapterNotReadable, match=f"has changed: {ref.identity[:12]} is wanted, it holds .* Load it"):
         load(tmp_path / "a", ref.identity)
+
+
+def test_what_is_gone_or_cannot_be_read_here_may_be_read_elsewhere(tmp_path: Path, model: Path) -> None:
+    ref, weights = make_adapter(tmp_path / "a", model), tmp_path / "a" / WEIGHTS
+    raw = weights.read_bytes()
+    weights.unlink()
+    with pytest.raises(AdapterNotReadable, match=f"has no {WEIGHTS}"):
+        load(tmp_path / "a", ref.identity)
+    weights.write_bytes(raw + bytes(100))
+    with pytest.raises(AdapterNotReadable, match=f"at most {len(raw):,} are read"):
+        load(tmp_path / "a", ref.identity, AdapterLimits(max_bytes=len(raw)))
+    weights.unlink()
+    weights.symlink_to("/proc/self/mem")  # whose first bytes are not mapped, as of a disk with a fault
+    for read in (lambda: identify(tmp_path / "a"), lambda: load(tmp_path / "a", ref.identity)):
+        with pytest.raises(AdapterNotReadable, match=r"cannot be read: .*Input/output error"):
+            read()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +131,7 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path, model: Path) -> N
 
 def test_mutated_files_are_refused_by_name_or_are_another_adapter(tmp_path: Path, model: Path) -> None:
     """Bytes are changed, left out or doubled, most of them in headers. No mutant passes for the adapter, and none
-    raises anything but `InvalidAdapter`."""
+    raises anything but errors of adapters."""
     draw, folder = random.Random(34), tmp_path / "a"
     ref = make_adapter(folder, model, rank=2)
     whole = {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}
@@ -136,7 +152,7 @@ def test_mutated_files_are_refused_by_name_or_are_another_adapter(tmp_path: Path
         if bytes(raw) == whole[name]:
             continue
         (folder / name).write_bytes(raw)
-        with pytest.raises(InvalidAdapter, match="adapter: "):
+        with pytest.raises(AdapterNotReadable, match="adapter: "):
             load(folder, ref.identity)
         try:
             assert identify(folder).identity != ref.identity

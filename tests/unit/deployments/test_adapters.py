@@ -127,6 +127,10 @@ def test_what_the_settings_name_is_looked_at_when_a_router_starts(tmp_path: Path
         InvalidConfig, match=r"adapters.names.poet = '/none': adapter: /none has no adapter_config.json"
     ):
         Adapters(AdapterSettings(names={"poet": "/none"}))
+    (tmp_path / "a" / CONFIG).unlink()
+    (tmp_path / "a" / CONFIG).symlink_to("/proc/self/mem")  # as of a disk with a fault
+    with pytest.raises(InvalidConfig, match=r"adapters.names.poet = .* cannot be read: "):
+        Adapters(AdapterSettings(names={"poet": str(tmp_path / "a")}))
     with pytest.raises(InvalidConfig, match=r"adapters.max_rank: must be at least 1"):
         parse({"model": {"path": MODEL}, "adapters": {"max_rank": 0}})
     with pytest.raises(InvalidConfig, match="is the name of the model"):
