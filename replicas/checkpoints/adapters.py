@@ -48,6 +48,11 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "trainable_token_indices": ([], {}),
     "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),  # others change the base
+    "arrow_config": (None,),
+    "use_bdlora": (None,),
+    "monteclora_config": (None,),
+    "kasa_config": (None,),
 }
 
 
@@ -175,7 +180,7 @@ def _config(folder: Path, raw: bytes) -> dict[str, Any]:
         _require(
             folder,
             value is None or value in plain,
-            f"{name} is {value!r:.60}, which is not supported: train with {plain[0]!r}",
+            f"{name} is {value!r:.60}, which is not supported: train with {name}={plain[0]!r}",
         )
     assert isinstance(config, dict)
     return config

@@ -15,6 +15,7 @@ from replicas.errors import AdapterNotReadable, InvalidAdapter
 from tests.adapters import make_adapter
 
 NUM_MUTATIONS = 500
+CHANGING = ("pissa_niter_4", "olora", "corda", "loftq", "lora_ga")  # the model's weights, when training begins
 MODEL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -76,7 +77,13 @@ def test_what_is_gone_or_cannot_be_read_here_may_be_read_elsewhere(tmp_path: Pat
     ("config", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type must be LORA"),
-        ({"use_dora": True}, "use_dora is True, which is not supported: train with False"),
+        ({"use_dora": True}, "use_dora is True, which is not supported: train with use_dora=False"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which .*: train with init_lora_weights=True"),
+        *(({"init_lora_weights": kind}, f"init_lora_weights is {kind!r}") for kind in CHANGING),
+        ({"arrow_config": {"top_k": 2}}, r"arrow_config is \{'top_k': 2\}, which .*: train with arrow_config=None"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is"),
+        ({"monteclora_config": {}}, "monteclora_config is"),
+        ({"kasa_config": {}}, "kasa_config is"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
@@ -95,6 +102,14 @@ def test_what_is_computed_otherwise_is_refused_by_name(
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with pytest.raises(InvalidAdapter, match=said):
         identify(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", [None, True, False, "gaussian", "orthogonal", "eva", "mica"])
+def test_where_training_began_is_of_no_matter_if_the_models_weights_stayed(
+    tmp_path: Path, model: Path, kind: bool | str | None
+) -> None:
+    ref = make_adapter(tmp_path / "a", model, init_lora_weights=kind, arrow_config=None, kasa_config=None)
+    assert load(tmp_path / "a", ref.identity).info.identity == ref.identity
 
 
 def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path, model: Path) -> None:
