@@ -100,9 +100,15 @@ def load(folder: Path, identity: str, limits: AdapterLimits = USUAL) -> AdapterW
     pairs: dict[str, list[Floats]] = {}
     for (layer, part), (dtype, shape, data) in sorted(tensors.items()):  # A before B
         values = _FLOATS[dtype](data).reshape(shape)
+        if part == "B":
+            with np.errstate(over="ignore"):
+                values = values * np.float32(info.scale)
         if not np.isfinite(values).all():
-            raise InvalidAdapter(f"adapter: the weights of {layer} in {folder} hold NaN or inf: train or fetch it anew")
-        pairs.setdefault(layer, []).append(values if part == "A" else values * np.float32(info.scale))
+            raise InvalidAdapter(
+                f"adapter: the weights of {layer} in {folder} hold NaN or inf, B when it is scaled by {info.scale:g}: "
+                "train or fetch it anew"
+            )
+        pairs.setdefault(layer, []).append(values)
     return AdapterWeights(info=info, pairs={layer: (a, b) for layer, (a, b) in pairs.items()})
 
 
