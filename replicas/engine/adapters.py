@@ -1,9 +1,6 @@
 """The adapters (LoRA) that one engine holds: loaded when a request asks for one, dropped when others need the room.
 
-Owns:      which adapters are held, the requests that wait for theirs, and the thread that reads files: for one of them
-           at a time, in the order in which they came. An adapter that was read and finds no room is kept until it has
-           room, or until the request that it was read for has ended; those behind it that have to be read wait in
-           order, those whose adapter is held go on.
+Owns:      which adapters are held, the requests that wait for theirs, and the thread that reads files.
 Never:     runs or ends a request (engine.py does); drops an adapter that an open request has.
 Invariant: what is held takes at most ``host_bytes``, and at most one adapter beside it is read, or was. `poll`
            returns each request once. A request that is returned without an error has its adapter until it ends.
@@ -63,7 +60,12 @@ class Loading:
 
 
 class HeldAdapters:
-    """The adapters of one engine."""
+    """The adapters of one engine.
+
+    One is read at a time, in the order of the requests, lines of batches last. One that was read and finds no room is
+    kept until it has room, or until the request that it was read for has ended or is a line of a batch beside others.
+    Those behind it that have to be read wait so long; those whose adapter is held go on.
+    """
 
     def __init__(self, port: AdapterPort, clock: Callable[[], float]) -> None:
         self._port = port
@@ -105,10 +107,13 @@ class HeldAdapters:
                 task.error, ready = error, True
             (done if ready else waiting).append(task)
         self.waiting = waiting
-        if self._reading is not None and self._reading[1].done() and self._reading[0] not in waiting:
-            self._reading = None
-        if self._reading is None and waiting:
-            self._begin(waiting[0])
+        first = min(waiting, key=lambda task: task.request.offline, default=None)
+        if self._reading is not None and self._reading[1].done():
+            task = self._reading[0]
+            if task not in waiting or (first is not None and first.request.offline < task.request.offline):
+                self._reading = None
+        if self._reading is None and first is not None:
+            self._begin(first)
         return done
 
     def load(self, ref: AdapterRef, in_use: Callable[[], set[str]]) -> None:

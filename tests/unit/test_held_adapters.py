@@ -53,10 +53,11 @@ class Bench:
         self.engine.executor = replace(self.engine.executor, adapters=self.held)
         self.finished: dict[str, Finish] = {}
 
-    def submit(self, *rids: str, max_new_tokens: int = 8) -> None:
+    def submit(self, *rids: str, max_new_tokens: int = 8, offline: bool = False) -> None:
         for rid in rids:
             ref = AdapterRef(identity=rid.rstrip("123"), path="/none")
-            self.engine.submit(replace(ask(rid, range(1, 9), max_new_tokens=max_new_tokens), adapter=ref))
+            request = ask(rid, range(1, 9), max_new_tokens=max_new_tokens)
+            self.engine.submit(replace(request, adapter=ref, offline=offline))
 
     def until(self, over: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + WAIT_S
@@ -169,6 +170,16 @@ def test_a_replicas_own_trouble_sends_the_request_elsewhere_and_what_is_wrong_wi
     bench.read("a")
     finish = bench.finished["a"]
     assert (finish.http_status, finish.retry_as) == (status, retry_as)
+
+
+def test_adapters_of_batches_are_read_last_and_give_way_where_they_find_no_room(bench: Bench) -> None:
+    bench.submit("aa", max_new_tokens=100)
+    bench.read("aa")
+    bench.submit("bbb", "cc", offline=True)
+    bench.settle("bbb")
+    bench.submit("dd")  # it fits
+    bench.until(lambda: "dd" in bench.finished)
+    assert bench.port.began[:3] == ["aa", "bbb", "dd"]
 
 
 def test_open_requests_are_looked_through_once_however_many_wait(bench: Bench) -> None:
