@@ -39,7 +39,8 @@ class Adapters:
         self._settings = settings = settings or AdapterSettings()
         self._limits = settings.limits
         self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
-        self._seen: dict[str, tuple[tuple[int, ...], AdapterRef | None]] = {}  # name -> its file as last read
+        self._seen: dict[str, tuple[tuple[int, ...], AdapterRef]] = {}  # name -> its file as last read with success
+        self._told: dict[str, str] = {}  # name -> why its file is of no use, as the log has it already
 
     @property
     def are_possible(self) -> bool:
@@ -54,10 +55,13 @@ class Adapters:
             stat = self._file(name).stat()
         except (OSError, ValueError, InvalidRequest):
             self._seen.pop(name, None)
+            self._told.pop(name, None)
             return None
-        stamp, (seen, ref) = (stat.st_ino, stat.st_mtime_ns, stat.st_size), self._seen.get(name, ((), None))
-        if stamp != seen:
-            ref = self._read(name)
+        stamp, seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size), self._seen.get(name)
+        if seen is not None and seen[0] == stamp:
+            return seen[1]
+        ref = self._read(name)
+        if ref is not None:  # what failed is tried again: it may pass without a change of the file
             self._seen[name] = stamp, ref
         return ref
 
@@ -142,9 +146,13 @@ class Adapters:
         try:
             kept: dict[str, Any] = json.loads(self._file(name).read_text())
             folder = self._below_roots(kept["path"])
-            return AdapterRef(identity=str(kept["identity"]), path=str(folder), name=name)
+            ref = AdapterRef(identity=str(kept["identity"]), path=str(folder), name=name)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, InvalidAdapter) as error:
-            log.error("adapter %s: its file in adapters.names_folder is of no use: %r", name, error)
+            if self._told.get(name) != repr(error):
+                self._told[name] = repr(error)
+                log.error("adapter %s: its file in adapters.names_folder is of no use: %r", name, error)
             return None
+        self._told.pop(name, None)
+        return ref

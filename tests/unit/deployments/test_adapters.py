@@ -120,6 +120,24 @@ def test_nothing_outside_the_roots_is_loaded_by_whatever_path_or_link(tmp_path: 
     assert [each.name for each in adapters.all()] == ["poet"]
 
 
+def test_a_name_is_known_again_after_a_passing_error_which_the_log_has_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = adapter(tmp_path / "all" / "a")
+    load(Adapters(settings(tmp_path)), "poet", "a")
+    adapters = Adapters(settings(tmp_path))
+    for _ in range(2):
+        caplog.clear()
+        (tmp_path / "all").rename(tmp_path / "away")  # as a mount that is not there yet
+        for _ in range(3):
+            assert adapters.find("poet") is None
+        (tmp_path / "away").rename(tmp_path / "all")
+        assert [each.levelname for each in caplog.records] == ["ERROR"]
+        assert "is no folder below adapters.roots" in caplog.text
+        assert adapters.find("poet") == ref
+        os.utime(tmp_path / "names" / "poet.json", ns=(0, 0))  # so that it is read again
+
+
 def test_what_the_settings_name_is_looked_at_when_a_router_starts(tmp_path: Path) -> None:
     ref = adapter(tmp_path / "a")
     assert Adapters(AdapterSettings(names={"poet": str(tmp_path / "a")})).find("poet") == ref
