@@ -310,7 +310,7 @@ def _service(
         fleet=fleet,
         leases=leases,
         settings=shown_settings(config, settings),
-        adapters=Adapters(config.adapters),
+        adapters=Adapters(config.adapters, model=config.model.name),
         peers=peers,
         streams=KeptStreams(reconnect_s=config.router.reconnect_s, watch=dispatcher.watch),
         background=BackgroundStreams(

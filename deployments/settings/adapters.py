@@ -9,6 +9,7 @@ Invariant: a name in ``adapters.names_folder`` is one file, which is replaced as
 Thread:    `load` and `unload` on any thread, the rest on the router's event loop.
 """
 
+import errno
 import json
 import logging
 import os
@@ -29,14 +30,18 @@ from replicas.types import AdapterRef
 log = logging.getLogger("ray.serve")
 
 ENDING = ".json"
+LONGEST = 255  # bytes of a file's name, on the file systems that there are
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of a file system that has no hard links
 
 
 class Adapters:
     """The adapters that one router knows, each by the name that requests use."""
 
-    def __init__(self, settings: AdapterSettings | None = None) -> None:
-        """Raises: InvalidConfig for a folder of the settings that holds no adapter."""
+    def __init__(self, settings: AdapterSettings | None = None, *, model: str = "") -> None:
+        """Take the model's own name, which no adapter has. Raises: InvalidConfig for a folder of the settings that
+        holds no adapter."""
         self._settings = settings = settings or AdapterSettings()
+        self._model = model
         self._limits = settings.limits
         self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
         self._seen: dict[str, tuple[tuple[int, ...], AdapterRef]] = {}  # name -> its file as last read with success
@@ -72,26 +77,25 @@ class Adapters:
         kept = {unquote(file.removesuffix(ENDING)) for file in files if file.endswith(ENDING)}
         yield from (ref for name in sorted({*self._fixed, *kept}) if (ref := self.find(name)) is not None)
 
-    def load(self, name: str, path: str, *, in_place: bool, taken: str) -> AdapterRef:
+    def load(self, name: str, path: str, *, in_place: bool) -> AdapterRef:
         """Give ``name`` to what the folder ``path`` holds now.
 
-        Args:   path: absolute, or relative to a root. in_place: the name may stand for something already. taken: the
-                model's own name.
+        Args:   path: absolute, or relative to a root. in_place: the name may stand for something already.
         Raises: InvalidAdapter; InvalidRequest for a name that is not free.
         """
         file = self._file(name)
-        if name in self._fixed or name == taken:
+        if name in self._fixed or name == self._model:
             raise InvalidRequest(f"lora_name: {name!r} stands in the settings: give another one", param="lora_name")
         folder = self._below_roots(path)
         ref = AdapterRef(identity=identify(folder, self._limits).identity, path=str(folder), name=name)
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{secrets.token_hex(8)}.new")
-        new.write_text(json.dumps(asdict(ref)))
         try:
+            new.write_text(json.dumps(asdict(ref)))
             if in_place:
                 new.replace(file)
             else:
-                os.link(new, file)  # unlike a rename, it fails where there is one
+                _put_where_none_is(new, file)
         except FileExistsError as error:
             raise InvalidRequest(
                 f"lora_name: the adapter {name!r} has already been loaded; to replace it, set load_inplace to true",
@@ -126,7 +130,14 @@ class Adapters:
             raise InvalidRequest("adapters are not loaded here: adapters.roots and adapters.names_folder are not set")
         if not re.fullmatch(ADAPTER_NAME, name):
             raise InvalidRequest(f"lora_name: {name[:200]!r} must match {ADAPTER_NAME}", param="lora_name")
-        return Path(self._settings.names_folder) / f"{quote(name, safe='')}{ENDING}"
+        file = f"{quote(name, safe='')}{ENDING}"
+        if len(file) > LONGEST:
+            raise InvalidRequest(
+                f"lora_name: {name!r} makes a file's name of {len(file)} characters; at most {LONGEST} are allowed, of "
+                "which each of / @ + = takes 3",
+                param="lora_name",
+            )
+        return Path(self._settings.names_folder) / file
 
     def _below_roots(self, path: str) -> Path:
         """Follow ``path`` below a root. Raises: InvalidAdapter."""
@@ -144,6 +155,8 @@ class Adapters:
     def _read(self, name: str) -> AdapterRef | None:
         """Read the file of a name. Returns: None where it is gone, or says nothing that is of use."""
         try:
+            if name == self._model:
+                raise InvalidAdapter("it has the name of the model, which answers to it")
             kept: dict[str, Any] = json.loads(self._file(name).read_text())
             folder = self._below_roots(kept["path"])
             ref = AdapterRef(identity=str(kept["identity"]), path=str(folder), name=name)
@@ -156,3 +169,14 @@ class Adapters:
             return None
         self._told.pop(name, None)
         return ref
+
+
+def _put_where_none_is(new: Path, file: Path) -> None:
+    """Put ``new`` at ``file``. Raises: FileExistsError where there is one."""
+    try:
+        os.link(new, file)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        file.touch(exist_ok=False)  # takes the name; until it is replaced it says nothing, as if it was not there
+        new.replace(file)

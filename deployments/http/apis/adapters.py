@@ -52,13 +52,7 @@ async def unload_as_sglang(request: Request, body: UnloadAdapterRequest) -> Resp
 async def _load(service: Service, body: LoadAdapterRequest) -> None:
     """Raises: InvalidAdapter, InvalidRequest."""
     refuse_unsupported(body, "lora_path", pinned=None, is_3d_lora_weight=None)
-    await asyncio.to_thread(
-        service.adapters.load,
-        body.lora_name,
-        body.lora_path,
-        in_place=bool(body.load_inplace),
-        taken=service.model.name,
-    )
+    await asyncio.to_thread(service.adapters.load, body.lora_name, body.lora_path, in_place=bool(body.load_inplace))
 
 
 def _loaded(service: Service) -> Response:

@@ -1,8 +1,11 @@
 """Names of adapters: what they stand for, by the settings and over HTTP, after a reload too, and what requests get."""
 
+import errno
 import json
 import os
 import re
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ def settings(root: Path, **more: Any) -> AdapterSettings:
 
 
 def load(adapters: Adapters, name: str, path: str, *, in_place: bool = False) -> AdapterRef:
-    return adapters.load(name, path, in_place=in_place, taken=BASE)
+    return adapters.load(name, path, in_place=in_place)
 
 
 def test_a_name_stands_for_what_its_folder_held_when_it_was_given_at_every_router(tmp_path: Path) -> None:
@@ -62,7 +65,7 @@ def test_a_name_that_is_taken_is_given_again_only_in_place(tmp_path: Path) -> No
     fixed = adapter(tmp_path / "fixed")
     for name in "ab":
         adapter(tmp_path / "all" / name)
-    adapters = Adapters(settings(tmp_path, names={"fixed": str(tmp_path / "fixed")}))
+    adapters = Adapters(settings(tmp_path, names={"fixed": str(tmp_path / "fixed")}), model=BASE)
     load(adapters, "poet", "a")
     with pytest.raises(InvalidRequest, match="'poet' has already been loaded; to replace it, set load_inplace"):
         load(adapters, "poet", "b")
@@ -97,6 +100,61 @@ def test_a_name_is_one_file_in_the_folder_whatever_it_looks_like(tmp_path: Path,
     assert load(adapters, name, "a") == ref
     assert len(os.listdir(tmp_path / "names")) == 1
     assert [(each.name, each) for each in Adapters(settings(tmp_path)).all()] == [(name, ref)]
+
+
+def test_a_name_whose_file_no_file_system_takes_is_refused(tmp_path: Path) -> None:
+    ref = adapter(tmp_path / "all" / "a")
+    adapters = Adapters(settings(tmp_path))
+    longest = "/" * 61 + "x" * 67
+    assert load(adapters, longest, "a") == ref == adapters.find(longest)
+    for asks in (lambda name: load(adapters, name, "a"), adapters.unload):
+        with pytest.raises(InvalidRequest, match="makes a file's name of 257 characters; at most 255"):
+            asks("/" * 62 + "x" * 66)
+    assert adapters.find("/" * 62 + "x" * 66) is None
+
+
+@pytest.mark.parametrize("kind", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_names_are_kept_where_the_file_system_has_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(kind, os.strerror(kind))
+
+    monkeypatch.setattr(os, "link", refused)
+    ref = adapter(tmp_path / "all" / "a")
+    adapters = Adapters(settings(tmp_path))
+    assert load(adapters, "poet", "a") == ref == adapters.find("poet")
+    with pytest.raises(InvalidRequest, match="'poet' has already been loaded"):
+        load(adapters, "poet", "a")
+    assert os.listdir(tmp_path / "names") == ["poet.json"]
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    adapter(tmp_path / "all" / "a")
+    adapters, limits = Adapters(settings(tmp_path)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # no file gets longer, as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            load(adapters, "poet", "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert os.listdir(tmp_path / "names") == []
+
+
+def test_a_name_that_is_the_models_by_now_is_left_out_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in "ab":
+        adapter(tmp_path / "all" / name)
+        load(Adapters(settings(tmp_path)), name, name)
+    adapters = Adapters(settings(tmp_path), model="a")
+    assert [each.name for each in adapters.all()] == ["b"]
+    assert adapters.find("a") is None
+    [told] = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert "adapter a: its file" in told
+    assert "it has the name of the model" in told
 
 
 def test_nothing_outside_the_roots_is_loaded_by_whatever_path_or_link(tmp_path: Path) -> None:
@@ -167,7 +225,7 @@ class Client:
 
     def __init__(self, house: House, tokenizer: Tokenizer, root: Path, keys: KeyDigests = NO_KEYS) -> None:
         self.replica, self.root = ScriptedReplica("a"), root
-        self.adapters = Adapters(settings(root))
+        self.adapters = Adapters(settings(root), model=BASE)
         self.http = client_of(make_app(house.service(tokenizer, adapters=self.adapters), keys=keys))
 
     async def asked(self, path: str = "/v1/chat/completions", **body: Any) -> tuple[dict[str, Any], AdapterRef | None]:
