@@ -31,7 +31,7 @@ from deployments.http.access import admin_only, caller_of
 from deployments.http.api_document import BODY, gives
 from deployments.http.bodies import MAX_DETOKENIZED, AbortRequest, DetokenizeRequest, PathName, Route, TokenizeRequest
 from deployments.http.chat import template_options, tools_of
-from deployments.http.convert import asked_adapter, check_count, to_ids, unknown_model
+from deployments.http.convert import adapters_of, asked_adapter, check_count, to_ids, unknown_model
 from deployments.http.http_errors import error_body
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import JsonAnswer, answer
@@ -88,7 +88,7 @@ async def version(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """List the served model, and the adapters of it that the caller may use."""
     service = service_of(request)
-    bodies = [_model_body(service), *(_model_body(service, each) for each in _adapters(request).values())]
+    bodies = [_model_body(service), *(_model_body(service, each) for each in adapters_of(request))]
     return JSONResponse({"object": "list", "data": bodies})
 
 
@@ -96,18 +96,10 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: PathName) -> Response:
     """Show the served model, or an adapter of it."""
     service = service_of(request)
-    adapter = None if name == service.model.name else _adapters(request).get(name)
+    adapter = None if name == service.model.name else next((x for x in adapters_of(request) if x.name == name), None)
     if name != service.model.name and adapter is None:
         raise unknown_model(service, name)
     return JSONResponse(_model_body(service, adapter))
-
-
-def _adapters(request: Request) -> dict[str, AdapterRef]:
-    """Return the adapters that the caller's key may use, by name."""
-    key = caller_of(request).key
-    allowed = None if key is None else key.models
-    adapters = service_of(request).adapters.all()
-    return {each.name: each for each in adapters if allowed is None or each.name in allowed}
 
 
 def _model_body(service: Service, adapter: AdapterRef | None = None) -> dict[str, Any]:

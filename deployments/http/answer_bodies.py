@@ -338,7 +338,7 @@ class OllamaTextBody(OllamaAnswerBody):
 
 
 class OllamaModelsBody(AnswerBody):
-    """The served models, as Ollama lists them."""
+    """The served model and its adapters, as Ollama lists them."""
 
     models: list[dict[str, Any]] = Field(description="`name`, `model`, `modified_at`, `details`.")
 

@@ -481,6 +481,7 @@ class NativeRequest(WireType):
         one_of=("text", "input_ids", "inputs"),
     )
 
+    model: Model = None
     rid: RequestName | Items[RequestName] | None = said(
         "The request's name, instead of the `X-Request-Id` header; of a batch, one for each prompt."
     )

@@ -82,6 +82,13 @@ def asked_adapter(service: Service, model: str | None, lora_path: str | None = N
     return found
 
 
+def adapters_of(request: HTTPConnection) -> list[AdapterRef]:
+    """Return the adapters that the caller's key may use."""
+    key = caller_of(request).key
+    adapters = service_of(request).adapters.all()
+    return [each for each in adapters if key is None or key.models is None or each.name in key.models]
+
+
 def unknown_model(service: Service, name: str) -> UnknownModel:
     """Make the error for a name that is neither the model's nor an adapter's."""
     others = ", and the adapters that GET /v1/models lists" if service.adapters.are_possible else ""

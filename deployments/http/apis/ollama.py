@@ -25,7 +25,7 @@ from deployments.http.apis.response_input import renamed
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import ChatRequest, Route, WireType
 from deployments.http.chat import prepare
-from deployments.http.convert import refuse_unsupported
+from deployments.http.convert import adapters_of, refuse_unsupported
 from deployments.http.http_errors import body_of
 from deployments.http.service import service_of
 from deployments.http.streaming import AnswerSoFar, Change, Form
@@ -63,6 +63,7 @@ class OllamaFields(WireType):
     format: Literal["", "json"] | bodies.Object | None = said("`json`, or a JSON schema that the output must fit.")
     think: bool | str | None = said("The template's `enable_thinking`, or its `reasoning_effort`.")
     keep_alive: float | str | None = said("Accepted, without effect: the model stays.")
+    lora_path: bodies.LoraPath = None
 
 
 class OllamaChatRequest(OllamaFields):
@@ -99,17 +100,17 @@ async def chat(request: Request, body: OllamaChatRequest) -> Response:
 @router.post("/api/generate", **gives(answers.OllamaTextBody, *RUN, event=answers.OllamaTextBody, lines=True))
 async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     """Answer one message, as Ollama does."""
-    refuse_unsupported(body, raw=None, template=None, suffix=None, context=None, images=None)
     system = [] if body.system is None else [{"role": "system", "content": body.system}]
     return await _answered(request, body, [*system, {"role": "user", "content": body.prompt}], None)
 
 
 @router.get("/api/tags", **gives(answers.OllamaModelsBody))
 async def tags(request: Request) -> Response:
-    """List the served model as Ollama does."""
+    """List the served model, and the adapters of it that the caller may use, as Ollama does."""
     service = service_of(request)
     served = {"modified_at": _rfc3339(service.started_s), "details": {"family": service.model.model_type}}
-    return JSONResponse({"models": [{"name": service.model.name, "model": service.model.name, **served}]})
+    names = [service.model.name, *(each.name for each in adapters_of(request))]
+    return JSONResponse({"models": [{"name": name, "model": name, **served} for name in names]})
 
 
 @router.get("/api/version", **gives(answers.VersionBody))
@@ -121,6 +122,7 @@ async def version(request: Request) -> Response:
 async def _answered(
     request: Request, body: OllamaFields, messages: list[bodies.Object], tools: list[bodies.Object] | None
 ) -> Response:
+    refuse_unsupported(body, "lora_path", raw=None, template=None, suffix=None, context=None, images=None)
     options = body.options or OllamaOptions()
     limit = -1 if options.num_predict is None else options.num_predict
     same = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -131,7 +133,8 @@ async def _answered(
     if isinstance(body.think, bool):
         asked["chat_template_kwargs"] = {"enable_thinking": body.think}
     chat = ChatRequest(
-        model=body.model, messages=messages, tools=tools, repetition_penalty=options.repeat_penalty,
+        model=body.model, lora_path=body.lora_path, messages=messages, tools=tools,
+        repetition_penalty=options.repeat_penalty,
         max_tokens=None if limit < 0 else limit, reasoning_effort=body.think if isinstance(body.think, str) else None,
         **asked,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from deployments.http.answer_bodies import EmbeddingsBody, RankingBody, ScoresBo
 from deployments.http.api_document import RUN, about, body_like, gives, said, shape, shown
 from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Few, Items, Route, WireType
-from deployments.http.convert import asked_adapter, check_count, checked, prompts_of_ids, salt_of
+from deployments.http.convert import asked_adapter, check_count, checked, prompts_of_ids, refuse_unsupported, salt_of
 from deployments.http.service import LONG_TEXT, Service, service_of
 from deployments.http.streaming import AnswerTokens, JsonAnswer, answer, collected, run
 from replicas.errors import InvalidRequest
@@ -192,6 +192,7 @@ async def _read_out(
 ) -> Response:
     """Run ``prompts`` and answer with what ``made`` makes of their readouts."""
     service, name = service_of(request), name_of(request)
+    refuse_unsupported(body, *type(body).model_fields)
     adapter = asked_adapter(service, body.model, body.lora_path)
     requests = [
         GenerateRequest(

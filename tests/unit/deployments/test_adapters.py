@@ -264,16 +264,22 @@ async def test_a_request_gets_the_adapter_that_it_names_and_its_answer_says_so(w
         "/v1/completions": {"prompt": "x", "model": "poet"},
         "/v1/responses": {"input": "x", "model": "poet", "max_output_tokens": 2},
         "/v1/messages": {**CHAT, "model": "poet"},
+        "/api/generate": {"prompt": "x", "lora_path": "poet", "stream": False, "options": {"num_predict": 2}},
         "/api/chat": {**CHAT, "model": "poet", "stream": False, "options": {"num_predict": 2}},
     }.items():
         body, got = await web.asked(path, **asks)
         assert (body["model"], got) == ("poet", ref), path
     for path, asks in {
-        "/generate": {"text": "x", "lora_path": "poet"},
-        "/v1/embeddings": {"input": "x", "model": "poet"},
+        "/generate": {"text": "x"},
+        "/v1/embeddings": {"input": "x"},
+        "/v1/score": {"query": "x", "items": ["y"], "label_token_ids": [1]},
+        "/v1/rerank": {"query": "x", "documents": ["y"]},
+        "/api/chat": {**CHAT, "options": {"num_predict": 2}},
     }.items():
-        answer = await web.http.post(path, json=asks)
-        assert web.replica.requests[-1].adapter == ref, answer.text
+        for named in ({"lora_path": "poet"}, {"model": "poet"}, {"model": f"{BASE}:poet"}):
+            num_before = len(web.replica.requests)
+            answer = await web.http.post(path, json=asks | named)
+            assert [each.adapter for each in web.replica.requests[num_before:]] == [ref], (path, named, answer.text)
     await web.http.post("/generate", json={"text": ["x", "y"], "lora_path": ["poet", None]})
     assert {each.adapter for each in web.replica.requests[-2:]} == {ref, None}
 
@@ -291,6 +297,25 @@ async def test_a_name_that_is_not_known_is_never_answered_by_the_model(web: Clie
         adapter(web.root / "all" / name, seed=ord(name))
         load(web.adapters, name, name)
     assert "is another adapter than that of model, 'a'" in await web.error(model="a", lora_path="b")
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        ("/generate", {"text": "x"}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/score", {"query": "x", "items": ["y"], "label_token_ids": [1]}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+        ("/api/chat", CHAT),
+        ("/api/generate", {"prompt": "x"}),
+    ],
+)
+async def test_an_adapter_is_named_in_vain_on_no_route(web: Client, path: str, asks: dict[str, Any]) -> None:
+    for field in ({"model": "poet"}, {"lora_path": "poet"}, {"adapter_id": "poet"}, {"lora_request": {"name": "poet"}}):
+        num_before, [name] = len(web.replica.requests), field
+        answer = await web.http.post(path, json={**asks, **field})
+        assert (answer.status_code, len(web.replica.requests)) == (404 if name == "model" else 400, num_before), field
+        assert ("is not served here" if name == "model" else f"{name}: ") in answer.text
 
 
 async def test_pages_of_a_request_are_named_by_the_adapter_that_it_had_when_it_came(web: Client) -> None:
@@ -325,6 +350,7 @@ async def test_vllms_and_sglangs_forms_of_loading(web: Client) -> None:
     assert [(each["id"], each["parent"]) for each in models] == [(BASE, None), ("poet", BASE)]
     assert (await web.http.get("/v1/models/poet")).json() == models[1]
     assert models[1]["root"] == ref.path
+    assert [each["name"] for each in (await web.http.get("/api/tags")).json()["models"]] == [BASE, "poet"]
     answer = await web.http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'poet' removed successfully.")
     assert "cannot be found" in await web.error("/unload_lora_adapter", 404, lora_name="poet")
