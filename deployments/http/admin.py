@@ -337,7 +337,7 @@ def _fleet_as_one(service: Service) -> str:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokenise texts, or a chat as /v1/chat/completions would."""
     service = service_of(request)
-    asked_adapter(service, body.model)
+    asked_adapter(request, body.model)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     use = tools_of(body)  # those beside a plain prompt are not used, but must be well formed
     if body.messages is not None:
@@ -365,7 +365,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Turn token ids into text."""
     service = service_of(request)
-    asked_adapter(service, body.model)
+    asked_adapter(request, body.model)
     skip = True if body.skip_special_tokens is None else body.skip_special_tokens
     is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
     rows = [row for row in (body.tokens if is_list else [body.tokens]) if isinstance(row, list)]

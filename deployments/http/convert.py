@@ -64,29 +64,43 @@ class Masks(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
-def asked_adapter(service: Service, model: str | None, lora_path: str | None = None) -> AdapterRef | None:
+def asked_adapter(request: HTTPConnection, model: str | None, lora_path: str | None = None) -> AdapterRef | None:
     """Find what ``model`` names (the model, an adapter, or MODEL:ADAPTER) and ``lora_path`` (an adapter's name, or its
-    folder). Returns: None for the model as it is. Raises: UnknownModel; InvalidRequest."""
-    named = None
+    folder). One that the caller's key may not use is as one that is not there. Returns: None for the model as it is.
+    Raises: UnknownModel; InvalidRequest."""
+    service, named = service_of(request), None
     if model and model != service.model.name:
         named = service.adapters.find(model.removeprefix(f"{service.model.name}:"))
-        if named is None:
+        if named is None or not _may_use(request, named):
             raise unknown_model(service, model)
     if not lora_path:
         return named
-    found = service.adapters.find(lora_path)
-    found = found or next((each for each in service.adapters.all() if each.path == lora_path), None)
-    if found is None or (named is not None and named != found):
-        why = "is not loaded here" if found is None else f"is another adapter than that of model, {model!r:.200}"
-        raise InvalidRequest(f"lora_path: {lora_path[:200]!r} {why}", param="lora_path")
-    return found
+    by_name = service.adapters.find(lora_path)
+    if by_name is not None and _may_use(request, by_name):
+        found = [by_name]
+    else:
+        found = [each for each in adapters_of(request) if each.path == lora_path]
+    if named in found:
+        return named
+    if not found:
+        why = "is not loaded here"
+    elif named is not None:
+        why = f"is another adapter than that of model, {model!r:.200}"
+    elif len({each.identity for each in found}) > 1:
+        why = f"has several versions: use a name of {', '.join(each.name for each in found):.200}"
+    else:
+        return found[0]
+    raise InvalidRequest(f"lora_path: {lora_path[:200]!r} {why}", param="lora_path")
 
 
 def adapters_of(request: HTTPConnection) -> list[AdapterRef]:
     """Return the adapters that the caller's key may use."""
+    return [each for each in service_of(request).adapters.all() if _may_use(request, each)]
+
+
+def _may_use(request: HTTPConnection, adapter: AdapterRef) -> bool:
     key = caller_of(request).key
-    adapters = service_of(request).adapters.all()
-    return [each for each in adapters if key is None or key.models is None or each.name in key.models]
+    return key is None or key.models is None or adapter.name in key.models
 
 
 def unknown_model(service: Service, name: str) -> UnknownModel:

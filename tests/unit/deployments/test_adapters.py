@@ -374,13 +374,61 @@ async def test_the_admin_alone_loads_and_a_tenant_has_the_adapters_of_its_list(
         load(web.adapters, name, name)
     _, got = await web.asked(model="mine")
     assert got == web.adapters.find("mine")
-    assert "this key may not use the model 'theirs'" in await web.error(status=403, model="theirs")
-    assert "this key may not use the model 'theirs'" in await web.error(
-        status=403, lora_path=str(tmp_path / "all" / "theirs")
-    )
+    await _nothing_tells_apart(web, "theirs", "none")
     listed = (await web.http.get("/v1/models")).json()["data"]
     assert [each["id"] for each in listed] == [BASE, "mine"]
     assert (await web.http.get("/v1/models/theirs")).status_code == 404
+
+
+async def _nothing_tells_apart(web: Client, theirs: str, none: str) -> None:
+    """What another tenant may use answers as what is not there, but for the name that was asked for."""
+    folder = str(web.root / "all")
+    for path, asks in {
+        "/v1/chat/completions": CHAT,
+        "/generate": {"text": "x"},
+        "/v1/embeddings": {"input": "x"},
+        "/tokenize": {"prompt": "x"},
+        "/api/generate": {"prompt": "x"},
+    }.items():
+        for field, form in {
+            "model": "{}",
+            "model ": f"{BASE}:{{}}",
+            "lora_path": "{}",
+            "lora_path ": f"{folder}/{{}}",
+        }.items():
+            if path == "/tokenize" and "lora" in field:
+                continue
+            told = [
+                await web.http.post(path, json={**asks, field.strip(): form.format(name)}) for name in (theirs, none)
+            ]
+            assert told[0].status_code == told[1].status_code == (404 if "model" in field else 400), (path, field)
+            assert told[0].text.replace(theirs, none) == told[1].text, (path, field)
+
+
+async def test_a_folder_is_looked_for_among_the_names_that_the_caller_may_use(
+    house: House, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    other = "key-of-another-of-the-tenants"
+    entries = [entry(KEY, "one", models=[BASE, "new", "same"]), entry(other, "two", models=[BASE, "old", "new"])]
+    (tmp_path / "keys.yaml").write_text(json.dumps(entries))
+    web = Client(house, tokenizer, tmp_path, read_keys(
+        api_key_file=None, admin_key=ADMIN, keys_file=str(tmp_path / "keys.yaml"), environ={}
+    ))  # fmt: skip
+    await house.ready(web.replica)
+    old = adapter(tmp_path / "all" / "a")
+    load(web.adapters, "old", "a")
+    adapter(tmp_path / "all" / "a", seed=1)
+    new = load(web.adapters, "new", "a")
+    assert load(web.adapters, "same", "a").identity == new.identity != old.identity
+    web.http.headers["authorization"] = f"Bearer {KEY}"
+    for named, got in ((None, new), ("new", new), ("same", web.adapters.find("same"))):
+        assert (await web.asked(model=named, lora_path=new.path))[1] == got
+    web.http.headers["authorization"] = f"Bearer {other}"
+    assert await web.error(lora_path=new.path) == (
+        f"lora_path: '{new.path}' has several versions: use a name of new, old"
+    )
+    assert (await web.asked(model="old", lora_path=new.path))[1] == web.adapters.find("old")
+    assert "is another adapter" in await web.error(model="old", lora_path="new")
 
 
 async def test_without_a_place_for_names_nothing_is_loaded(client: httpx.AsyncClient) -> None:
