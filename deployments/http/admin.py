@@ -88,7 +88,7 @@ async def version(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """List the served model, and the adapters of it that the caller may use."""
     service = service_of(request)
-    bodies = [_model_body(service), *(_model_body(service, each) for each in adapters_of(request))]
+    bodies = [_model_body(service), *(_model_body(service, each) for each in await adapters_of(request))]
     return JSONResponse({"object": "list", "data": bodies})
 
 
@@ -96,9 +96,11 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: PathName) -> Response:
     """Show the served model, or an adapter of it."""
     service = service_of(request)
-    adapter = None if name == service.model.name else next((x for x in adapters_of(request) if x.name == name), None)
-    if name != service.model.name and adapter is None:
-        raise unknown_model(service, name)
+    adapter = None
+    if name != service.model.name:
+        adapter = next((each for each in await adapters_of(request) if each.name == name), None)
+        if adapter is None:
+            raise unknown_model(service, name)
     return JSONResponse(_model_body(service, adapter))
 
 
@@ -337,7 +339,7 @@ def _fleet_as_one(service: Service) -> str:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokenise texts, or a chat as /v1/chat/completions would."""
     service = service_of(request)
-    asked_adapter(request, body.model)
+    await asked_adapter(request, body.model)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     use = tools_of(body)  # those beside a plain prompt are not used, but must be well formed
     if body.messages is not None:
@@ -365,7 +367,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Turn token ids into text."""
     service = service_of(request)
-    asked_adapter(request, body.model)
+    await asked_adapter(request, body.model)
     skip = True if body.skip_special_tokens is None else body.skip_special_tokens
     is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
     rows = [row for row in (body.tokens if is_list else [body.tokens]) if isinstance(row, list)]

@@ -162,7 +162,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     Raises: InvalidRequest, PromptTooLong, UnknownModel, Busy, Overloaded, TooManyForms, ClientGone.
     """
     service = service_of(request)
-    adapter = asked_adapter(request, body.model, body.lora_path)
+    adapter = await asked_adapter(request, body.model, body.lora_path)
     _refuse(body)
     num_prompt, num_top = logprobs_wanted(body), body.top_logprobs or 0
     [masks] = masks_of(service, [body])

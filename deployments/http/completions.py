@@ -98,7 +98,7 @@ class CompletionForm(OpenAIForm):
 
 async def _answer(request: Request, body: CompletionRequest, name: str) -> Answer:
     service = service_of(request)
-    adapter = asked_adapter(request, body.model, body.lora_path)
+    adapter = await asked_adapter(request, body.model, body.lora_path)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
     [masks] = masks_of(service, [body])

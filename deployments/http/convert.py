@@ -64,23 +64,46 @@ class Masks(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
-def asked_adapter(request: HTTPConnection, model: str | None, lora_path: str | None = None) -> AdapterRef | None:
-    """Find what ``model`` names (the model, an adapter, or MODEL:ADAPTER) and ``lora_path`` (an adapter's name, or its
-    folder). One that the caller's key may not use is as one that is not there. Returns: None for the model as it is.
-    Raises: UnknownModel; InvalidRequest."""
-    service, named = service_of(request), None
-    if model and model != service.model.name:
-        named = service.adapters.find(model.removeprefix(f"{service.model.name}:"))
-        if named is None or not _may_use(request, named):
-            raise unknown_model(service, model)
-    if not lora_path:
-        return named
-    by_name = service.adapters.find(lora_path)
-    if by_name is not None and _may_use(request, by_name):
-        found = [by_name]
-    else:
-        found = [each for each in adapters_of(request) if each.path == lora_path]
-    if named in found:
+async def asked_adapter(request: HTTPConnection, model: str | None, lora_path: str | None = None) -> AdapterRef | None:
+    """Find what one prompt asks for, as `asked_adapters` does."""
+    [found] = await asked_adapters(request, model, [lora_path])
+    return found
+
+
+async def asked_adapters(
+    request: HTTPConnection, model: str | None, lora_paths: Sequence[str | None]
+) -> list[AdapterRef | None]:
+    """Find what ``model`` names (the model, an adapter, or MODEL:ADAPTER) and, for each prompt, what of ``lora_paths``
+    does (an adapter's name, or its folder). One that the caller's key may not use is as one that is not there.
+
+    Returns: for each prompt, None for the model as it is. Raises: UnknownModel; InvalidRequest; Overloaded.
+    """
+    service = service_of(request)
+    adapters, own = service.adapters, service.model.name
+    asked = "" if model in (None, own) else str(model)
+    paths = list(dict.fromkeys(path or "" for path in lora_paths))  # each is looked up once
+    if not asked and not any(paths):
+        return [None] * len(lora_paths)
+
+    def look() -> tuple[AdapterRef | None, dict[str, list[AdapterRef]]]:
+        by_name = {name: adapters.find(name) for name in (asked.removeprefix(f"{own}:"), *paths) if name}
+        named = {name: ref for name, ref in by_name.items() if ref is not None and _may_use(request, ref)}
+        found = {path: [named[path]] if path in named else adapters.of_folder(path) for path in paths if path}
+        return named.get(asked.removeprefix(f"{own}:")), found
+
+    named, found = await adapters.looks.run(look)
+    if asked and named is None:
+        raise unknown_model(service, asked)
+    of_path = {"": named} | {
+        path: _one_of([each for each in refs if _may_use(request, each)], path, asked, named)
+        for path, refs in found.items()
+    }
+    return [of_path[path or ""] for path in lora_paths]
+
+
+def _one_of(found: Sequence[AdapterRef], path: str, model: str, named: AdapterRef | None) -> AdapterRef:
+    """Choose of what ``path`` may mean; ``named``: what ``model`` names. Raises: InvalidRequest."""
+    if named is not None and named in found:
         return named
     if not found:
         why = "is not loaded here"
@@ -90,12 +113,13 @@ def asked_adapter(request: HTTPConnection, model: str | None, lora_path: str | N
         why = f"has several versions: use a name of {', '.join(each.name for each in found):.200}"
     else:
         return found[0]
-    raise InvalidRequest(f"lora_path: {lora_path[:200]!r} {why}", param="lora_path")
+    raise InvalidRequest(f"lora_path: {path[:200]!r} {why}", param="lora_path")
 
 
-def adapters_of(request: HTTPConnection) -> list[AdapterRef]:
-    """Return the adapters that the caller's key may use."""
-    return [each for each in service_of(request).adapters.all() if _may_use(request, each)]
+async def adapters_of(request: HTTPConnection) -> list[AdapterRef]:
+    """Return the adapters that the caller's key may use. Raises: Overloaded."""
+    adapters = service_of(request).adapters
+    return [each for each in await adapters.looks.run(adapters.all) if _may_use(request, each)]
 
 
 def _may_use(request: HTTPConnection, adapter: AdapterRef) -> bool:

@@ -22,7 +22,7 @@ from deployments.http.bodies import NativeRequest, NativeSampling, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
     FORM_FIELDS,
-    asked_adapter,
+    asked_adapters,
     asks_form,
     check_count,
     check_together,
@@ -150,7 +150,7 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
-    adapters = [asked_adapter(request, body.model, each) for each in _each(body.lora_path, count, "lora_path")]
+    adapters = await asked_adapters(request, body.model, _each(body.lora_path, count, "lora_path"))
     prompts = [_cut(request, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
     masks = masks_of(service, samplings)
     forms = [await form_asked(request, each) if asks_form(each) else None for each in samplings]

@@ -53,7 +53,7 @@ class ExplainRequest(WireType):
 async def explain_route(request: Request, body: ExplainRequest) -> Response:
     """Route a request without sending it. Raises: InvalidRequest, PromptTooLong; NoReplica if none may take it."""
     service = service_of(request)
-    adapter = asked_adapter(request, body.model, body.lora_path)
+    adapter = await asked_adapter(request, body.model, body.lora_path)
     ids, param = await _ids(service, body)
     most = output_limit(request, len(ids), body.max_tokens, 128)
     would_be = GenerateRequest(

@@ -1,24 +1,30 @@
 """The adapters (LoRA) that requests may name: those of the settings, and those that were loaded over HTTP.
 
 Owns:      what a name stands for: a folder, and the digest of what that held when the name was given, its version.
-Never:     reads weights for a replica, or changes a request that runs: it carries the digest.
+Never:     reads weights for a replica, or changes a request that runs: it carries the digest. Reads a file on the event
+           loop, which a network mount that hangs would stop: each wait for one ends.
 Invariant: a name in ``adapters.names_folder`` is one file, which is replaced as a whole and looked at each time that a
            request names it; so all routers that share the folder agree, and one that starts again finds the same. What
            the settings name is fixed. A folder counts only if it and its files lie below ``adapters.roots``, links
            followed, and is looked up again when its name's file has changed.
-Thread:    `load` and `unload` on any thread, the rest on the router's event loop.
+Thread:    `find`, `of_folder` and `all` on that of ``looks``, `load` and `unload` on that of ``loads``.
 """
 
+import asyncio
 import errno
 import json
 import logging
+import math
 import os
 import re
 import secrets
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from deployments.settings.groups import ADAPTER_NAME, AdapterSettings
@@ -28,10 +34,43 @@ from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, Overl
 from replicas.types import AdapterRef
 
 log = logging.getLogger("ray.serve")
+T = TypeVar("T")
 
 ENDING = ".json"
 LONGEST = 255  # bytes of a file's name, on the file systems that there are
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of a file system that has no hard links
+LISTED_S = 1.0  # how long a list of the names is used
+LOOK_S, LOAD_S = 5.0, 300.0  # how long requests wait for files; to load one, up to adapters.max_bytes is read
+
+
+class FileThread:
+    """A thread for work on files that may hang. While the work of one does, others do not wait behind it."""
+
+    def __init__(self, name: str, *, deadline_s: float) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"manta-{name}")
+        self._deadline_s = deadline_s
+        self._late: Future[Any] | None = None  # the work that nobody waits for any more
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no work is late."""
+        return self._late is None or self._late.done()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in its turn. Raises: Overloaded where it does not end in time."""
+        late = Overloaded(
+            "the files of adapters (adapters.names_folder, adapters.roots) do not answer: try again later"
+        )
+        if not self.is_free:
+            raise late
+        future = self._thread.submit(work)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            if not future.cancel():  # it has begun
+                self._late = future
+            raise late from error
 
 
 class Adapters:
@@ -45,6 +84,11 @@ class Adapters:
         self._limits = settings.limits
         self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
         self._seen: dict[str, tuple[tuple[int, ...], AdapterRef]] = {}  # name -> its file as last read with success
+        self._listed: list[AdapterRef] = []  # what each name stood for at ``_listed_s``
+        self._of_folder: dict[str, list[str]] = {}  # path -> names, then
+        self._listed_s, self._changed_s = -math.inf, 0.0  # when a listing began, and a name was (un)loaded here, last
+        self.looks = FileThread("adapters", deadline_s=LOOK_S)
+        self.loads = FileThread("adapter-loads", deadline_s=LOAD_S)
         self._told: dict[str, str] = {}  # name -> why its file is of no use, as the log has it already
 
     @property
@@ -70,12 +114,30 @@ class Adapters:
             self._seen[name] = stamp, ref
         return ref
 
-    def all(self) -> Iterator[AdapterRef]:
-        """Yield what each name stands for, in the order of the names."""
+    def of_folder(self, path: str) -> list[AdapterRef]:
+        """Return what stands for the folder ``path`` now, of the names that did when they were listed."""
+        self._list()
+        found = [self.find(name) for name in self._of_folder.get(path, ())]
+        return [ref for ref in found if ref is not None and ref.path == path]
+
+    def all(self) -> list[AdapterRef]:
+        """Return what each name stood for when they were listed, in the order of the names."""
+        self._list()
+        return self._listed
+
+    def _list(self) -> None:
+        """List the names, where that was longer ago than `LISTED_S`, or than a change that was made here."""
+        now_s = time.monotonic()
+        if self._changed_s < self._listed_s and now_s < self._listed_s + LISTED_S:
+            return
         folder = self._settings.names_folder
         files = [] if folder is None or not os.path.isdir(folder) else os.listdir(folder)
         kept = {unquote(file.removesuffix(ENDING)) for file in files if file.endswith(ENDING)}
-        yield from (ref for name in sorted({*self._fixed, *kept}) if (ref := self.find(name)) is not None)
+        names, of_folder = sorted({*self._fixed, *kept}), defaultdict(list)
+        self._listed = [ref for name in names if (ref := self.find(name)) is not None]
+        for ref in self._listed:
+            of_folder[ref.path].append(ref.name)
+        self._of_folder, self._listed_s = dict(of_folder), now_s
 
     def load(self, name: str, path: str, *, in_place: bool) -> AdapterRef:
         """Give ``name`` to what the folder ``path`` holds now.
@@ -103,6 +165,7 @@ class Adapters:
             ) from error
         finally:
             new.unlink(missing_ok=True)
+            self._changed_s = time.monotonic()
         log.warning("adapter %s: %s is loaded from %s", name, ref.identity[:12], ref.path)
         return ref
 
@@ -115,6 +178,7 @@ class Adapters:
             self._file(name).unlink()
         except FileNotFoundError as error:
             raise UnknownModel(f"the adapter {name[:200]!r} cannot be found") from error
+        self._changed_s = time.monotonic()
         log.warning("adapter %s is unloaded", name)
 
     def _of_settings(self, name: str, path: str) -> AdapterRef:

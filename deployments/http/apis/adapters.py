@@ -5,8 +5,6 @@ Never:     loads an adapter into a replica: the first request that names it does
 Invariant: only what lies below ``adapters.roots`` is loaded, and only by the admin, where there is any key.
 """
 
-import asyncio
-
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
@@ -31,7 +29,7 @@ async def load(request: Request, body: LoadAdapterRequest) -> Response:
 @router.post("/v1/unload_lora_adapter", **TEXT)
 async def unload(request: Request, body: UnloadAdapterRequest) -> Response:
     """Forget the name of an adapter; requests that run keep it."""
-    await asyncio.to_thread(service_of(request).adapters.unload, body.lora_name)
+    await _unload(service_of(request), body)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -39,21 +37,28 @@ async def unload(request: Request, body: UnloadAdapterRequest) -> Response:
 async def load_as_sglang(request: Request, body: LoadAdapterRequest) -> Response:
     """Give a name to an adapter, in SGLang's form."""
     await _load(service_of(request), body)
-    return _loaded(service_of(request))
+    return await _loaded(service_of(request))
 
 
 @router.post("/unload_lora_adapter", **gives(AdaptersBody, *BODY))
 async def unload_as_sglang(request: Request, body: UnloadAdapterRequest) -> Response:
     """Forget the name of an adapter, in SGLang's form."""
-    await asyncio.to_thread(service_of(request).adapters.unload, body.lora_name)
-    return _loaded(service_of(request))
+    await _unload(service_of(request), body)
+    return await _loaded(service_of(request))
 
 
 async def _load(service: Service, body: LoadAdapterRequest) -> None:
-    """Raises: InvalidAdapter, InvalidRequest."""
+    """Raises: InvalidAdapter, InvalidRequest, Overloaded."""
     refuse_unsupported(body, "lora_path", pinned=None, is_3d_lora_weight=None)
-    await asyncio.to_thread(service.adapters.load, body.lora_name, body.lora_path, in_place=bool(body.load_inplace))
+    adapters, in_place = service.adapters, bool(body.load_inplace)
+    await adapters.loads.run(lambda: adapters.load(body.lora_name, body.lora_path, in_place=in_place))
 
 
-def _loaded(service: Service) -> Response:
-    return JSONResponse({"success": True, "loaded_adapters": {each.name: each.path for each in service.adapters.all()}})
+async def _unload(service: Service, body: UnloadAdapterRequest) -> None:
+    """Raises: UnknownModel, InvalidRequest, Overloaded."""
+    await service.adapters.loads.run(lambda: service.adapters.unload(body.lora_name))
+
+
+async def _loaded(service: Service) -> Response:
+    loaded = {each.name: each.path for each in await service.adapters.looks.run(service.adapters.all)}
+    return JSONResponse({"success": True, "loaded_adapters": loaded})

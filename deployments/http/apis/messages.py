@@ -115,7 +115,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     context: clients ask in order to know when to shorten it."""
     service = service_of(request)
     system, dropped = _system(body.system)
-    asked_adapter(request, body.model)
+    await asked_adapter(request, body.model)
     chat = chat_of(body, system, {})
     ids = await service.encode_chat(chat.messages, use=tools_of(chat), **template_options(chat))
     return _told(JsonAnswer({"input_tokens": len(ids)}), dropped)

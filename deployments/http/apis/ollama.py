@@ -109,7 +109,7 @@ async def tags(request: Request) -> Response:
     """List the served model, and the adapters of it that the caller may use, as Ollama does."""
     service = service_of(request)
     served = {"modified_at": _rfc3339(service.started_s), "details": {"family": service.model.model_type}}
-    names = [service.model.name, *(each.name for each in adapters_of(request))]
+    names = [service.model.name, *(each.name for each in await adapters_of(request))]
     return JSONResponse({"models": [{"name": name, "model": name, **served} for name in names]})
 
 

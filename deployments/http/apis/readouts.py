@@ -193,7 +193,7 @@ async def _read_out(
     """Run ``prompts`` and answer with what ``made`` makes of their readouts."""
     service, name = service_of(request), name_of(request)
     refuse_unsupported(body, *type(body).model_fields)
-    adapter = asked_adapter(request, body.model, body.lora_path)
+    adapter = await asked_adapter(request, body.model, body.lora_path)
     requests = [
         GenerateRequest(
             rid=new_rid(name),

@@ -1,11 +1,14 @@
 """Names of adapters: what they stand for, by the settings and over HTTP, after a reload too, and what requests get."""
 
+import asyncio
 import errno
 import json
 import os
 import re
 import resource
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import httpx
 import pytest
 
 from deployments.http.http_app import make_app
-from deployments.settings.adapters import Adapters
+from deployments.settings.adapters import Adapters, FileThread
 from deployments.settings.groups import AdapterSettings
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.settings.schema import parse
@@ -26,6 +29,7 @@ from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
 from tests.unit.deployments.test_quotas import entry
+from tests.waiting import until_async
 
 pytestmark = pytest.mark.model
 BASE = "SmolLM2-135M-Instruct"
@@ -429,6 +433,80 @@ async def test_a_folder_is_looked_for_among_the_names_that_the_caller_may_use(
     )
     assert (await web.asked(model="old", lora_path=new.path))[1] == web.adapters.find("old")
     assert "is another adapter" in await web.error(model="old", lora_path="new")
+
+
+async def test_files_that_do_not_answer_delay_nothing_but_requests_for_adapters_and_those_only_so_long(
+    web: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = adapter(web.root / "all" / "a")
+    load(Adapters(settings(web.root)), "poet", "a")
+    file = web.root / "names" / "poet.json"
+    text = file.read_text()
+    file.unlink()
+    os.mkfifo(file)  # whose reader waits for a writer, as that of a mount that hangs
+    monkeypatch.setattr(web.adapters, "looks", FileThread("adapters", deadline_s=0.3))
+    try:
+        first = asyncio.create_task(web.http.post("/v1/chat/completions", json={**CHAT, "model": "poet"}))
+        await asyncio.sleep(0.05)
+        assert (await web.asked())[1] is None
+        assert not first.done()
+        assert ((await first).status_code, "do not answer: try again later" in (await first).text) == (503, True)
+        begun_s = time.monotonic()
+        for _ in range(10):
+            assert "do not answer" in await web.error(status=503, lora_path=ref.path)
+        assert time.monotonic() - begun_s < 10 * 0.3
+        assert (await web.asked())[1] is None
+    finally:
+        file.rename(web.root / "pipe")
+        file.write_text(text)
+        os.close(os.open(web.root / "pipe", os.O_WRONLY | os.O_NONBLOCK))  # ends the wait of the reader
+    await until_async(lambda: web.adapters.looks.is_free, 5)
+    assert (await web.asked(model="poet"))[1] == ref
+
+
+async def test_256_prompts_look_their_folder_up_once_and_beside_the_event_loop(
+    web: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        ref = adapter(web.root / "all" / name, seed=ord(name))
+        load(web.adapters, name, name)
+    listed: list[int] = []
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(threading.get_ident()) or real(path))
+    asks = {"text": ["x"] * 256, "lora_path": ["a", ref.path] * 128, "sampling_params": {"max_new_tokens": 1}}
+    answer = await web.http.post("/generate", json=asks)
+    assert answer.status_code == 200, answer.text
+    assert [each.adapter for each in web.replica.requests].count(ref) == 128
+    assert len(listed) == 1
+    assert threading.get_ident() not in listed
+    for _ in range(20):
+        await web.http.post("/generate", json={"text": "x", "lora_path": ref.path})
+        await web.http.get("/v1/models")
+    assert len(listed) < 20
+
+
+def test_a_list_of_names_is_as_old_as_a_second_but_for_what_was_changed_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    one, other = Adapters(settings(tmp_path)), Adapters(settings(tmp_path))
+    first = adapter(tmp_path / "all" / "a")
+    assert one.all() == other.all() == []
+    now_s = 100.1
+    load(one, "poet", "a")
+    now_s = 100.2
+    assert one.all() == one.of_folder(first.path) == [first] == [other.find("poet")]
+    assert other.all() == other.of_folder(first.path) == []
+    now_s = 101.0
+    assert other.all() == other.of_folder(first.path) == [first]
+    second = adapter(tmp_path / "all" / "a", seed=1)
+    load(one, "poet", "a", in_place=True)
+    assert other.of_folder(first.path) == [second]  # a name that was listed stands for what it does now
+    now_s = 101.1
+    one.unload("poet")
+    now_s = 101.2
+    assert one.all() == other.of_folder(first.path) == []
 
 
 async def test_without_a_place_for_names_nothing_is_loaded(client: httpx.AsyncClient) -> None:
