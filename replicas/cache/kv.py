@@ -131,7 +131,7 @@ class KvCache:
         """Return the tokens that ``req`` needs of `available_tokens`, and those that are kept there for sessions older
         than its own."""
         assert self._sessions is not None
-        need, kept = self._sessions.session_needs(session, req.ids[: req.num_tokens], req.salt)
+        need, kept = self._sessions.session_needs(session, req.ids[: req.num_tokens], req.salt, req.asked.tenant)
         return need * self.page_size, kept * self.page_size
 
     def ask_store(self, req: Req) -> None:

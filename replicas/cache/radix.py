@@ -178,10 +178,11 @@ class RadixCache:
         path = self._whole_nodes(token_ids, salt)
         self.sessions.returns(path, salt=salt, rid=rid, keys=lambda: page_keys(token_ids, self.page_size, salt))
 
-    def session_needs(self, session: Session, token_ids: TokenIds, salt: str) -> tuple[int, int]:
-        """Return the pages that a prompt of ``session`` needs, and those that are kept for older ones."""
-        num_pages = -(-len(token_ids) // self.page_size)
-        return self.sessions.needs(session, self._whole_nodes(token_ids, salt), num_pages)
+    def session_needs(self, session: Session, token_ids: TokenIds, salt: str, tenant: str) -> tuple[int, int]:
+        """Return the pages that a prompt of ``session``, ``tenant``'s, needs, and those that are kept for older ones
+        and do not go before."""
+        path, num_pages = self._whole_nodes(token_ids, salt), -(-len(token_ids) // self.page_size)
+        return self.sessions.needs(session, path, num_pages, tenant=tenant, over=self._owners.over(self._held))
 
     def answered(self, token_ids: TokenIds, prompt_len: int, salt: str, *, name: str = "", rid: str = "") -> None:
         """Take note that ``token_ids`` are a prompt, of request ``rid``, and its answer, in the session that the client

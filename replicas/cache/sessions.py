@@ -23,7 +23,7 @@ Thread:    scheduler thread only.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from kvtransfer.pages import PageKey
@@ -98,17 +98,21 @@ class Sessions:
         session = self._asked.get(rid)
         return session if session is not None and session.called and not session.goes_on else None
 
-    def needs(self, session: Session, path: Sequence[TreeNode], num_pages: int) -> tuple[int, int]:
+    def needs(
+        self, session: Session, path: Sequence[TreeNode], num_pages: int, *, tenant: str, over: Collection[str]
+    ) -> tuple[int, int]:
         """Return how many of the ``num_pages`` of a prompt of ``session``, which begins with ``path``, it has to find
-        room for, or occupies itself; and how many that could go are kept for older ones."""
+        room for, or occupies itself; and how many that could go are kept for older ones. Those of another tenant among
+        ``over`` are not: they go before what any session keeps."""
 
-        def others(node: TreeNode) -> bool:
-            return node.lock_ref > 0 or (node.lease is not None and node.lease.born < session.born)
+        def older(node: TreeNode) -> bool:
+            lasts = node.tenant == tenant or node.tenant not in over
+            return lasts and node.lease is not None and node.lease.born < session.born
 
-        need = num_pages - sum(len(node.pages) for node in path if others(node))
-        older = {entry[2] for entry in self._due if _holds(entry) and entry[2].born < session.born}
-        kept = [node for each in older for node in path_to(each.end) if node.lease is each and not node.lock_ref]
-        return need, sum(len(node.pages) for node in kept)
+        need = num_pages - sum(len(node.pages) for node in path if node.lock_ref or older(node))
+        leased = {entry[2] for entry in self._due if _holds(entry) and entry[2].born < session.born}
+        kept = [node for each in leased for node in path_to(each.end) if node.lease is each and not node.lock_ref]
+        return need, sum(len(node.pages) for node in kept if older(node))
 
     def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str, rid: str) -> None:
         """Take note that the answer to a prompt ends with ``path``, whose first ``num_prompt`` nodes are the prompt.

@@ -9,18 +9,19 @@ from replicas.types import Finish, FinishReason
 from tests.harness import Bench
 
 
-def _turn(bench: Bench, prompt: list[int], *, tools: tuple[str, ...] = ("bash",)) -> list[int]:
+def _turn(bench: Bench, prompt: list[int], *, tools: tuple[str, ...] = ("bash",), tenant: str = "") -> list[int]:
     """Have ``prompt`` answered with 4 tokens, which call ``tools``. Returns: what the next prompt begins with."""
-    req = bench.submit(prompt, max_new_tokens=4)
+    req = bench.submit(prompt, max_new_tokens=4, tenant=tenant)
     bench.run()
     bench.kv.told(req.rid, tools)
     return req.ids[: req.num_tokens].tolist()
 
 
-def _old_and_young(bench: Bench) -> tuple[list[int], list[int]]:
+def _old_and_young(bench: Bench, tenants: tuple[str, str] = ("", "")) -> tuple[list[int], list[int]]:
     """Have an agent's two turns answered, whose 12 pages of 16 are kept, and a younger one's first, with 2 pages."""
-    old = _turn(bench, _turn(bench, list(range(40))) + [7] * 4)
-    return old, _turn(bench, [500 + i for i in range(8)])
+    old, young = tenants
+    history = _turn(bench, _turn(bench, list(range(40)), tenant=old) + [7] * 4, tenant=old)
+    return history, _turn(bench, [500 + i for i in range(8)], tenant=young)
 
 
 def _bench(**options: float) -> Bench:
@@ -56,6 +57,24 @@ def test_no_agent_waits_longer_than_is_allowed_and_how_long_it_did_is_known() ->
     assert held.state is ReqState.RUNNING
     assert held.stamps.held_s == pytest.approx(2.02)
     bench.run()
+
+
+def test_no_agent_waits_for_what_a_tenant_over_its_share_keeps() -> None:
+    """Its pages go before those of any session, so that there is room."""
+    bench = _bench()
+    _, young = _old_and_young(bench, ("heavy", "light"))
+    bench.submit([*young, *range(900, 908)], max_new_tokens=2, tenant="light")
+    assert bench.step() is not None
+    assert not len(bench.scheduler.queues.held)
+
+
+def test_an_agent_waits_for_an_older_one_of_its_own_tenant_whatever_its_share() -> None:
+    bench = _bench()
+    _, young = _old_and_young(bench, ("heavy", "heavy"))
+    _turn(bench, [600 + i for i in range(4)], tenant="light")
+    held = bench.submit([*young, *range(900, 908)], max_new_tokens=2, tenant="heavy")
+    assert bench.step() is None
+    assert list(bench.scheduler.queues.held) == [held]
 
 
 def test_none_is_held_where_that_is_switched_off() -> None:
