@@ -20,7 +20,7 @@ Thread:    scheduler thread only.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -127,12 +127,13 @@ class KvCache:
             None if self._sessions is None or self.store.tiers is not None else self._sessions.sessions.agent(req.rid)
         )
 
-    def session_needs(self, session: Session, req: Req) -> tuple[int, int]:
-        """Return the tokens that ``req`` needs of `available_tokens`, and those that are kept there for sessions older
-        than its own."""
-        assert self._sessions is not None
-        need, kept = self._sessions.session_needs(session, req.ids[: req.num_tokens], req.salt, req.asked.tenant)
-        return need * self.page_size, kept * self.page_size
+    def session_needs(self, agents: Iterable[tuple[Session, Req]]) -> list[tuple[int, int]]:
+        """Return for each of ``agents``, those of older sessions first, the tokens that its request needs of
+        `available_tokens`, and those that sessions older than its own keep there, or need."""
+        cache, ps = self._sessions, self.page_size
+        assert cache is not None
+        turns = (cache.turn(each, req.ids[: req.num_tokens], req.salt, req.asked.tenant) for each, req in agents)
+        return [(need * ps, kept * ps) for need, kept in cache.session_needs(turns)]
 
     def ask_store(self, req: Req) -> None:
         """Look in the store for what the other tiers lack of the prefix of ``req``, which waits to start."""

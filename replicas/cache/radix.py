@@ -12,7 +12,7 @@ Source:    SGLang radix cache (Zheng et al. 2024, arXiv:2312.07104, section 3), 
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import NO_PAGES, Session, TreeNode, first_page, path_to, walk
 from replicas.cache.owners import EVERYBODY, Owners
-from replicas.cache.sessions import Sessions
+from replicas.cache.sessions import Sessions, Turn
 from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
@@ -178,11 +178,14 @@ class RadixCache:
         path = self._whole_nodes(token_ids, salt)
         self.sessions.returns(path, salt=salt, rid=rid, keys=lambda: page_keys(token_ids, self.page_size, salt))
 
-    def session_needs(self, session: Session, token_ids: TokenIds, salt: str, tenant: str) -> tuple[int, int]:
-        """Return the pages that a prompt of ``session``, ``tenant``'s, needs, and those that are kept for older ones
-        and do not go before."""
-        path, num_pages = self._whole_nodes(token_ids, salt), -(-len(token_ids) // self.page_size)
-        return self.sessions.needs(session, path, num_pages, tenant=tenant, over=self._owners.over(self._held))
+    def turn(self, session: Session, token_ids: TokenIds, salt: str, tenant: str) -> Turn:
+        """Describe a prompt of ``tenant`` that ``session`` goes on with."""
+        return Turn(session, self._whole_nodes(token_ids, salt), -(-len(token_ids) // self.page_size), tenant)
+
+    def session_needs(self, turns: Iterable[Turn]) -> Iterator[tuple[int, int]]:
+        """Tell of each of ``turns``, those of older sessions first, the pages that it needs, and those that are kept
+        for older ones, or needed by them."""
+        return self.sessions.needs(turns, self._owners.over(self._held))
 
     def answered(self, token_ids: TokenIds, prompt_len: int, salt: str, *, name: str = "", rid: str = "") -> None:
         """Take note that ``token_ids`` are a prompt, of request ``rid``, and its answer, in the session that the client

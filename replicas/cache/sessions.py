@@ -22,12 +22,13 @@ Thread:    scheduler thread only.
 """
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from kvtransfer.pages import PageKey
 from replicas.cache.node import Session, TreeNode, path_to
+from replicas.cache.owners import EVERYBODY
 from replicas.request import OFFLINE
 
 SHORTEST_S = 5.0  # of a lease
@@ -37,6 +38,15 @@ WEIGHT = 0.25  # of the last pause in that mean
 MAX_NAMED = 4096  # names whose age is remembered
 MAX_ANSWERED = 1024  # answers whose tools may still be told, and tools whose pauses are remembered
 MAX_LOST = 1024  # sessions that are known though nothing of them is left
+
+
+class Turn(NamedTuple):
+    """A prompt that a session goes on with."""
+
+    session: Session
+    path: Sequence[TreeNode]  # with which it begins
+    num_pages: int
+    tenant: str
 
 
 class Sessions:
@@ -98,21 +108,26 @@ class Sessions:
         session = self._asked.get(rid)
         return session if session is not None and session.called and not session.goes_on else None
 
-    def needs(
-        self, session: Session, path: Sequence[TreeNode], num_pages: int, *, tenant: str, over: Collection[str]
-    ) -> tuple[int, int]:
-        """Return how many of the ``num_pages`` of a prompt of ``session``, which begins with ``path``, it has to find
-        room for, or occupies itself; and how many that could go are kept for older ones. Those of another tenant among
-        ``over`` are not: they go before what any session keeps."""
-
-        def older(node: TreeNode) -> bool:
-            lasts = node.tenant == tenant or node.tenant not in over
-            return lasts and node.lease is not None and node.lease.born < session.born
-
-        need = num_pages - sum(len(node.pages) for node in path if node.lock_ref or older(node))
-        leased = {entry[2] for entry in self._due if _holds(entry) and entry[2].born < session.born}
-        kept = [node for each in leased for node in path_to(each.end) if node.lease is each and not node.lock_ref]
-        return need, sum(len(node.pages) for node in kept if older(node))
+    def needs(self, turns: Iterable[Turn], over: Collection[str]) -> Iterator[tuple[int, int]]:
+        """Tell of each of ``turns``, those of older sessions first, how many of its pages it has to find room for, or
+        occupies itself; and how many are kept for older sessions though they could go, or needed by the turns before.
+        Those of another tenant among ``over`` do not count: they go before what any session keeps. Walks what is kept
+        once, whatever the number of turns."""
+        leased = deque(sorted({entry[2] for entry in self._due if _holds(entry)}, key=lambda each: each.born))
+        before = Counter[str]()  # pages by tenant over its share; EVERYBODY: all others
+        for session, path, num_pages, tenant in turns:
+            while leased and leased[0].born < session.born:
+                older = leased.popleft()
+                for node in path_to(older.end):
+                    if node.lease is older and not node.lock_ref:
+                        before[node.tenant if node.tenant in over else EVERYBODY] += len(node.pages)
+            need = num_pages
+            for node in path:
+                is_older = node.lease is not None and node.lease.born < session.born
+                if node.lock_ref or (is_older and (node.tenant == tenant or node.tenant not in over)):
+                    need -= len(node.pages)
+            yield need, before[EVERYBODY] + before[tenant]
+            before[tenant if tenant in over else EVERYBODY] += need
 
     def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str, rid: str) -> None:
         """Take note that the answer to a prompt ends with ``path``, whose first ``num_prompt`` nodes are the prompt.

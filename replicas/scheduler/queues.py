@@ -169,22 +169,26 @@ class WaitingQueue(ReqQueue):
 class HeldQueue(ReqQueue):
     """Agents' requests that wait until there is room for their whole session beside older ones (cache/sessions.py)."""
 
-    LOOK_S = 0.05  # between two looks: each costs a walk through what is kept
+    LOOK_S = 0.05  # between two looks while none arrives
+    LOOK_SHARE = 0.05  # of the time, which looks may take: each walks through what is kept
 
     def __init__(self) -> None:
         super().__init__()
-        self._looked_s = -math.inf
+        self._looked_s, self._took_s = -math.inf, 0.0
+        self._has_new = False  # one has arrived since
 
     def add(self, req: Req) -> None:
         super().add(req)
-        self._looked_s = -math.inf
+        self._has_new = True
 
     def looks(self, now_s: float) -> bool:
-        """Whether it is time to look again; then a look is made."""
-        if not self._reqs or now_s < self._looked_s + self.LOOK_S:
-            return False
-        self._looked_s = now_s
-        return True
+        """Whether it is time to look again."""
+        pause_s = max(0.0 if self._has_new else self.LOOK_S, self._took_s / self.LOOK_SHARE)
+        return len(self._reqs) > 0 and now_s >= self._looked_s + pause_s
+
+    def looked(self, from_s: float, to_s: float) -> None:
+        """Take note of a look."""
+        self._looked_s, self._took_s, self._has_new = to_s, to_s - from_s, False
 
 
 class PreallocQueue(ReqQueue):

@@ -244,6 +244,7 @@ class Scheduler:
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
         if queues.held.looks(now_s):
             self._let_sessions_in(now_s)
+            queues.held.looked(now_s, self._clock())
         self._order_batches()
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
@@ -329,20 +330,19 @@ class Scheduler:
     def _let_sessions_in(self, now_s: float) -> None:
         """Let agents' requests wait for their turn for which there is room beside older sessions and what those that
         wait need, or that have been held for ``session_wait_s``."""
-        held, wanted = self.queues.held, 0
+        held = self.queues.held
         agents = [(session, req) for req in held if (session := self.kv.agent_of(req)) is not None]
         for req in set(held) - {req for _, req in agents}:
             held.remove(req)
             self._wait(req)
-        for session, req in sorted(agents, key=lambda each: each[0].born):
-            need, kept = self.kv.session_needs(session, req)
-            held_s, before = now_s - req.stamps.arrival_s, kept + wanted
+        agents.sort(key=lambda each: each[0].born)
+        for (_, req), (need, before) in zip(agents, self.kv.session_needs(agents), strict=True):
+            held_s = now_s - req.stamps.arrival_s
             late = held_s + req.asked.waited_s >= self._config.session_wait_s
             if not before or need + before <= self.kv.available_tokens() or late:
                 held.remove(req)
                 req.stamps.held_s = held_s
                 self._wait(req)
-            wanted += need
 
     def _order_batches(self) -> None:
         """Let lines of batches run only in steps in which no other request begins, as many beside others as their share

@@ -4,9 +4,12 @@ from random import Random
 
 import pytest
 
+from replicas.cache import sessions
+from replicas.cache.node import TreeNode, path_to
 from replicas.request import Req, ReqState
+from replicas.scheduler.queues import HeldQueue
 from replicas.types import Finish, FinishReason
-from tests.harness import Bench
+from tests.harness import Bench, choice_of
 
 
 def _turn(bench: Bench, prompt: list[int], *, tools: tuple[str, ...] = ("bash",), tenant: str = "") -> list[int]:
@@ -75,6 +78,50 @@ def test_an_agent_waits_for_an_older_one_of_its_own_tenant_whatever_its_share() 
     held = bench.submit([*young, *range(900, 908)], max_new_tokens=2, tenant="heavy")
     assert bench.step() is None
     assert list(bench.scheduler.queues.held) == [held]
+
+
+def test_no_agent_waits_for_what_older_ones_of_a_tenant_over_its_share_wait_for() -> None:
+    bench = _bench()
+    _turn(bench, _turn(bench, list(range(28)), tenant="heavy") + [7] * 4, tenant="heavy")  # 9 pages
+    large = _turn(bench, [500 + i for i in range(8)], tenant="heavy")
+    small = _turn(bench, [600 + i for i in range(4)], tenant="light")
+    held = bench.submit([*large, *range(900, 948)], max_new_tokens=2, tenant="heavy")  # 15 pages
+    light = bench.submit([*small, 3], max_new_tokens=2, tenant="light")
+    for _ in range(3):
+        bench.step()
+    assert list(bench.scheduler.queues.held) == [held]
+    assert light.finish is not None
+
+
+def test_a_look_walks_what_is_kept_once_however_many_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench()
+    _, young = _old_and_young(bench)
+    other = _turn(bench, [600 + i for i in range(4)])
+    held = [bench.submit([*each, *range(900, 920)], max_new_tokens=2) for each in (young, other)]
+    bench.step()
+    assert list(bench.scheduler.queues.held) == held
+    walked = []
+
+    def walk(end: TreeNode) -> list[TreeNode]:
+        walked.append(end)
+        return path_to(end)
+
+    monkeypatch.setattr(sessions, "path_to", walk)
+    bench.scheduler._let_sessions_in(bench.clock())
+    assert len(walked) == 2  # the sessions older than the youngest that is held
+
+
+def test_looks_take_a_twentieth_of_the_time_however_many_arrive() -> None:
+    queue = HeldQueue()
+    queue.add(choice_of("a", [1]))
+    assert queue.looks(0.0)
+    queue.looked(0.0, 0.01)
+    queue.add(choice_of("b", [1]))
+    assert [queue.looks(at_s) for at_s in (0.02, 0.2, 0.22)] == [False, False, True]
+    queue.looked(0.22, 0.2201)
+    assert [queue.looks(at_s) for at_s in (0.23, 0.28)] == [False, True]  # none has arrived since
+    queue.add(choice_of("c", [1]))
+    assert queue.looks(0.23)
 
 
 def test_none_is_held_where_that_is_switched_off() -> None:
