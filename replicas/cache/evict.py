@@ -5,8 +5,8 @@ To add a policy, give `POLICIES` a function from a node to its rank: it is then 
 
 Owns:      for each tenant a heap of (rank, node), and for each node the rank of its live entry. Entries are not touched
            when a node is used, locked or extended: an entry that is no longer true is found when it is popped, and then
-           dropped or filed again. Who is over its share changes from page to page, so the least of each heap are
-           compared by that when one is asked for.
+           dropped or filed again. The tenants are in a heap too, by their first entries; one that is over its share, or
+           within it again, is filed anew when a victim is asked for.
 Never:     frees anything (cache/radix.py).
 Invariant: every node that can go has a live entry, filed under a rank that is not above its present one. So a rank that
            rises needs no word; of one that may have fallen `refile` is told.
@@ -22,8 +22,10 @@ from replicas.request import OFFLINE
 
 Rank = tuple[int, ...]  # smallest goes first
 Entry = tuple[Rank, int, TreeNode]  # and what tells equal ranks apart
+Place = tuple[Rank, int]  # among all tenants' entries
 
 PROTECTED_HITS = 2  # SGLang's threshold of slru
+TENANTS_A_LOOK = 16  # a look at who is over its share serves a victim more for each so many tenants
 TAIL_TOKENS = 1024  # tlru: tokens that a next turn may compute again beside its own, and still begin in time
 
 
@@ -75,8 +77,7 @@ class TierQueue(Protocol):
 
 
 class EvictionQueue:
-    """The nodes of one tier by eviction policy (SPEC E12, E19). A pop costs O(log nodes), amortised over uses and pops,
-    and O(tenants).
+    """The nodes of one tier by eviction policy (SPEC E12, E19). A pop costs O(log nodes), amortised over uses and pops.
 
     Args: policy: one of `POLICIES`. can_go: whether a node can leave the tier now.
           spare: nodes that go before all others, because their loss costs nothing.
@@ -104,6 +105,9 @@ class EvictionQueue:
         self._can_go = can_go
         self._over = over
         self._heaps: dict[str, list[Entry]] = {}  # by tenant
+        self._tenants: list[tuple[Place, str]] = []  # a heap, by first entry; those that are no longer true are dropped
+        self.now_over: frozenset[str] = frozenset()  # as of the last look; tenants are filed by that
+        self._num_asked = 0  # times for a victim, since
         self._num_entries = 0
         self._filed: dict[TreeNode, Rank] = {}  # by what its live entry is filed under, as of a tenant within its share
         self._tie = 0
@@ -140,11 +144,12 @@ class EvictionQueue:
 
     def peek(self) -> TreeNode | None:
         """Return the next victim and leave it; None when there is none."""
-        over = self._over() if len(self._heaps) > 1 else ()
-        while self._heaps:
-            tenant = min(self._heaps, key=lambda tenant: self._first(tenant, over))
-            node = self._head(tenant)
-            if node is not None:
+        self._look_who_is_over()
+        while self._tenants:
+            place, tenant = self._tenants[0]
+            if tenant not in self._heaps or place != self._first(tenant):
+                heapq.heappop(self._tenants)
+            elif (node := self._head(tenant)) is not None:
                 return node
         return None
 
@@ -158,7 +163,7 @@ class EvictionQueue:
         return node
 
     def clear(self) -> None:
-        self._heaps, self._num_entries, self._filed = {}, 0, {}
+        self._heaps, self._tenants, self._num_entries, self._filed = {}, [], 0, {}
 
     def check(self, tier: Iterable[TreeNode]) -> None:
         """Assert the invariant, given all nodes of the tier. O(nodes)."""
@@ -168,27 +173,50 @@ class EvictionQueue:
         for node, filed in self._filed.items():
             assert (id(node), filed, node.tenant) in entries, "a node in the eviction queue has no entry in its heap"
             assert filed <= self._rank(node), f"a node is filed under {filed}, its rank fell to {self._rank(node)}"
+        places = {(self._first(tenant), tenant) for tenant in self._heaps}
+        assert places.issubset(self._tenants), "the first entry of a tenant is not in the heap of tenants"
         num = sum(map(len, self._heaps.values()))
         assert num == self._num_entries, f"{num} entries are in the heaps, {self._num_entries} are counted"
         assert num <= 2 * len(self._filed) + 64, "entries that are no longer true pile up"
 
-    def _first(self, tenant: str, over: Collection[str]) -> tuple[Rank, int]:
+    def _look_who_is_over(self) -> None:
+        """Look at who is over its share, so that a victim costs the same however many tenants there are."""
+        self._num_asked += 1
+        if self._num_asked <= len(self._heaps) // TENANTS_A_LOOK:
+            return
+        before, self.now_over, self._num_asked = self.now_over, frozenset(self._over()), 0
+        for tenant in before ^ self.now_over:
+            if tenant in self._heaps:
+                self._file_tenant(tenant)
+
+    def _file_tenant(self, tenant: str) -> None:
+        """File ``tenant`` by its first entry, which is another than before, or elsewhere among all."""
+        heapq.heappush(self._tenants, (self._first(tenant), tenant))
+        if len(self._tenants) > 2 * len(self._heaps) + 64:
+            self._file_tenants()
+
+    def _file_tenants(self) -> None:
+        self._tenants = [(self._first(tenant), tenant) for tenant in self._heaps]
+        heapq.heapify(self._tenants)
+
+    def _first(self, tenant: str) -> Place:
         """Return the place of the first entry of ``tenant`` among all: its node's is not before that."""
         rank, tie, _ = self._heaps[tenant][0]
-        return (*rank[: self._at], tenant not in over, *rank[self._at + 1 :]), tie
+        return (*rank[: self._at], tenant not in self.now_over, *rank[self._at + 1 :]), tie
 
     def _head(self, tenant: str) -> TreeNode | None:
         """Return the node of the first entry of ``tenant``, if that is true; else drop it, or file the node again."""
         entry = filed, _, node = self._heaps[tenant][0]
-        if self._is_live(tenant, entry) and self._can_go(node) and filed == self._rank(node):
+        is_live = self._is_live(tenant, entry)  # else it left, was filed lower, or became another's since
+        rank = self._rank(node) if is_live and self._can_go(node) else None
+        if rank == filed:
             return node
         self._drop_head(tenant)
-        if self._is_live(tenant, entry):  # else it left, was filed lower, or became another's since
-            if self._can_go(node):
-                self._push(node, self._rank(node))  # used since
-            else:
-                del self._filed[node]  # locked or grown since; it is added again when it can go
-                self._sweep()
+        if rank is not None:
+            self._push(node, rank)  # used since
+        elif is_live:
+            del self._filed[node]  # locked or grown since; it is added again when it can go
+            self._sweep()
         return None
 
     def _is_live(self, tenant: str, entry: Entry) -> bool:
@@ -199,14 +227,19 @@ class EvictionQueue:
         heap = self._heaps[tenant]
         heapq.heappop(heap)
         self._num_entries -= 1
-        if not heap:
+        if heap:
+            self._file_tenant(tenant)
+        else:
             del self._heaps[tenant]
 
     def _push(self, node: TreeNode, rank: Rank) -> None:
         self._tie += 1
         self._filed[node] = rank
-        heapq.heappush(self._heaps.setdefault(node.tenant, []), (rank, self._tie, node))
+        heap = self._heaps.setdefault(node.tenant, [])
+        heapq.heappush(heap, (rank, self._tie, node))
         self._num_entries += 1
+        if heap[0][1] == self._tie:
+            self._file_tenant(node.tenant)
         self._sweep()
 
     def _sweep(self) -> None:
@@ -218,4 +251,5 @@ class EvictionQueue:
             heapq.heapify(self._heaps[tenant])
             if not self._heaps[tenant]:
                 del self._heaps[tenant]
+        self._file_tenants()
         self._num_entries = sum(map(len, self._heaps.values()))

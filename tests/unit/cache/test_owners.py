@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from replicas.cache.evict import EvictionQueue, Place
 from replicas.cache.owners import ACTIVE_S, EVERYBODY, Owners
 from replicas.cache.radix import RadixCache
 from tests.harness import Bench, Clock
@@ -103,6 +104,40 @@ def test_what_is_held_is_forgotten_with_its_last_page() -> None:
         owners.used(tenant, 1.0)
     assert owners.over(held) == {"b"}
     assert list(held) == ["b", "c"]
+
+
+def test_a_victim_costs_no_look_at_all_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 640 tenants with a leaf each, all used since, 60 go, after what one has beyond its share."""
+    shelf = Shelf()
+    cache = shelf.cache
+    leaves = [ids(1000 * number, 1) for number in range(640)]
+    for number, leaf in enumerate(leaves):
+        cache.insert(leaf, np.array([number], dtype=np.int32), "")
+        cache.used_by(cache.match_prefix(leaf, "").node, f"tenant {number}", 1.0)
+    shelf.next = len(leaves)
+    beyond = shelf.put("heavy", 3)
+    for leaf in leaves:
+        cache.match_prefix(leaf, "")
+    num_looks = num_firsts = 0
+    over, first = cache._owners.over, EvictionQueue._first
+
+    def looking(held: Counter[str]) -> frozenset[str]:
+        nonlocal num_looks
+        num_looks += 1
+        return over(held)
+
+    def counting(queue: EvictionQueue, tenant: str) -> Place:
+        nonlocal num_firsts
+        num_firsts += 1
+        return first(queue, tenant)
+
+    monkeypatch.setattr(cache._owners, "over", looking)
+    monkeypatch.setattr(EvictionQueue, "_first", counting)
+    freed = cache.evict(63)
+    assert set(freed[:3].tolist()) == beyond
+    assert num_looks <= 2
+    assert num_firsts < 640 * 12  # a few for each that was used since
+    cache.check()
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
