@@ -136,7 +136,7 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
     """
     retracted, running = False, queues.running
     while running and kv.pages_needed_decode(running) * kv.page_size > kv.available_tokens():
-        chunked, holders = queues.chunked, [*running, *queues.paused]
+        chunked, holders = queues.chunked, [*running, *queues.paused, *(r for r in queues.forced if r.asked.offline)]
         if chunked is not None and chunked.asked.offline:
             holders.append(chunked)
         if len(holders) == 1 and chunked is not None and not chunked.is_prefill_leg:
@@ -346,12 +346,12 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
     Returns: the requests that make one more token, and their places in the step under way; None if something else may
              have to run first, or if a token must be known to make the next one.
     """
-    chunked = queues.chunked
+    begun = queues.begun
     waiting = (queues.waiting, queues.prealloc, queues.offline, queues.held)
-    has_queue = chunked is not None or any(len(each) for each in waiting)
-    if len(queues.under_way) != 1 or queues.forced or (has_queue and must_look):
+    has_queue = len(begun) > 0 or any(len(each) for each in waiting)
+    if len(queues.under_way) != 1 or (has_queue and must_look):
         return None
-    if chunked is not None and not (chunked.asked.offline and queues.num_others):  # else it gets a part of some steps
+    if begun and not (all(req.asked.offline for req in begun) and queues.num_others):  # lines get a part of some steps
         return None
     reqs = [req for req in queues.running if req.max_remaining > 1]  # else the step under way may make its last token
     if not reqs or any(_needs_host(req) for req in reqs):

@@ -315,8 +315,12 @@ class Queues:
     @property
     def holding(self) -> list[Req]:
         """The open requests that hold row and pages and are in a queue: all but those only in a step."""
-        chunked = [self.chunked] if self.chunked is not None else []
-        return [*self.running, *self.paused, *self.forced, *self.away.holding, *chunked]
+        return [*self.running, *self.paused, *self.begun, *self.away.holding]
+
+    @property
+    def begun(self) -> list[Req]:
+        """The requests that are in the middle of a run of forced tokens, or of their prompt."""
+        return [*self.forced, *([] if self.chunked is None else [self.chunked])]
 
     @property
     def paused(self) -> list[Req]:

@@ -354,8 +354,7 @@ class Scheduler:
         queues.let_lines_run()
         if not queues.others_begin:
             return
-        begun = [*queues.forced, *([] if queues.chunked is None else [queues.chunked])]
-        for req in [req for req in begun if req.asked.offline]:
+        for req in [req for req in queues.begun if req.asked.offline]:
             retract(req, queues, self.kv, self.counters)
         if queues.prealloc.short is not None and queues.paused:
             retract(min(queues.paused, key=retracted_first), queues, self.kv, self.counters)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from replicas.request import ReqState
+from replicas.request import Req, ReqState
 from replicas.scheduler.lines import RowTime
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from tests.fakes import continuation
@@ -64,6 +64,44 @@ def test_a_line_whose_tokens_are_forced_gives_way_too() -> None:
     assert (line.num_output, line.state) == (made, ReqState.WAITING)
     while not line.num_output > made:
         bench.step()
+
+
+def forced_beside(num_pages: int) -> tuple[Bench, Req, Req]:
+    """Return a line that has to save up for tokens that are forced, and a request that runs beside it."""
+    options = {"chunked_prefill_size": 32, "new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+    bench = Bench(num_pages=num_pages, page_size=4, **options)
+    other = bench.submit([1, 2, 3, 4], max_new_tokens=40)
+    bench.step()
+    timed(bench, token_s=1e-6)
+    line = bench.submit(list(range(100, 112)), max_new_tokens=100, offline=True)
+    line.guide = Forcing()
+    while not bench.scheduler.queues.forced:
+        bench.step()
+    bench.scheduler.queues.waiting.s_per_token = 10.0
+    return bench, line, other
+
+
+def test_no_request_is_retracted_while_a_line_waits_to_go_on_with_what_is_forced() -> None:
+    bench, line, other = forced_beside(num_pages=12)
+    while other.finish is None:
+        bench.step()
+    assert (line.num_retractions, other.num_retractions) == (1, 0)
+
+
+def test_a_step_is_planned_ahead_beside_a_line_whose_tokens_are_forced_and_has_to_save_up() -> None:
+    bench, line, other = forced_beside(num_pages=64)
+    bench.step()
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    ahead = bench.scheduler.schedule_ahead()
+    assert ahead is not None
+    assert bench.scheduler.queues.under_way.newest == [other]
+    for each in (plan, ahead):
+        bench.scheduler.apply(each, bench.device.execute(each))
+    bench.scheduler.queues.waiting.s_per_token = 1e-6
+    made = line.num_output
+    bench.step()
+    assert line.num_output > made
 
 
 def test_a_step_of_a_lines_prompt_is_short_because_whoever_comes_waits_for_it() -> None:
