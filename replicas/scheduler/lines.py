@@ -48,10 +48,10 @@ class RowTime:
         return max(self._step_s + (self.row_s or 0.0) * (num_rows - self._rows), 0.0)
 
 
-def line_tokens(chunk_size: int) -> int:
-    """Count the prompt tokens of a step in which only lines of batches begin (an eighth): whoever comes meanwhile waits
-    for its end, and lines lose little by it (docs/batches.md)."""
-    return -(-chunk_size // 8)
+def line_tokens(chunk_size: int, page_size: int) -> int:
+    """Count the prompt tokens of a step in which only lines of batches begin (an eighth, and a page at least): whoever
+    comes meanwhile waits for its end, and lines lose little by it (docs/batches.md)."""
+    return max(-(-chunk_size // 8), page_size)
 
 
 class LineShare:
@@ -59,7 +59,7 @@ class LineShare:
 
     def __init__(self, chunk_size: int, *, page_size: int) -> None:
         self.time = RowTime()
-        self._most_len = line_tokens(chunk_size)
+        self._most_len = line_tokens(chunk_size, page_size)
         self._page_size = page_size
         self._saved_s = 0.0  # of their share, for prompts
 
@@ -77,7 +77,7 @@ class LineShare:
         """
         if not num_others:
             return self._most_len
-        num_tokens = int(self._saved_s / s_per_token) if s_per_token else 0
+        num_tokens = round(self._saved_s / s_per_token) if s_per_token else 0
         return max(0, min(num_tokens, self._most_len) // self._page_size * self._page_size)
 
     def ran(self, plan: StepPlan, reqs: Sequence[Req], s_per_token: float) -> None:

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from replicas.request import Req, ReqState
-from replicas.scheduler.lines import RowTime
+from replicas.scheduler.lines import LineShare, RowTime
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from tests.fakes import continuation
 from tests.harness import Bench
@@ -151,6 +151,32 @@ def test_beside_others_a_lines_prompt_waits_until_its_part_of_their_time_is_save
     assert line.finish is not None
     assert line.num_retractions == 0
     bench.run()
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 28])
+def test_a_lines_prompt_runs_beside_others_also_where_an_eighth_of_a_chunk_is_less_than_a_page(chunk: int) -> None:
+    bench = Bench(page_size=4, chunked_prefill_size=chunk)
+    bench.submit([500, 501], max_new_tokens=60)
+    bench.step()
+    timed(bench, token_s=0.0049)
+    line = bench.submit(list(range(20)), max_new_tokens=1, offline=True)
+    while line.finish is None:
+        bench.step()
+    assert bench.reqs[0].finish is None
+    bench.run()
+
+
+def test_a_whole_page_can_be_saved_up_whatever_a_token_takes() -> None:
+    """3 tokens of .173 s take a bit less than three times as long, as floats go."""
+    bench = Bench()
+    reqs = [bench.submit([1, 2], max_new_tokens=2)]
+    bench.step()
+    plan = bench.step()
+    assert isinstance(plan, DecodePlan)
+    share = LineShare(24, page_size=3)
+    share.time.timed(1, 100.0)
+    share.ran(plan, reqs, 0.173)
+    assert share.prompt_len(1, 0.173) == 3
 
 
 def test_a_step_is_planned_ahead_beside_a_line_that_has_to_save_up() -> None:
