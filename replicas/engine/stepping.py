@@ -138,7 +138,8 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
     num_legs = sum(req.is_prefill_leg for req in parked)
     offline = [req for req in queues.holding if req.asked.offline]
     pool = store.stats()
-    uncached = queues.waiting.uncached_tokens() + (chunked.extend_len if chunked and not chunked.asked.offline else 0)
+    uncached = queues.waiting.uncached_tokens(queues.held)
+    uncached += chunked.extend_len if chunked and not chunked.asked.offline else 0
     return EngineStats(
         time_s=now_s,
         pool=pool,

@@ -156,11 +156,13 @@ class WaitingQueue(ReqQueue):
             left_len=req.rank.bound.at_len - self._num_computed(),
         )
 
-    def uncached_tokens(self) -> int:
-        """Count the tokens to compute if every request started now; an upper bound for long queues."""
-        if len(self._reqs) > self._rules.lpm_max_queue:
-            return sum(req.num_tokens for req in self._reqs)
-        return sum(req.num_tokens - self._cached_len(req) for req in self._reqs)
+    def uncached_tokens(self, held: Iterable[Req] = ()) -> int:
+        """Count the tokens to compute if every request, and those ``held``, started now; an upper bound where they are
+        many."""
+        reqs = [*self._reqs, *held]
+        if len(reqs) > self._rules.lpm_max_queue:
+            return sum(req.num_tokens for req in reqs)
+        return sum(req.num_tokens - self._cached_len(req) for req in reqs)
 
     def _cached_len(self, req: Req) -> int:
         return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)

@@ -6,6 +6,7 @@ import pytest
 
 from replicas.cache import sessions
 from replicas.cache.node import TreeNode, path_to
+from replicas.engine.stepping import StepClock, snapshot
 from replicas.request import Req, ReqState
 from replicas.scheduler.queues import HeldQueue
 from replicas.types import Finish, FinishReason
@@ -172,6 +173,8 @@ def test_one_that_is_held_counts_as_waiting() -> None:
     bench.submit([*young, *range(900, 908)], max_new_tokens=2)
     bench.step()
     assert bench.scheduler.would_wait(0) == 1
+    stats = snapshot(bench.scheduler, bench.kv.store, StepClock(chunk_size=16), now_s=0.0)
+    assert (stats.num_waiting, stats.waiting_uncached_tokens) == (1, 12)  # of 20 tokens, two pages are cached
 
 
 @pytest.mark.parametrize("seed", range(12))
