@@ -141,6 +141,8 @@ class Sessions:
         lost = self._asked.pop(rid, None)
         if session is None and lost is not None and lost.mark is None:
             session = lost
+            for key in [key for key, each in self._lost.items() if each is session]:
+                del self._lost[key]  # it is known by its mark again
         if mark is not None:
             del self._marks[mark]
         if session is None:
@@ -211,6 +213,7 @@ class Sessions:
         for session in leased.values():
             assert session.end in found, "a session ends at a node that has left"
             assert session.end.lease is session, "a session ends at a node that is not kept for it"
+        assert not any(each.mark is not None for each in self._lost.values()), "a session is lost and known by a node"
         for mark, session in self._marks.items():
             assert session.mark is mark, "a session is known by another node than it says"
             assert session.end is None or id(session) in leased, "a session without a lease refers to a node"

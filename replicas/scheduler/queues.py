@@ -313,6 +313,7 @@ class Queues:
     prealloc: PreallocQueue = field(default_factory=PreallocQueue)
     away: HandOffQueue = field(default_factory=HandOffQueue)
     under_way: UnderWay = field(default_factory=UnderWay)
+    num_lines: int = 0  # lines of batches that are open, wherever they are
 
     @property
     def holding(self) -> list[Req]:
@@ -345,8 +346,7 @@ class Queues:
     @property
     def has_lines(self) -> bool:
         """Whether lines of batches wait or run."""
-        chunked = self.chunked is not None and self.chunked.asked.offline
-        return chunked or len(self.offline) > 0 or any(req.asked.offline for req in (*self.running, *self.forced))
+        return self.num_lines > 0
 
     @property
     def num_others(self) -> int:
@@ -415,5 +415,10 @@ class Queues:
             assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
         for req in (req for step in self.under_way.steps for req in step):
             assert req.holding is not None, f"{req.rid} is in a step under way and holds nothing"
+        in_steps = (req for step in self.under_way.steps for req in step if req.finish is None)
+        lines = {
+            req for req in (*self.holding, *self.offline, *self.away, *self.prealloc, *in_steps) if req.asked.offline
+        }
+        assert len(lines) == self.num_lines, f"{len(lines)} lines of batches are open, {self.num_lines} are counted"
         for req in self.under_way.ended:
             assert req in self.under_way, f"{req.rid} ended, no step has it, and it holds pages"

@@ -157,7 +157,8 @@ class Scheduler:
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)
-        if self._config.session_wait_s and not req.asked.offline and self.kv.agent_of(req) is not None:
+        may_hold = self._config.session_wait_s and not req.asked.offline and not req.num_resumed
+        if may_hold and self.kv.agent_of(req) is not None:
             self.queues.held.add(req)
             self._gate.disturb()
         else:
@@ -198,6 +199,7 @@ class Scheduler:
     def take_back(self, req: Req) -> None:
         """Undo `park`: ``req`` is to be accepted another way."""
         self.queues.away.remove(req)
+        self.queues.num_lines -= req.asked.offline
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
 
@@ -230,6 +232,7 @@ class Scheduler:
         self.counters.count_end(finish.reason)
         if req.leg is not None:
             self.queues.away.ended.append(req)
+        self.queues.num_lines -= req.asked.offline
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
         if self.drafts is not None:
@@ -319,6 +322,7 @@ class Scheduler:
         if not req.asked.offline:
             req.rank.from_s -= req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
+        self.queues.num_lines += req.asked.offline
         self.queues.waiting.shares.opens(req)
         self.kv.arrived(req)
 

@@ -105,6 +105,22 @@ def test_a_session_without_a_name_is_known_by_what_it_says_when_all_of_it_was_ev
     assert (tree.left(1), tree.left(2)) == (5, 0)
 
 
+def test_a_session_that_left_the_tree_while_its_prompt_waited_is_not_found_by_where_it_was() -> None:
+    tree = Tree()
+    tree.turn(1, 2, tools=["bash"])
+    cache, prompt, whole = tree.cache, tree.ids(1, 4), tree.ids(1, 5)
+    cache.returns(prompt, "", rid="next")
+    tree.evict(3)
+    for length in (4, 5):
+        cache.insert(tree.ids(1, length), np.arange(10, 10 + length, dtype=np.int32), "")
+    cache.answered(whole, len(prompt), "", rid="next")
+    cache.check()
+    cache.returns(tree.ids(1, 3), "", rid="another")  # begins as its first prompt did, and ends before its second
+    assert cache.sessions.agent("another") is None
+    cache.returns(whole, "", rid="its own")
+    assert cache.sessions.agent("its own") is not None
+
+
 def test_a_lease_that_has_run_out_keeps_nothing() -> None:
     tree = Tree()
     tree.turn(1, 2)

@@ -8,7 +8,7 @@ from replicas.request import Req, ReqState
 from replicas.scheduler.lines import LineShare, RowTime
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from tests.fakes import continuation
-from tests.harness import Bench
+from tests.harness import Bench, choice_of
 from tests.unit.scheduler.test_mixed import Forcing
 
 
@@ -250,6 +250,20 @@ def test_no_line_is_retracted_for_a_request_that_this_step_has_no_tokens_for() -
     bench.step()
     assert sum(line.num_retractions for line in lines) == 1
     bench.run()
+
+
+def test_a_line_counts_as_open_until_it_ends_wherever_it_is() -> None:
+    bench = Bench()
+    scheduler, parked = bench.scheduler, choice_of("parked", [1, 2], offline=True)
+    scheduler.park(parked)
+    scheduler.check()
+    found = [scheduler.queues.has_lines]
+    scheduler.take_back(parked)
+    found.append(scheduler.queues.has_lines)
+    bench.submit([1, 2], max_new_tokens=3, offline=True)
+    found.append(scheduler.queues.has_lines)
+    bench.run()
+    assert [*found, scheduler.queues.has_lines] == [True, False, True, False]
 
 
 def test_lines_take_no_place_from_the_limit_of_those_that_wait() -> None:

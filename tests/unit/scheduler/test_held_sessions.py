@@ -10,6 +10,7 @@ from replicas.engine.stepping import StepClock, snapshot
 from replicas.request import Req, ReqState
 from replicas.scheduler.queues import HeldQueue
 from replicas.types import Finish, FinishReason
+from tests.fakes import continuation
 from tests.harness import Bench, choice_of
 
 
@@ -130,6 +131,16 @@ def test_none_is_held_where_that_is_switched_off() -> None:
     _, young = _old_and_young(bench)
     bench.submit([*young, *range(900, 908)], max_new_tokens=2)
     assert bench.step() is not None
+
+
+def test_an_answer_that_goes_on_here_is_not_held() -> None:
+    """Its client has seen its begin, at a replica that is gone."""
+    bench = _bench()
+    _, young = _old_and_young(bench)
+    prompt = [*young, *range(900, 908)]
+    bench.submit(prompt, max_new_tokens=3, resumed_ids=tuple(continuation(prompt, 1)))
+    assert bench.step() is not None
+    bench.run()
 
 
 def test_a_small_session_that_fits_waits_for_an_older_large_one_that_does_not() -> None:
