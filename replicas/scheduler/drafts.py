@@ -40,6 +40,8 @@ PRIOR = 2.0  # guesses' worth of the kind's share in a request's
 LEAST_COST, MOST_COST = 0.02, 1.0  # of a further row, over a step: also of one that was free at start
 SMOOTHING = 0.2  # weight of the newest step in what rows cost
 STEPS_TO_PLAIN = 32  # with drafts, until one without tells again what that costs
+MANY = 8  # requests, where to look for guesses takes time that shows
+SELDOM = 4  # after twice as many steps in which nothing was tried, each so many-th step of MANY looks for guesses
 
 
 @dataclass(slots=True)
@@ -137,6 +139,7 @@ class Drafts:
         self._most_rows = min(most_rows, MOST_ROWS)
         self._clock = clock
         self._began_s = 0.0
+        self._num_untried = 0  # steps since one with drafts
         self._of_reqs: dict[tuple[Req, str], HitShare] = {}  # by source, of open requests that had a proposal
         self._of_kinds: dict[GuessKind, HitShare] = {}
         self._proposed: dict[Req, Proposal] = {}  # for the step under way, whether a row tries them or not
@@ -173,13 +176,18 @@ class Drafts:
     def choose(self, reqs: Sequence[Req]) -> list[TokenIds]:
         """Choose what the next step of ``reqs`` tries: [B] drafts, some empty; [] without any."""
         self._proposed, chosen = {}, list[TokenIds]()
-        num_rows = self._most_rows - 1 - len(reqs)
-        if num_rows > 0 and self._gain(len(reqs), np.ones(num_rows))[1] >= LEAST_GAIN:
+        num_rows, began_s = self._most_rows - 1 - len(reqs), self._clock()
+        if num_rows > 0 and self._looks(len(reqs)) and self._gain(len(reqs), np.ones(num_rows))[1] >= LEAST_GAIN:
             self._proposed = {req: found for req in reqs if (found := self._propose(req)) is not None}
             if self._proposed and self.cost.known(len(reqs)):
                 chosen = self._chosen(reqs, num_rows)
-        self._began_s = self._clock()
+        self._num_untried = 0 if chosen else self._num_untried + 1
+        self._began_s = began_s if chosen else self._clock()  # to choose is a part of what drafts cost
         return chosen
+
+    def _looks(self, num_requests: int) -> bool:
+        """Whether to look for guesses: less often where that takes long and nothing was worth trying of late."""
+        return num_requests < MANY or self._num_untried < 2 * SELDOM or self._num_untried % SELDOM == 0
 
     def judge(self, num_requests: int, tokens: Sequence[NewToken], tried: Mapping[Req, int]) -> None:
         """Compare what was proposed for the step that is over with its ``tokens``; ``tried``: rows, by request. A

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replicas.request import Req
-from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, HitShare, RowCost, repeated_suffix
+from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, HitShare, Proposal, RowCost, repeated_suffix
 from replicas.scheduler.plan import DecodePlan
 from replicas.scheduler.tokens import Counters, NewToken
 from tests.fakes import continuation, next_token
@@ -115,6 +115,40 @@ def test_a_step_has_fewer_rows_than_its_products_may() -> None:
         rows = max(rig.step(right=40) for _ in range(4))
         assert rows + num_reqs <= max(31, num_reqs)
         assert (rows > 0) == (num_reqs < 31)
+
+
+@pytest.mark.parametrize(("num_reqs", "expected"), [(7, 20), (8, 11)])
+def test_where_nothing_is_worth_trying_for_many_guesses_are_looked_for_in_each_fourth_step(
+    num_reqs: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig({1: 1.0, 32: 2.0}, num_reqs=num_reqs)
+    for req in rig.reqs:
+        rig.drafts._of_reqs[(req, "text")] = HitShare(0.0, 20.0)
+    looked = set[float]()
+
+    def propose(req: Req) -> Proposal | None:
+        looked.add(rig.clock())
+        return Drafts._propose(rig.drafts, req)
+
+    monkeypatch.setattr(rig.drafts, "_propose", propose)
+    assert [rig.step(right=0) for _ in range(20)] == [0] * 20
+    assert len(looked) == expected  # of eight: 0 .. 7, 8, 12, 16
+    rows = [rig.step(right=40) for _ in range(40)]
+    assert sum(n > 0 for n in rows[20:]) > 15  # it is noticed that they are right
+
+
+def test_the_time_of_choosing_is_a_part_of_what_drafts_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows take nothing by themselves."""
+    rig = Rig(FLAT)
+
+    def propose(req: Req) -> Proposal | None:
+        rig.clock.now_s += 40.0
+        return Drafts._propose(rig.drafts, req)
+
+    monkeypatch.setattr(rig.drafts, "_propose", propose)
+    rows = [rig.step(right=40) for _ in range(40)]
+    assert max(rows) > 20
+    assert max(rows[20:]) <= 2
 
 
 def test_the_likeliest_guesses_of_all_requests_are_tried() -> None:
