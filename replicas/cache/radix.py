@@ -23,7 +23,7 @@ from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import NO_PAGES, Session, TreeNode, first_page, path_to, walk
 from replicas.cache.owners import EVERYBODY, Owners
-from replicas.cache.sessions import Sessions, Turn
+from replicas.cache.sessions import ComingPrompt, Sessions
 from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
@@ -178,11 +178,11 @@ class RadixCache:
         path = self._whole_nodes(token_ids, salt)
         self.sessions.returns(path, salt=salt, rid=rid, keys=lambda: page_keys(token_ids, self.page_size, salt))
 
-    def turn(self, session: Session, token_ids: TokenIds, salt: str, tenant: str) -> Turn:
+    def turn(self, session: Session, token_ids: TokenIds, salt: str, tenant: str) -> ComingPrompt:
         """Describe a prompt of ``tenant`` that ``session`` goes on with."""
-        return Turn(session, self._whole_nodes(token_ids, salt), -(-len(token_ids) // self.page_size), tenant)
+        return ComingPrompt(session, self._whole_nodes(token_ids, salt), -(-len(token_ids) // self.page_size), tenant)
 
-    def session_needs(self, turns: Iterable[Turn]) -> Iterator[tuple[int, int]]:
+    def session_needs(self, turns: Iterable[ComingPrompt]) -> Iterator[tuple[int, int]]:
         """Tell of each of ``turns``, those of older sessions first, the pages that it needs, and those that are kept
         for older ones, or needed by them."""
         return self.sessions.needs(turns, self._owners.over(self._held))

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from kvtransfer.pages import PageKey
 from replicas.cache.node import Session, TreeNode, path_to
-from replicas.cache.owners import EVERYBODY
 from replicas.request import OFFLINE
 
 SHORTEST_S = 5.0  # of a lease
@@ -40,7 +39,7 @@ MAX_ANSWERED = 1024  # answers whose tools may still be told, and tools whose pa
 MAX_LOST = 1024  # sessions that are known though nothing of them is left
 
 
-class Turn(NamedTuple):
+class ComingPrompt(NamedTuple):
     """A prompt that a session goes on with."""
 
     session: Session
@@ -108,26 +107,26 @@ class Sessions:
         session = self._asked.get(rid)
         return session if session is not None and session.called and not session.goes_on else None
 
-    def needs(self, turns: Iterable[Turn], over: Collection[str]) -> Iterator[tuple[int, int]]:
+    def needs(self, turns: Iterable[ComingPrompt], over: Collection[str]) -> Iterator[tuple[int, int]]:
         """Tell of each of ``turns``, those of older sessions first, how many of its pages it has to find room for, or
         occupies itself; and how many are kept for older sessions though they could go, or needed by the turns before.
         Those of another tenant among ``over`` do not count: they go before what any session keeps. Walks what is kept
         once, whatever the number of turns."""
         leased = deque(sorted({entry[2] for entry in self._due if _holds(entry)}, key=lambda each: each.born))
-        before = Counter[str]()  # pages by tenant over its share; EVERYBODY: all others
+        before = Counter[str | None]()  # pages by tenant over its share; None: all others
         for session, path, num_pages, tenant in turns:
             while leased and leased[0].born < session.born:
                 older = leased.popleft()
                 for node in path_to(older.end):
                     if node.lease is older and not node.lock_ref:
-                        before[node.tenant if node.tenant in over else EVERYBODY] += len(node.pages)
+                        before[node.tenant if node.tenant in over else None] += len(node.pages)
             need = num_pages
             for node in path:
                 is_older = node.lease is not None and node.lease.born < session.born
                 if node.lock_ref or (is_older and (node.tenant == tenant or node.tenant not in over)):
                     need -= len(node.pages)
-            yield need, before[EVERYBODY] + before[tenant]
-            before[tenant if tenant in over else EVERYBODY] += need
+            yield need, before[None] + before[tenant]
+            before[tenant if tenant in over else None] += need
 
     def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str, rid: str) -> None:
         """Take note that the answer to a prompt ends with ``path``, whose first ``num_prompt`` nodes are the prompt.

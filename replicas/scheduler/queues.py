@@ -176,21 +176,20 @@ class HeldQueue(ReqQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._looked_s, self._took_s = -math.inf, 0.0
-        self._has_new = False  # one has arrived since
+        self._next_s = self._soonest_s = -math.inf  # of the next look: while none arrives, and when one does
 
     def add(self, req: Req) -> None:
         super().add(req)
-        self._has_new = True
+        self._next_s = self._soonest_s
 
     def looks(self, now_s: float) -> bool:
         """Whether it is time to look again."""
-        pause_s = max(0.0 if self._has_new else self.LOOK_S, self._took_s / self.LOOK_SHARE)
-        return len(self._reqs) > 0 and now_s >= self._looked_s + pause_s
+        return len(self._reqs) > 0 and now_s >= self._next_s
 
     def looked(self, from_s: float, to_s: float) -> None:
         """Take note of a look."""
-        self._looked_s, self._took_s, self._has_new = to_s, to_s - from_s, False
+        self._soonest_s = to_s + (to_s - from_s) / self.LOOK_SHARE
+        self._next_s = max(self._soonest_s, to_s + self.LOOK_S)
 
 
 class PreallocQueue(ReqQueue):
