@@ -43,6 +43,7 @@ class ArcQueue:
         self._clock = clock
         self._can_go = can_go
         self._spare = spare
+        self._over = over
         self._cold = EvictionQueue(
             "lru", can_go=lambda node: can_go(node) and not node.hit_count, spare=spare, over=over
         )
@@ -119,7 +120,7 @@ class ArcQueue:
             return cold or hot
         if self._spare(cold) != self._spare(hot):
             return cold if self._spare(cold) else hot
-        over = self._cold.now_over
+        over = self._over()
         if (of_cold := kept(cold, over)) != (of_hot := kept(hot, over)):
             return cold if of_cold < of_hot else hot
         longest_s = self._gaps.quantile(LAST)

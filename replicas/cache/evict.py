@@ -106,7 +106,7 @@ class EvictionQueue:
         self._over = over
         self._heaps: dict[str, list[Entry]] = {}  # by tenant
         self._tenants: list[tuple[Place, str]] = []  # a heap, by first entry; those that are no longer true are dropped
-        self.now_over: frozenset[str] = frozenset()  # as of the last look; tenants are filed by that
+        self._now_over: frozenset[str] = frozenset()  # as of the last look; tenants are filed by that
         self._num_asked = 0  # times for a victim, since
         self._num_entries = 0
         self._filed: dict[TreeNode, Rank] = {}  # by what its live entry is filed under, as of a tenant within its share
@@ -184,8 +184,9 @@ class EvictionQueue:
         self._num_asked += 1
         if self._num_asked <= len(self._heaps) // TENANTS_A_LOOK:
             return
-        before, self.now_over, self._num_asked = self.now_over, frozenset(self._over()), 0
-        for tenant in before ^ self.now_over:
+        before, self._num_asked = self._now_over, 0
+        self._now_over = frozenset(self._over() if len(self._heaps) > 1 else ())
+        for tenant in before ^ self._now_over:
             if tenant in self._heaps:
                 self._file_tenant(tenant)
 
@@ -202,7 +203,7 @@ class EvictionQueue:
     def _first(self, tenant: str) -> Place:
         """Return the place of the first entry of ``tenant`` among all: its node's is not before that."""
         rank, tie, _ = self._heaps[tenant][0]
-        return (*rank[: self._at], tenant not in self.now_over, *rank[self._at + 1 :]), tie
+        return (*rank[: self._at], tenant not in self._now_over, *rank[self._at + 1 :]), tie
 
     def _head(self, tenant: str) -> TreeNode | None:
         """Return the node of the first entry of ``tenant``, if that is true; else drop it, or file the node again."""
