@@ -100,7 +100,7 @@ class ModelReplica(ServedEngine):
                 scheduler=config.scheduler,
                 parallel=config.parallel,
                 attention=config.attention,
-                adapters=config.adapters.limits,
+                adapters=config.adapters.served,
                 cuda_graphs=config.cuda_graphs,
                 num_threads=num_threads(config),
                 revision=config.model.revision,

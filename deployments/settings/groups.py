@@ -228,6 +228,11 @@ class AdapterSettings(Settings):
     host_bytes: int = Field(default=1 << 30, ge=1024)
 
     @property
+    def served(self) -> AdapterLimits | None:
+        """What replicas serve; None where no request can name an adapter."""
+        return self.limits if self.names or self.roots else None
+
+    @property
     def limits(self) -> AdapterLimits:
         return AdapterLimits(max_rank=self.max_rank, max_bytes=self.max_bytes, host_bytes=self.host_bytes)
 

@@ -66,7 +66,7 @@ def test_a_decode_step_is_one_program_and_gives_the_same_bits(
     steps += [{row: [7, row] for row in range(2, 78)}]  # more rows than the first buffers hold
     steps += [{row: [row + i] for row in rows} for i, rows in enumerate([range(78), (5, 1, 0), *[(0, 1)] * 9])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "run", lambda self, num_rows: (made.append(self), run(self, num_rows))[1])
+        patch.setattr(Program, "run", lambda self, rows, *, whole: (made.append(self), run(self, rows, whole=whole))[1])
         for step in steps:
             ours, theirs, called = (model.run(step) for model in models)
             for row in step:
