@@ -121,9 +121,8 @@ def emit_dots(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
     return builder.call(function, [sums, builder.bitcast(x, _PAIRS), builder.bitcast(weights, _PAIRS)])
 
 
-def _emit_dot_tile(builder: Any, rows: int, a: Any, lda: Any, b: Any, c: Any, ldc: Any, steps: Any, keep: Any) -> None:
-    a_rows, c_rows = emit_rows(builder, a, lda, rows), emit_rows(builder, c, ldc, rows)
-    targets = {(r, j): add_bytes(builder, c_rows[r], 4 * W * j) for r in range(rows) for j in range(2)}
+def _emit_sums(builder: Any, targets: dict[tuple[int, int], Any], keep: Any) -> dict[tuple[int, int], Any]:
+    """Make the sums of a tile: what stands in its ``targets`` if ``keep`` is not 0, else zeros."""
     sums = {at: cgutils.alloca_once(builder, VEC) for at in targets}
     with builder.if_else(builder.icmp_signed("!=", keep, ir.Constant(I64, 0))) as (going_on, beginning):
         with going_on:
@@ -132,6 +131,13 @@ def _emit_dot_tile(builder: Any, rows: int, a: Any, lda: Any, b: Any, c: Any, ld
         with beginning:
             for place in sums.values():
                 builder.store(splat_const(0.0), place)
+    return sums
+
+
+def _emit_dot_tile(builder: Any, rows: int, a: Any, lda: Any, b: Any, c: Any, ldc: Any, steps: Any, keep: Any) -> None:
+    a_rows, c_rows = emit_rows(builder, a, lda, rows), emit_rows(builder, c, ldc, rows)
+    targets = {(r, j): add_bytes(builder, c_rows[r], 4 * W * j) for r in range(rows) for j in range(2)}
+    sums = _emit_sums(builder, targets, keep)
     with cgutils.for_range(builder, builder.mul(steps, ir.Constant(I64, STEP // 2)), intp=I64) as loop:
         b_row = builder.add(b, builder.mul(loop.index, ir.Constant(I64, 4 * COLUMNS)))
         weights = [emit_load(builder, add_bytes(builder, b_row, 4 * W * j)) for j in range(2)]
@@ -161,14 +167,7 @@ def pair_tile(most_rows: int, cols: int) -> Any:
             return  # LLVM ends the process at an instruction that the CPU lacks, run or not
         a_rows, c_rows = emit_rows(builder, a, lda, rows), emit_rows(builder, c, ldc, rows)
         targets = {(r, j): add_bytes(builder, c_rows[r], 4 * W * j) for r in range(rows) for j in range(cols)}
-        sums = {at: cgutils.alloca_once(builder, VEC) for at in targets}
-        with builder.if_else(builder.icmp_signed("!=", keep, ir.Constant(I64, 0))) as (going_on, beginning):
-            with going_on:
-                for at, target in targets.items():
-                    builder.store(emit_load(builder, target), sums[at])
-            with beginning:
-                for place in sums.values():
-                    builder.store(splat_const(0.0), place)
+        sums = _emit_sums(builder, targets, keep)
         with cgutils.for_range(builder, pairs, intp=I64) as loop:
             b_row = builder.add(b, builder.mul(ldb, loop.index))
             numbers = [emit_load(builder, add_bytes(builder, b_row, 4 * W * j)) for j in range(cols)]

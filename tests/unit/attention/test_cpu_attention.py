@@ -115,6 +115,17 @@ def pick(step: Step, requests: list[int]) -> Step:
     return Step(pool=step.pool, batch=smaller, q=step.q[tokens], k=step.k[tokens], v=step.v[tokens], num_layers=1)
 
 
+def chunk_of(step: Step, first: int, last: int) -> Step:
+    """Only tokens ``first`` to ``last`` of the first request of ``step``, which begins with its first token."""
+    part = pick(step, [0])
+    batch = part.batch
+    batch.qo_indptr = torch.tensor([0, last - first], dtype=torch.int32)
+    batch.prefix_lens, batch.seq_lens = torch.tensor([first]).int(), torch.tensor([last]).int()
+    batch.out_slots, batch.num_tokens = batch.out_slots[first:last], last - first
+    part.q, part.k, part.v = part.q[first:last], part.k[first:last], part.v[first:last]
+    return part
+
+
 def test_a_decode_result_is_the_same_bit_for_bit_alone_and_in_any_batch_on_any_threads() -> None:
     step = make_step([(n, 1) for n in (700, 3, 128, 250)])
     together = cpu(step, threads=2).clone()  # [4, H * D]
@@ -223,13 +234,7 @@ def test_a_prompt_in_two_chunks_gives_the_same_bits_as_in_one() -> None:
     whole = make_step([(0, 200)])
     in_one = cpu(whole).clone()
     for first, last in ((0, 77), (77, 200)):
-        part = pick(whole, [0])
-        batch = part.batch
-        batch.qo_indptr = torch.tensor([0, last - first], dtype=torch.int32)
-        batch.prefix_lens, batch.seq_lens = torch.tensor([first]).int(), torch.tensor([last]).int()
-        batch.out_slots, batch.num_tokens = batch.out_slots[first:last], last - first
-        part.q, part.k, part.v = part.q[first:last], part.k[first:last], part.v[first:last]
-        assert torch.equal(cpu(part), in_one[first:last])
+        assert torch.equal(cpu(chunk_of(whole, first, last)), in_one[first:last])
 
 
 def test_a_backend_serves_steps_of_all_sizes_one_after_the_other() -> None:

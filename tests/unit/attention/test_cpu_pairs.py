@@ -13,7 +13,7 @@ from replicas.config import AttentionKind
 from replicas.kernels import bf16_tiles
 from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import Step, make_step
-from tests.unit.attention.test_cpu_attention import cpu, oracle, pick, sinks_of
+from tests.unit.attention.test_cpu_attention import chunk_of, cpu, oracle, pick, sinks_of
 from tests.unit.attention.test_cpu_kinds import DECODING, EXTENDING, KINDS
 
 by_dots = pytest.mark.skipif(bf16_tiles.way() != "dots", reason="this CPU has no fast dot products of bf16")
@@ -112,13 +112,7 @@ def test_a_result_is_the_same_bit_for_bit_alone_in_a_batch_a_group_and_in_chunks
             alone.batch.is_decode = True
             assert torch.equal(cpu(alone, threads=1, kind=kind)[0], together[at])
         for first, last in ((0, 77), (77, 150)):
-            part = pick(step, [0])
-            batch = part.batch
-            batch.qo_indptr = torch.tensor([0, last - first], dtype=torch.int32)
-            batch.prefix_lens, batch.seq_lens = torch.tensor([first]).int(), torch.tensor([last]).int()
-            batch.out_slots, batch.num_tokens = batch.out_slots[first:last], last - first
-            part.q, part.k, part.v = part.q[first:last], part.k[first:last], part.v[first:last]
-            assert torch.equal(cpu(part, kind=kind), together[first:last])
+            assert torch.equal(cpu(chunk_of(step, first, last), kind=kind), together[first:last])
 
 
 @by_dots

@@ -88,9 +88,8 @@ def test_no_request_is_retracted_while_a_line_waits_to_go_on_with_what_is_forced
     assert (line.num_retractions, other.num_retractions) == (1, 0)
 
 
-def test_a_step_is_planned_ahead_beside_a_line_whose_tokens_are_forced_and_has_to_save_up() -> None:
-    bench, line, other = forced_beside(num_pages=64)
-    bench.step()
+def plan_ahead_of(bench: Bench, other: Req) -> None:
+    """Run a step, and one that is planned ahead of its end, which has ``other`` alone."""
     plan = bench.scheduler.schedule()
     assert plan is not None
     ahead = bench.scheduler.schedule_ahead()
@@ -98,6 +97,12 @@ def test_a_step_is_planned_ahead_beside_a_line_whose_tokens_are_forced_and_has_t
     assert bench.scheduler.queues.under_way.newest == [other]
     for each in (plan, ahead):
         bench.scheduler.apply(each, bench.device.execute(each))
+
+
+def test_a_step_is_planned_ahead_beside_a_line_whose_tokens_are_forced_and_has_to_save_up() -> None:
+    bench, line, other = forced_beside(num_pages=64)
+    bench.step()
+    plan_ahead_of(bench, other)
     bench.scheduler.queues.waiting.s_per_token = 1e-6
     made = line.num_output
     bench.step()
@@ -187,13 +192,7 @@ def test_a_step_is_planned_ahead_beside_a_line_that_has_to_save_up() -> None:
     other = bench.submit([500, 501], max_new_tokens=60)
     bench.step()
     bench.submit(list(range(40)), max_new_tokens=1, offline=True)
-    plan = bench.scheduler.schedule()
-    assert plan is not None
-    ahead = bench.scheduler.schedule_ahead()
-    assert ahead is not None
-    assert bench.scheduler.queues.under_way.newest == [other]
-    for each in (plan, ahead):
-        bench.scheduler.apply(each, bench.device.execute(each))
+    plan_ahead_of(bench, other)
     bench.run()
 
 
