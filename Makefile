@@ -29,7 +29,7 @@ BENCHES_AVX2 := kernels:limits:products engine:speed:formats
 
 # A machine with a GPU often has a Python with PyTorch, and no network: it is taken as it is.
 GPU_PYTHON = $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
-GPU_NEEDS := torch transformers numba psutil xxhash msgspec filelock
+GPU_NEEDS := torch transformers numba psutil xxhash msgspec filelock llguidance
 LACKS := import sys; from importlib.util import find_spec; lacks = [name for name in sys.argv[1:] if not find_spec(name)]; \
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
