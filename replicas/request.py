@@ -43,6 +43,7 @@ import numpy.typing as npt
 from kvtransfer.types import PdTicket
 from replicas.types import (
     AdapterRef,
+    CacheMark,
     Finish,
     GenerateRequest,
     HandOffReport,
@@ -149,7 +150,8 @@ class Stamps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What decides when a request runs and with which weights, as it came; times are of the engine's clock."""
+    """What decides when a request runs, with which weights, and what is kept of it, as it came; times are of the
+    engine's clock."""
 
     deadline_s: float | None = None  # when it is ended
     first_by_s: float = math.inf  # when its first token is late
@@ -159,6 +161,7 @@ class Asked:
     tenant: str = ""  # whose share of the engine it takes (scheduler/shares.py)
     weight: float = 1.0  # of that share
     adapter: AdapterRef | None = None  # None: the model's alone
+    marks: tuple[CacheMark, ...] = ()  # of its prompt, what is to stay cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +191,7 @@ class CachedTokens:
     tokens: int = 0  # in all tiers
     host: int = 0  # of them, loaded from host memory
     store: int = 0  # of them, read from the store first
+    kept: int = 0  # leading tokens of the request that the cache has got since, or had; 0: it has got none
 
     def of(self, tokens: int) -> "CachedTokens":
         """Return the parts of ``tokens`` that were reused: this one's ``host`` are those that were loaded, from the
@@ -266,6 +270,7 @@ class Req:
                 tenant=request.tenant,
                 weight=request.weight,
                 adapter=request.adapter,
+                marks=request.cache_marks,
             ),
             prompt_len=prompt_len,
             ids=ids,
@@ -336,6 +341,7 @@ class Req:
             cached_tokens=self.cached.tokens,
             host_tokens=self.cached.host,
             store_tokens=self.cached.store,
+            kept_tokens=min(self.cached.kept, self.prompt_len),
             num_retractions=self.num_retractions,
             drafted_tokens=self.drafted[0],
             accepted_tokens=self.drafted[1],

@@ -267,6 +267,14 @@ class AdapterRef:
         return f"\1{self.identity}\1"  # clients cannot send it
 
 
+@dataclass(frozen=True, slots=True)
+class CacheMark:
+    """The beginning of a prompt that its client asks to keep for a while, within its share of the cache."""
+
+    length: int  # tokens
+    ttl_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """One tokenised request. Made once, in the router; the engine never sees text of the prompt."""
@@ -290,6 +298,7 @@ class GenerateRequest:
     routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
     offline: bool = False  # a line of a batch: it runs in the gaps that others leave, below every priority
     adapter: AdapterRef | None = None  # None: the model as it is
+    cache_marks: tuple[CacheMark, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises: InvalidRequest, as `to_token_ids`."""
@@ -359,6 +368,7 @@ class Usage:
     num_retractions: int = 0
     host_tokens: int = 0  # of cached_tokens, those that were loaded from host memory
     store_tokens: int = 0  # of cached_tokens, those that were read from the store
+    kept_tokens: int = 0  # prompt tokens that the cache has got of this choice, or had before
     drafted_tokens: int = 0  # guesses that decode steps tried
     accepted_tokens: int = 0  # of drafted_tokens, those that came true: tokens without a step of their own
 

@@ -28,8 +28,8 @@ class Part:
         return self.request.hand_off is not None and self.request.hand_off.leg is PdLeg.PREFILL
 
 
-def _cached(usage: Usage) -> tuple[int, int, int]:
-    return usage.cached_tokens, usage.host_tokens, usage.store_tokens
+def _cached(usage: Usage) -> tuple[int, int, int, int]:
+    return usage.cached_tokens, usage.host_tokens, usage.store_tokens, usage.kept_tokens
 
 
 def left_after(request: GenerateRequest, waited_s: float) -> GenerateRequest:
@@ -118,6 +118,7 @@ class Progress:
                 cached_tokens=first.cached_tokens,
                 host_tokens=first.host_tokens,
                 store_tokens=first.store_tokens,
+                kept_tokens=first.kept_tokens,
             )
         elif index == delta.index and delta.rid == self.request.rid:
             return delta  # of the first try: no copy for each token

@@ -243,12 +243,23 @@ class ContentBlockBody(AnswerBody):
     input: dict[str, Any] = Field(default={}, description="The call's arguments.")
 
 
-class MessageUsageBody(AnswerBody):
-    """The tokens that a message has used; input_tokens and cache_read_input_tokens sum to the prompt's."""
+class CacheCreationBody(AnswerBody):
+    """The tokens that were put into the cache, by how long they were asked to be kept."""
 
-    input_tokens: int = Field(description="Prompt tokens that were computed.")
-    cache_read_input_tokens: int = Field(description="Prompt tokens that came from the cache.")
-    cache_creation_input_tokens: int = Field(description="Always 0.")
+    ephemeral_5m_input_tokens: int = Field(description="For five minutes.")
+    ephemeral_1h_input_tokens: int = Field(description="For an hour.")
+
+
+class MessageUsageBody(AnswerBody):
+    """The tokens that a message has used; those of the prompt are input_tokens, cache_read_input_tokens and
+    cache_creation_input_tokens."""
+
+    input_tokens: int = Field(description="The prompt's other tokens: computed, and behind its last breakpoint.")
+    cache_read_input_tokens: int = Field(description="Prompt tokens that came from the cache, whatever its tier.")
+    cache_creation_input_tokens: int = Field(
+        description="Those before the last breakpoint (`cache_control`) that were computed, and are in the cache now."
+    )
+    cache_creation: CacheCreationBody
     output_tokens: OutputTokens
 
 

@@ -110,6 +110,7 @@ class AnswerTokens(NamedTuple):
     cached: int  # of the prompts' tokens
     output: int
     reasoning: int  # of the output's tokens
+    kept: int = 0  # of the prompts' tokens, those that the cache has got, or had
 
     @staticmethod
     def of(deltas: Deltas, *, num_reasoning: int = 0) -> "AnswerTokens":
@@ -119,14 +120,15 @@ class AnswerTokens(NamedTuple):
         """
         prompts: dict[int, int] = {}
         cached: dict[int, int] = {}
+        kept: dict[int, int] = {}
         output = 0
         for (number, choice), delta in deltas.items():
             usage = delta.usage
             prompts[number] = usage.prompt_tokens
             output += usage.completion_tokens
             if choice == 0 or number not in cached:  # choice 0 computes what the others share
-                cached[number] = usage.cached_tokens
-        return AnswerTokens(sum(prompts.values()), sum(cached.values()), output, num_reasoning)
+                cached[number], kept[number] = usage.cached_tokens, usage.kept_tokens
+        return AnswerTokens(sum(prompts.values()), sum(cached.values()), output, num_reasoning, sum(kept.values()))
 
 
 class Change(NamedTuple):

@@ -11,7 +11,7 @@ Source:    Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache"
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Protocol
 
 from kvtransfer.pages import PageKey
@@ -37,6 +37,7 @@ class ArcQueue:
         can_go: Callable[[TreeNode], bool],
         spare: Callable[[TreeNode], bool],
         over: Callable[[], Collection[str]],
+        marked: Container[TreeNode],
     ) -> None:
         self._num_pages = num_pages
         self._gaps = gaps
@@ -44,11 +45,12 @@ class ArcQueue:
         self._can_go = can_go
         self._spare = spare
         self._over = over
+        self._marked = marked
         self._cold = EvictionQueue(
-            "lru", can_go=lambda node: can_go(node) and not node.hit_count, spare=spare, over=over
+            "lru", can_go=lambda node: can_go(node) and not node.hit_count, spare=spare, over=over, marked=marked
         )
         self._hot = EvictionQueue(
-            "lru", can_go=lambda node: can_go(node) and node.hit_count > 0, spare=spare, over=over
+            "lru", can_go=lambda node: can_go(node) and node.hit_count > 0, spare=spare, over=over, marked=marked
         )
         self._cold_pages = 0  # of cold nodes in the tier; |T1| of the paper
         self._cold_share = 0.0  # pages; p of the paper: what T1 is to have
@@ -121,7 +123,7 @@ class ArcQueue:
         if self._spare(cold) != self._spare(hot):
             return cold if self._spare(cold) else hot
         over = self._over()
-        if (of_cold := kept(cold, over)) != (of_hot := kept(hot, over)):
+        if (of_cold := kept(cold, over, self._marked)) != (of_hot := kept(hot, over, self._marked)):
             return cold if of_cold < of_hot else hot
         longest_s = self._gaps.quantile(LAST)
         if longest_s is not None and hot.used_s < min(cold.used_s, self._clock() - longest_s):
@@ -166,6 +168,7 @@ class MakeHostQueue(Protocol):
         can_go: Callable[[TreeNode], bool],
         spare: Callable[[TreeNode], bool],
         over: Callable[[], Collection[str]],
+        marked: Container[TreeNode],
     ) -> TierQueue: ...
 
 
@@ -180,6 +183,7 @@ def host_queue(
     write: WritePolicy,
     clock: Callable[[], float],
     over: Callable[[], Collection[str]] = tuple,
+    marked: Container[TreeNode] = (),
 ) -> TierQueue:
     """Make the queue of a host tier of ``num_pages`` pages. Copies of what the device has go first, if ``write`` makes
     them again when the device evicts it: then the two tiers hold most between them."""
@@ -191,5 +195,7 @@ def host_queue(
         return node.on_device and write.rule.at_eviction
 
     if policy in HOST_QUEUES:
-        return HOST_QUEUES[policy](num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare, over=over)
-    return EvictionQueue(policy, can_go=can_go, spare=spare, over=over)
+        return HOST_QUEUES[policy](
+            num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare, over=over, marked=marked
+        )
+    return EvictionQueue(policy, can_go=can_go, spare=spare, over=over, marked=marked)

@@ -14,7 +14,7 @@ Thread:    scheduler thread only.
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Protocol
 
 from replicas.cache.node import TreeNode
@@ -53,11 +53,11 @@ POLICIES: dict[str, Callable[[TreeNode], Rank]] = {
 }
 
 
-def kept(node: TreeNode, over: Collection[str] = ()) -> Rank:
+def kept(node: TreeNode, over: Collection[str] = (), marked: Container[TreeNode] = ()) -> Rank:
     """Rank ``node`` before any policy. What only lines of batches use goes first: they come in the order of their
-    prefixes; and so does what only a session used that has ended. Then what tenants ``over`` their share have. What is
-    kept for a session goes last, that for a younger one sooner."""
-    lease = (0, 0) if node.lease is None else (1, -node.lease.born)
+    prefixes; and so does what only a session used that has ended. Then what tenants ``over`` their share have. What
+    is ``marked`` goes later, and what is kept for a session goes last, that for a younger one sooner."""
+    lease = (int(node in marked), 0) if node.lease is None else (2, -node.lease.born)
     return (node.priority != OFFLINE, node.tenant not in over, *lease)
 
 
@@ -81,7 +81,8 @@ class EvictionQueue:
 
     Args: policy: one of `POLICIES`. can_go: whether a node can leave the tier now.
           spare: nodes that go before all others, because their loss costs nothing.
-          over: returns the tenants that have more than their share of the tier.
+          over: returns the tenants that have more than their share of the tier. marked: nodes that clients asked to
+          keep; `refile` is told of one that is none any more.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class EvictionQueue:
         can_go: Callable[[TreeNode], bool],
         spare: Callable[[TreeNode], bool] | None = None,
         over: Callable[[], Collection[str]] = tuple,
+        marked: Container[TreeNode] = (),
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; allowed: {sorted(POLICIES)}")
         by_policy = POLICIES[policy]
 
         def rank(node: TreeNode) -> Rank:
-            usual = (*kept(node), *by_policy(node))
+            usual = (*kept(node, marked=marked), *by_policy(node))
             return usual if spare is None else (not spare(node), *usual)
 
         self._rank = rank

@@ -317,6 +317,7 @@ class KvCache:
             self._table.write(holding.row, prefix_len, self._allocator.pages_to_slots(match.pages[first:last]))
             self._allocator.free(pages[first:last])
         holding.lock, holding.prefix_len = lock, whole
+        req.cached = replace(req.cached, kept=max(req.cached.kept, whole))
 
     def release(self, req: Req, *, keep: bool) -> None:
         """Take back all that ``req`` holds (cache_finished_req, SPEC E08). If it has ended, its session pauses.
@@ -326,6 +327,8 @@ class KvCache:
         if keep:
             self.commit(req)
         holding = _holding(req)
+        if keep:
+            self._keep_marked(req)
         if keep and req.finish is not None and self._sessions is not None:
             ids = req.ids[: holding.prefix_len]
             self._sessions.answered(ids, req.prompt_len, req.salt, name=req.asked.routing_key, rid=req.rid)
@@ -345,6 +348,7 @@ class KvCache:
         Args: locked: the peer may read the pages that ``req`` shares with the tree too: they stay locked.
         """
         holding = _holding(req)
+        self._keep_marked(req)
         assert not holding.gone_len, f"request {req.rid} has decoded: no peer knows its pages"
         lock = _lock(holding)
         receipt = Detained(
@@ -400,6 +404,15 @@ class KvCache:
         audit(self._allocator, self._table, self._cache, self.store.quarantine, reqs)
         if self.store_tier is not None:
             self.store_tier.check()
+
+    def _keep_marked(self, req: Req) -> None:
+        """Keep what the client of ``req`` marked, as far as it is there."""
+        radix = self.store.radix
+        if radix is None:
+            return
+        for mark in req.asked.marks:
+            ids = req.ids[: min(mark.length, req.prompt_len)]
+            radix.mark(ids, req.salt, mark.ttl_s, tenant=req.asked.tenant, weight=req.asked.weight)
 
     def _forget(self, req: Req) -> None:
         """Free the row of ``req``; its pages and lock are the caller's to free."""

@@ -22,7 +22,7 @@ from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import NO_PAGES, Session, TreeNode, first_page, path_to, walk
-from replicas.cache.owners import EVERYBODY, Owners
+from replicas.cache.owners import EVERYBODY, Marks, Owners
 from replicas.cache.sessions import ComingPrompt, Sessions
 from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
@@ -50,11 +50,15 @@ class RadixCache:
         self.events = events  # None: nothing is recorded or hashed
         self.evicted_idle_s = Tally(IDLE_S)  # time since the last use of what `evict` took
         self._clock = clock
-        self.sessions = Sessions(touched=self._touched, key_of=self._key_of, clock=clock)
+        self._marks = Marks(touched=self._touched, clock=clock)
+        self.sessions = Sessions(touched=self._touched, key_of=self._key_of, marked=self._marks.until_s, clock=clock)
         self._owners = Owners(clock)
         self._held = Counter[str]()  # pages on the device, by tenant
         self._queue = EvictionQueue(
-            policy, can_go=lambda node: node.evictable, over=lambda: self._owners.over(self._held)
+            policy,
+            can_go=lambda node: node.evictable,
+            over=lambda: self._owners.over(self._held),
+            marked=self._marks.until_s,
         )
         self._roots: dict[str, TreeNode] = {}  # by salt; a root lives while it has children
         self._nowhere = TreeNode.root("")  # what an empty match locks when its salt has no root
@@ -173,6 +177,14 @@ class RadixCache:
         node.tenant = tenant
         self._queue.changed(node)
 
+    def mark(self, token_ids: TokenIds, salt: str, ttl_s: float, *, tenant: str, weight: float) -> None:
+        """Take note that ``tenant`` asks to keep ``token_ids`` for ``ttl_s``, as far as they are here: within its share
+        they go later than what nobody waits for."""
+        for child, common in self._path(token_ids, salt):
+            self._marks.keep(child if common == child.num_pages else self._split_node(child, common), ttl_s)
+        if tenant:
+            self._owners.used(tenant, weight, for_s=ttl_s)
+
     def returns(self, token_ids: TokenIds, salt: str, *, rid: str = "") -> None:
         """Take note that the prompt of ``rid`` arrived: the session that it goes on with is kept until its answer."""
         path = self._whole_nodes(token_ids, salt)
@@ -230,7 +242,7 @@ class RadixCache:
         freed: list[Pages] = []
         missing = num_pages
         now_s = self._clock()
-        self.sessions.expire()
+        self._expire()
         while missing > 0 and (leaf := self._queue.pop()) is not None:
             used_s = leaf.used_s
             pages = self._give_up(leaf, missing)
@@ -245,6 +257,8 @@ class RadixCache:
         freed = self.all_pages()
         self._queue.clear()
         self.sessions.clear()
+        if self._marks.until_s:
+            self._marks.clear()
         self._roots = {}
         self._evictable = self._num_nodes = 0
         self._held.clear()
@@ -296,6 +310,7 @@ class RadixCache:
         self._check_held(self._held, lambda node: len(node.pages))
         self._queue.check(self._nodes())
         self.sessions.check(self._nodes())
+        self._marks.check(self._nodes())
 
     def _check_held(self, held: Counter[str], num_pages: Callable[[TreeNode], int]) -> None:
         counted = Counter[str]()
@@ -342,6 +357,8 @@ class RadixCache:
         head = node.split(at, self.page_size)
         assert head.parent is not None
         head.parent.grew(0, 1)
+        if node in self._marks.until_s:
+            self._marks.was_split(node, head)
         self._touched(node)
         return head
 
@@ -406,6 +423,12 @@ class RadixCache:
         """Take note that ``node`` was used or cut: its place in the order of eviction may have changed."""
         self._queue.refile(node)
 
+    def _expire(self) -> None:
+        """Let the order of eviction say what holds now."""
+        self.sessions.expire()
+        if self._marks.until_s:
+            self._marks.expire()
+
     def _file(self, node: TreeNode) -> None:
         """Queue ``node`` for eviction if it is a candidate; after any change that may make it one."""
         if node.evictable:
@@ -419,6 +442,8 @@ class RadixCache:
         parent = leaf.parent
         assert parent is not None
         self.sessions.removed(leaf)
+        if leaf in self._marks.until_s:
+            self._marks.removed(leaf)
         del parent.children[first_page(leaf.key, self.page_size)]
         leaf.parent = None
         parent.grew(-leaf.num_pages, -1)

@@ -23,7 +23,7 @@ Thread:    scheduler thread only.
 
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvtransfer.pages import PageKey
@@ -56,12 +56,15 @@ class Sessions:
         *,
         touched: Callable[[TreeNode], None],
         key_of: Callable[[TreeNode], PageKey],
+        marked: Container[TreeNode] = (),
         clock: Callable[[], float],
     ) -> None:
-        """``touched``: called where the rank of a node may have fallen. ``key_of``: of the last page of a node."""
+        """``touched``: called where the rank of a node may have fallen. ``key_of``: of the last page of a node.
+        ``marked``: what clients asked to keep."""
         self._touched = touched
         self._key_of = key_of
         self._clock = clock
+        self._marked = marked
         self._due: list[tuple[float, int, Session]] = []  # by when; an entry of a lease that was changed is dropped
         self._tie = 0
         self._marks: dict[TreeNode, Session] = {}  # by the node in which their last prompt ends, in whole pages
@@ -166,7 +169,8 @@ class Sessions:
         session.tools, session.called = tuple(tools), session.called or bool(tools)
         if ended:
             for node in path_to(session.end):
-                if node.lease is session and node.created > session.born and not node.lock_ref:
+                is_own = node.lease is session and node.created > session.born
+                if is_own and not node.lock_ref and node not in self._marked:
                     node.priority = OFFLINE
             self._end(session)
         elif tools:

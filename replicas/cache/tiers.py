@@ -65,6 +65,7 @@ class HiRadixCache(RadixCache):
             write=self._write,
             clock=clock,
             over=lambda: self._owners.over(self._host_held),
+            marked=self._marks.until_s,
         )
         self._dirty: deque[TreeNode] = deque()  # to be copied in idle time, oldest first; some are copied or gone
         # (node, device pages, host pages) whose bytes the call under way copies at its end
@@ -363,8 +364,8 @@ class HiRadixCache(RadixCache):
         return pages
 
     def _is_worth_copying(self, leaf: TreeNode) -> bool:
-        if leaf.children or leaf.lease is not None:
-            return True  # they are on the host, and nothing without it; or a session comes back for it
+        if leaf.children or leaf.lease is not None or leaf in self._marks.until_s:
+            return True  # they are on the host, and nothing without it; or it is kept for who comes back
         victim = self._host_queue.peek() if self.host.num_free < leaf.num_pages else None
         missed = victim is not None and not victim.on_device
         idle_s = self._clock() - victim.used_s if victim is not None and missed else None
@@ -408,7 +409,7 @@ class HiRadixCache(RadixCache):
 
     def _room_on_host(self, num_pages: int, spare: Callable[[TreeNode], bool] = lambda node: False) -> None:
         """Evict from the host until ``num_pages`` are free there, or nothing more can go, or is next to ``spare``."""
-        self.sessions.expire()
+        self._expire()
         while (short := num_pages - self.host.num_free) > 0 and (node := self._host_queue.pop()) is not None:
             if spare(node):
                 self._host_queue.add(node)

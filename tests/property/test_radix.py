@@ -89,6 +89,10 @@ class RadixAgainstDictionary(RuleBasedStateMachine):
         self.cache.match_prefix(ids[:prompt_len], salt)
         self.cache.answered(ids, prompt_len, salt, name=name)
 
+    @rule(tokens=TOKENS, salt=SALTS, ttl_s=st.sampled_from([5.0, 60.0]), tenant=st.sampled_from(["", "one"]))
+    def mark(self, tokens: list[int], salt: str, ttl_s: float, tenant: str) -> None:
+        self.cache.mark(np.array(tokens, dtype=np.int32), salt, ttl_s, tenant=tenant, weight=1.0)
+
     @rule(seconds=st.integers(1, 70))
     def time_passes(self, seconds: int) -> None:
         self.now_s += seconds

@@ -11,10 +11,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from deployments.http.apis.breakpoints import TTLS_S
 from deployments.http.http_errors import body_of, messages_error
 from deployments.http.streaming import AnswerSoFar, AnswerTokens, Change, Form
 from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart
-from replicas.types import Finish, FinishReason
+from replicas.types import CacheMark, Finish, FinishReason
 
 Event = dict[str, Any]
 _NEW: dict[str, dict[str, Any]] = {
@@ -108,6 +109,7 @@ class MessageForm(Form):
     stop: tuple[str, ...]
     is_text: bool  # there are neither calls nor reasoning
     blocks: ContentBlocks
+    marks: Sequence[CacheMark] = ()  # of the prompt, by length
 
     @property
     def only_text(self) -> bool:
@@ -139,7 +141,7 @@ class MessageForm(Form):
         if change.begins:
             message: Event = {
                 "id": self.answer_id, "type": "message", "role": "assistant", "model": self.model, "content": [],
-                "stop_reason": None, "stop_sequence": None, "usage": _usage(so_far.tokens),
+                "stop_reason": None, "stop_sequence": None, "usage": self._usage(so_far.tokens),
             }  # fmt: skip
             found.append({"type": "message_start", "message": message})
             if self.is_text:
@@ -148,7 +150,11 @@ class MessageForm(Form):
         if delta.finish is not None:
             found += [
                 *self.blocks.end(is_cut=delta.finish.reason is not FinishReason.STOP),
-                {"type": "message_delta", "delta": self._stop(delta.finish, change), "usage": _usage(so_far.tokens)},
+                {
+                    "type": "message_delta",
+                    "delta": self._stop(delta.finish, change),
+                    "usage": self._usage(so_far.tokens),
+                },
                 {"type": "message_stop"},
             ]
         return found
@@ -165,15 +171,21 @@ class MessageForm(Form):
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
         return {"stop_reason": "tool_use" if change.num_calls else "end_turn", "stop_sequence": None}
 
-
-def _usage(tokens: AnswerTokens) -> dict[str, int]:
-    """``input_tokens`` are those that were computed: with those from the cache they sum to the prompt's."""
-    return {
-        "input_tokens": tokens.prompt - tokens.cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": tokens.cached,
-        "output_tokens": tokens.output,
-    }
+    def _usage(self, tokens: AnswerTokens) -> dict[str, Any]:
+        """Count the prompt's tokens: those that were in the cache; those before a breakpoint that were computed and are
+        in it now; and the rest."""
+        held, created = tokens.cached, dict.fromkeys(TTLS_S.values(), 0)
+        for mark in self.marks:
+            end = max(held, min(mark.length, tokens.kept))
+            created[mark.ttl_s] += end - held
+            held = end
+        return {
+            "input_tokens": tokens.prompt - held,
+            "cache_creation_input_tokens": sum(created.values()),
+            "cache_creation": {f"ephemeral_{ttl}_input_tokens": created[ttl_s] for ttl, ttl_s in TTLS_S.items()},
+            "cache_read_input_tokens": tokens.cached,
+            "output_tokens": tokens.output,
+        }
 
 
 def _says(arguments: str) -> bool:

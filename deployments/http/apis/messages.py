@@ -7,6 +7,7 @@ Never:     drops what the model should see: a block or tool that it cannot is re
            `DROPPED` header says so: at the head of the prompt it would keep all behind it from the cache.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import WithJsonSchema
@@ -21,16 +23,18 @@ from pydantic import WithJsonSchema
 from deployments.http import bodies
 from deployments.http.answer_bodies import CountedTokensBody, MessageBody, MessageEventBody
 from deployments.http.api_document import BODY, RUN, about, body_like, gives, said, shape, shown
+from deployments.http.apis.breakpoints import breakpoints
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
 from deployments.http.bodies import ChatRequest, Items, Route, WireType
 from deployments.http.chat import prepare, template_options, tools_of
 from deployments.http.convert import asked_adapter, refuse_unsupported
-from deployments.http.service import service_of
+from deployments.http.service import Service, service_of
 from deployments.http.streaming import JsonAnswer
 from deployments.output.reading import call_id
 from replicas.errors import InvalidRequest
+from replicas.types import CacheMark, TokenIds
 
 router = APIRouter(route_class=Route)
 _ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
@@ -65,7 +69,9 @@ class CountTokensRequest(WireType):
     output_config: bodies.Object | None = said(
         "`effort` is the template's `reasoning_effort`, `format` a schema that is enforced."
     )
-    cache_control: bodies.Object | None = said("Accepted, without effect: every prefix is kept while there is room.")
+    cache_control: bodies.Object | None = said(
+        "Keep the whole prompt in the cache for its `ttl`, `5m` or `1h`, as on a block; here nothing is kept."
+    )
 
 
 class MessagesRequest(CountTokensRequest):
@@ -73,6 +79,9 @@ class MessagesRequest(CountTokensRequest):
 
     model_config = body_like({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8})
 
+    cache_control: bodies.Object | None = said(
+        "Keep the whole prompt in the cache for its `ttl`, `5m` or `1h`; on a block or tool: the prompt up to there."
+    )
     max_tokens: Annotated[int, shown(minimum=0)] = about("The most output tokens; the context may leave fewer.")
     stop_sequences: bodies.StopTexts | None = said(bodies.STOPS)
     temperature: bodies.Temperature = None
@@ -91,18 +100,21 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     service = service_of(request)
     refuse_unsupported(body, mcp_servers=None, container=None)
     system, dropped = _system(body.system)
+    cuts = breakpoints(tools=body.tools, system=body.system, messages=body.messages, cache_control=body.cache_control)
     name = name_of(request)
     prepared = await prepare(request, chat_of(body, system, _sampling(body)), name)
     limit = min(body.max_tokens, prepared.request.sampling.max_new_tokens)
     sampling = dataclasses.replace(prepared.request.sampling, max_new_tokens=limit)
     sampling.validate(vocab_size=service.model.vocab_size)
-    asked = dataclasses.replace(prepared.request, sampling=sampling)
+    marks = await _marks(service, body, cuts, prepared.request.token_ids) if cuts else ()
+    asked = dataclasses.replace(prepared.request, sampling=sampling, cache_marks=marks)
     form = MessageForm(
         answer_id=f"msg_{name}",
         model=service.name_of(asked),
         max_tokens=body.max_tokens,
         stop=sampling.stop,
         is_text=prepared.new_reading is None,
+        marks=marks,
         blocks=ContentBlocks(functools.partial(call_id, prepared.calls_of, 0, prefix="toolu_")),
     )
     answer = dataclasses.replace(prepared, request=asked).answer(form, form.answer_id)
@@ -127,6 +139,23 @@ def _told(response: Response, dropped: bool) -> Response:
     return response
 
 
+async def _marks(
+    service: Service, body: MessagesRequest, cuts: Mapping[float, dict[str, Any]], ids: TokenIds
+) -> tuple[CacheMark, ...]:
+    """Find how many of ``ids``, the prompt of ``body``, are before each breakpoint: those that the prompt which ends
+    there begins with too. None are where the chat template refuses such a prompt."""
+    marks = []
+    for ttl_s, cut in cuts.items():
+        with contextlib.suppress(InvalidRequest):
+            part = body.model_copy(update=cut)
+            chat = chat_of(part, _system(part.system)[0], {"add_generation_prompt": False}, is_cut=True)
+            cut_ids = await service.encode_chat(chat.messages, use=tools_of(chat), **template_options(chat))
+            most = min(len(cut_ids), len(ids))
+            differ = np.flatnonzero(cut_ids[:most] != ids[:most])
+            marks.append(CacheMark(int(differ[0]) if len(differ) else most, ttl_s))
+    return tuple(sorted(marks, key=lambda mark: mark.length))
+
+
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
     """Collect the fields of a chat beside its prompt. It has no limit of its own: Claude Code asks for more than small
     contexts have, and as at Anthropic the answer then ends where the context does."""
@@ -134,14 +163,16 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
     return {"stop": body.stop_sequences, **{name: getattr(body, name) for name in names}}
 
 
-def chat_of(body: CountTokensRequest, system: str, fields: dict[str, Any]) -> ChatRequest:
-    """Convert a body to a chat. Raises: InvalidRequest."""
+def chat_of(body: CountTokensRequest, system: str, fields: dict[str, Any], *, is_cut: bool = False) -> ChatRequest:
+    """Convert a body to a chat. Raises: InvalidRequest. Args: is_cut: it is the beginning of another one's."""
     turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(body.messages):
         if message.get("content") == [] and (number + 1 < len(body.messages) or message.get("role") != "assistant"):
             raise _wrong(f"messages.{number}.content", "is empty; only the last message may be, of the assistant")
         turns += _turns(f"messages.{number}", message)
-    continues = bool(turns) and turns[-1]["role"] == "assistant"
+    if is_cut and not body.messages:
+        turns.append({"role": "user", "content": ""})  # templates want one
+    continues = not is_cut and bool(turns) and turns[-1]["role"] == "assistant"
     if continues and "tool_calls" in turns[-1]:
         raise _wrong("messages", "the last one ends in a tool_use block: give its tool_result")
     thinking = (body.thinking or {}).get("type")

@@ -1,5 +1,6 @@
 """/v1/messages against what Claude Code and Anthropic's SDK send and read, on the real model."""
 
+import copy
 import hashlib
 import json
 from typing import Any
@@ -18,6 +19,7 @@ from deployments.http.streaming import AnswerSoFar
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import ChoiceReading
 from deployments.settings.keys import ApiKey, KeyDigests
+from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason, TokenDelta, Usage
@@ -237,6 +239,87 @@ async def test_the_next_turn_finds_the_last_one_in_the_cache(client: httpx.Async
     assert second["usage"]["cache_read_input_tokens"] >= 0.9 * prompt_tokens(first)
 
 
+HOUR, MINUTES = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
+
+
+async def test_what_a_request_marked_is_counted_as_read_and_as_put_into_the_cache(
+    client: httpx.AsyncClient, service: Service, idle_engine: EngineLoop
+) -> None:
+    """The system message for an hour, the question for five minutes; what is behind that was only computed."""
+    system = [{"type": "text", "text": "You are a guide who knows the marked towns. " * 20, "cache_control": HOUR}]
+    blocks = [
+        {"type": "text", "text": "Name the towns of France that have a market. " * 4, "cache_control": MINUTES},
+        {"type": "text", "text": "Be brief."},
+    ]
+    body = {**ASK, "max_tokens": 4, "system": system, "messages": [{"role": "user", "content": blocks}]}
+    system_len = (await post(client, COUNT, system=system, messages=[{"role": "user", "content": "x"}]))["input_tokens"]
+
+    def computed() -> int:
+        return idle_engine.engine.stats().prefill_tokens
+
+    before = computed()
+    first = (await post(client, **body))["usage"]
+    made = first["cache_creation"]
+    prompt_len = first["input_tokens"] + first["cache_creation_input_tokens"] + first["cache_read_input_tokens"]
+    assert first["input_tokens"] + first["cache_creation_input_tokens"] == computed() - before
+    assert first["cache_creation_input_tokens"] == sum(made.values())
+    assert first["cache_read_input_tokens"] < 32  # the beginning, if another test had it
+    hour = made["ephemeral_1h_input_tokens"] + first["cache_read_input_tokens"]
+    assert system_len - 10 <= hour < system_len  # less the user's turn and the beginning of the answer's
+    assert 32 <= made["ephemeral_5m_input_tokens"] <= prompt_len - hour - 3  # "Be brief." at least is behind it
+    before = computed()
+    stream = events_of((await client.post(MESSAGES, json={**body, "stream": True})).text)
+    for event in (stream[0]["message"], stream[-2]):
+        usage = event["usage"]
+        assert usage["cache_creation_input_tokens"] == sum(usage["cache_creation"].values()) == 0
+        assert usage["cache_read_input_tokens"] == prompt_len - usage["input_tokens"] >= prompt_len - 16
+    assert usage["input_tokens"] == computed() - before
+    plain = {**body, "system": system[0]["text"] + "x", "messages": [USER]}
+    assert (await post(client, **plain))["usage"]["cache_creation_input_tokens"] == 0  # nothing is marked
+    whole = (await post(client, **plain | {"system": "Y" + plain["system"]}, cache_control=HOUR))["usage"]
+    assert whole["input_tokens"] <= 16  # the last page, which is not whole
+
+
+async def test_marks_of_another_form_are_refused_by_their_place(client: httpx.AsyncClient) -> None:
+    for wrong in ({"type": "forever"}, {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": 5}):
+        said = await refusal(client, 400, **ASK, tools=[READ, {**READ, "name": "Two", "cache_control": wrong}])
+        assert said.startswith('invalid_request_error: tools.1.cache_control: must be {"type": "ephemeral"}')
+
+
+@pytest.mark.parametrize("place", ["tool", "system", "call", "result", "text"])
+async def test_a_mark_is_where_its_block_ends(service: Service, house: House, place: str) -> None:
+    """Each kind of block, in a conversation of Claude Code's: what a replica is asked to keep, as text."""
+    replica = ScriptedReplica("scripted")
+    await house.ready(replica)
+    ends = {
+        "tool": ("Read a file.", "Write one."), "system": ("Be kind.", "<system-reminder>"),
+        "call": ("limit", "hello"), "result": ("hello", "no such file"), "text": ("a.txt?", "I look"),
+    }  # fmt: skip
+    turns, tools = copy.deepcopy(TURNS), [dict(READ), {**READ, "name": "Write", "description": "Write one."}]
+    system = [{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}]
+    for turn in turns:
+        for block in turn["content"]:
+            block.pop("cache_control", None)
+    block = {
+        "tool": tools[0], "system": system[0], "call": turns[1]["content"][3], "result": turns[2]["content"][0],
+        "text": turns[0]["content"][1],
+    }[place]  # fmt: skip
+    block["cache_control"] = MINUTES
+    async with client_of(make_app(house.service(service.tokenizer))) as client:
+        house.remove("r0")
+        await post(client, **{**ASK, "max_tokens": 2, "system": system, "messages": turns, "tools": tools})
+    [asked] = replica.requests
+    [mark] = asked.cache_marks
+    kept, rest = (
+        service.tokenizer.decode(part, skip_special_tokens=False)
+        for part in (asked.token_ids[: mark.length], asked.token_ids[mark.length :])
+    )
+    inside, behind = ends[place]
+    assert (inside in kept, behind in kept) == (True, False)
+    assert (inside in rest, behind in rest) == (False, True)
+    assert mark.ttl_s == 300.0
+
+
 async def test_a_call_is_the_same_in_a_stream_and_its_result_is_found_behind_the_cached_turn(
     client: httpx.AsyncClient,
 ) -> None:
@@ -367,6 +450,7 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
     assert answer["stop_reason"] == "tool_use"
     assert answer["usage"] == {
         "input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 5,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
     }  # fmt: skip
     assert streamed(*parts) == answer
 

@@ -1,0 +1,51 @@
+"""Where the blocks of a message's request say `cache_control`: the parts of its prompt that are to be kept.
+
+Invariant: of several breakpoints with one time to live the last counts: what is before it is kept with it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from replicas.errors import InvalidRequest
+
+TTLS_S = {"5m": 300.0, "1h": 3600.0}
+_WANTED = '{"type": "ephemeral"}, with a ttl of 5m (the default) or 1h'
+
+
+def breakpoints(
+    *, tools: list[Any] | None, system: Any, messages: list[Any], cache_control: Any
+) -> dict[float, dict[str, Any]]:
+    """Find the last breakpoint of each time to live. Args: as the fields of a body.
+
+    Returns: by seconds, the fields that differ in a body whose prompt ends there.
+    Raises:  InvalidRequest for a `cache_control` of another form.
+    """
+    found: dict[float, dict[str, Any]] = {}
+    for where, block, cut in _blocks(tools or [], system, messages):
+        given = block.get("cache_control") if isinstance(block, Mapping) else None
+        if given is not None:
+            found[_ttl_s(f"{where}.cache_control", given)] = cut
+    if cache_control is not None:  # at the end, wherever that is
+        found[_ttl_s("cache_control", cache_control)] = {}
+    return found
+
+
+def _blocks(tools: list[Any], system: Any, messages: list[Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield all blocks: their place, they, and the fields that end the prompt with them. Templates write tools before
+    the system message or behind it: both stay."""
+    for number, tool in enumerate(tools):
+        yield f"tools.{number}", tool, {"tools": tools[: number + 1], "tool_choice": None, "messages": []}
+    for number, block in enumerate(system if isinstance(system, list) else []):
+        yield f"system.{number}", block, {"system": system[: number + 1], "messages": []}
+    for turn, message in enumerate(messages):
+        content = message.get("content")
+        for number, block in enumerate(content if isinstance(content, list) else []):
+            last = {**message, "content": content[: number + 1]}
+            yield f"messages.{turn}.content.{number}", block, {"messages": [*messages[:turn], last]}
+
+
+def _ttl_s(where: str, given: Any) -> float:
+    ttl = (given.get("ttl") or "5m") if isinstance(given, Mapping) and given.get("type") == "ephemeral" else None
+    if not isinstance(ttl, str) or ttl not in TTLS_S:
+        raise InvalidRequest(f"{where}: must be {_WANTED}, got {str(given)[:64]}", param=where.partition(".")[0])
+    return TTLS_S[ttl]

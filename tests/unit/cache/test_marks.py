@@ -1,0 +1,135 @@
+"""What clients mark (`cache_control`): it goes after what nobody waits for, within its tenant's share, for its time."""
+
+import numpy as np
+import pytest
+
+from replicas.cache.owners import ACTIVE_S
+from replicas.types import CacheMark
+from tests.harness import Bench
+from tests.unit.cache.test_owners import Shelf, ids
+from tests.unit.cache.test_tiers import Rig
+
+TTL_S = 300.0
+
+
+def mark(shelf: Shelf, pages: set[int], tenant: str, ttl_s: float = TTL_S) -> None:
+    """Mark what `Shelf.put` returned."""
+    shelf.cache.mark(ids(1000 * min(pages), len(pages)), "", ttl_s, tenant=tenant, weight=1.0)
+    shelf.cache.check()
+
+
+def left_of_a_prompt(*marks: CacheMark, wait_s: float = 0.0) -> int:
+    """The tokens that are cached of a prompt of 20 when six others have filled the pool behind it."""
+    bench = Bench(num_pages=24, sessions=False)
+    prompt = list(range(1, 21))
+    first = bench.submit(prompt, max_new_tokens=2, cache_marks=marks)
+    bench.run()
+    assert (first.usage().cached_tokens, first.usage().kept_tokens) == (0, 20)
+    bench.clock.now_s += wait_s
+    for other in range(6):
+        bench.submit([100 + other] * 20, max_new_tokens=2)
+        bench.run()
+    return bench.kv.peek_len(np.array(prompt, dtype=np.int32), "")
+
+
+def test_a_marked_part_of_a_prompt_outlives_what_was_used_after_it_and_the_rest_does_not() -> None:
+    assert left_of_a_prompt() == 0  # LRU
+    assert left_of_a_prompt(CacheMark(14, TTL_S)) == 12  # whole pages of 4
+    assert left_of_a_prompt(CacheMark(14, TTL_S), wait_s=TTL_S) == 0
+    assert left_of_a_prompt(CacheMark(14, TTL_S), CacheMark(8, 2 * TTL_S), wait_s=TTL_S) == 8
+
+
+def test_each_use_lengthens_a_mark() -> None:
+    shelf = Shelf()
+    old = shelf.put("", 3)
+    mark(shelf, old, "")
+    shelf.clock.now_s += TTL_S - 1
+    mark(shelf, old, "")
+    young = shelf.put("", 3)
+    shelf.clock.now_s += TTL_S - 1
+    assert shelf.evict(3) == young
+    shelf.put("", 3)
+    shelf.clock.now_s += 1
+    assert shelf.evict(3) == old
+
+
+def test_what_a_tenant_marked_beyond_its_share_goes_before_what_others_did_not_mark() -> None:
+    shelf = Shelf()
+    light = shelf.put("light", 3)
+    heavy = [shelf.put("heavy", 3) for _ in range(3)]
+    for pages in heavy:
+        mark(shelf, pages, "heavy")
+    assert shelf.evict(6) == heavy[0] | heavy[1]
+    assert shelf.evict(3) == light  # equal now: what is marked goes later
+    assert shelf.evict(3) == heavy[2]
+
+
+def test_one_that_has_gone_keeps_its_share_for_as_long_as_it_asked_for() -> None:
+    shelf = Shelf()
+    gone = shelf.put("gone", 3)
+    mark(shelf, gone, "gone", 3600.0)
+    shelf.clock.now_s += ACTIVE_S
+    others = shelf.put("other", 6)
+    assert shelf.evict(6) == others
+    shelf.put("other", 2)
+    shelf.clock.now_s += 3600.0
+    shelf.put("third", 2)
+    assert shelf.evict(3) == gone
+
+
+def test_a_mark_is_no_lock() -> None:
+    shelf = Shelf()
+    pages = shelf.put("", 3)
+    mark(shelf, pages, "")
+    assert shelf.cache.evictable_pages == 3
+    assert shelf.evict(2) == {2, 3}  # its tail
+    assert shelf.evict(1) == {1}
+    shelf.put("", 1)
+    shelf.cache.reset()
+    shelf.cache.check()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_the_host_goes_by_the_same_order(eviction: str) -> None:
+    rig = Rig(num_host=4, eviction=eviction, write="write_through")
+    rig.put(ids(100, 2), 1)
+    rig.cache.mark(ids(100, 2), "", TTL_S, tenant="", weight=1.0)
+    rig.put(ids(200, 2), 10)
+    rig.evict(4)
+    rig.put(ids(300, 1), 20)  # needs a page of the host
+    assert rig.tiers(ids(100, 2)) == (0, 2)
+    assert rig.tiers(ids(200, 2)) == (0, 1)
+
+
+def test_what_an_agent_that_has_ended_marked_does_not_go_first() -> None:
+    def left(*marks: CacheMark) -> int:
+        bench = Bench(num_pages=24)
+        history = list(range(1, 9))
+        for turn in range(3):
+            req = bench.submit(history, max_new_tokens=4, cache_marks=marks)
+            bench.run()
+            bench.kv.told(req.rid, ["tool"] if turn < 2 else [])
+            history = [*req.ids[: req.num_tokens].tolist(), 7, 7, 7, 7]
+        bench.submit([100] * 40, max_new_tokens=1)
+        bench.run()
+        bench.kv.store.make_room(bench.kv.store.allocator.num_free + 4, "a test")
+        return bench.kv.peek_len(np.array(history, dtype=np.int32), "")
+
+    assert left() == 8  # its first turn
+    assert left(CacheMark(64, TTL_S)) == 24
+
+
+def test_what_was_cached_before_counts_as_read_and_only_what_is_new_as_kept() -> None:
+    bench = Bench()
+    prompt = list(range(1, 19))
+    for cached, kept in ((0, 16), (16, 0)):  # of whole pages; the second finds them
+        req = bench.submit(prompt, max_new_tokens=2, cache_marks=(CacheMark(18, TTL_S),))
+        bench.step()
+        usage = req.usage() if cached else None
+        bench.run()
+        usage = usage or req.usage()
+        assert (usage.cached_tokens, min(usage.kept_tokens, 16)) == (cached, kept)
+    chunk = Bench(prefix_cache="chunk")
+    req = chunk.submit(prompt, max_new_tokens=2, cache_marks=(CacheMark(18, TTL_S),))
+    chunk.run()
+    assert req.usage().kept_tokens == 0  # a cache that keeps nothing
