@@ -157,7 +157,8 @@ _REPLICA = [
             "next one (pool), or the limit of running requests is reached (slots).", {"reason": BLOCKS}),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", f"Requests of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="requests", buckets=BATCH),
-    Metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",
+    Metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", "New tokens of one forward step, those of drafts "
+            f"included. {BY_PHASE}",
             {"phase": PHASES}, unit="tokens", buckets=TOKENS),
     Metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", f"Duration of one forward step. {BY_PHASE} "
             "A decode step makes a token of each running request, and those of drafts that came true.",

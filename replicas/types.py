@@ -571,6 +571,7 @@ class EngineStats:
     # guessed tokens that rows of decode steps tried, and of them those that came true, by source (scheduler/tokens.py)
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
+    tokens_per_step: float = 1.0  # smoothed, of a request in a decode step: beyond 1 where drafts come true
     longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
     rate_step_tokens: float = 0.0  # smoothed prompt tokens of the steps that ``prefill_tokens_per_s`` comes from
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool

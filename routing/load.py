@@ -59,6 +59,7 @@ class Eligible:
     prefill_tokens_per_s: Floats  # [n] measured or guessed
     rate_step_tokens: Floats  # [n] prompt tokens of the steps on which that was measured, or their mean elsewhere
     decode_step_s: Floats  # [n]
+    decode_token_s: Floats  # [n] between two tokens of a request
     fixed_step_s: Floats  # [n] of any step, however few its tokens: a decode step measures it, elsewhere their mean
     loading: Floats  # [3, n] HOST_S, STORE_S, LATENCY_S
     oldest_s: float  # time of the oldest report among them
@@ -78,6 +79,7 @@ class Eligible:
             prefill_tokens_per_s=self.prefill_tokens_per_s[at],
             rate_step_tokens=self.rate_step_tokens[at],
             decode_step_s=self.decode_step_s[at],
+            decode_token_s=self.decode_token_s[at],
             fixed_step_s=self.fixed_step_s[at],
             loading=self.loading[:, at],
         )
@@ -95,6 +97,7 @@ def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.
         prefill_tokens_per_s=_believed(data, RATE, RATE_AT_S, columns, priors[RATE]),
         rate_step_tokens=_measured(data[RATE_TOKENS, columns], priors[RATE_TOKENS]),
         decode_step_s=step_s,
+        decode_token_s=step_s / np.array([view.tokens_per_step for view in views]),
         fixed_step_s=step_s,
         loading=data[HOST_S:, columns],
         oldest_s=float(data[REPORT_S, columns].min(initial=float("inf"))),
@@ -137,6 +140,7 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
         rate_step_tokens=eligible.rate_step_tokens,
         decode_step_s=eligible.decode_step_s,
+        decode_token_s=eligible.decode_token_s,
         fixed_step_s=eligible.fixed_step_s,
         utilization=utilization,
         pool_tokens=own[POOL_TOKENS],

@@ -128,7 +128,7 @@ def costs_of(
     stall_s = terms.own_s * load.num_busy
     transfer_s = pages * page_bytes / link_bytes_per_s
     overhead_s = np.full(len(decodes), OVERHEAD_S)
-    slower_s = output_tokens * load.decode_step_s * busy_share  # a full replica's steps take twice an idle one's
+    slower_s = output_tokens * load.decode_token_s * busy_share  # a full replica's steps take twice an idle one's
     return PairTerms(
         cached_tokens=decodes.overlap_tokens,
         own_tokens=terms.own_tokens,
@@ -156,7 +156,7 @@ def prefill_side(eligible: Eligible, *, num_tokens: int) -> Eligible:
     ]
     # they run no decode steps; an unmeasured one would otherwise get the mean of the replicas that do, which is right
     # for the fixed part of a step alone
-    return replace(eligible.those(at), decode_step_s=np.zeros(len(at)))
+    return replace(eligible.those(at), decode_step_s=np.zeros(len(at)), decode_token_s=np.zeros(len(at)))
 
 
 def decode_side(eligible: Eligible) -> Eligible:

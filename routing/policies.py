@@ -202,7 +202,7 @@ def _behind_s(load: LoadEstimate[Floats], own_s: Floats, passed_tokens: Floats) 
 def _pressure_s(load: LoadEstimate[Floats], need_tokens: Ints, output_tokens: int) -> Floats:
     """Return the wait for running requests to end, where pages or places among the running are short.
 
-    A running request takes about ``output_tokens`` decode steps (ours stands for all), so all that is held now comes
+    A running request makes about ``output_tokens`` tokens (ours stands for all), so all that is held now comes
     free evenly in this time: a request that lacks the share x of what is held waits the share x of the time. Requests
     queued before ours take their pages and places first, and give them back as evenly. No request needs more than the
     pool, since the engine cuts outputs to it: if nothing is held, there is no wait. The wait for pages is never longer
@@ -213,7 +213,7 @@ def _pressure_s(load: LoadEstimate[Floats], need_tokens: Ints, output_tokens: in
     short_tokens = np.where(load.pool_tokens > 0, before + cut_tokens - load.pool_tokens, 0.0)
     short_pages = np.maximum(short_tokens, 0.0) / np.maximum(before, 1.0)
     short_places = np.maximum(load.num_requests + 1 - load.max_requests, 0.0) / load.max_requests
-    stay_s = output_tokens * load.decode_step_s
+    stay_s = output_tokens * load.decode_token_s
     pressure_s: Floats = stay_s * np.maximum(short_pages, short_places)
     return pressure_s
 

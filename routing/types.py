@@ -78,7 +78,8 @@ class ReplicaView:
     page_size: int = 16  # tokens a page; other than the router's, the index holds nothing for it
     prefill_tokens_per_s: float = 0.0  # 0 until measured
     rate_step_tokens: float = 0.0  # prompt tokens of the steps on which that was measured; 0: not reported
-    decode_step_s: float = 0.0  # 0 until measured; with drafts a step may make several tokens of a request
+    decode_step_s: float = 0.0  # 0 until measured
+    tokens_per_step: float = 1.0  # of a request in such a step: beyond 1 where drafts come true
     max_running_requests: int = 0  # 0: no limit was reported
     healthy: bool = True
     accepting: bool = True  # False while it drains, or has given memory back
@@ -175,6 +176,7 @@ class LoadEstimate(Generic[FloatT]):
     prefill_tokens_per_s: FloatT  # > 0
     rate_step_tokens: FloatT  # prompt tokens of the steps on which that was measured; 0 until a replica has reported it
     decode_step_s: FloatT
+    decode_token_s: FloatT  # between two tokens of a request
     fixed_step_s: FloatT  # of any step, however few its tokens
     utilization: FloatT  # share of the pool that a new request cannot have
     pool_tokens: FloatT  # 0 if not reported

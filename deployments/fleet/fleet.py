@@ -65,6 +65,7 @@ def view_of(
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         rate_step_tokens=stats.rate_step_tokens,
         decode_step_s=stats.decode_step_s,
+        tokens_per_step=stats.tokens_per_step,
         max_running_requests=stats.max_running_requests,
         healthy=report.error is None and not hangs and not silent,
         silent=silent,

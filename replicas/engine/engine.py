@@ -532,7 +532,7 @@ class Engine:
         deltas = [self._push(token) for token in tokens]
         if observe.enabled():
             self._observer.after_step(step.plan, tokens)
-        self.steps.count(step)
+        self.steps.count(step, tokens)
         return deltas
 
     def _push(self, token: NewToken) -> TokenDelta:

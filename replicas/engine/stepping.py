@@ -11,7 +11,7 @@ Thread:    engine thread only; `end` waits for the device.
 
 import collections
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from replicas.cache.kv import KvCache
@@ -77,6 +77,7 @@ class StepClock:
         self.prefill_tokens_per_s = 0.0  # 0 until measured
         self.rate_step_tokens = 0.0  # prompt tokens of the steps that this was measured on, smoothed
         self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
+        self.tokens_per_step = 1.0  # smoothed, of a request in these
         self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
         self._recent_s = {is_extend: collections.deque[float](maxlen=RECENT_STEPS) for is_extend in (False, True)}
         self._full_s = 0.0  # smoothed, of extend steps of at least _full_step
@@ -89,6 +90,7 @@ class StepClock:
         *,
         is_extend: bool,
         is_mixed: bool = False,
+        tokens_each: float = 1.0,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Record a step of ``step_s`` seconds that ran ``num_prompt_tokens`` of prompts.
@@ -98,7 +100,8 @@ class StepClock:
         decode rows says little about the rate of long prompts. Much smaller steps are left out: 16 tokens beside 8
         others run at 520 a second where 240 run at 1,190 (docs/performance.md, Mixed steps).
 
-        Args: interrupted: tells whether the process stood still during the step; asked only of one that took long.
+        Args: tokens_each: that the step made of a request.
+              interrupted: tells whether the process stood still during the step; asked only of one that took long.
         """
         if is_extend:
             self.num_extend += 1
@@ -118,6 +121,7 @@ class StepClock:
         self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
         if not is_extend:
             self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s))
+            self.tokens_per_step = _smooth(self.tokens_per_step, tokens_each)
         elif is_full:
             self._recent_s_per_token.append(step_s / num_prompt_tokens)
             self.rate_step_tokens = _smooth(self.rate_step_tokens, num_prompt_tokens)
@@ -174,6 +178,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         rate_step_tokens=steps.rate_step_tokens,
         decode_step_s=steps.decode_step_s,
+        tokens_per_step=steps.tokens_per_step,
         num_constrained=counters.constrained,
         forced_tokens=counters.forced_tokens,
         drafted_tokens=dict(counters.drafted_tokens),
@@ -256,8 +261,9 @@ class Stepping:
             self._begin_masks()  # of the step that is under way: they follow from the tokens
         return step, tokens
 
-    def count(self, step: Launched) -> None:
-        """Record the time of ``step``, which is over: from its launch, or from the end of the step before if later."""
+    def count(self, step: Launched, tokens: Sequence[NewToken]) -> None:
+        """Record the time of ``step``, which is over and made ``tokens``: from its launch, or from the end of the step
+        before if later."""
         started_s, self._counted_s = max(step.launched_s, self._counted_s), self._clock()
         plan, step_s = step.plan, self._counted_s - started_s
         is_extend = isinstance(plan, ExtendPlan)
@@ -272,6 +278,7 @@ class Stepping:
             num_prompt,
             is_extend=is_extend,
             is_mixed=is_extend and num_prompt < num_new,
+            tokens_each=1.0 + sum(token.num_accepted for token in tokens) / num_reqs,
             interrupted=lambda: self.pulse.stopped_since(started_s),
         )
         tiers = self._scheduler.kv.store.tiers

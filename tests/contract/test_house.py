@@ -32,7 +32,7 @@ MUTABLE = {
     # 12 of its own; three are the queue of lines of batches, 10 their share of steps, 20 drafts, 7 the shares
     # of tenants, 3 the turns of sessions that are held
     "replicas.scheduler.scheduler.Scheduler": 108,
-    "replicas.engine.engine.Engine": 67,  # 16 of its own
+    "replicas.engine.engine.Engine": 68,  # 16 of its own; one is how many tokens a step makes of a request
 }
 PARAMETERS = 8  # of a function that is written out; a frozen value is built by its fields' names
 FUNCTION = 60  # lines
@@ -254,7 +254,7 @@ def ways() -> Mapping[str, list[str]]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("name", "most"), [("chat", 82), ("hand_off", 28)])
+@pytest.mark.parametrize(("name", "most"), [("chat", 83), ("hand_off", 28)])
 def test_a_request_runs_through_few_files(ways: Mapping[str, list[str]], name: str, most: int) -> None:
     """``hand_off``: what it adds to a chat's. Functions that were called are counted, by a profiler (tests/way.py)."""
     assert len(ways[name]) <= most, f"{len(ways[name])} files lie on the way: {sorted(ways[name])}"

@@ -1,16 +1,17 @@
 """Drafts change nothing: ids, texts, logprobs, usage, ends and the bytes of K/V are those of steps of one token.
 
 {off, on} x {greedy, seeded, penalties, stop strings and ids within a run, max_tokens within one, logprobs, n = 2} x
-{fp32, int8 weights, int8 K/V, both, a window, latent attention, experts, PyTorch's attention} x {page 1, 16} x {alone,
-together}, hand-off, retraction, failover. What is drafted is what the answer without drafts was, every sixth token
-wrong, so that runs of each length end in each way; that this is tried whatever it costs is the tests' own.
+{fp32, bf16 weights, int8 weights, int8 K/V, both, a window, latent attention, experts, PyTorch's attention} x
+{page 1, 16} x {alone, together}, hand-off, retraction, failover. What is drafted is what the answer without drafts was,
+every sixth token wrong, so that runs of each length end in each way; that this is tried whatever it costs is the tests'
+own.
 """
 
 import json
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +22,14 @@ import pytest
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
-from replicas.request import Req
-from replicas.scheduler.drafts import Drafts, GuessKind, Proposal
+from replicas.scheduler.drafts import Drafts
 from replicas.types import Constraint, GenerateRequest, SamplingParams, TokenDelta
 from tests import harness
 from tests.embedded import MODEL, short_model
 from tests.local_agents import LocalFabric
 from tests.numerics import handing_over, tiny
 from tests.pairwise import cases
+from tests.told_drafts import Told
 
 pytestmark = pytest.mark.model
 
@@ -46,6 +47,7 @@ SAMPLINGS = {
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("short", {}),
+    "bf16": ("short", {"dtype": "bfloat16"}),  # weights, and K/V as they are
     "int8": ("short", {"quantization": "int8"}),
     "int8 K/V": ("short", {"kv_dtype": "int8"}),
     "int8 and int8 K/V": ("short", {"quantization": "int8", "kv_dtype": "int8"}),
@@ -58,26 +60,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 Answer = tuple[list[int], str, tuple[object, ...], object, object]  # ids, text, logprobs, usage, finish
 Answers = dict[tuple[str, int], Answer]
-
-
-class Told(Drafts):
-    """Drafts out of answers that are known, every sixth token of them wrong; all that fit into a step are tried."""
-
-    def __init__(self, engine: Engine, known: Mapping[tuple[str, int], list[int]], length: int = 7) -> None:
-        super().__init__(engine.kv, engine.scheduler.counters, step_s={}, clock=lambda: 0.0)
-        self._known, self._length, self._vocab_size = known, length, engine.config.model.vocab_size
-
-    def _propose(self, req: Req) -> Proposal | None:
-        at, most = req.num_output, min(self._length, req.max_remaining - 1)
-        ids = np.array(self._known[(req.rid, req.index)][at : at + max(most, 0)], dtype=np.int32)
-        wrong = np.arange(at, at + len(ids)) % 6 == 5
-        ids[wrong] = (ids[wrong] + 1) % self._vocab_size
-        return Proposal(GuessKind("text", 8), ids) if len(ids) else None
-
-    def _chosen(self, reqs: Any, num_rows: int) -> list[np.ndarray]:
-        drafts = [self._proposed[req].token_ids if req in self._proposed else np.empty(0, np.int32) for req in reqs]
-        left = num_rows - np.cumsum([0, *map(len, drafts)])
-        return [ids[: max(0, most)] for ids, most in zip(drafts, left, strict=False)]
 
 
 def run(
@@ -206,6 +188,7 @@ def test_answers_and_their_k_and_v_are_equal_with_drafts_and_without(
         assert np.array_equal(cached_bytes(engine, long), of_long)
     assert all(np.array_equal(cached_bytes(engine, request.token_ids), kept[request.rid]) for request in asked)
     assert counters.accepted_tokens["text"] - before > 80
+    assert engine.stats().tokens_per_step > 1.3
     for request in asked[:4]:
         alone = run(engine, [request], drafts)
         assert alone == {key: answer for key, answer in wanted.items() if key[0] == request.rid}

@@ -2,11 +2,12 @@
 SmolLM2's first blocks.
 
 {miss, hit, partial hit, hit on the host} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted
-and resumed, not} (DESIGN.md section 3): every two of these values meet (tests/pairwise.py). With our own products, and
-with BLAS for steps of 64 rows and more. In a busy batch some of the answer's tokens are made in steps that mix: prompts
-of others come while it is written. What is to be found on the host has left the device pool before the request comes,
-and again when it is retracted. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
-In bf16, K and V too, that is the oracle of both: what a CPU's dot products or tiles make has its own last bits.
+and resumed, not} x {a token a step, drafts of two} (DESIGN.md section 3): every two of these values meet
+(tests/pairwise.py). With our own products, and with BLAS for steps of 64 rows and more. In a busy batch some of the
+answer's tokens are made in steps that mix: prompts of others come while it is written. What is to be found on the host
+has left the device pool before the request comes, and again when it is retracted. The greedy oracle is Transformers in
+fp32; the sampled one is the plainest path of ours. In bf16, K and V too, that is the oracle of both: what a CPU's dot
+products or tiles make has its own last bits.
 """
 
 import functools
@@ -26,6 +27,7 @@ from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL, short_model
 from tests.pairwise import cases
+from tests.told_drafts import Told
 
 pytestmark = pytest.mark.model
 
@@ -203,6 +205,7 @@ def oracles(prompt: np.ndarray, greedy_oracle: list[int], seeded_oracle: list[in
     cached=CACHED,
     busy={"alone": False, "busy": True},
     retracted={"kept": False, "retracted": True},
+    drafted={"one": False, "drafted": True},
 )
 def test_the_same_answer_on_every_path(
     engine_of: Callable[..., Engine],
@@ -212,8 +215,9 @@ def test_the_same_answer_on_every_path(
     cached: str,
     busy: bool,
     retracted: bool,
+    drafted: bool,
 ) -> None:
-    check_answer(engine_of(*engine), oracles, sampling, cached=cached, busy=busy, retracted=retracted)
+    check_answer(engine_of(*engine), oracles, sampling, cached=cached, busy=busy, retracted=retracted, drafted=drafted)
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +243,7 @@ def plain_answers(prompt: np.ndarray, engine_of: Callable[..., Engine]) -> Calla
     cached=CACHED,
     busy={"alone": False, "busy": True},
     retracted={"kept": False, "retracted": True},
+    drafted={"one": False, "drafted": True},
 )
 def test_the_same_answer_on_every_path_in_bfloat16(
     engine_of: Callable[..., Engine],
@@ -249,11 +254,12 @@ def test_the_same_answer_on_every_path_in_bfloat16(
     cached: str,
     busy: bool,
     retracted: bool,
+    drafted: bool,
 ) -> None:
     oracles = plain_answers(numbers)
     made = engine_of(*engine, numbers=numbers)
     assert made.config.kv_dtype == "bfloat16"
-    check_answer(made, oracles, sampling, cached=cached, busy=busy, retracted=retracted)
+    check_answer(made, oracles, sampling, cached=cached, busy=busy, retracted=retracted, drafted=drafted)
 
 
 @pytest.mark.slow
@@ -308,9 +314,12 @@ def test_prompts_that_extend_over_one_prefix_answer_as_each_alone(
 
 
 def check_answer(
-    engine: Engine, oracles: Oracles, sampling: SamplingParams, *, cached: str, busy: bool, retracted: bool
-) -> None:
-    prompt = oracles.prompt
+    engine: Engine, oracles: Oracles, sampling: SamplingParams, *, cached: str, busy: bool, retracted: bool,
+    drafted: bool = False,
+) -> None:  # fmt: skip
+    prompt, answer = oracles.prompt, oracles.greedy if sampling is GREEDY else oracles.seeded
+    engine.scheduler.drafts = Told(engine, {("asked", 0): answer}, length=2) if drafted else None
+    accepted = engine.scheduler.counters.accepted_tokens["text"]
     assert engine.flush_cache()
     one = SamplingParams(max_new_tokens=1, temperature=0.0)
     if cached != "miss":
@@ -343,7 +352,7 @@ def check_answer(
     assert after.tiers.host_hit_tokens - before.tiers.host_hit_tokens == (expected if on_host else 0)
     assert after.tiers.host_wrong_pages == 0
     assert not busy or engine.stats().num_mixed_steps > before.num_mixed_steps
-    assert made["asked"] == (oracles.greedy if sampling is GREEDY else oracles.seeded)
+    assert made["asked"] == answer
+    assert (engine.scheduler.counters.accepted_tokens["text"] > accepted) == drafted
     pool = engine.stats().pool
     assert pool.free_pages + pool.evictable_pages == pool.num_pages
-

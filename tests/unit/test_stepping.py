@@ -35,6 +35,16 @@ def test_steps_that_only_decode_give_the_time_between_tokens() -> None:
     assert clock.prefill_tokens_per_s == pytest.approx(992)
 
 
+def test_a_step_in_which_drafts_came_true_made_several_tokens_of_a_request() -> None:
+    clock = StepClock(chunk_size=512)
+    assert clock.tokens_per_step == 1.0
+    clock.record(0.02, 0, is_extend=False, tokens_each=6.0)
+    clock.record(0.25, 248, is_extend=True, is_mixed=True)
+    assert clock.tokens_per_step == pytest.approx(2.0)
+    clock.record(0.02, 0, is_extend=False)
+    assert clock.tokens_per_step == pytest.approx(1.8)
+
+
 def test_the_longest_recent_step_is_remembered_for_each_kind() -> None:
     """A long chunk among 32 extend steps, however many decode steps come between."""
     clock = StepClock(chunk_size=512)

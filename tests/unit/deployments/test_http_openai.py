@@ -10,6 +10,8 @@ import pytest
 
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
+from replicas.engine.loop import EngineLoop
+from replicas.scheduler.drafts import Drafts
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 
@@ -91,6 +93,29 @@ async def test_continuous_usage_counts_up(client: httpx.AsyncClient) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 4
+
+
+async def test_a_stream_has_an_event_a_step_where_steps_make_several_tokens(
+    client: httpx.AsyncClient, idle_engine: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked again, an answer comes in the drafts that the cache keeps of it; rows cost as good as nothing here."""
+    engine = idle_engine.engine
+    drafts = Drafts(engine.kv, engine.scheduler.counters, step_s={}, clock=lambda: 0.0)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "Seven birds of the sea are", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    answers = []
+    for each in (None, drafts):
+        monkeypatch.setattr(engine.scheduler, "drafts", each)
+        before = engine.stats().num_decode_steps
+        chunks = [each for each in await stream(client, TEXT, **body, stream_options=options) if each["choices"]]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert len(counts) == engine.stats().num_decode_steps - before + 1  # the first token is the prompt's
+        answers.append(("".join(chunk["choices"][0]["text"] for chunk in chunks), counts))
+    (text, ones), (again, several) = answers
+    assert again == text
+    assert ones == list(range(1, 61))
+    assert len(several) < 30
+    assert several[-1] == 60
 
 
 async def test_a_completion_has_16_tokens_unless_told_and_a_chat_what_fits(client: httpx.AsyncClient) -> None:

@@ -150,6 +150,15 @@ def test_a_full_pool_costs_the_share_of_what_is_held_that_must_come_free() -> No
     assert b.terms.pressure_s == pytest.approx(10.0 * 1_100 / 16_000)
 
 
+def test_requests_end_sooner_where_steps_make_several_of_their_tokens() -> None:
+    """100 tokens in 25 steps of 0.1 s; what a prompt waits for is a step all the same."""
+    told = {"pool_utilization": 1.0, "num_running": 9, "decode_step_s": 0.1}
+    f = Fixture(view("a", **told), replace(view("b", **told), tokens_per_step=4.0))
+    a, b = f.choose().candidates
+    assert b.terms.pressure_s == pytest.approx(2.5 * 1_100 / 16_000) == a.terms.pressure_s / 4
+    assert b.terms.decode_s == a.terms.decode_s > 0
+
+
 def test_an_answer_without_a_limit_is_taken_for_256_tokens() -> None:
     """A chat without a limit is allowed the context, 40,000 tokens, of pools of 16,000. With a tenth held, 1,000 + 256
     fit. With all held, 1,256 / 16,000 must come free, of what comes free in 256 steps of 0.1 s."""
