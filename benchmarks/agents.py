@@ -28,15 +28,14 @@ from random import Random
 
 from benchmarks import driver, harness
 from benchmarks.harness import Part, Row, Table
-from benchmarks.workloads import FIRST_ID
+from benchmarks.workloads import FIRST_ID, TOOL_PAUSE_S, TOOL_SPREAD
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import TokenDelta
 
 PAGE = 16
-AGENT_PAUSE_S, CHAT_PAUSE_S = 3.7, 10.0  # medians
-SPREAD = 1.0  # sigma of the lognormal pauses of tools; a person's are half as far apart
+CHAT_PAUSE_S = 10.0  # median of a person's lognormal pauses, which are half as far apart as tools'
 HOST_BYTES = 1 << 30
 HELD_S = 0.05  # for which time goes on where no request may begin
 RATES, QUICK_RATES = (0.3, 0.6, 0.9), (0.5,)  # of requests beside a batch, a second
@@ -148,8 +147,8 @@ class Run:
         vocab_size = engine.config.model.vocab_size
         shared = [Random(f"{seed}/shared").randrange(FIRST_ID, vocab_size) for _ in range(shape.shared_len)]
         kinds = [
-            ("agent", shape.num_agents, AGENT_PAUSE_S, SPREAD),
-            ("chat", shape.num_chats, CHAT_PAUSE_S, SPREAD / 2),
+            ("agent", shape.num_agents, TOOL_PAUSE_S, TOOL_SPREAD),
+            ("chat", shape.num_chats, CHAT_PAUSE_S, TOOL_SPREAD / 2),
         ]
         self._clients = [
             Client(f"{kind}-{i}", Random(f"{seed}/{kind}/{i}"), shape, vocab_size, shared, median_s, spread)

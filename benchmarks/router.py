@@ -52,7 +52,7 @@ from routing.policies import POLICIES
 from routing.router import Router
 from routing.types import Ending, IndexEvent, ReplicaView, RouteOutcome, RouteQuery
 
-WORKLOADS = ("shared-prefix", "multi-turn")
+WORKLOADS = ("shared-prefix", "multi-turn", "agents")
 PAGE_SIZE, POOL_PAGES = 16, 8_192
 REPORT_S = 0.1
 REPLICAS = 8
@@ -103,8 +103,11 @@ def _run_all(
             records = cluster.run()
             cluster.check()
             apart = cluster.routers.apart() if cluster.routers else None
-            num = len(cluster.replicas)
-            rows += summary(title, name, records, num_replicas=num, objective_s=objective_s, apart=apart)
+            is_agents = options.trace is None and options.workload == "agents"
+            rows += summary(
+                title, name, records, num_replicas=len(cluster.replicas), objective_s=objective_s, apart=apart,
+                num_sessions=sum(each.after is None for each in requests) if is_agents else 0,
+            )  # fmt: skip
             ttfts = sorted(record.ttft_s for record in records)
             mean_s = sum(ttfts) / len(ttfts)
             shares = range(101)
@@ -170,13 +173,14 @@ def _recorded_rows(title: str, recording: recorded.Recording, found: Calibrated,
 
 def summary(
     section: str, policy: str, records: Sequence[Record], *, num_replicas: int, objective_s: float,
-    apart: Apart | None = None,
+    apart: Apart | None = None, num_sessions: int = 0,
 ) -> list[Row]:  # fmt: skip
     """Return the line of a run of at least one request; all but the choice's time depends on the arguments alone.
 
     hit: prompt tokens that were cached where the request went, of all; within x s: requests whose first token
     came by then, a second from the first arrival to the last end; in time: their share; skew: prompt tokens computed by
-    the busiest replica over the mean of all (1 is even); choice: CPU time on this machine.
+    the busiest replica over the mean of all (1 is even); choice: CPU time on this machine. num_sessions: of agents, all
+    of whose turns are in ``records``; 0: they are none.
     """
     table = Table(section)
     computed: Counter[str] = Counter()
@@ -192,6 +196,8 @@ def summary(
     reasons = Counter(record.reason for record in records).most_common()
     decided = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
     add("hit", 100 * sum(record.cached_tokens for record in records) / prompt_tokens, "%", decided)
+    if num_sessions:
+        add("sessions a minute", 60 * num_sessions / took_s, "1/min")
     add("TTFT mean", sum(ttfts) / len(ttfts), "s")
     for q in (50, 90, 95, 99):
         add(f"TTFT p{q}", percentile(ttfts, q), "s")
@@ -215,9 +221,7 @@ def _setup(options: argparse.Namespace, count: int, queue: str) -> Setup:
     split = None
     if options.split:
         _, num_decoders = options.split
-        split = Split(
-            num_decoders=num_decoders, bytes_per_token=options.kv_bytes, bytes_per_s=options.transfer_rate
-        )
+        split = Split(num_decoders=num_decoders, bytes_per_token=options.kv_bytes, bytes_per_s=options.transfer_rate)
     return Setup(
         num_replicas=options.split[0] if options.split else count,
         pool_tokens=options.pool_tokens,
@@ -249,6 +253,11 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
         workload = workloads.shared_prefix(
             num_groups=max(1, num // 20), per_group=min(num, 20), prefix_len=8192, question_len=512, output_len=256,
             vocab_size=32_000, seed=seed,
+        )  # fmt: skip
+    elif options.workload == "agents":
+        workload = workloads.agents(
+            num_sessions=max(1, num // 20), num_turns=min(num, 20), head_len=workloads.AGENT_HEAD_LEN, tool_len=1000,
+            output_len=100, vocab_size=32_000, seed=seed,
         )  # fmt: skip
     else:
         workload = workloads.multi_turn(

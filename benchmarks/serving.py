@@ -1,6 +1,7 @@
 """What clients see of a server: workloads, how it behaves as load grows, under overload, and chats beside long prompts.
 
     python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
+    python -m benchmarks serving --url http://127.0.0.1:8000 agents --concurrency 20  agents whose tools take time
     python -m benchmarks serving                                                      sweep and stalls of Manta
     python -m benchmarks serving overload                                             Manta, by order of its queue
     python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
@@ -38,7 +39,7 @@ from benchmarks import harness, live_app
 from benchmarks.client import Client, ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Part, Row, Table, in_turn, percentile, rounds_of, say
 from benchmarks.recorded import Prompts, Recording, Seen, read
-from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
+from benchmarks.workloads import Workload, agents, multi_turn, random_lengths, shared_prefix
 
 VOCAB_SIZE = 32_000
 CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -110,12 +111,24 @@ def rows_of(workload: Workload, runs: Sequence[Run]) -> list[Row]:
     for q in (50, 99):
         add(f"end to end p{q}", "s", _at(q, lambda run: [s.e2e_s for s in run.answered]))
     add("cached prompt tokens", "%", _hit_percent, note=_hit_note(workload, runs))
+    if workload.num_requests > len(workload.conversations):
+        add("sessions a minute", "1/min", sessions_per_min)
     add("client CPU", "s", lambda run: run.client_cpu_s)
     return table.rows
 
 
 def output_tokens_per_s(run: Run) -> float:
     return sum(sample.completion_tokens for sample in run.answered) / run.wall_s
+
+
+def sessions_per_min(run: Run) -> float:
+    """Count the conversations whose turns were all answered, a minute."""
+    failed = {_conversation(sample) for sample in run.samples if sample.error is not None}
+    return 60 * len(set(map(_conversation, run.samples)) - failed) / run.wall_s
+
+
+def _conversation(sample: Sample) -> str:
+    return sample.name.split("/")[0]
 
 
 def _at(q: float, values: Callable[[Run], Sequence[float | None]]) -> Callable[[Run], float | None]:
@@ -165,6 +178,12 @@ def make(shape: str, options: argparse.Namespace, seed: int) -> Workload:
             groups = size(options.num, 8, 2)
             return shared_prefix(
                 num_groups=groups, per_group=groups, prefix_len=size(options.input_len, 1024, 64), question_len=64,
+                output_len=size(options.output_len, 32, 4), vocab_size=vocab_size, seed=seed,
+            )  # fmt: skip
+        case "agents":
+            return agents(
+                num_sessions=size(options.num, 40, 3), num_turns=3 if quick else 16,
+                head_len=size(options.input_len, 1024, 64), tool_len=16 if quick else 96,
                 output_len=size(options.output_len, 32, 4), vocab_size=vocab_size, seed=seed,
             )  # fmt: skip
         case _:
@@ -253,7 +272,7 @@ def sweep(client: Client, shape: Shape, *, quick: bool, repeats: int, max_s: flo
 
 
 def _conversations_per_s(run: Run) -> float:
-    return len({sample.name.split("/")[0] for sample in run.samples}) / run.wall_s
+    return len(set(map(_conversation, run.samples))) / run.wall_s
 
 
 def draw(pictures: Path, shape: Shape, at_once: Points, by_rate: Points) -> None:
@@ -459,7 +478,7 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--name", help="the model's name there; default: the first of /v1/models")
     add("--concurrency", type=int, default=16, help="workloads, closed loop: conversations at once")
     add("--rate", type=float, help="workloads, open loop instead: conversations a second")
-    add("--num", type=int, help="workloads: requests, groups (and prompts of each), or users")
+    add("--num", type=int, help="workloads: requests, groups (and prompts of each), users, or agents' sessions")
     add("--input-len", type=int, help="workloads: tokens of a prompt, of a shared prefix, or of a turn")
     add("--output-len", type=int, help="workloads: tokens of an answer")
     add("--spread", type=float, default=0.0, help="random: lengths vary by this share")
@@ -476,6 +495,9 @@ PARTS = {
         about="groups that share a prefix, shuffled", measure=partial(workload_rows, "shared-prefix"), asked=True
     ),
     "multi-turn": Part(about="histories that are resent", measure=partial(workload_rows, "multi-turn"), asked=True),
+    "agents": Part(
+        about="agents' histories, resent after each tool's pause", measure=partial(workload_rows, "agents"), asked=True
+    ),
     "replay": Part(about="a recording, request by request", measure=replay_rows, asked=True),
     "overload": Part(
         about="more than is carried: how many are in time, by order of the queue", measure=overload_rows, asked=True

@@ -133,7 +133,7 @@ def _of_line(line: str, where: str, number: int, rate: float, blocks: dict[int, 
 
 def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, seed: int) -> list[SimRequest]:
     """Return conversations that begin at random (Poisson) at ``requests_per_s`` over all turns; a next turn comes
-    ``think_s`` after the answer to the last. Answers are random ids, the same under every policy."""
+    ``think_s`` after the answer to the last, or its own pause. Answers are random ids, the same under every policy."""
     rng = Random(f"{seed}/{workload.name}/arrivals")
     conversations_per_s = requests_per_s * len(workload.conversations) / workload.num_requests
     requests: list[SimRequest] = []
@@ -145,10 +145,11 @@ def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, se
             answer = np.array(rng.choices(range(256, 2**31), k=turn.max_new_tokens), dtype=np.int32)
             history.append(np.array(turn.token_ids, dtype=np.int32))
             prompt = np.concatenate(history)
+            pause_s = think_s if turn.pause_s is None else turn.pause_s
             requests.append(
                 SimRequest(
                     number=len(requests),
-                    arrival_s=think_s if turn_number else start_s,
+                    arrival_s=pause_s if turn_number else start_s,
                     after=len(requests) - 1 if turn_number else None,
                     input_len=len(prompt),
                     output_len=turn.max_new_tokens,

@@ -224,6 +224,12 @@ def test_a_next_turn_holds_the_last_answer_and_waits_for_it() -> None:
     assert (second.token_ids()[:14] == first.token_ids()).all()
 
 
+def test_an_agents_next_turn_comes_when_its_tool_has_answered() -> None:
+    work = workloads.agents(num_sessions=1, num_turns=2, head_len=10, tool_len=4, output_len=4, vocab_size=1000, seed=0)
+    _, second = of_workload(work, requests_per_s=1.0, think_s=7.0, seed=0)
+    assert (second.after, second.arrival_s) == (0, work.conversations[0].turns[1].pause_s)
+
+
 class HeardRouter:
     """Notes what it hears; takes page events only in order, as the router does."""
 
@@ -367,9 +373,7 @@ def test_what_a_pool_holds_is_whole_prefixes() -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
-    first, again, other = (
-        timeless(Cluster("estimated_ttft", chats(), tight(seed)).run()) for seed in (0, 0, 1)
-    )
+    first, again, other = (timeless(Cluster("estimated_ttft", chats(), tight(seed)).run()) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
@@ -538,9 +542,7 @@ def test_without_room_at_a_decode_replica_the_prompt_waits_and_keeps_its_pages()
 
 def decoder(*, num_requests: int, num_used: int, max_running: int = 8) -> Decoder:
     batch = SimDecode(Events(), base_s=1.0, per_request_s=0.0)
-    return Decoder(
-        capacity=10, max_running=max_running, batch=batch, num_requests=num_requests, num_used=num_used
-    )
+    return Decoder(capacity=10, max_running=max_running, batch=batch, num_requests=num_requests, num_used=num_used)
 
 
 def test_the_decode_replica_with_room_and_fewest_requests_is_picked() -> None:
