@@ -1,26 +1,30 @@
-"""The adapters (LoRA) that one engine holds: loaded when a request asks for one, dropped when others need the room.
+"""The adapters (LoRA) that one engine holds: loaded for requests that can start, dropped when others need the room.
 
-Owns:      which adapters are held, the requests that wait for theirs, and the thread that reads files.
-Never:     runs or ends a request (engine.py does); drops an adapter that an open request has.
-Invariant: what is held takes at most ``host_bytes``, and at most one adapter beside it is read, or was. `poll`
-           returns each request once. A request that is returned without an error has its adapter until it ends.
+Owns:      which adapters are held, since when requests wait for theirs, and the thread that reads files.
+Never:     runs, retracts or ends a request (scheduler.py and engine.py do).
+Invariant: what is held takes at most ``host_bytes``, and at most one adapter beside it is read, or was. Only requests
+           that hold pages keep an adapter from being dropped, and in one look those that are asked about first.
 Thread:    engine thread; `_read` runs on the thread that reads, which calls `on_ready`.
+
+The scheduler asks in each look at its queues (scheduler/prefill.py), in the order in which requests can start: so loads
+come in that order, one at a time. A request whose adapter is not there is passed over.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas.config import AdapterLimits
-from replicas.engine.choice import Choice
 from replicas.errors import AdapterNotReadable, InvalidAdapter, MantaError, Overloaded
-from replicas.types import AdapterRef, AdapterStats, GenerateRequest
+from replicas.request import Req, ReqState
+from replicas.types import AdapterRef, AdapterStats
 
 log = logging.getLogger(__name__)
-WAIT_S = 60.0  # for an adapter: for the reading thread, the disk, and room beside those that are in use
+WAIT_S = 60.0  # for an adapter: for the reading thread, the disk, and room beside those of requests that hold pages
+PATIENCE_S = 5.0  # for that room, after which no other request with an adapter starts before this one
 SMOOTHING = 0.3  # of a new measurement of the seconds to load
 
 
@@ -49,77 +53,112 @@ class AdapterPort(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Loading:
-    """A request whose adapter is being loaded."""
+class ReadingAdapter:
+    """An adapter that is being read, or was and is not held yet."""
 
-    request: GenerateRequest
     ref: AdapterRef
-    choices: Sequence[Choice]
+    future: Future[tuple[ReadAdapter, float]]  # and the seconds that it took
     since_s: float
-    error: MantaError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class AdapterLook:
+    """What one look at the requests that wait has found so far."""
+
+    holders: Sequence[Req]  # had pages when it began
+    kept: set[str] = field(default_factory=set)  # adapters of those asked about: dropped for none behind them
+    wants: AdapterRef | None = None  # what the first of them lacks
+    short: int = 0  # bytes of the adapter that found no room for a request of no batch
+    barred: bool = False  # that request has waited long: none behind it with an adapter starts
 
 
 class HeldAdapters:
-    """The adapters of one engine.
+    """The adapters of one engine; the scheduler's `AdapterRoom`.
 
-    One is read at a time, in the order of the requests, lines of batches last. One that was read and finds no room is
-    kept until it has room, or until the request that it was read for has ended or is a line of a batch beside others.
-    Those behind it that have to be read wait so long; those whose adapter is held go on.
+    One is read at a time. It is kept until it has room, or until another request is the first that lacks its own.
     """
 
     def __init__(self, port: AdapterPort, clock: Callable[[], float]) -> None:
         self._port = port
         self.on_ready: Callable[[], None] = lambda: None
-        self.waiting: list[Loading] = []  # until `poll`
         self._clock = clock
         self._held: dict[str, int] = {}  # identity -> bytes; the one used last is the last
-        self._reading: tuple[Loading, Future[tuple[ReadAdapter, float]]] | None = None  # and the request it is for
+        self._reading: ReadingAdapter | None = None
+        self._has_news = False
+        self._look = AdapterLook(())
+        self._since_s: dict[Req, float] = {}  # when requests that wait were first passed over
+        self._failed: list[tuple[Req, MantaError]] = []  # in this look
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-adapters")
         self._num_loads = self._num_dropped = 0
         self._load_s = 0.0
 
-    def holds(self, ref: AdapterRef) -> bool:
-        """Tell whether an adapter is held; it counts as used now."""
-        num_bytes = self._held.pop(ref.identity, None)
-        if num_bytes is not None:
-            self._held[ref.identity] = num_bytes
-        return num_bytes is not None
+    def look(self, holders: Sequence[Req]) -> None:
+        """Begin a look at the requests that wait; ``holders`` have pages. No step is under way."""
+        self._look = AdapterLook(holders)
+        self._since_s = {req: since_s for req, since_s in self._since_s.items() if req.state is ReqState.WAITING}
 
-    def start(self, request: GenerateRequest, ref: AdapterRef, choices: Sequence[Choice]) -> None:
-        """Load the adapter of ``request``, which `poll` returns then."""
-        self.waiting.append(Loading(request, ref, choices, self._clock()))
-        if self._reading is None:
-            self._begin(self.waiting[0])
-
-    def poll(self, in_use: Callable[[], set[str]]) -> list[Loading]:
-        """Return the requests that wait no longer; ``error`` of each says why it has no adapter, or is None.
-
-        Args: in_use: gives the identities that open requests have.
-        """
-        now_s, used, done, waiting = self._clock(), in_use(), list[Loading](), list[Loading]()
-        for task in self.waiting:
-            over = all(choice.req.finish is not None for choice in task.choices)
+    def ready(self, req: Req) -> bool:
+        """Whether ``req`` may start, as for its adapter; if that is not held, it is loaded in its turn. To be asked in
+        the order in which requests can start."""
+        ref = req.asked.adapter
+        if ref is None:
+            return True
+        if self._look.barred:
+            return False
+        if not self._holds(ref):
+            waited_s = self._clock() - self._since_s.setdefault(req, self._clock())
             try:
-                ready = over or self.holds(task.ref) or self._settle(task.ref, used)
-                if not ready and now_s - task.since_s > WAIT_S:
-                    raise Overloaded(f"its adapter was not loaded within {WAIT_S:g} s: try again later")
+                if not self._settle(req, ref, waited_s):
+                    return False
             except MantaError as error:
-                task.error, ready = error, True
-            (done if ready else waiting).append(task)
-        self.waiting = waiting
-        first = min(waiting, key=lambda task: task.request.offline, default=None)
-        if self._reading is not None and self._reading[1].done():
-            task = self._reading[0]
-            if task not in waiting or (first is not None and first.request.offline < task.request.offline):
-                self._reading = None
-        if self._reading is None and first is not None:
-            self._begin(first)
-        return done
+                self._failed.append((req, error))
+                return False
+        self._look.kept.add(ref.identity)
+        return True
 
-    def load(self, ref: AdapterRef, in_use: Callable[[], set[str]]) -> None:
-        """Load an adapter now. Raises: as `AdapterPort.read`; Overloaded where those in use leave no room."""
-        if not self.holds(ref) and not self._hold(*self._read(ref), in_use()):
-            raise Overloaded("the adapters of open requests leave no room for another: try again later")
+    def hint(self, req: Req) -> None:
+        """Read the adapter of ``req``, which waits for its turn, if none before it lacks its own."""
+        ref = req.asked.adapter
+        if ref is not None and not self._holds(ref):
+            self._look.wants = self._look.wants or ref
+
+    def end_look(self) -> list[tuple[Req, MantaError]]:
+        """Read what the first request lacks. Returns: the requests that get no adapter, and why; they wait still."""
+        reading, wants = self._reading, self._look.wants
+        failed, self._failed = self._failed, []
+        if reading is not None and reading.future.done() and reading.ref != wants:
+            self._reading = None if wants is not None or reading.future.exception() is not None else reading
+        if self._reading is None and wants is not None:
+            self._reading = ReadingAdapter(wants, self._thread.submit(self._read, wants), self._clock())
+            self._reading.future.add_done_callback(lambda _: self._tell())
+        return failed
+
+    @property
+    def short(self) -> bool:
+        """Whether a request of no batch found no room for its adapter in the last look."""
+        return self._look.short > 0
+
+    def giving_way(self, lines: Sequence[Req]) -> list[Req]:
+        """Choose the ``lines``, which hold pages, without whose adapters a request that was `short` has room for its
+        own; none where not even all of them would make it."""
+        pinned = _identities(self._look.holders)
+        free = set(_identities(lines)) - _identities(req for req in self._look.holders if req not in lines)
+        gone = set[str]()
+        for identity in [each for each in self._held if each in free] if self.short else []:
+            gone.add(identity)
+            if self._fits(self._look.short, pinned - gone):
+                return [req for req in lines if _identities([req]) & gone]
+        return []
+
+    def poll(self) -> bool:
+        """Whether an adapter has been read since the last call: it is time for a look."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def load(self, ref: AdapterRef, holders: Sequence[Req]) -> None:
+        """Load an adapter now. Raises: as `AdapterPort.read`; Overloaded where those of ``holders`` leave no room."""
+        if not self._holds(ref) and not self._hold(*self._read(ref), _identities(holders)):
+            raise Overloaded("the adapters of running requests leave no room for another: try again later")
 
     def stats(self) -> AdapterStats:
         """Take a snapshot of the statistics."""
@@ -132,36 +171,61 @@ class HeldAdapters:
         """Let the thread end with what it reads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, task: Loading) -> None:
-        """Read the adapter of a request on the thread, which has nothing to do."""
-        future = self._thread.submit(self._read, task.ref)
-        self._reading = task, future
-        future.add_done_callback(lambda _: self.on_ready())
+    def _holds(self, ref: AdapterRef) -> bool:
+        """Tell whether an adapter is held; it counts as used now."""
+        num_bytes = self._held.pop(ref.identity, None)
+        if num_bytes is not None:
+            self._held[ref.identity] = num_bytes
+        return num_bytes is not None
 
-    def _settle(self, ref: AdapterRef, used: set[str]) -> bool:
-        """Hold an adapter if it was read and has room. Raises: as `AdapterPort.read`."""
-        if self._reading is None:
-            return False
-        task, future = self._reading
-        return task.ref.identity == ref.identity and future.done() and self._hold(*future.result(), used)
+    def _settle(self, req: Req, ref: AdapterRef, waited_s: float) -> bool:
+        """Hold the adapter of ``req`` if it was read and has room, or have it read. Raises: as `AdapterPort.read`;
+        Overloaded or AdapterNotReadable where it has waited its time."""
+        reading, look = self._reading, self._look
+        if reading is not None and reading.ref == ref and reading.future.done():
+            adapter, read_s = reading.future.result()
+            if self._hold(adapter, read_s, _identities(look.holders) | look.kept):
+                self._reading = None
+                return True
+            if not req.asked.offline:
+                look.short = adapter.num_bytes
+            look.barred = waited_s > PATIENCE_S
+        elif reading is not None and not reading.future.done() and self._clock() - reading.since_s > WAIT_S:
+            raise AdapterNotReadable(
+                f"adapter: {reading.ref.path} is not read after {WAIT_S:g} s, and no other can be before: see whether "
+                "its file system answers on this machine"
+            )
+        if waited_s > WAIT_S:
+            raise Overloaded(
+                f"its adapter had no room for {WAIT_S:g} s beside those of running requests, {len(self._held)} of "
+                f"{sum(self._held.values()):,} bytes: raise adapters.host_bytes ({self._port.limits.host_bytes:,}), "
+                "add replicas, or try again later"
+            )
+        look.wants = look.wants or ref
+        return False
 
-    def _hold(self, adapter: ReadAdapter, read_s: float, used: set[str]) -> bool:
-        """Make room, and hold an adapter. Returns: False where those in use leave none."""
+    def _tell(self) -> None:
+        self._has_news = True
+        self.on_ready()
+
+    def _fits(self, num_bytes: int, beside: Iterable[str]) -> bool:
+        """Whether an adapter has room beside some of those that are held."""
+        others, limits = [self._held[each] for each in beside if each in self._held], self._port.limits
+        return sum(others) + num_bytes <= limits.host_bytes and len(others) < limits.max_held
+
+    def _hold(self, adapter: ReadAdapter, read_s: float, kept: set[str]) -> bool:
+        """Make room beside ``kept``, and hold an adapter. Returns: False where there is none."""
         limits, needed = self._port.limits, adapter.num_bytes
         if needed > limits.host_bytes:
             raise InvalidAdapter(f"adapter: it takes {needed:,} bytes, adapters.host_bytes is {limits.host_bytes:,}")
-
-        def fits() -> bool:
-            return sum(self._held.values()) + needed <= limits.host_bytes and len(self._held) < limits.max_held
-
-        for identity in [identity for identity in self._held if identity not in used]:
-            if fits():
+        if not self._fits(needed, kept):
+            return False
+        for identity in [identity for identity in self._held if identity not in kept]:
+            if self._fits(needed, self._held):
                 break
             self._port.drop(identity)
             del self._held[identity]
             self._num_dropped += 1
-        if not fits():
-            return False
         began_s = time.monotonic()
         adapter.give()
         self._held[adapter.identity] = needed
@@ -180,3 +244,8 @@ class HeldAdapters:
         except Exception as error:
             log.exception("an adapter could not be read")
             raise AdapterNotReadable(f"adapter: {ref.path} cannot be read here: {error!r:.200}") from error
+
+
+def _identities(reqs: Iterable[Req]) -> set[str]:
+    """The adapters of those requests that hold pages."""
+    return {req.asked.adapter.identity for req in reqs if req.asked.adapter is not None and req.holding is not None}

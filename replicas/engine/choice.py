@@ -159,10 +159,6 @@ class OpenRequests:
         """List the open choices of a request; none if it is not open."""
         return [choice for choice in self._choices.get(rid, ()) if choice.req in self._by_req]
 
-    def adapters(self) -> set[str]:
-        """The identities of the adapters that open choices have."""
-        return {req.asked.adapter.identity for req in self._by_req if req.asked.adapter is not None}
-
     def unadmitted(self, rid: str) -> list[Choice]:
         """List the open choices of a request none of which was ever admitted; none for any other request."""
         was_admitted = any(choice.req.was_admitted for choice in self._choices.get(rid, ()))

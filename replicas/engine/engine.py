@@ -18,6 +18,7 @@ A leg of a hand-off goes to `HandOffs` (disagg/). Every step first takes the tra
 them while nothing runs.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,6 +149,7 @@ class Engine:
             self.scheduler.drafts = Drafts(
                 kv, self.scheduler.counters, step_s=self.started.decode_s, most_rows=most_rows, clock=clock
             )
+        self.scheduler.queues.adapters = executor.adapters
         self._clock = clock
         self._distributions = Distributions()
         self.steps = Stepping(
@@ -263,37 +265,20 @@ class Engine:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.require_new_room(request)
-        choices, adapter = self._make_choices(self._intake.clip(request), arrived_s), request.adapter
-        if request.sampling.constraint is not None:
-            self.scheduler.counters.constrained += 1
-        adapters = self.executor.adapters
-        if adapter is not None and adapters is not None and not adapters.holds(adapter):
-            if place is None:
-                self._park(request, choices)
-                adapters.start(request, adapter, choices)
-                return []
-            adapters.load(adapter, self._open.adapters)
-        return self._prepare(request, choices, place)
-
-    def _park(self, request: GenerateRequest, choices: list[Choice]) -> None:
-        """Keep choices until what they need is there."""
-        for choice in choices:
-            self.scheduler.park(choice.req)
-        if request.rid not in self._open:
-            self._open.add(request.rid, choices)
-
-    def _prepare(
-        self, request: GenerateRequest, choices: list[Choice], place: Callable[[Req], None] | None = None
-    ) -> list[TokenDelta]:
-        """Start the choices of an accepted request that has its adapter, once it has its grammar too. Returns, and
-        raises, as `accept`."""
+        choices = self._make_choices(self._intake.clip(request), arrived_s)
+        if place is not None and request.adapter is not None and self.executor.adapters is not None:
+            queues = self.scheduler.queues
+            self.executor.adapters.load(request.adapter, [*queues.holding, *itertools.chain(*queues.under_way.steps)])
         constraint = request.sampling.constraint
         if constraint is None:
             return self._place(request, choices, None, place)
+        self.scheduler.counters.constrained += 1
         matcher = self.grammars.compiler.cached(constraint)
         if matcher is not None or place is not None:
             return self._place(request, choices, matcher or self.grammars.compiler.compile(constraint), place)
-        self._park(request, choices)
+        for choice in choices:
+            self.scheduler.park(choice.req)
+        self._open.add(request.rid, choices)
         self.grammars.start(request, choices, constraint)
         return []
 
@@ -310,7 +295,7 @@ class Engine:
         else:
             for choice in choices:
                 (place or self.scheduler.submit)(choice.req)
-        if request.rid not in self._open:  # else it waited for its adapter or its grammar
+        if request.rid not in self._open:  # else it waited for its grammar
             self._open.add(request.rid, choices)
         done = []
         for choice in choices:
@@ -347,26 +332,17 @@ class Engine:
         return tiers.copy_idle(most, to_store=self.kv.store_tier is not None) > 0
 
     def poll(self) -> list[TokenDelta]:
-        """Take the events of the transfer service and of the store since the last call; microseconds when there are
-        none."""
+        """Take the events of the transfer service, of the store and of adapters since the last call; microseconds when
+        there are none."""
         if self.kv.store_tier is not None:
             self.kv.store_tier.poll()
-        adapters = self.executor.adapters
-        started = self._start_loaded(adapters) if adapters is not None and adapters.waiting else []
-        if self.grammars.waiting:
-            started += self._start_compiled()
+        if self.executor.adapters is not None and self.executor.adapters.poll():
+            self.scheduler.look_again()
+        started = self._start_compiled() if self.grammars.waiting else []
         return [*started, *self._poll_hand_offs()]
 
     def _poll_hand_offs(self) -> list[TokenDelta]:
         return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
-
-    def _start_loaded(self, adapters: HeldAdapters) -> list[TokenDelta]:
-        """Go on with the requests whose adapter is loaded. Returns: as `accept`, and the ends of those without one."""
-        deltas = []
-        for task in adapters.poll(self._open.adapters):
-            choices, ended = self._unpark(task.request, task.choices, task.error)
-            deltas += ended or (self._prepare(task.request, choices) if choices else [])
-        return deltas
 
     def _start_compiled(self) -> list[TokenDelta]:
         """Start the requests whose grammar is compiled. Returns: as `accept`, and the ends of those that have none."""
@@ -518,6 +494,8 @@ class Engine:
         ended."""
         plan = self.scheduler.schedule()
         deltas = [self._open.take_delta(self._open.of(req)) for req in self.scheduler.last.ended]
+        for req, error in self.executor.adapters.end_look() if self.executor.adapters is not None else []:
+            deltas.append(self._end(self._open.of(req), failed(error)))
         if self._hand_offs is not None:
             self._hand_offs.before_step()
         if plan is not None:

@@ -142,6 +142,8 @@ def grant(queues: Queues, kv: KvCache, ratio: NewTokenRatio, room: Room, *, now_
     for req in sorted(prealloc, key=lambda req: req.rank.from_s):
         if num_granted >= limit or (room.barrier is not None and req.rank.from_s > room.barrier):
             break
+        if queues.adapters is not None and not queues.adapters.ready(req):
+            continue
         if num_granted >= room.num_rows or not _take(req, kv, ratio, reserved=reserved, alone=alone):
             prealloc.short = req
             break

@@ -43,9 +43,12 @@ class Refusal(enum.Enum):
     OLDER_GRANT = "an older decode leg waits for memory"
     SHARE = "a tenant that has had less begins in this step, and would wait for what else it holds"
     LOADING = "its cached prefix is on its way from the host or the store"
+    ADAPTER = "its adapter is being loaded, or has no room beside those of requests that run"
 
 
-PASSING = frozenset({Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT, Refusal.LOADING})  # others behind it may still start
+PASSING = frozenset(  # others behind it may still start
+    {Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT, Refusal.LOADING, Refusal.ADAPTER}
+)
 NO_ROOM = frozenset({Refusal.RUNNING_LIMIT, Refusal.MEMORY})
 
 
@@ -157,10 +160,13 @@ def _start(
 ) -> Refusal | None:
     """Start waiting request ``req`` in the batch, or tell why not."""
     num_running = len(limits.in_flight) + len(queues.forced) + len(batch.reqs)
-    if num_running >= limits.max_running:
-        return Refusal.RUNNING_LIMIT
-    if budget.empty or (queues.chunked is not None and queues.chunked is not req):
-        return Refusal.STEP_BUDGET
+    mid_prompt = queues.chunked is not None and queues.chunked is not req
+    if num_running >= limits.max_running or budget.empty or mid_prompt:
+        if queues.adapters is not None:
+            queues.adapters.hint(req)
+        return Refusal.RUNNING_LIMIT if num_running >= limits.max_running else Refusal.STEP_BUDGET
+    if queues.adapters is not None and not queues.adapters.ready(req):
+        return Refusal.ADAPTER
     if kv.waits_for_store(req, now_s):
         return Refusal.LOADING
     if _prefix_is_computed(batch, req, kv, limits.share_len):

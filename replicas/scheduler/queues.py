@@ -11,9 +11,10 @@ Thread:    scheduler thread only.
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
 from replicas.request import Bound, Req, ReqState
 from replicas.scheduler.lines import LineShare
@@ -23,6 +24,30 @@ from replicas.types import TokenIds
 
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
 PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of that prefix
+
+
+class AdapterRoom(Protocol):
+    """The adapters (LoRA) that this engine holds (engine/adapters.py). Requests that hold pages have theirs; those that
+    wait keep none."""
+
+    @property
+    def short(self) -> bool: ...
+
+    def look(self, holders: Sequence[Req]) -> None:
+        """Begin a look at the requests that wait; ``holders`` have pages. No step is under way."""
+        ...
+
+    def ready(self, req: Req) -> bool:
+        """Whether ``req`` has its adapter; if not, that is loaded in its turn."""
+        ...
+
+    def hint(self, req: Req) -> None:
+        """Read the adapter of a request whose turn comes soon."""
+        ...
+
+    def giving_way(self, lines: Sequence[Req]) -> list[Req]:
+        """Choose the lines of batches that a request needs to end, so that its adapter finds room."""
+        ...
 
 
 class ReqQueue:
@@ -313,6 +338,7 @@ class Queues:
     away: HandOffQueue = field(default_factory=HandOffQueue)
     under_way: UnderWay = field(default_factory=UnderWay)
     num_lines: int = 0  # lines of batches that are open, wherever they are
+    adapters: AdapterRoom | None = None  # None: no request has one
 
     @property
     def holding(self) -> list[Req]:

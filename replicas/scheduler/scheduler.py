@@ -171,6 +171,10 @@ class Scheduler:
         self.queues.prealloc.add(req)
         self._gate.disturb()
 
+    def look_again(self) -> None:
+        """Look at the queues before another step is planned ahead: what a request waits for may be there."""
+        self._gate.disturb()
+
     def park(self, req: Req) -> None:
         """Accept a request that may not start before `unpark`."""
         self._accept(req)
@@ -268,7 +272,7 @@ class Scheduler:
             return None
         self.last.made_progress = True
         queues.under_way.begin(list(queues.running))
-        if gave_way:
+        if gave_way or (queues.adapters is not None and queues.adapters.short and queues.paused):
             self._gate.disturb()
         else:
             self._gate.looked()
@@ -351,7 +355,7 @@ class Scheduler:
     def _order_batches(self) -> None:
         """Let lines of batches run only in steps in which no other request begins, as many beside others as their share
         allows: they are paused with what they hold, one in the middle of its prompt or of forced tokens is retracted
-        where another begins, and so are those without which a decode leg gets no memory."""
+        where another begins, and so are those without which a decode leg gets no memory, or an adapter no room."""
         queues = self.queues
         if not queues.has_lines:
             return
@@ -362,6 +366,8 @@ class Scheduler:
             retract(req, queues, self.kv, self.counters)
         if queues.prealloc.short is not None and queues.paused:
             retract(min(queues.paused, key=retracted_first), queues, self.kv, self.counters)
+        for req in queues.adapters.giving_way(queues.paused) if queues.adapters is not None else []:
+            retract(req, queues, self.kv, self.counters)
 
     def _give_way(self) -> None:
         """Retract what another tenant is to have: the place of a running request, and the step of one in the middle of
@@ -455,6 +461,8 @@ class Scheduler:
         """Choose the prompts of this step, and grant decode legs their memory."""
         queues, config, last = self.queues, self._config, self.last
         assert config.chunked_prefill_size is not None
+        if queues.adapters is not None:
+            queues.adapters.look(queues.holding)
         in_flight = [*queues.running, *queues.paused, *queues.away.in_state(ReqState.RECEIVING)]
         num_handing_off = len(queues.away.in_state(ReqState.HANDING_OFF))  # each needs its row, and no more pages
         limits = Limits(

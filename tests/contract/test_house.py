@@ -30,8 +30,8 @@ ATTRIBUTES_OTHERWISE = 18
 MUTABLE = {
     "replicas.request.Req": 49,  # 25 of its own
     # 12 of its own; three are the queue of lines of batches, 10 their share of steps, 20 drafts, 7 the shares
-    # of tenants, 3 the turns of sessions that are held
-    "replicas.scheduler.scheduler.Scheduler": 108,
+    # of tenants, 3 the turns of sessions that are held, one the room for adapters
+    "replicas.scheduler.scheduler.Scheduler": 109,
     "replicas.engine.engine.Engine": 68,  # 16 of its own; one is how many tokens a step makes of a request
 }
 PARAMETERS = 8  # of a function that is written out; a frozen value is built by its fields' names

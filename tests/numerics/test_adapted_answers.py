@@ -109,6 +109,7 @@ class Answer:
     ids: list[int]
     logprobs: list[float | None]
     finish: Finish | None = None
+    num_before: int = 0  # answers that had ended when its first token came
 
 
 def asked(rid: str, adapter: AdapterRef | None, ids: np.ndarray = PROMPT, **more: object) -> GenerateRequest:
@@ -131,6 +132,8 @@ def run(
             time.sleep(0.001)  # an adapter is being read
         for delta in engine.step():
             answer = made[delta.rid]
+            if delta.token_ids and not answer.ids:
+                answer.num_before = sum(each.finish is not None for each in made.values())
             answer.ids += delta.token_ids
             answer.logprobs += [each.logprob for each in delta.logprobs]
             answer.finish = delta.finish
@@ -273,6 +276,20 @@ def test_adapters_used_least_recently_make_room_and_those_in_use_stay(
         after = engine.stats().adapters
         assert after is not None
         assert after.held == (kept, left.identity)
+
+
+def test_a_chat_waits_for_no_line_of_a_batch_whose_adapter_is_in_its_place(
+    tmp_path: Path, engine_of: Callable[..., Engine]
+) -> None:
+    refs = [make_adapter(tmp_path / f"{i}", Path(short_model()), rank=16, seed=i) for i in range(4)]
+    plain = engine_of(page=16, chunk=512)
+    flush(plain)
+    expected = run(plain, [asked(f"{i}", ref) for i, ref in enumerate(refs)])
+    with closing(make_engine(limits=AdapterLimits(host_bytes=2 * _num_bytes(refs[0])))) as engine:
+        lines = [asked(f"{i}", ref, offline=True) for i, ref in enumerate(refs[:3])]  # two run, one waits for room
+        answers = run(engine, lines, late=[asked("3", refs[3])])
+    assert answers["3"].num_before == 0
+    assert {rid: answer.ids for rid, answer in answers.items()} == {rid: each.ids for rid, each in expected.items()}
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
