@@ -49,7 +49,7 @@ from deployments.http.apis.responses import asked_of
 from deployments.http.http_app import make_app
 from deployments.http.lines import line_answers
 from deployments.http.routes import own_route
-from deployments.http.service import Service, read_face, tokenizer_folder
+from deployments.http.service import Service, adaptable_weights, read_face, tokenizer_folder
 from deployments.settings.adapters import Adapters
 from deployments.settings.groups import without_secrets
 from deployments.settings.keys import NO_KEYS, KeyDigests
@@ -310,7 +310,11 @@ def _service(
         fleet=fleet,
         leases=leases,
         settings=shown_settings(config, settings),
-        adapters=Adapters(config.adapters, model=config.model.name),
+        adapters=Adapters(
+            config.adapters,
+            model=config.model.name,
+            fits=adaptable_weights(config.model) if config.adapters.served else None,
+        ),
         peers=peers,
         streams=KeptStreams(reconnect_s=config.router.reconnect_s, watch=dispatcher.watch),
         background=BackgroundStreams(

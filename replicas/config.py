@@ -230,6 +230,25 @@ class ModelConfig:
         to_keys, to_values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
         return [(down, self.hidden_size), query, *[to_keys] * heads, *[to_values] * heads, after]
 
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes (out, in) of the weights that adapters (LoRA) can add to, by name: none of latent
+        attention, of experts, or of a model that Transformers' code runs."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden),
+                     "o_proj": (hidden, heads)}  # fmt: skip
+        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        found: dict[str, tuple[int, int]] = {}
+        for layer in range(self.num_layers if self.implementation == "manta" else 0):
+            is_dense = self.moe is None or layer in self.moe.dense_layers
+            parts = {"self_attn": {} if self.mla else attention, "mlp": mlp if is_dense else {}}
+            found |= {
+                f"model.layers.{layer}.{part}.{name}": shape
+                for part, shapes in parts.items()
+                for name, shape in shapes.items()
+            }
+        return found
+
     @property
     def inner_sizes(self) -> tuple[int, ...]:
         """The inner sizes of its MLPs, experts and the shared expert among them: what ranks share evenly."""

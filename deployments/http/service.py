@@ -43,7 +43,9 @@ from deployments.settings.keys import CALLER, CacheIsolation
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidConfig, PromptTooLong, UnsupportedModel
-from replicas.hf_config import contexts, named_context
+from replicas.hf_config import contexts, model_config_from_hf, named_context
+from replicas.models.registry import MODELS
+from replicas.runner.model_files import architecture_of, read_config
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, TokenIds
 
@@ -267,6 +269,14 @@ def read_face(model: ModelSettings) -> ModelFace:
         architectures=tuple(config.get("architectures") or ()),
         model_type=str(config.get("model_type", "")),
     )
+
+
+def adaptable_weights(model: ModelSettings) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the weights that adapters can add to (`ModelConfig.adaptable`), without torch."""
+    folder = config_folder(model)
+    if model.implementation == "transformers" or architecture_of(folder) not in MODELS:
+        return {}
+    return model_config_from_hf(model.path, read_config(folder), eos_ids=(), dtype="float32").adaptable()
 
 
 def config_folder(model: ModelSettings) -> Path:

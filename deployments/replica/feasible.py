@@ -64,12 +64,12 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
         tracing.check(config.observability)
     with collected():
         config.router.known_keys()
-    with collected():
-        Adapters(config.adapters)
     model = None
     with collected():
         model = _model(config)
         read_face(config.model)
+    with collected():
+        Adapters(config.adapters, fits=None if model is None else model.adaptable())
     with collected():
         heads = None if model is None else model.num_kv_heads
         check_ranks(config, num_kv_heads=heads, latent=model is not None and model.mla is not None)

@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote
 
 from deployments.settings.groups import ADAPTER_NAME, AdapterSettings
 from deployments.settings.places import local_path
-from replicas.checkpoints.adapters import CONFIG, WEIGHTS, identify
+from replicas.checkpoints.adapters import CONFIG, WEIGHTS, Shapes, identify
 from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, Overloaded, UnknownModel
 from replicas.types import AdapterRef
 
@@ -76,10 +76,15 @@ class FileThread:
 class Adapters:
     """The adapters that one router knows, each by the name that requests use."""
 
-    def __init__(self, settings: AdapterSettings | None = None, *, model: str = "") -> None:
-        """Take the model's own name, which no adapter has. Raises: InvalidConfig for a folder of the settings that
-        holds no adapter."""
+    def __init__(
+        self, settings: AdapterSettings | None = None, *, model: str = "", fits: Shapes | None = None
+    ) -> None:
+        """Take the model's own name, which no adapter has, and the weights that they can add to (None: not known).
+
+        Raises: InvalidConfig for a folder of the settings that holds no adapter of the model.
+        """
         self._settings = settings = settings or AdapterSettings()
+        self._fits = fits
         self._model = model
         self._limits = settings.limits
         self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
@@ -149,7 +154,7 @@ class Adapters:
         if name in self._fixed or name == self._model:
             raise InvalidRequest(f"lora_name: {name!r} stands in the settings: give another one", param="lora_name")
         folder = self._below_roots(path)
-        ref = AdapterRef(identity=identify(folder, self._limits).identity, path=str(folder), name=name)
+        ref = AdapterRef(identity=identify(folder, self._limits, self._fits).identity, path=str(folder), name=name)
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{secrets.token_hex(8)}.new")
         try:
@@ -184,7 +189,7 @@ class Adapters:
     def _of_settings(self, name: str, path: str) -> AdapterRef:
         folder = Path(local_path(path)).absolute()
         try:
-            return AdapterRef(identity=identify(folder, self._limits).identity, path=str(folder), name=name)
+            return AdapterRef(identity=identify(folder, self._limits, self._fits).identity, path=str(folder), name=name)
         except (InvalidAdapter, Overloaded) as error:
             raise InvalidConfig(f"adapters.names.{name} = {path!r}: {error}") from error
 

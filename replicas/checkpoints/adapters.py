@@ -1,7 +1,7 @@
 """What an adapter's folder holds (LoRA, as PEFT writes it): adapter_config.json and adapter_model.safetensors.
 
 Owns:      which adapters are read, their identity, and the bounds on them.
-Never:     reads other files than those two; knows a model.
+Never:     reads other files than those two; knows more of a model than the shapes of its weights.
 Invariant: the identity is that of the very bytes that are checked and read. What is wrong with them is an
            `InvalidAdapter` that says what; that they are not to be had here, an `AdapterNotReadable`.
 Source:    Hu et al. 2021 (LoRA, arXiv:2106.09685); Kalajdzievski 2023 (rsLoRA, arXiv:2312.03732); names and settings
@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,12 +77,19 @@ class AdapterWeights:
     pairs: Mapping[str, tuple[Floats, Floats]]  # A [rank, in], B [out, rank] times the scale
 
 
-def identify(folder: Path, limits: AdapterLimits = USUAL) -> AdapterInfo:
+Shapes = Mapping[str, tuple[int, int]]  # (out, in) of weights, by name
+
+
+def identify(folder: Path, limits: AdapterLimits = USUAL, fits: Shapes | None = None) -> AdapterInfo:
     """Check an adapter's files, and say what they hold; without torch, in about a second for each GB.
 
+    Args:   fits: the weights of a model that adapters can add to (`ModelConfig.adaptable`); None: any.
     Raises: InvalidAdapter, AdapterNotReadable.
     """
-    return _parse(folder, _files(folder, limits), limits)[0]
+    info, tensors = _parse(folder, _files(folder, limits), limits)
+    if fits is not None:
+        _require_fits(folder, info, tensors, fits)
+    return info
 
 
 def load(folder: Path, identity: str, limits: AdapterLimits = USUAL) -> AdapterWeights:
@@ -151,11 +158,24 @@ def _parse(folder: Path, files: _Files, limits: AdapterLimits) -> tuple[AdapterI
         rank=int(rank),
         alpha=alpha,
         scale=alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank),
-        targets=tuple(sorted({layer.rpartition(".")[2] for layer, _ in tensors})),
+        targets=_last_names(layer for layer, _ in tensors),
         num_bytes=num_bytes,
         base=str(config.get("base_model_name_or_path") or ""),
     )
     return info, tensors
+
+
+def _require_fits(folder: Path, info: AdapterInfo, tensors: _Tensors, fits: Shapes) -> None:
+    made_for = f" (it says that it was made for {info.base[:100]!r})" if info.base else ""
+    strange = sorted({layer for layer, _ in tensors} - fits.keys())
+    if strange:
+        can = f"of its blocks {', '.join(_last_names(fits))} can" if fits else "no layer of it can"
+        problem = f"{strange[0]} ({len(strange)} in all) cannot be changed by an adapter in this model: {can}{made_for}"
+        raise InvalidAdapter(f"adapter: {folder}: {problem}")
+    for layer in sorted({layer for layer, _ in tensors}):
+        shape = tensors[layer, "B"][1][0], tensors[layer, "A"][1][1]
+        problem = f"it has {layer} as {shape} (out, in), this model as {fits[layer]}: it is another model's{made_for}"
+        _require(folder, shape == fits[layer], problem)
 
 
 def _read(file: Path, most: int) -> bytes:
@@ -213,6 +233,10 @@ def _tensors(folder: Path, raw: bytes) -> _Tensors:
         tensors[match[1], match[2]] = dtype, tuple(spec["shape"]), spec["data"]
     _require(folder, bool(tensors), "it holds no weights")
     return tensors
+
+
+def _last_names(layers: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
 
 
 def _require(folder: Path, fine: bool, problem: str) -> None:

@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.http.service import adaptable_weights
+from deployments.settings.schema import ModelSettings
+from replicas.layers.layer import full_name
+from replicas.models.llama import Llama
 from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
@@ -29,6 +33,27 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(saved: Saved, att
         for ours, (logits, _) in zip(first.prefill(tiny.PROMPTS, chunk=chunk), wanted, strict=True):
             assert_close_in_range(ours, logits, 1e-4)
         assert second.greedy(tiny.PROMPTS, 64, chunk=chunk) == [ids for _, ids in wanted]
+
+
+@pytest.mark.parametrize("kind", sorted(tiny.CONFIGS | tiny.LATENT_CONFIGS))
+def test_what_adapters_can_add_to_is_known_from_the_config_alone(tmp_path: Path, kind: str) -> None:
+    """Routers, which have no model, know the very weights, and their shapes, that a replica's model has."""
+    tiny.save(kind, tmp_path)
+    model = open_model(tmp_path).model
+    assert isinstance(model, Llama)
+    found = {
+        full_name(name, weight): product.share_of(weight, (torch.empty(1, shape[1]), torch.empty(shape[0], 1)))
+        for name, product in model.adaptable().items()
+        for weight in product.weights_here
+        for shape in [product._shapes[full_name(weight, "weight")]]
+    }
+    shapes = {name: (b.shape[0], a.shape[1]) for name, (a, b) in found.items()}
+    assert load_model_config(str(tmp_path), device="cpu").adaptable() == shapes
+    assert adaptable_weights(ModelSettings(path=str(tmp_path))) == shapes
+    assert adaptable_weights(ModelSettings(path=str(tmp_path), implementation="transformers")) == {}
+    if kind in tiny.CONFIGS:
+        transformers = load_model_config(str(tmp_path), device="cpu", implementation="transformers")
+        assert transformers.adaptable() == {}
 
 
 def test_only_the_wanted_rows_get_logits(tmp_path: Path) -> None:

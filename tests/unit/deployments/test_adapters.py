@@ -16,10 +16,12 @@ import httpx
 import pytest
 
 from deployments.http.http_app import make_app
+from deployments.http.service import adaptable_weights
+from deployments.replica.feasible import impossible
 from deployments.settings.adapters import Adapters, FileThread
 from deployments.settings.groups import AdapterSettings
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
-from deployments.settings.schema import parse
+from deployments.settings.schema import ModelSettings, parse
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS
 from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, UnknownModel
 from replicas.text.tokenizer import Tokenizer
@@ -198,6 +200,31 @@ def test_a_name_is_known_again_after_a_passing_error_which_the_log_has_once(
         assert "is no folder below adapters.roots" in caplog.text
         assert adapters.find("poet") == ref
         os.utime(tmp_path / "names" / "poet.json", ns=(0, 0))  # so that it is read again
+
+
+def test_an_adapter_of_another_model_is_refused_when_it_is_named(tmp_path: Path) -> None:
+    """By the shapes of what it adds to. The model that it says it was made for only stands in the message."""
+    fits = adaptable_weights(ModelSettings(path=MODEL))
+    adapters = Adapters(settings(tmp_path), fits=fits)
+    make_adapter(tmp_path / "all" / "fine", Path(MODEL), base_model_name_or_path="somebody/else")
+    load(adapters, "fine", "fine")
+    config = json.loads(Path(MODEL, "config.json").read_text())
+    others = {
+        "narrow": ({"hidden_size": 288}, r"model.layers.0.mlp.down_proj as \(288, 1536\) \(out, in\), this model as"),
+        "deep": ({"num_hidden_layers": 31}, r"model.layers.30.mlp.down_proj \(7 in all\) cannot be changed"),
+    }
+    for name, (changes, said) in others.items():
+        (tmp_path / name).mkdir()
+        Path(tmp_path, name, "config.json").write_text(json.dumps(config | changes))
+        make_adapter(tmp_path / "all" / name, tmp_path / name)
+        with pytest.raises(InvalidAdapter, match=rf"{said}.*made for '{name}'"):
+            load(adapters, name, name)
+        assert adapters.find(name) is None
+        names = {"names": {name: str(tmp_path / "all" / name)}}
+        [problem] = impossible(parse({"model": {"path": MODEL}, "adapters": names}))
+        assert re.match(rf"adapters.names.{name} = .*{said}", problem)
+    with pytest.raises(InvalidAdapter, match="no layer of it can"):
+        load(Adapters(settings(tmp_path), fits={}), "other", "fine")
 
 
 def test_what_the_settings_name_is_looked_at_when_a_router_starts(tmp_path: Path) -> None:
