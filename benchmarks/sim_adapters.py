@@ -57,6 +57,13 @@ def run(requests: Sequence[SimRequest], *, held: int, knows: bool, seed: int) ->
     return records, 100 * len(counted) / (len(requests) - first)
 
 
+def fewest_loads(held: int) -> float:
+    """Return the loads for 100 requests where each hot adapter is held by one replica and all other places have cold
+    ones: who does not know the future has no fewer, since each cold one is as likely to be asked for as any other."""
+    num_cold = NUM_ADAPTERS - NUM_HOT
+    return 100 * (1 - HOT_SHARE) * (1 - (NUM_REPLICAS * held - NUM_HOT) / num_cold)
+
+
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yield the loads and TTFT, with the router that looks at adapters and with the one that does not."""
     num, seeds = (600, [0]) if options.quick else (options.requests or 3_000, range(options.seed, options.seed + 3))
@@ -69,4 +76,6 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             for q in (50, 95):
                 ttfts = [percentile([record.ttft_s for record in records], q) for records, _ in runs]
                 table.add(name, ttfts, "s", figure=f"TTFT p{q}")
+        least = f"{held} held by each, the least that any router can have"
+        table.add(least, [fewest_loads(held)], figure="loads per 100 requests")
     yield from table.rows
