@@ -1,5 +1,5 @@
 """The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, kill, chat, logs, list,
-pull, bench, batch, dashboards, doctor, key.
+pull, bench, batch, adapters, dashboards, doctor, key.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
 """
@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
         print(_versions())
         return 0
     match args.command:
-        case "top" | "explain" | "kill" | "chat" | "bench" | "batch":
+        case "top" | "explain" | "kill" | "chat" | "bench" | "batch" | "adapters":
             return _ask(args)
         case "run":
             return _own(args)
@@ -111,6 +111,10 @@ def _ask(args: argparse.Namespace) -> int:
 
             cancel = args.cancel and args.batch is not None
             return batches.run(args.url, args.batch, _client_key(args), cancel=cancel, as_json=args.json)
+        case "adapters":
+            from deployments.watch.terminal import adapters
+
+            return adapters.run(args.url, admin_key, args.action, *args.names, replace=args.replace, as_json=args.json)
         case "bench":
             from deployments.watch.terminal import bench, chat
 

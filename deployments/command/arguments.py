@@ -24,6 +24,7 @@ FILES = (".yaml", ".yml", ".json")  # endings of settings files; anything else i
 URL = f"http://127.0.0.1:{PORT}"
 API_KEY_VARIABLE = "MANTA_API_KEY"
 CONFIGURED = ("serve", "run", "check", "doctor")  # commands that take settings
+NAMED = {"list": 0, "load": 2, "unload": 1}  # actions of `manta adapters`, and the words that follow each
 PASSED_ON = ("dashboards",)  # commands with command lines of their own
 EXAMPLES = {
     "serve": "manta serve models/SmolLM2-135M-Instruct --port 8001",
@@ -34,6 +35,7 @@ EXAMPLES = {
     "kill": "manta kill 1 --yes",
     "chat": "echo 'Name three colours.' | manta chat --max-tokens 32",
     "batch": "manta batch",
+    "adapters": "manta adapters load poet /adapters/poet",
     "logs": "manta logs router --follow",
     "list": "manta list",
     "pull": "manta pull Qwen/Qwen3-0.6B",
@@ -115,6 +117,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         return argparse.Namespace(version=False, command=given[0], rest=given[1:])
     parser = _parser()
     args = parser.parse_args(given or ["--help"])
+    if args.command == "adapters" and len(args.names) != NAMED[args.action]:
+        parser.error(f"adapters {args.action} takes {NAMED[args.action]} words: {EXAMPLES['adapters']!r} gives a name")
     if "model" in args and args.command in CONFIGURED:
         args.config = _settings_of(args, parser)
     return args
@@ -194,15 +198,21 @@ def _add_clients(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     batch = add("batch", "list the batches of a key and how far they are, or end one")
     batch.add_argument("batch", nargs="?", metavar="ID", help="a batch (default: the last 100)")
     batch.add_argument("--cancel", action="store_true", help="end it: what is answered becomes its output")
+    adapters = add("adapters", "list the adapters (LoRA) that requests may name and where they are loaded; give names")
+    adapters.add_argument("action", nargs="?", choices=NAMED, default="list", help="list (default); load: give a name "
+                          "to what a folder holds now; unload: forget a name")  # fmt: skip
+    adapters.add_argument("names", nargs="*", metavar="NAME [FOLDER]", help="the name by which requests ask for it; "
+                          "a folder below adapters.roots, absolute or relative to one")  # fmt: skip
+    adapters.add_argument("--replace", action="store_true", help="load: the name may stand for something already")
     for command in (batch, bench):
         _add_key(command, API_KEY_VARIABLE)
     for command in (chat, bench):
         command.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
-    for command in (top, explain, kill):
+    for command in (top, explain, kill, adapters):
         _add_key(command, KEY_VARIABLE)
-    for command in (top, explain, kill, chat, bench, batch):
+    for command in (top, explain, kill, chat, bench, batch, adapters):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
-    for command in (top, explain, batch):
+    for command in (top, explain, batch, adapters):
         command.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -338,6 +338,10 @@ class Fleet:
         info = self.info_of(replica_id)
         return None if info is None else info.transfer
 
+    def holders_of(self, adapter: str) -> list[str]:
+        """List the replicas that hold an adapter, by its identity."""
+        return [view.replica_id for view in self._router.views if adapter in view.adapters]
+
     def cache_pages(self) -> dict[str, tuple[int, int]]:
         """Return how many pages each replica is believed to hold: confirmed by its events, and only expected."""
         return {view.replica_id: self._router.num_pages(view.replica_id) for view in self._router.views}

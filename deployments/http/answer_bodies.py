@@ -723,6 +723,25 @@ class AdaptersBody(AnswerBody):
     loaded_adapters: dict[str, str] = Field(description="The folder of each, by name.")
 
 
+class NamedAdapterBody(AnswerBody):
+    """An adapter by its name."""
+
+    name: str = Field(description="By which requests ask for it.")
+    identity: str = Field(description="SHA-256 of its files when the name was given.")
+    path: str = Field(description="Its folder.")
+    rank: int | None = Field(description="Its rank; null where another version of Manta gave the name.")
+    bytes: int | None = Field(description="Of its weights in fp32; null likewise.")
+    replicas: list[str] = Field(description="Ids of the replicas that hold it.")
+    requests: int = Field(description="Requests that ended at this router with it, of the first 100 names.")
+
+
+class NamedAdaptersBody(AnswerBody):
+    """The adapters that have names."""
+
+    router: str = Field(description="Id of the router that counted the requests.")
+    adapters: list[NamedAdapterBody]
+
+
 class RouteDecisionBody(AnswerBody):
     """One routing decision, with all its candidates."""
 

@@ -20,7 +20,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +41,9 @@ LONGEST = 255  # bytes of a file's name, on the file systems that there are
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of a file system that has no hard links
 LISTED_S = 1.0  # how long a list of the names is used
 LOOK_S, LOAD_S = 5.0, 300.0  # how long requests wait for files; to load one, up to adapters.max_bytes is read
+
+
+Size = tuple[int | None, int | None]  # rank, bytes of the weights in fp32
 
 
 class FileThread:
@@ -76,9 +79,7 @@ class FileThread:
 class Adapters:
     """The adapters that one router knows, each by the name that requests use."""
 
-    def __init__(
-        self, settings: AdapterSettings | None = None, *, model: str = "", fits: Shapes | None = None
-    ) -> None:
+    def __init__(self, settings: AdapterSettings | None = None, *, model: str = "", fits: Shapes | None = None) -> None:
         """Take the model's own name, which no adapter has, and the weights that they can add to (None: not known).
 
         Raises: InvalidConfig for a folder of the settings that holds no adapter of the model.
@@ -87,6 +88,7 @@ class Adapters:
         self._fits = fits
         self._model = model
         self._limits = settings.limits
+        self._sizes: dict[str, Size] = {}  # of what each name stands for, as last read
         self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
         self._seen: dict[str, tuple[tuple[int, ...], AdapterRef]] = {}  # name -> its file as last read with success
         self._listed: list[AdapterRef] = []  # what each name stood for at ``_listed_s``
@@ -130,6 +132,10 @@ class Adapters:
         self._list()
         return self._listed
 
+    def sized(self, refs: Sequence[AdapterRef]) -> list[tuple[AdapterRef, Size]]:
+        """Return adapters that have names, with their sizes."""
+        return [(ref, self._sizes.get(ref.name, (None, None))) for ref in refs]
+
     def _list(self) -> None:
         """List the names, where that was longer ago than `LISTED_S`, or than a change that was made here."""
         now_s = time.monotonic()
@@ -154,11 +160,12 @@ class Adapters:
         if name in self._fixed or name == self._model:
             raise InvalidRequest(f"lora_name: {name!r} stands in the settings: give another one", param="lora_name")
         folder = self._below_roots(path)
-        ref = AdapterRef(identity=identify(folder, self._limits, self._fits).identity, path=str(folder), name=name)
+        info = identify(folder, self._limits, self._fits)
+        ref = AdapterRef(identity=info.identity, path=str(folder), name=name)
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{secrets.token_hex(8)}.new")
         try:
-            new.write_text(json.dumps(asdict(ref)))
+            new.write_text(json.dumps(asdict(ref) | {"rank": info.rank, "num_bytes": info.num_bytes}))
             if in_place:
                 new.replace(file)
             else:
@@ -189,9 +196,11 @@ class Adapters:
     def _of_settings(self, name: str, path: str) -> AdapterRef:
         folder = Path(local_path(path)).absolute()
         try:
-            return AdapterRef(identity=identify(folder, self._limits, self._fits).identity, path=str(folder), name=name)
+            info = identify(folder, self._limits, self._fits)
         except (InvalidAdapter, Overloaded) as error:
             raise InvalidConfig(f"adapters.names.{name} = {path!r}: {error}") from error
+        self._sizes[name] = info.rank, info.num_bytes
+        return AdapterRef(identity=info.identity, path=str(folder), name=name)
 
     def _file(self, name: str) -> Path:
         """Return the file of a name. Raises: InvalidRequest."""
@@ -229,6 +238,7 @@ class Adapters:
             kept: dict[str, Any] = json.loads(self._file(name).read_text())
             folder = self._below_roots(kept["path"])
             ref = AdapterRef(identity=str(kept["identity"]), path=str(folder), name=name)
+            self._sizes[name] = kept.get("rank"), kept.get("num_bytes")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, InvalidAdapter) as error:

@@ -1,5 +1,5 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them, and as SGLang does without /v1: names of
-adapters (LoRA) while Manta runs.
+adapters (LoRA) while Manta runs. GET /adapters: what they stand for, and where that is loaded.
 
 Never:     loads an adapter into a replica: the first request that names it does.
 Invariant: only what lies below ``adapters.roots`` is loaded, and only by the admin, where there is any key.
@@ -9,14 +9,35 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from deployments.http.access import admin_only
-from deployments.http.answer_bodies import AdaptersBody
+from deployments.http.answer_bodies import AdaptersBody, NamedAdaptersBody
 from deployments.http.api_document import BODY, gives
 from deployments.http.bodies import LoadAdapterRequest, Route, UnloadAdapterRequest
 from deployments.http.convert import refuse_unsupported
 from deployments.http.service import Service, service_of
+from deployments.settings.places import shown_path
 
 router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
 TEXT = {"response_class": PlainTextResponse, **gives(None, *BODY)}
+
+
+@router.get("/adapters", **gives(NamedAdaptersBody, 503))
+async def named(request: Request) -> Response:
+    """List the names of adapters, what each stands for, which replicas hold that, and its requests to this router."""
+    service = service_of(request)
+    adapters, watch = service.adapters, service.dispatcher.watch
+    bodies = [
+        {
+            "name": ref.name,
+            "identity": ref.identity,
+            "path": shown_path(ref.path),
+            "rank": rank,
+            "bytes": num_bytes,
+            "replicas": service.fleet.holders_of(ref.identity),
+            "requests": watch.adapters[ref.name, "requests"],
+        }
+        for ref, (rank, num_bytes) in await adapters.looks.run(lambda: adapters.sized(adapters.all()))
+    ]
+    return JSONResponse({"router": service.dispatcher.router_id, "adapters": bodies})
 
 
 @router.post("/v1/load_lora_adapter", **TEXT)

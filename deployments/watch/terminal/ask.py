@@ -82,6 +82,26 @@ def keys(url: str, key: str | None) -> dict[str, Any]:
         raise _refused(error, url, key) from error
 
 
+def adapters(url: str, key: str | None) -> dict[str, Any]:
+    """Return the adapters that have names, and where they are. Raises: Unanswered."""
+    return _of_adapters(url, "/adapters", key)
+
+
+def change_adapter(url: str, action: str, key: str | None, body: Mapping[str, Any]) -> None:
+    """``load`` an adapter under a name, or ``unload`` one. Raises: Unanswered."""
+    _of_adapters(url, f"/{action}_lora_adapter", key, body)
+
+
+def _of_adapters(url: str, path: str, key: str | None, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        return _get(f"{_base(url)}{path}", key, body, timeout_s=ANSWER_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise _key_refused(url, key) from error
+        status = UNREACHABLE if error.code >= 429 else NOT_THERE
+        raise Unanswered(f"{url} answers {error.code}: {_error(error)[1] or error.reason}", status) from error
+
+
 def first_model(url: str, key: str | None) -> str:
     """Return the name of the model that is served. Raises: Unanswered."""
     try:
@@ -157,10 +177,12 @@ def _observatory(url: str) -> str:
     return server + (path or "/manta")
 
 
-def _get(url: str, key: str | None = None, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _get(
+    url: str, key: str | None = None, body: Mapping[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S
+) -> dict[str, Any]:
     """Fetch JSON, with a ``body`` by POST. Raises: HTTPError for an error answer; Unanswered for none, or one that is
     not Manta's."""
-    with _understood(url), _open(url, key, body) as answer:
+    with _understood(url), _open(url, key, body, timeout_s=timeout_s) as answer:
         found = json.load(answer)
     if not isinstance(found, dict):
         raise _not_manta(url)

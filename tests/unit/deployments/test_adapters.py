@@ -9,12 +9,14 @@ import resource
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from deployments.__main__ import main
 from deployments.http.http_app import make_app
 from deployments.http.service import adaptable_weights
 from deployments.replica.feasible import impossible
@@ -25,11 +27,11 @@ from deployments.settings.schema import ModelSettings, parse
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS
 from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, UnknownModel
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import AdapterRef
+from replicas.types import AdapterRef, AdapterStats
 from tests.adapters import make_adapter
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
-from tests.unit.deployments.listening import client_of
+from tests.unit.deployments.listening import client_of, listening
 from tests.unit.deployments.test_quotas import entry
 from tests.waiting import until_async
 
@@ -257,7 +259,8 @@ class Client:
     def __init__(self, house: House, tokenizer: Tokenizer, root: Path, keys: KeyDigests = NO_KEYS) -> None:
         self.replica, self.root = ScriptedReplica("a"), root
         self.adapters = Adapters(settings(root), model=BASE)
-        self.http = client_of(make_app(house.service(tokenizer, adapters=self.adapters), keys=keys))
+        self.app = make_app(house.service(tokenizer, adapters=self.adapters), keys=keys)
+        self.http = client_of(self.app)
 
     async def asked(self, path: str = "/v1/chat/completions", **body: Any) -> tuple[dict[str, Any], AdapterRef | None]:
         """The answer, and the adapter of the request that the replica got."""
@@ -363,6 +366,76 @@ async def test_pages_of_a_request_are_named_by_the_adapter_that_it_had_when_it_c
     assert before == f"\1{first.identity}\1salt" != after
     assert re.fullmatch("\1[0-9a-f]{64}\1salt", after)
     assert "U+0000" in await web.error(cache_salt=before)  # nobody asks for another's pages by a salt
+
+
+async def test_a_dry_run_counts_the_load_of_an_adapter_as_the_request_itself(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    async with House(policy="estimated_ttft") as house:
+        web, holder = Client(house, tokenizer, tmp_path), ScriptedReplica("b")
+        ref = adapter(tmp_path / "all" / "a")
+        load(web.adapters, "poet", "a")
+        for replica, held in ((web.replica, ()), (holder, (ref.identity,))):
+            adapters = AdapterStats(held=held, num_bytes=0, num_loads=1, num_dropped=0, load_s=0.5)
+            replica.stats = replace(replica.stats, adapters=adapters)
+        await house.ready(web.replica, holder)
+
+        def load_s(decision: dict[str, Any]) -> dict[str, float]:
+            return {each["replica"]: each["adapter_s"] for each in decision["candidates"]}
+
+        for named in ({"model": "poet"}, {"model": f"{BASE}:poet"}, {"lora_path": "poet"}, {"lora_path": ref.path}):
+            dry = (await web.http.post("/route/explain", json={"prompt": "x", **named})).json()
+            assert (dry["replica"], load_s(dry)) == ("b", {"a": 0.5, "b": 0.0}), named
+        await web.http.post("/v1/completions", json={"prompt": "x", "model": "poet"}, headers={"X-Request-Id": "poem"})
+        told = (await web.http.get("/route/poem")).json()["tries"][0]
+        assert (told["replica"], load_s(told)) == ("b", {"a": 0.5, "b": 0.0})
+        plain = (await web.http.post("/route/explain", json={"prompt": "x", "model": BASE})).json()
+        assert load_s(plain) == {"a": 0.0, "b": 0.0}
+        for named, status in (({"model": "none"}, 404), ({"lora_path": "none"}, 400)):
+            assert (await web.http.post("/route/explain", json={"prompt": "x", **named})).status_code == status
+
+
+async def test_manta_adapters_lists_loads_and_unloads(
+    house: House, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    keys = read_keys(api_key_file=None, admin_key=ADMIN, environ={"MANTA_API_KEYS": KEY})
+    web = Client(house, tokenizer, tmp_path, keys)
+    refs = [adapter(tmp_path / "all" / name, seed=ord(name)) for name in "ab"]
+    held = AdapterStats(held=(refs[0].identity,), num_bytes=0, num_loads=1, num_dropped=0, load_s=0.5)
+    web.replica.stats = replace(web.replica.stats, adapters=held)
+    await house.ready(web.replica)
+    async with listening(web.app) as port:
+
+        async def manta(*words: str, key: str = ADMIN) -> tuple[int, str, str]:
+            monkeypatch.setenv("MANTA_ADMIN_KEY", key)
+            status = await asyncio.to_thread(main, ["adapters", *words, "--url", f"http://127.0.0.1:{port}"])
+            told = capsys.readouterr()
+            return status, told.out, told.err
+
+        assert await manta() == (0, "no adapter has a name: see docs/adapters.md\n", "")
+        status, out, _ = await manta("load", "poet", "a")
+        assert (status, out.splitlines()[1].split()) == (
+            0, ["poet", refs[0].identity[:12], "1", "138k", "0", "a", refs[0].path]
+        )  # fmt: skip
+        web.http.headers["authorization"] = f"Bearer {KEY}"
+        await web.asked("/v1/completions", prompt="x", model="poet")
+        status, out, _ = await manta("--json")
+        [row] = json.loads(out)["adapters"]
+        assert (row["requests"], row["replicas"], row["bytes"]) == (1, ["a"], 4 * 30 * 2 * 576)
+        status, _, err = await manta("load", "poet", "b")
+        assert (status, "set load_inplace to true" in err) == (1, True)
+        status, out, _ = await manta("load", "poet", "b", "--replace")
+        assert (status, refs[1].identity[:12] in out) == (0, True)
+        assert (await manta("unload", "poet"))[:2] == (0, "no adapter has a name: see docs/adapters.md\n")
+        status, _, err = await manta("unload", "poet")
+        assert (status, "the adapter 'poet' cannot be found" in err) == (1, True)
+        status, _, err = await manta(key=KEY)
+        assert (status, "the admin key is wrong" in err) == (4, True)
+    for words in (["load", "poet"], ["unload"], ["list", "poet"]):
+        with pytest.raises(SystemExit):
+            main(["adapters", *words])
+        assert f"adapters {words[0]} takes" in capsys.readouterr().err
 
 
 async def test_vllms_and_sglangs_forms_of_loading(web: Client) -> None:

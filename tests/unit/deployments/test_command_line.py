@@ -21,7 +21,7 @@ from replicas.errors import InvalidConfig
 
 COMMANDS = (
     "serve", "check", "top", "explain", "kill", "chat", "logs", "list", "pull", "doctor", "key", "bench", "batch",
-    "dashboards",
+    "adapters", "dashboards",
 )  # fmt: skip
 
 
