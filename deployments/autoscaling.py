@@ -95,7 +95,7 @@ class Context(Protocol):
 
 
 class TtftPolicy:
-    """The policy that Serve calls about ten times a second; its arguments are those of `Objective`."""
+    """The policy that Serve calls at each look of its controller; its arguments are those of `Objective`."""
 
     def __init__(self, **objective: float) -> None:
         self.objective = Objective(**objective)

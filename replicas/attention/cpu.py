@@ -253,6 +253,7 @@ class CpuAttention:
         self._layers: list[tuple[int, int]] = []  # per layer: addresses of its first key and value
         self._batch: BatchMeta | None = None  # its memory is what the kernels read
         self._num_extend_tokens = self._num_decode = 0
+        self._read: tuple[Tensor, ...] = ()  # q, k and v that the arguments name: layers of a program share them
         self._out, self._out_rows = torch.empty(0), torch.empty(0)
         self._stages: DecodeStages | None = None
         self._partial, self._scratch = torch.empty(0), torch.empty(0)
@@ -261,6 +262,7 @@ class CpuAttention:
         sights = [(kind.window or 0, kind.chunk or 0) for kind in self._kinds] or [(0, 0)]
         plans = {sight: self._new_plan(*sight) for sight in sorted(set(sights))}
         self._plans = [plans[sight] for sight in sights]  # of each layer; one where all are plain
+        self._distinct_plans = tuple(plans.values())
         for kernel in (cpu_decode.decode, cpu_extend.extend):
             assert kernel.address  # compile now, not in the first request
 
@@ -276,7 +278,7 @@ class CpuAttention:
         size = batch.rows.shape[0]
         self._num_decode = size if batch.is_decode else batch.num_decode
         self._num_extend_tokens = batch.num_tokens - self._num_decode
-        plans = list({id(plan): plan for plan in self._plans}.values())
+        self._read, plans = (), self._distinct_plans
         for plan in plans:
             if self._num_extend_tokens:
                 self._begin_extend(plan, batch, size - self._num_decode)
@@ -287,9 +289,8 @@ class CpuAttention:
             plan.decode.scratch = plan.extend.scratch = self._scratch.data_ptr()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        for x in (q, k, v):
-            assert x.dtype == torch.float32, f"kernels read float32, got {x.dtype}"
-            assert x.stride()[1:] == (self._heads.dim, 1), f"heads must lie in a row, strides are {x.stride()}"
+        if not self._read or any(x is not read for x, read in zip((q, k, v), self._read, strict=True)):
+            self._read_from(q, k, v)
         plan = self._plans[layer if self._kinds else 0]
         if self._kinds:
             kind = self._kinds[layer]
@@ -299,9 +300,9 @@ class CpuAttention:
                 part.scale, part.soft_cap = self._scale(kind), kind.soft_cap or 0.0
                 part.sinks = 0 if sinks is None else sinks.data_ptr()
         if self._num_extend_tokens:
-            self._run(cpu_extend.extend, plan.extend, layer, q, k, v, first_token=0)
+            self._run(cpu_extend.extend, plan.extend, layer)
         if self._num_decode:
-            self._run(cpu_decode.decode, plan.decode, layer, q, k, v, first_token=self._num_extend_tokens)
+            self._run(cpu_decode.decode, plan.decode, layer)
         return self._out_rows
 
     def decode_stages(self, num_layers: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Sequence[Stage]:
@@ -321,15 +322,21 @@ class CpuAttention:
         self._stages.set([plan.decode for plan in self._plans])
         return True
 
-    def _run(
-        self, kernel: Kernel, arguments: ctypes.Structure, layer: int, q: Tensor, k: Tensor, v: Tensor, first_token: int
-    ) -> None:
-        """Run the part of the step that begins with token ``first_token``."""
+    def _read_from(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Name ``q``, ``k`` and ``v`` in the arguments of both parts of the step."""
+        self._read = q, k, v
+        for name, x in zip("qkv", self._read, strict=True):
+            assert x.dtype == torch.float32, f"kernels read float32, got {x.dtype}"
+            assert x.stride()[1:] == (self._heads.dim, 1), f"heads must lie in a row, strides are {x.stride()}"
+            start, stride = x.data_ptr(), 4 * x.stride(0)
+            for plan in self._distinct_plans:
+                for arguments, first in ((plan.extend, 0), (plan.decode, self._num_extend_tokens)):
+                    setattr(arguments, name, start + first * stride)
+                    setattr(arguments, f"{name}_stride", stride)
+
+    def _run(self, kernel: Kernel, arguments: ctypes.Structure, layer: int) -> None:
+        """Run a part of the step."""
         arguments.keys, arguments.values = self._layer(layer)
-        q_stride, k_stride, v_stride = 4 * q.stride(0), 4 * k.stride(0), 4 * v.stride(0)
-        arguments.q, arguments.q_stride = q.data_ptr() + first_token * q_stride, q_stride
-        arguments.k, arguments.k_stride = k.data_ptr() + first_token * k_stride, k_stride
-        arguments.v, arguments.v_stride = v.data_ptr() + first_token * v_stride, v_stride
         self._counters[:] = 0
         self._team.run(kernel, arguments)
 

@@ -49,19 +49,21 @@ PART = 512  # inputs of many rows at a time: 32 KB of a panel
 FEW_ROWS = 2 * TILE_ROWS  # up to so many take all inputs at once
 UNPACKED = 256  # inputs of a panel with scales, whose pairs lie in L1 for more rows than a tile has: 16 KB
 _PAIR_BYTES = 2 * COLUMNS * UNPACKED
-BLOCK_ROWS = 192  # of x, per task: whole tiles of either kind
+BLOCK_ROWS = 192  # of x, per task, at most
 STRIP, STRIP_BYTES = 8, 128 << 10  # panels a task of many rows reads; bytes of them, one of few
-TASKS_PER_THREAD = 4  # at least, if there are enough panels
+# at least, if there are enough panels: of few rows, whose panels ask for what lies behind them, and of many, where each
+# task that is left is one thread's while the others wait
+TASKS_PER_THREAD, TASKS_OF_MANY = 4, 16
 _ROW_BYTES = 4 * COLUMNS  # of a panel's results
 _ASIDE = BLOCK_ROWS * _ROW_BYTES  # of a block's sums of a panel
 
 # rounded: x in bf16, with what lies between its rows, their steps, and each 16 rows. inputs: k in whole steps, of which
-# part at once. tiles: AMX's configuration. aside: of each thread and panel of a task, sums until they are complete;
-# pairs: of each thread, what weights with scales unpack to
+# part at once. block: rows of x, nearly as many for each task. tiles: AMX's configuration. aside: of each thread and
+# panel of a task, sums until they are complete; pairs: of each thread, what weights with scales unpack to
 Bf16Args = struct(
     "Bf16Args",
     "x x_stride k rounded row_bytes step_bytes group_bytes weight panel_bytes bias out out_stride m n inputs part "
-    "strip tiles aside pairs counter",
+    "strip block tiles aside pairs counter",
 )
 _ONE, _TWO = (amx_tile(groups, fetches=False) for groups in (1, 2))
 _ONE_FETCHES, _TWO_FETCHES = (amx_tile(groups, fetches=True) for groups in (1, 2))
@@ -136,12 +138,12 @@ def make_run(
             sum_step(a, row_at, step)
         barrier()
         begin(a)
-        panels, blocks = (a.n + COLUMNS - 1) // COLUMNS, (a.m + BLOCK_ROWS - 1) // BLOCK_ROWS
+        panels, blocks = (a.n + COLUMNS - 1) // COLUMNS, (a.m + a.block - 1) // a.block
         num_tasks = (panels + a.strip - 1) // a.strip * blocks
         task = take_next(a.counter)
         while task < num_tasks:
-            first, row = task // blocks * a.strip, task % blocks * BLOCK_ROWS
-            rows, end = min(BLOCK_ROWS, a.m - row), min(first + a.strip, panels)
+            first, row = task // blocks * a.strip, task % blocks * a.block
+            rows, end = min(a.block, a.m - row), min(first + a.strip, panels)
             x, here = a.rounded + row // TILE_ROWS * a.group_bytes, a.out + row * a.out_stride
             for start in range(0, a.inputs, a.part):
                 for panel in range(first, end):
@@ -309,7 +311,10 @@ class Bf16Stage(LinearStage):
         pairs_bytes = team.num_threads * _PAIR_BYTES
         self._memory = team.memory((rounded_bytes + aside_bytes + pairs_bytes) // 4)  # kept alive
         self._weight, self._bias, self._function = weight, bias, PRODUCTS[by, weight.format]
-        self._strip = min(STRIP, len(weight.data) // (TASKS_PER_THREAD * team.num_threads))
+        few, many = (len(weight.data) // (tasks * team.num_threads) for tasks in (TASKS_PER_THREAD, TASKS_OF_MANY))
+        self._strip_of_few = max(1, min(few, STRIP, STRIP_BYTES // weight.data.stride(0)))
+        self._strip = max(1, min(many, STRIP))
+        self._unit = 2 * TILE_ROWS if by == "amx" else 4 * DOT_ROWS  # of a block: whole tiles, and each 16 rows of x
         self._arguments = Bf16Args(
             x=x.data_ptr(),
             x_stride=4 * x.stride(0),
@@ -333,7 +338,8 @@ class Bf16Stage(LinearStage):
     def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
         few, a = num_rows <= FEW_ROWS, self._arguments
         a.m, a.counter, a.part = num_rows, counter, a.inputs if few else PART
-        a.strip = max(1, min(self._strip, STRIP_BYTES // a.panel_bytes) if few else self._strip)
+        a.strip, blocks = self._strip_of_few if few else self._strip, -(-num_rows // BLOCK_ROWS)
+        a.block = -(-num_rows // (blocks * self._unit)) * self._unit
         return self._function, a
 
 

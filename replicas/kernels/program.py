@@ -65,20 +65,18 @@ class Program:
         self._table = np.zeros((len(self.stages), 2), np.int64)
         self._short = self._table[self._kept]
         self._counters = np.zeros((len(self.stages) + 1, _COUNTER_BYTES // 8), np.int64)
-        self._arguments = ProgramArgs()
+        self._counters_at = self._counters.ctypes.data
+        self._all, self._some = (ProgramArgs(table.ctypes.data, len(table)) for table in (self._table, self._short))
 
     def run(self, num_rows: int, *, whole: bool = True) -> None:
         """Run the stages on the first ``num_rows`` >= 1 rows of their memory: all, or those that are kept."""
         if num_rows != self._num_rows:
             self._prepare(num_rows)
-        table = self._table if whole else self._short
-        self._arguments.stages, self._arguments.num_stages = table.ctypes.data, len(table)
         self._counters.fill(0)
-        self._team.run(_run_stages, self._arguments)
+        self._team.run(_run_stages, self._all if whole else self._some)
 
     def _prepare(self, num_rows: int) -> None:
-        for i, stage in enumerate(self.stages):
-            function, arguments = stage.prepare(num_rows, self._counters[i].ctypes.data)
-            self._table[i] = function.address, ctypes.addressof(arguments)
+        calls = [stage.prepare(num_rows, self._counters_at + _COUNTER_BYTES * i) for i, stage in enumerate(self.stages)]
+        self._table[:] = [(function.address, ctypes.addressof(arguments)) for function, arguments in calls]
         self._short[:] = self._table[self._kept]
         self._num_rows = num_rows
