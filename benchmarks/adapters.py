@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import driver, harness
 from benchmarks.harness import Row, Table
-from replicas.config import CacheConfig
+from replicas.config import AdapterLimits, CacheConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import AdapterRef
@@ -33,6 +33,7 @@ def adapter_rows(options: argparse.Namespace) -> list[Row]:
     """Measure the sides, and how long an adapter takes to load."""
     settings = EngineSettings(
         model=options.model, cache=CacheConfig(max_total_tokens=8_192), num_threads=options.threads,
+        adapters=AdapterLimits(),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, closing(load_engine(settings)) as engine:
         path = Path(engine.config.model.path)

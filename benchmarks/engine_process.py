@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from kvtransfer.types import PeerAddress, TransferSettings, Verify
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.config import AdapterLimits, CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import LocalWorkers, local_worker
@@ -228,6 +228,7 @@ def _main(pipe: Connection, settings: ProcessSettings, dumps: str) -> None:
             cache=CacheConfig(page_size=settings.page, max_total_tokens=settings.pool_tokens),
             scheduler=SchedulerConfig(chunked_prefill_size=settings.chunk, max_running_requests=4),
             parallel=ParallelConfig(tp=settings.tp),
+            adapters=AdapterLimits(),
             num_threads=1,
             context_len=settings.context_len,
             workers=LocalWorkers(functools.partial(_follow, dumps)),

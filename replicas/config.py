@@ -343,7 +343,8 @@ class AdapterLimits:
     max_rank: int = 64
     max_bytes: int = 1 << 30  # of an adapter's file
     max_held: int = 1024  # at once
-    host_bytes: int = 1 << 30  # of all that it holds, in fp32; others are dropped, and loaded again when asked for
+    # of all that it holds: in fp32, on a GPU in the model's dtype; others are dropped, and loaded again when asked for
+    host_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,7 +427,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # of decode steps, on a GPU
     num_threads: int = 1  # compute threads of each rank, CPU only
     products: Products = field(default_factory=Products)  # CPU only
-    adapters: AdapterLimits = AdapterLimits()
+    adapters: AdapterLimits | None = None  # None: none are served
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property

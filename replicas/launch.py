@@ -69,7 +69,7 @@ class EngineSettings:
     scheduler: SchedulerConfig | None = None
     parallel: ParallelConfig | None = None
     attention: Attention = "auto"
-    adapters: AdapterLimits | None = None
+    adapters: AdapterLimits | None = None  # None: none are served
     products: ProductSetting = "auto"  # for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or the faster
     cuda_graphs: bool = True
     num_threads: int | None = None
@@ -121,7 +121,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             kv_bytes=ranks.kv_bytes(config),
             page_home=_page_home(config, kv, ranks.host),
             give_back=ranks.give_back,
-            adapters=HeldAdapters(ranks.adapters(config), settings.clock),
+            adapters=None if config.adapters is None else HeldAdapters(ranks.adapters(config.adapters), settings.clock),
         ),
         tokenizer=tokenizer,
         transfer=connected,
@@ -162,7 +162,7 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
     origin = {**config.origin, "model.products": why}
     if settings.dtype is None and config.device == "cpu" and model.dtype == "bfloat16":
         origin["model.dtype"] = f"the checkpoint's, which this CPU multiplies: {describe_gains('bfloat16')}"
-    config = replace(config, products=products, adapters=settings.adapters or config.adapters, origin=origin)
+    config = replace(config, products=products, adapters=settings.adapters, origin=origin)
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)
     return config

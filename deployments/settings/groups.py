@@ -224,7 +224,8 @@ class AdapterSettings(Settings):
     names_folder: str | None = Field(default=None, pattern="^/")
     max_rank: int = Field(default=64, ge=1)  # an adapter of a higher rank is refused
     max_bytes: int = Field(default=1 << 30, ge=1024)  # one whose file is larger is refused
-    # memory of each replica for adapters, beside cache.device_memory_bytes; those used least recently make room
+    # memory of each replica for adapters, beside cache.device_memory_bytes; on a GPU out of its memory for weights and
+    # pool; those used least recently make room
     host_bytes: int = Field(default=1 << 30, ge=1024)
 
     @property

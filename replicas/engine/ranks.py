@@ -109,10 +109,10 @@ class RankedAdapters:
         share = self._bank().prepare(order)
 
         def give() -> None:
+            self._bank().put(share)  # before the others: where it finds no memory, no rank holds the adapter
             self._send(order)
-            self._bank().put(share)
 
-        return ReadAdapter(ref.identity, share.num_bytes * self._num_ranks, give)
+        return ReadAdapter(ref.identity, share.packed.num_bytes * self._num_ranks, give)
 
     def drop(self, identity: str) -> None:
         """Let every rank forget an adapter that no step has any more."""
@@ -186,10 +186,10 @@ class Ranks:
             self._channel.send(order)
         give_back_parts(order, self.runner.pool)
 
-    def adapters(self, config: EngineConfig) -> RankedAdapters:
+    def adapters(self, limits: AdapterLimits) -> RankedAdapters:
         """Give access to the adapters of all ranks."""
         send = self._channel.send if self._channel is not None else _send_nothing
-        return RankedAdapters(lambda: self.runner.adapters, config.adapters, send, config.parallel.tp)
+        return RankedAdapters(lambda: self.runner.adapters, limits, send, self.runner.tp.size)
 
     def copier(self) -> RankedCopier | None:
         """Give access to the pages of all ranks' pools and of the host tier; None without one."""

@@ -8,7 +8,7 @@ Thread:    `put`, `drop` and `begin`: the one that runs the model. `prepare`: an
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 
 from replicas.config import AdapterLimits
-from replicas.errors import InvalidAdapter
-from replicas.kernels.adapters.low_rank import LowRankKernel, Packed, StepRows, together
-from replicas.kernels.adapters.on_gpu import TorchLowRank
+from replicas.errors import InvalidAdapter, Overloaded
+from replicas.kernels import gpu
+from replicas.kernels.adapters.low_rank import HostLowRank, HostPacked
+from replicas.kernels.adapters.on_gpu import GpuLowRank, GpuPacked, Upload
 from replicas.kernels.team import team
 from replicas.layers.layer import full_name
 from replicas.layers.linear import Linear, Pair
@@ -51,27 +52,32 @@ class RankAdapter:
 
     identity: str
     rank: int
-    parts: Mapping[str, "Packed | Sequence[Pair | None]"]  # by product
-    num_bytes: int  # of the parts
+    packed: HostPacked | GpuPacked
 
 
 class AdapterBank:
     """The adapters on one rank."""
 
-    def __init__(self, products: Mapping[str, Linear], device: torch.device, limits: AdapterLimits) -> None:
-        """``products``: those that adapters can add to, by their names in the checkpoint."""
-        self._products, self._step = products, StepRows()
+    def __init__(
+        self, products: Mapping[str, Linear], device: torch.device, limits: AdapterLimits, upload: Upload
+    ) -> None:
+        """``products``: those that adapters can add to, by their names in the checkpoint; ``upload``: to a GPU."""
+        self._products = products
         self._numbers: dict[str, tuple[int, int]] = {}  # identity -> its number in steps, its rank
-        self._added: dict[str, LowRankKernel | TorchLowRank] = {}
-        for name, product in products.items():
-            pieces = list(product.weights_here.values())
-            if device.type == "cpu":
-                threads, inputs = team(torch.get_num_threads()), product.matmul.shape[1]
-                self._added[name] = LowRankKernel(
-                    self._step, inputs, pieces, threads, max_rank=limits.max_rank, max_held=limits.max_held
-                )
-            else:
-                self._added[name] = TorchLowRank(self._step, pieces, device)
+        shapes = {name: (one.matmul.shape[1], list(one.weights_here.values())) for name, one in products.items()}
+        most = {"max_rank": limits.max_rank, "max_held": limits.max_held}
+        self._held: HostLowRank | GpuLowRank
+        if device.type == "cpu":
+            self._held = HostLowRank(shapes, team(torch.get_num_threads()), **most)
+            return
+        dtype = next((one.matmul.weight.dtype for one in products.values() if one.matmul.weight is not None), None)
+        self._held = GpuLowRank(shapes, dtype or torch.float32, device, upload, **most)
+        self._add()
+
+    def _add(self) -> None:
+        """Let every product ask what adapters add to it."""
+        for name, product in self._products.items():
+            product.added = self._held.added[name]
 
     def run(self, order: AdapterOrder) -> None:
         """Run this rank's part of an order. What rank 0 could prepare, this rank can."""
@@ -83,10 +89,13 @@ class AdapterBank:
     def prepare(self, order: PutAdapter) -> RankAdapter:
         """Cut this rank's share of an adapter, and bring it into the form of the kernels.
 
-        Raises: InvalidAdapter that names a layer that adapters cannot change here, or have in another shape.
+        Raises: InvalidAdapter that names a layer that adapters cannot change here, or have in another shape; or that
+                says that no adapters can be used here.
         """
+        if isinstance(self._held, GpuLowRank) and gpu.kernels() is None:
+            raise InvalidAdapter("adapter: it needs Triton, which this replica cannot use on its GPU: its log says why")
         left = {name: (torch.from_numpy(a), torch.from_numpy(b)) for name, (a, b) in order.pairs.items()}
-        parts: dict[str, Packed | Sequence[Pair | None]] = {}
+        parts: dict[str, Sequence[Pair | None]] = {}
         for name, product in self._products.items():
             cut: list[Pair | None] = []
             for weight in product.weights_here:
@@ -98,7 +107,7 @@ class AdapterBank:
                         f"adapter: {full_name(name, weight)}: {error}: it is another model's"
                     ) from error
             if any(cut):
-                parts[name] = self._added[name].pack(cut)
+                parts[name] = cut
         if left:
             layers = {
                 full_name(n, weight).rpartition(".")[2] for n, p in self._products.items() for weight in p.weights_here
@@ -111,28 +120,29 @@ class AdapterBank:
                     else "no layer of this model can"
                 )
             )
-        num_bytes = _num_bytes(parts.values())
-        packed = {name: part for name, part in parts.items() if isinstance(part, Packed)}
-        parts |= dict(zip(packed, together(list(packed.values())), strict=True))
-        return RankAdapter(order.identity, order.rank, parts, num_bytes)
+        return RankAdapter(order.identity, order.rank, self._held.pack(parts))
 
     def put(self, adapter: RankAdapter) -> None:
-        """Hold an adapter for the steps that follow."""
+        """Hold an adapter for the steps that follow. Raises: Overloaded, on a GPU without memory for it."""
         taken = {number for number, _ in self._numbers.values()}
         number = next(number for number in itertools.count() if number not in taken)
+        try:
+            self._held.put(number, adapter.packed)  # type: ignore[arg-type]  # its own `pack` made it
+        except torch.OutOfMemoryError as error:
+            raise Overloaded(
+                f"adapter: the GPU has no {adapter.packed.num_bytes:,} bytes for another: lower "
+                "cache.mem_fraction_static"
+            ) from error
         self._numbers[adapter.identity] = number, adapter.rank
-        for name, product in self._products.items():
-            product.added = self._added[name]
-        for name, part in adapter.parts.items():
-            self._added[name].put(number, part)  # type: ignore[arg-type]  # its own `pack` made it
+        self._add()
 
     def drop(self, identity: str) -> None:
         number, _ = self._numbers.pop(identity)
-        for added in self._added.values():
-            added.drop(number)
+        self._held.drop(number)
 
-    def begin(self, adapters: Sequence[str], lengths: Sequence[int]) -> None:
-        """Let the next step have rows of ``adapters``, ``lengths`` of each, one behind the other; "": of none."""
+    def begin(self, adapters: Sequence[str], lengths: Sequence[int], graph_rows: int | None = None) -> None:
+        """Let the next step have rows of ``adapters``, ``lengths`` of each, one behind the other; "": of none.
+        ``graph_rows``: of the CUDA graph that runs it; None: none does."""
         runs: list[tuple[int, int, int]] = []
         first = most = 0
         for identity, group in itertools.groupby(zip(adapters, lengths, strict=True), key=lambda each: each[0]):
@@ -142,11 +152,12 @@ class AdapterBank:
                 runs.append((first, rows, number))
                 most = max(most, rank)
             first += rows
-        self._step.set(runs, most)
+        if isinstance(self._held, GpuLowRank):
+            self._held.step.set(runs, most, graph_rows)
+        else:
+            self._held.step.set(runs, most)
 
-
-def _num_bytes(parts: Iterable[Packed | Sequence[Pair | None]]) -> int:
-    arrays: list[Floats | torch.Tensor] = []
-    for part in parts:
-        arrays += part.panels if isinstance(part, Packed) else itertools.chain(*filter(None, part))
-    return sum(each.nbytes for each in arrays)
+    def begin_idle(self, graph_rows: int | None = None) -> None:
+        """Let a GPU's kernels run in the next step though none of its rows has an adapter."""
+        if isinstance(self._held, GpuLowRank):
+            self._held.step.set_idle(graph_rows)

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: the launches of a whole forward pass are recorded once and replayed as one.
 
-Owns:      the graphs, one for each of some batch sizes, and the memory that they read and write: inputs (one packed
-           copy a step), and logits.
+Owns:      the graphs, one for each of some batch sizes, and one more where any row has an adapter; the memory that they
+           read and write: inputs (one packed copy a step), and logits.
 Never:     samples; extends. A step of more rows than the largest size runs without a graph.
 Ranks:     capture the same sizes in the same order, each after all have met: NCCL's communicator was made before, by
            steps without graphs, and what one rank records the others record too. At replay NCCL's kernels meet as
@@ -11,9 +11,10 @@ Invariant: what a graph reads and writes keeps its address. A smaller batch is p
 Thread:    the thread that runs the model.
 """
 
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -23,7 +24,7 @@ from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.layers.tp_group import TpGroup
 from replicas.runner.batch import DeviceBatch, DeviceTable, Staging, build_decode, decode_arrays, places
 from replicas.runner.warm_up import idle_decode
-from replicas.scheduler.plan import DecodePlan
+from replicas.scheduler.plan import DecodePlan, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +57,18 @@ class DecodeGraphs:
         _, num_bytes = places(decode_arrays(idle_decode(1), largest))
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._logits = torch.zeros(largest, vocab_size, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
-    def capture(self, forward: Forward, tp: TpGroup) -> None:
+    def capture(self, forward: Forward, tp: TpGroup, begin: Mapping[bool, Callable[[int], None]]) -> None:
         """Record ``forward`` at every size, the largest first: the others use its memory again. All ranks of ``tp``
-        call this with graphs of the same sizes."""
+        call this with graphs of the same sizes. ``begin``: of steps without adapters (False), and with (True) where any
+        are served: prepares one of a size."""
         started_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         # One stream for all: cuBLAS keeps a workspace for each stream that it has seen.
         stream = torch.cuda.Stream(self._staging.device)  # type: ignore[no-untyped-call]
-        for size in reversed(self.sizes):
+        for size, adapted in itertools.product(reversed(self.sizes), begin):
+            begin[adapted](size)
             batch = self.fill(idle_decode(size))
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -76,21 +79,25 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._logits[:size].copy_(forward(batch))
-            self._graphs[size] = graph
+            self._graphs[size, adapted] = graph
         capture_s = time.monotonic() - started_s
-        log.info("CUDA graphs: %d sizes up to %d in %.1f s", len(self.sizes), self.sizes[-1], capture_s)
+        log.info("CUDA graphs: %d for sizes up to %d in %.1f s", len(self._graphs), self.sizes[-1], capture_s)
+
+    def size_of(self, plan: StepPlan) -> int | None:
+        """Return the size of the graph that runs a step; None if none does."""
+        return graph_size(len(plan.rows), self.sizes) if isinstance(plan, DecodePlan) else None
 
     def fill(self, plan: DecodePlan) -> DeviceBatch:
         """Write ``plan`` into the graphs' inputs, padded to one of their sizes, and begin it."""
-        size = graph_size(len(plan.rows), self.sizes)
+        size = self.size_of(plan)
         assert size is not None, "a plan of more rows than any graph has"
         batch = build_decode(plan, self._table, self._staging, size=size, into=self._inputs)
         self._attention.begin_graph(batch.meta)
         return batch
 
-    def replay(self, batch: DeviceBatch, num_rows: int) -> Tensor:
+    def replay(self, batch: DeviceBatch, num_rows: int, *, adapted: bool) -> Tensor:
         """Return the logits [num_rows, V] of a batch that `fill` made; the next replay overwrites them."""
-        self._graphs[batch.meta.num_tokens].replay()
+        self._graphs[batch.meta.num_tokens, adapted].replay()
         return self._logits[:num_rows]
 
 
@@ -105,10 +112,17 @@ def graph_size(num_rows: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def graph_bytes(
-    max_rows: int, *, vocab_size: int, hidden_size: int, intermediate_size: int, num_heads: int, head_dim: int
+    max_rows: int,
+    *,
+    kinds: int,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_heads: int,
+    head_dim: int,
 ) -> int:
     """Compute the device memory to leave for a rank's graphs: logits (held, made, in the model's dtype), the largest
-    batch within a layer, each graph's own memory, and the workspace of the stream they share."""
+    batch within a layer, each graph's own memory, and the workspace of the stream they share. ``kinds``: of graphs."""
     sizes = graph_sizes(max_rows)
     per_row = 12 * vocab_size + 4 * (6 * hidden_size + 3 * intermediate_size + 48 * num_heads * head_dim)
-    return sizes[-1] * per_row + len(sizes) * BYTES_PER_GRAPH + CUBLAS_BYTES
+    return sizes[-1] * per_row + kinds * len(sizes) * BYTES_PER_GRAPH + CUBLAS_BYTES

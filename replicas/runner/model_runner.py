@@ -11,7 +11,7 @@ Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -118,12 +118,18 @@ class ModelRunner:
 
     @functools.cached_property
     def adapters(self) -> AdapterBank:
-        """The adapters on this rank; asked for when the first is loaded."""
+        """The adapters on this rank, where any are served; on a CPU asked for when the first is loaded."""
+        assert self._config.adapters is not None
         products = self._model.adaptable() if isinstance(self._model, Llama) else {}
-        return AdapterBank(products, self.device, self._config.adapters)
+        return AdapterBank(products, self.device, self._config.adapters, self._staging.upload)
 
-    def _begin_adapters(self, plan: StepPlan) -> bool:
-        """Say which rows of the step have which adapter. Returns: whether any has."""
+    @property
+    def _adapts_on_gpu(self) -> bool:
+        return self._config.adapters is not None and self.device.type == "cuda" and gpu.kernels() is not None
+
+    def _begin_adapters(self, plan: StepPlan, graph_rows: int | None) -> bool:
+        """Say which rows of the step have which adapter. Returns: whether any has. ``graph_rows``: of the graph that
+        runs it; None: none does."""
         if isinstance(plan, DecodePlan):
             adapters, lengths = plan.adapters, [1] * len(plan.adapters)
         else:
@@ -131,16 +137,20 @@ class ModelRunner:
             lengths = [len(row.token_ids) for row in plan.rows]
         has_any = any(adapters)
         if has_any or "adapters" in self.__dict__:
-            self.adapters.begin(adapters, lengths)
+            self.adapters.begin(adapters, lengths, graph_rows)
         return has_any
 
-    def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
-        """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
-        graphs = None if self._begin_adapters(plan) else self._graphs
-        if graphs is not None and isinstance(plan, DecodePlan) and len(plan.rows) <= graphs.sizes[-1]:
-            batch = graphs.fill(plan)
+    def forward(self, plan: StepPlan, *, warms: bool = False) -> tuple[Tensor, batches.DeviceBatch]:
+        """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch.
+        ``warms``: with the kernels of adapters on a GPU, though no row has one."""
+        graph_rows = None if self._graphs is None else self._graphs.size_of(plan)
+        adapted = self._begin_adapters(plan, graph_rows)
+        if warms and self._adapts_on_gpu:
+            self.adapters.begin_idle()
+        if self._graphs is not None and graph_rows is not None and isinstance(plan, DecodePlan):
+            batch = self._graphs.fill(plan)
             self._put_followed(plan, batch)
-            return graphs.replay(batch, len(plan.rows)), batch
+            return self._graphs.replay(batch, len(plan.rows), adapted=adapted), batch
         batch = batches.build(plan, self.table, self._staging)
         self._put_followed(plan, batch)
         if isinstance(plan, ExtendPlan) and any(row.readout is not None and row.readout.pooling for row in plan.rows):
@@ -230,7 +240,7 @@ class ModelRunner:
 
     def _size_pool(self, memory: int, weights: int, channels: Tensor | None = None) -> sizing.PoolSize:
         config, cache = self._config, self._config.cache
-        taken = weights + set_aside.bytes_for_graphs(config)
+        taken = weights + set_aside.bytes_for_graphs(config) + set_aside.bytes_for_adapters(config, self.tp.size)
         taken += set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
         kv_bytes = self.tp.min_int(sizing.kv_bytes(memory, taken, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
@@ -259,7 +269,11 @@ class ModelRunner:
             max_rows=rows,
             vocab_size=self._config.model.vocab_size,
         )
-        graphs.capture(self._forward_begun, self.tp)
+        begin: dict[bool, Callable[[int], None]] = {False: lambda size: None}
+        if self._adapts_on_gpu:
+            bank = self.adapters
+            begin = {False: lambda size: bank.begin((), ()), True: bank.begin_idle}
+        graphs.capture(self._forward_begun, self.tp, begin)
         self._graphs = graphs
 
     def _forward_begun(self, batch: batches.DeviceBatch) -> Tensor:
@@ -304,22 +318,23 @@ class ModelRunner:
         Returns: its duration in s.
         """
         started_s = time.monotonic()
-        if self.device.type == "cpu":
+        forward = functools.partial(self.forward, warms=True)
+        if self._config.adapters is not None and self.device.type == "cpu":
             for kernel in (low_rank.shrink, low_rank.expand):
                 assert kernel.address  # compile now, not in the first request with an adapter
-        self.forward(idle_extend(self.max_running, 2))
-        logits, _ = self.forward(idle_decode(1, row=self.max_running, seq_len=2))
+        forward(idle_extend(self.max_running, 2))
+        logits, _ = forward(idle_decode(1, row=self.max_running, seq_len=2))
         if self.tp.rank == 0:
             self._sampler.warm_up(logits, on_device=self._samples_on_device)
         shared_len = self.pool.page_size
         if self.device.type == "cuda" and shared_len < self._config.model.context_len:
             group = PrefixGroup(members=np.arange(2, dtype=np.int32), length=shared_len)
             plan = idle_decode(2, row=self.max_running, seq_len=shared_len + 1, groups=(group,))
-            self.forward(plan)  # kernels that only a group has
+            forward(plan)  # kernels that only a group has
         self._capture_graphs()
         if self.device.type == "cuda":
             run_largest_step(
-                self._config, self.forward, row=self.max_running, device=self.device, reserve_bytes=self._reserve_bytes
+                self._config, forward, row=self.max_running, device=self.device, reserve_bytes=self._reserve_bytes
             )
         warm_up_s = time.monotonic() - started_s
         log.info("warm-up: %.1f s", warm_up_s)

@@ -9,6 +9,7 @@ import torch
 
 from replicas.attention.workspace import INT_BYTES, MIN_BYTES, attention_bytes
 from replicas.config import E5M2_TENSOR, FP8_TENSOR, EngineConfig
+from replicas.kernels.adapters.on_gpu import PER_RECORD_BYTES, between_bytes
 from replicas.memory import sizing
 from replicas.memory.table import ROW_SLACK
 from replicas.runner.graphs import SIZES, graph_bytes
@@ -31,6 +32,7 @@ def bytes_for_graphs(config: EngineConfig) -> int:
         return 0
     return graph_bytes(
         rows,
+        kinds=1 if config.adapters is None else 2,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.widest_inner,
@@ -54,6 +56,15 @@ def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -
         num_sms=num_sms,
         max_pages=-(-(model.context_len + ROW_SLACK) // config.cache.page_size),
     )
+
+
+def bytes_for_adapters(config: EngineConfig, num_ranks: int) -> int:
+    """Return the bytes of a rank's adapters: their weights, their records, and what lies between the kernels."""
+    limits, model = config.adapters, config.model
+    if config.device != "cuda" or limits is None:
+        return 0
+    records = limits.max_held * 4 * model.num_layers * PER_RECORD_BYTES
+    return limits.host_bytes // num_ranks + records + between_bytes(graph_rows(config), limits.max_rank)
 
 
 def bytes_for_table(config: EngineConfig, kv_bytes: int, cell_bytes: int) -> int:

@@ -181,6 +181,7 @@ LATE: dict[str, str] = {
     "replicas.checkpoints.checkpoint": "only a GGUF file needs gguf",
     "replicas.checkpoints.gguf_file": "the file's header is read without torch",
     "replicas.kernels.gpu": "Triton may be missing",
+    "replicas.kernels.adapters.on_gpu": "Triton may be missing",
     "replicas.kernels.experts.on_gpu": "Triton may be missing",
     "replicas.layers.moe": "Triton may be missing",
     "replicas.models.registry": "a family of our own needs no Transformers",

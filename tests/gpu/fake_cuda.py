@@ -455,6 +455,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """From now on this process has a GPU; Triton must be interpreting."""
     from replicas.attention import triton_kernels, triton_paged
     from replicas.kernels import gpu, triton_rows
+    from replicas.kernels.adapters import on_gpu as low_rank
+    from replicas.kernels.adapters import triton_low_rank
 
     FAKE.reset()
     for name in of_torch:
@@ -490,8 +492,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(triton_paged, "kernels", kernels_of(triton_kernels))
-    elementwise = kernels_of(triton_rows)
+    elementwise, adapters = kernels_of(triton_rows), kernels_of(triton_low_rank)
     monkeypatch.setattr(gpu, "kernels", lambda: elementwise)
+    monkeypatch.setattr(low_rank, "programs", lambda: adapters)
     monkeypatch.setattr(triton_paged, "PROGRAMS", 8)  # an interpreted program takes a millisecond
     monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
     return FAKE

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from replicas.kernels import gpu
+from replicas.kernels.adapters import on_gpu as low_rank
 from replicas.kernels.experts import on_gpu
 from replicas.runner import device_draw, token_counts
 from replicas.runner.draw import HEAD
@@ -29,8 +30,8 @@ from replicas.kernels import gpu
 
 KINDS = [
     ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens choices experts"),
-    ("*i64", "out_slots index rules tokens head_ids places penalties"),
-    ("*fp32", "part_out part_lse logits peaks scaled head_values made weights"),
+    ("*i64", "out_slots index rules tokens head_ids places penalties records"),
+    ("*fp32", "low part_out part_lse logits peaks scaled head_values made weights"),
     ("fp32", "scale cap eps v_scale k_inverse v_inverse"),
     (sys.argv[3], "keys values"), (sys.argv[1], "q out k v sinks cos sin q_norm k_norm x term weight gate_up"),
 ]
@@ -79,6 +80,9 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     attention, elementwise = "attention.triton_kernels", "kernels.triton_rows"
     experts, tile = "kernels.experts.triton_grouped", {"BLOCK_N": on_gpu.BLOCK_N, "BLOCK_K": on_gpu.BLOCK_K}
     product = {"SHARED": 8, "BLOCK_M": on_gpu.MANY_ROWS, "PRECISION": "tf32"} | tile
+    adapters, chunks = "kernels.adapters.triton_low_rank", low_rank.CHUNKS
+    shrink = {"PIECES": 3, "CHUNKS": chunks if special else 1, "BLOCK_K": low_rank.BLOCK_K, "PRECISION": "tf32"}
+    expand = {"PARTS": 1 if special else chunks, "BLOCK_N": low_rank.BLOCK_N, "PRECISION": "tf32"}
     cases = [
         (attention, "extend", common | {"GROUP_ROWS": rows, "TILE": 128 // rows, "SINKS": special}, 8),
         (attention, "decode_parts", common | {"GROUP_ROWS": max(16, rows), "CASCADE": True}, 4),
@@ -93,6 +97,8 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
         (elementwise, "scale", {"BLOCK": device_draw.BLOCK}, 4, gpu.EXACT),
         (experts, "grouped_product", product, on_gpu.WARPS),
         (experts, "sum_choices", {"TOP_K": 8, "BLOCK": on_gpu.SUM_BLOCK}, on_gpu.WARPS),
+        (adapters, "shrink", shrink, low_rank.WARPS),
+        (adapters, "expand", expand, low_rank.WARPS),
         (elementwise, "draw", {"BLOCK": device_draw.BLOCK, "HEAD": HEAD}, device_draw.WARPS, gpu.EXACT),
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

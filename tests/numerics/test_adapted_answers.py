@@ -74,7 +74,7 @@ def make_engine(
             scheduler=SchedulerConfig(
                 chunked_prefill_size=chunk, max_running_requests=8, drafts="auto" if drafts else "off"
             ),
-            parallel=ParallelConfig(tp=tp), adapters=limits,
+            parallel=ParallelConfig(tp=tp), adapters=limits or AdapterLimits(),
         )
     )  # fmt: skip
 
@@ -358,7 +358,7 @@ def test_experts_latent_attention_and_models_of_transformers_are_refused_by_name
     ref = make_adapter(tmp_path / "a", tmp_path / "model", rank=4, targets=targets, size=1.0)
     settings = EngineSettings(
         model=str(tmp_path / "model"), num_threads=1, implementation=implementation,
-        cache=CacheConfig(max_total_tokens=512),
+        cache=CacheConfig(max_total_tokens=512), adapters=AdapterLimits(),
     )  # fmt: skip
     ids = np.arange(3, 26, dtype=np.int32)
     with closing(load_engine(settings)) as engine:

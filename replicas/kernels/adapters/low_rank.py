@@ -10,7 +10,7 @@ Thread:    all of the team; tasks are taken one by one.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,44 @@ def together(parts: Sequence[Packed]) -> list[Packed]:
             at += panel.size
         moved.append(Packed(record, [memory]))
     return moved
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostPacked:
+    """What one adapter adds to the products of a rank."""
+
+    parts: Mapping[str, Packed]
+    num_bytes: int
+
+
+class HostLowRank:
+    """What adapters add to the products of a rank."""
+
+    def __init__(
+        self, products: Mapping[str, tuple[int, Sequence[int]]], team: Team, *, max_rank: int, max_held: int
+    ) -> None:
+        """``products``: of each its inputs, and the outputs of its weights in their order."""
+        self.step = StepRows()
+        self.added = {
+            name: LowRankKernel(self.step, inputs, pieces, team, max_rank=max_rank, max_held=max_held)
+            for name, (inputs, pieces) in products.items()
+        }
+
+    def pack(self, pairs: Mapping[str, Sequence[tuple[Tensor, Tensor] | None]]) -> HostPacked:
+        """As `LowRankKernel.pack`, for each product that an adapter changes."""
+        parts = {name: self.added[name].pack(of_weights) for name, of_weights in pairs.items()}
+        num_bytes = sum(panel.nbytes for part in parts.values() for panel in part.panels)
+        return HostPacked(dict(zip(parts, together(list(parts.values())), strict=True)), num_bytes)
+
+    def put(self, adapter: int, packed: HostPacked) -> None:
+        """Let rows of number ``adapter`` add this."""
+        for name, part in packed.parts.items():
+            self.added[name].put(adapter, part)
+
+    def drop(self, adapter: int) -> None:
+        """Forget an adapter that no step uses any more."""
+        for added in self.added.values():
+            added.drop(adapter)
 
 
 class LowRankKernel:

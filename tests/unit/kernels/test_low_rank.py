@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from replicas.kernels.adapters.low_rank import BLOCK_ROWS, LowRankKernel, StepRows
-from replicas.kernels.adapters.on_gpu import TorchLowRank
 from replicas.kernels.team import Team
 
 Pairs = list[tuple[Tensor, Tensor] | None]
@@ -89,21 +88,3 @@ def test_a_dropped_adapter_adds_nothing() -> None:
     out = before.clone()
     kernel(x, out)
     assert torch.equal(out, before)
-
-
-@pytest.mark.parametrize(("inputs", "outputs", "rank"), SHAPES)
-def test_the_way_of_a_gpu_adds_the_same(inputs: int, outputs: tuple[int, ...], rank: int) -> None:
-    step = StepRows()
-    kernel, adapters = made(step, inputs, outputs, rank)
-    by_torch = TorchLowRank(step, outputs, torch.device("cpu"))
-    for number, pairs in enumerate(adapters):
-        by_torch.put(number, by_torch.pack(pairs))
-    by_torch.drop(0)
-    kernel.drop(0)
-    step.set(RUNS, rank + 2)
-    x, before = torch.randn(ROWS, inputs), torch.randn(ROWS, sum(outputs))
-    ours, theirs = before.clone(), before.clone()
-    kernel(x, ours)
-    by_torch(x, theirs)
-    assert not torch.equal(ours, before)
-    assert (ours - theirs).abs().max() < 2e-5

@@ -83,7 +83,7 @@ def test_every_step_of_a_size_lies_where_the_first_did() -> None:
 def test_memory_is_set_aside_for_logits_and_layers_of_the_largest_batch() -> None:
     """256 rows x 12 bytes x 128,256 words are 394 MB; 13 graphs take 16 MiB each."""
     made = graph_bytes(
-        4096, vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_heads=32, head_dim=128
+        4096, kinds=1, vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_heads=32, head_dim=128
     )
     assert made > 12 * 256 * 128_256 + 13 * BYTES_PER_GRAPH
     assert made < 1 << 30
