@@ -147,7 +147,7 @@ def test_a_hand_off_of_a_request_with_an_adapter(processes: Processes, tmp_path:
     processes.decode.submit(base)
     own = processes.decode.finish("base")
     assert processes.unified.executor.adapters is not None
-    processes.unified.executor.adapters.load(ref, set)
+    processes.unified.executor.adapters.load(ref, ())
     told = check_processes(processes, prompt, GREEDY, adapter=ref)
     assert told[0].hand_off is not None
     assert told[0].hand_off.num_pages == 7  # all of the prompt's
