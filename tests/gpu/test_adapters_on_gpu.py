@@ -245,7 +245,7 @@ def test_requests_of_three_adapters_and_of_none_answer_as_the_merged_models_from
     assert engine.executor.adapters is not None
     for ref in adapters[1:]:
         assert ref is not None
-        engine.executor.adapters.load(ref, set)
+        engine.executor.adapters.load(ref, ())
     monkeypatch.setattr(graph_type, "replay", counted)
     monkeypatch.setattr(engine.steps, "launch", watched)
     assert told(engine, adapters) == wanted
