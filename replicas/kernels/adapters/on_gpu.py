@@ -73,16 +73,17 @@ class StepTiles:
 
 def tiles_of(runs: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int32]:
     """Cut runs (first row, rows, adapter) into tiles [T, 1 + ROWS]: an adapter, and its rows, -1 behind the last."""
-    rows: dict[int, list[npt.NDArray[np.int32]]] = {}
-    for first, number, adapter in runs:
-        rows.setdefault(adapter, []).append(np.arange(first, first + number, dtype=np.int32))
-    tiles = []
-    for adapter, parts in rows.items():
-        own = np.concatenate(parts)
-        some = np.full((-(-len(own) // ROWS), 1 + ROWS), adapter, np.int32)
-        some[:, 1:] = np.pad(own, (0, -len(own) % ROWS), constant_values=-1).reshape(-1, ROWS)
-        tiles.append(some)
-    return np.concatenate(tiles)
+    first, number, adapter = np.array(runs, np.int32).T
+    rows = np.arange(number.sum(), dtype=np.int32) + np.repeat(first - (np.cumsum(number) - number), number)
+    adapters = np.repeat(adapter, number)
+    order = np.argsort(adapters, kind="stable")
+    kinds, own = np.unique(adapters, return_counts=True)  # adapters, and how many rows each has
+    of_kind = -(-own // ROWS)
+    place = np.arange(len(rows)) + np.repeat(ROWS * (np.cumsum(of_kind) - of_kind) - (np.cumsum(own) - own), own)
+    tiles = np.full((of_kind.sum(), 1 + ROWS), -1, np.int32)
+    tiles[:, 0] = np.repeat(kinds, of_kind)
+    tiles[place // ROWS, 1 + place % ROWS] = rows[order]
+    return tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
