@@ -205,6 +205,7 @@ class Run:
 
 
 TOLD = "tools told"
+ALONE = "chats alone"  # the same chats, without agents
 WAYS = {
     "lru": CacheConfig(sessions=False),
     "sessions": CacheConfig(sessions=True),
@@ -220,15 +221,18 @@ def sessions(options: argparse.Namespace) -> Iterator[Row]:
     """Yield what each way found, and how long agents and chats waited."""
     shape = QUICK if options.quick else Shape(num_agents=options.agents, run_s=options.seconds)
     ways = [way for way in WAYS if not options.way or way in options.way]
-    found: dict[str, list[Seen]] = {way: [] for way in ways}
-    for round_, way in harness.in_turn(ways, harness.rounds_of(options, 1)):
-        cache = replace(WAYS[way], page_size=PAGE, max_total_tokens=shape.pool_tokens)
+    found: dict[str, list[Seen]] = {way: [] for way in [ALONE, *ways]}
+    for round_, way in harness.in_turn(found, harness.rounds_of(options, 1)):
+        clients = replace(shape, num_agents=0) if way == ALONE else shape
+        cache = replace(WAYS.get(way, CacheConfig()), page_size=PAGE, max_total_tokens=shape.pool_tokens)
         clock = CpuClock(options.slower)
         settings = EngineSettings(model=options.model, cache=cache, num_threads=options.threads, clock=clock)
         with closing(load_engine(settings)) as engine:
-            run = Run(engine, shape, options.seed + round_, clock, tells=way.endswith(TOLD))
+            run = Run(engine, clients, options.seed + round_, clock, tells=way.endswith(TOLD))
             found[way].append(run.run())
+    alone_s = [harness.percentile(run.ttft_s["chat"], 95) for run in found.pop(ALONE)]
     table = Table(f"{shape.num_agents} agents and {shape.num_chats} chats, a pool for {shape.fit} agents")
+    table.add(f"{ALONE}: chats' first token, p95", alone_s, "s")
     for way, runs in found.items():
         table.add(f"{way}: agents' hit rate", [run.cached / run.asked for run in runs])
         rate = 60 / (shape.run_s * shape.num_turns)
@@ -237,6 +241,9 @@ def sessions(options: argparse.Namespace) -> Iterator[Row]:
             waits = [run.ttft_s[kind] for run in runs]
             for name, q in (("median", 50), ("p95", 95)):
                 table.add(f"{way}: {kind}s' first token, {name}", [harness.percentile(each, q) for each in waits], "s")
+        beside_s = [harness.percentile(run.ttft_s["chat"], 95) for run in runs]
+        ratios = [beside / alone for beside, alone in zip(beside_s, alone_s, strict=True)]
+        table.add(f"{way}: chats' p95, beside agents / alone (<= 1.05)", ratios, "x")
     yield from table.rows
 
 

@@ -18,4 +18,6 @@ def test_a_quick_run_counts_hits_sessions_and_first_tokens_of_every_way(tmp_path
         assert rows[f"{way}: sessions a minute"] > 0
         for kind in ("agent", "chat"):
             assert 0 < rows[f"{way}: {kind}s' first token, median"] <= rows[f"{way}: {kind}s' first token, p95"]
+        beside, alone = rows[f"{way}: chats' first token, p95"], rows[f"{agents.ALONE}: chats' first token, p95"]
+        assert rows[f"{way}: chats' p95, beside agents / alone (<= 1.05)"] == beside / alone
     assert rows["lru, host tier: agents' hit rate"] > rows["lru: agents' hit rate"]
