@@ -147,9 +147,9 @@ class RouterIngress:
         self._tracing = tracing.of_router(
             config.observability, model=config.model.name, router_id=router_id, version=self._service.version
         )
-        runner = _runner(config, self._service, keys, router_id)
-        if runner is not None:
-            self._tasks.append(asyncio.create_task(runner.run_forever()))
+        self._runner = _runner(config, self._service, keys, router_id)
+        if self._runner is not None:
+            self._tasks.append(asyncio.create_task(self._runner.run_forever()))
         self._listens_on = await asyncio.to_thread(serve_details.listens_on)
         log.info("%s", logs.WAITS_FOR_REPLICA)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
@@ -201,6 +201,7 @@ class RouterIngress:
             target=self.metrics_target,
             asks_for_key=self._keys.exist,
             since=since,
+            batches=() if self._runner is None else self._runner.progress(),
         )
 
     async def ask_replica(self, replica_id: str, method: str, *args: Any) -> Any:

@@ -47,6 +47,8 @@ Current thread 0x00007fc640d33b80 (most recent call first):
   File "ray/_private/workers/default_worker.py", line 323 in <module>
 """
 NODES = ({"node": "e5f60718", "host": "10.0.3.17"}, {"node": "a1b2c3d4", "host": "10.0.3.18"})
+BATCH = {"id": "batch_6f1d2c3b4a59", "status": "in_progress", "total": 400, "completed": 90, "failed": 10,
+         "created_at": START_S - 300, "expires_at": START_S + 86_100}  # fmt: skip
 CALLERS = ("3f81c2d0", "3f81c2d0", "9b07aa41")  # hashes of API keys
 SILENCE = "it has said nothing for 6.2 s"
 CUDA = "CUDA error: an illegal memory access was encountered"
@@ -71,8 +73,10 @@ class FakeFleet:
         dies_every: int = 0,
         num_nodes: int = 2,
         overloaded: bool = False,
+        tenants: Sequence[str] = (),
     ) -> None:
         self.random = random.Random(7)
+        self.tenants = tenants
         self.slow, self.dies_every, self.num_nodes, self.overloaded = slow, dies_every, num_nodes, overloaded
         roles = ["decode"] * unified + ["prefill"] * prefill if prefill else ["unified"] * unified
         ids = [f"ModelReplica#{self.random.getrandbits(32):08x}" for _ in roles]
@@ -94,6 +98,7 @@ class FakeFleet:
                       "page_size": 16, "tp": 1, "device": "cpu", "attention": "cpu", "grafana": "http://grafana:3000/"},
             "keys": {"admin": True},
             "routers": [{"id": ROUTER, "node": "a1b2c3d4", "answering": True, "open": 3}] if roles else [],
+            "batches": [BATCH] if tenants else [],
             "replicas": self._replicas(START_S, ()),
             "links": [], "requests": [], "figures": [], "alerts": [],
             "events": [], "ended": [],
@@ -190,6 +195,7 @@ class FakeFleet:
             "endpoint": "chat", "outcome": outcome, "replica": replica, "prefill": prefill,
             "finish": ("stop", "length")[number % 3 % 2] if outcome == "ok" else None,
             "caller": CALLERS[number % 3], "session": f"{number * 7 % 6:08x}",
+            "tenant": self.tenants[number % len(self.tenants)] if self.tenants else None,
             "policy": "estimated_ttft", "reason": "lowest_cost" if first else "soonest_first_token", "tries": 1,
             "tries_at": [{"replica": replica, "prefill": prefill, "start_s": 0.002, "end_s": total_s,
                           "failure": "the engine stopped" if outcome == "error" else None}],

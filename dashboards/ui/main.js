@@ -17,6 +17,7 @@ import { ReplicaDrawer, remember } from "./replica_drawer.js";
 import { Requests } from "./requests.js";
 import { River } from "./river.js";
 import { useSelection } from "./selection.js";
+import { Tenants } from "./tenants.js";
 import { Tiles } from "./tiles.js";
 import { Tour } from "./tour.js";
 import { Why, useDetails } from "./why.js";
@@ -96,6 +97,7 @@ function Page({ state, selection, choose, theme, paused, old }) {
     <div class="column">
       <${River} state=${state} selection=${selection} choose=${choose} theme=${theme} paused=${paused} />
       <${Requests} requests=${requests} replicas=${replicas} model=${state.model} api=${state.api} now=${now} chosen=${selection.request} choose=${choose} />
+      <${Tenants} requests=${requests} batches=${state.batches} time=${state.time} />
     </div>
     <${Side} tab=${tabOf(selection)} choose=${choose}>
       ${{

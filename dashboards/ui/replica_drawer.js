@@ -65,35 +65,16 @@ export function ReplicaDrawer({ state, replica, choose }) {
 
 // Facts of the process, asked for every two seconds; `cpu` is the share of a core since the answer before.
 function useFacts(id) {
-  const [known, setKnown] = useState({});
-  useEffect(() => {
-    if (!id) return undefined;
-    let stopped = false;
-    let timer = null;
-    let before = null;
-    let asked = 0;
-    const ask = async () => {
-      try {
-        const facts = document.hidden ? null : await getJson(`api/replicas/${encodeURIComponent(id)}`);
-        if (stopped) return;
-        if (facts) {
-          const at = performance.now() / 1e3;
-          const cpu = before?.cpu_s != null && facts.cpu_s != null ? Math.max(0, (facts.cpu_s - before.cpu_s) / (at - before.at)) : null;
-          before = { cpu_s: facts.cpu_s, at };
-          setKnown({ id, facts, cpu });
-        }
-      } catch (error) {
-        if (!stopped) setKnown((had) => ({ id, facts: had.id === id ? had.facts : undefined, error: error.message }));
-      }
-      if (!stopped) timer = setTimeout(ask, asked++ ? ASK_MS : ASK_MS / 4);
-    };
-    if (!new URLSearchParams(location.search).has("snapshot")) ask();
-    return () => {
-      stopped = true;
-      clearTimeout(timer);
-    };
-  }, [id]);
-  return known.id === id ? known : {};
+  const asks = id && !new URLSearchParams(location.search).has("snapshot");
+  const [facts, error] = useAsked(asks && `api/replicas/${encodeURIComponent(id)}`, ASK_MS);
+  const last = useRef({});
+  if (facts && facts !== last.current.facts) {
+    const at = performance.now() / 1e3;
+    const before = last.current.id === id ? last.current : {};
+    const cpu = before.facts?.cpu_s == null || facts.cpu_s == null ? null : Math.max(0, (facts.cpu_s - before.facts.cpu_s) / (at - before.at));
+    last.current = { id, facts, at, cpu };
+  }
+  return { facts, error, cpu: facts && last.current.cpu };
 }
 
 function Identity({ facts: { facts, cpu, error }, replica, time }) {
@@ -205,16 +186,18 @@ function Confirm({ action, replica, state, onDo, onClose }) {
   </dialog>`;
 }
 
-// Asks `path` now and, with `every`, again and again: [answer, error]
+// Asks `path`, unless there is none, now and, with `every`, again and again: [answer, error]
 function useAsked(path, every) {
-  const [known, setKnown] = useState([null, null]);
+  const [known, setKnown] = useState({});
   useEffect(() => {
-    const ask = () => document.hidden || getJson(path).then((body) => setKnown([body, null]), (error) => setKnown(([body]) => [body, error.message]));
+    if (!path) return undefined;
+    const tell = (change) => setKnown((had) => ({ body: had.path === path ? had.body : undefined, path, ...change }));
+    const ask = () => document.hidden || getJson(path).then((body) => tell({ body }), (error) => tell({ error: error.message }));
     ask();
     const timer = every && setInterval(ask, every);
     return () => clearInterval(timer);
   }, [path]);
-  return known;
+  return known.path === path ? [known.body, known.error] : [];
 }
 
 function Log({ id }) {

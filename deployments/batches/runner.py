@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINES = 50_000  # of a batch, as OpenAI's
 HOLD_S = 15.0  # how long a batch is held; when its router dies, another one takes it after so long
+SHOWN = ("id", "status", "total", "completed", "failed", "created_at", "expires_at")  # of a batch, to everybody
 LOOK_S = 1.0  # between two looks for batches, cancellations and places
 KEEP_S = 0.5  # between two writes of entries
 SWEEP_S = 60.0
@@ -173,6 +174,10 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._store.release(self._router_id)
+
+    def progress(self) -> list[dict[str, Any]]:
+        """Tell how far the batches are that this router runs, as of the last look."""
+        return [{name: row[name] for name in SHOWN} for row in self._held.values()]
 
     async def _look(self) -> None:
         """Take batches, and let go of those that are not ours any more."""

@@ -129,6 +129,7 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "finish": ",".join(timeline.finish_reasons) or None,
         "caller": owner_of(record.rid) or None,
         "session": record.session,
+        "tenant": record.tenant or None,
         "replica": decision.replica_id,
         "prefill": decision.prefill_id,
         "policy": decision.policy,

@@ -67,6 +67,7 @@ class RouteRecord:
     rid: str
     timeline: Timeline
     session: str | None = None  # hash of the session's id and its caller, if it has one
+    tenant: str = ""
     tries: list[Try] = field(default_factory=list)
     outcome: str = "running"  # then one of the catalogue's OUTCOMES
     seq: int = 0  # of its last change
@@ -111,6 +112,7 @@ class RouteLog:
         held_out: Mapping[str, str] = NONE_HELD_OUT,
         *,
         session_id: str = "",
+        tenant: str = "",
         offline: bool = False,
     ) -> Try:
         """Add the next try of request ``rid``; ``offline``: it is a line of a batch."""
@@ -118,7 +120,7 @@ class RouteLog:
         if record is None:
             owned = f"{owner_of(rid)} {session_id}".encode()  # two callers may have named theirs alike
             session = hashlib.blake2b(owned, digest_size=4).hexdigest() if session_id else None
-            record = self._records[rid] = RouteRecord(rid=rid, timeline=timeline, session=session)
+            record = self._records[rid] = RouteRecord(rid=rid, timeline=timeline, session=session, tenant=tenant)
             self._by_name[record.name] = rid
             if offline:
                 self._lines.append(rid)
@@ -362,7 +364,7 @@ class Following:
         now_s = self._clock()
         self._try = self._routes.add(
             self._request.rid, decision, self.timeline, held_out, session_id=self._session_id,
-            offline=self._request.offline,
+            tenant=self._request.tenant, offline=self._request.offline,
         )  # fmt: skip
         self._record = self._routes.get(self._request.rid)
         self.timeline.sent(self._try.times, now_s)

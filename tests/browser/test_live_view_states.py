@@ -5,6 +5,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
 from tests.browser.chromium import Page, rids
+from tests.fake_fleet import FakeFleet
 from tests.fake_observatory import KEY, FakeObservatory
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -174,3 +175,17 @@ def test_a_long_conversation_scrolls_in_its_place_and_makes_the_page_no_longer(
         document.querySelector(".play").prepend(tall);
         return [before, root.scrollHeight];""")
     assert after == before
+
+
+def test_tenants_and_batches_have_a_panel_where_there_are_any(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/idle/?snapshot=1")
+    assert page.all("#tenants") == []
+    names = ("acme", "globex", "umbrella")
+    served.fleets["tenants"] = FakeFleet(unified=2, requests_per_tick=3, ticks=90, tenants=names)
+    page.open(f"{served.url}/tenants/?snapshot=1")
+    *tenants, batch = [row.text.split() for row in page.all("#tenants tbody tr")]
+    assert {each[0] for each in tenants} == set(names)
+    shares = [int(each[3]) for each in tenants]  # name, waiting, running, share, %, tokens
+    assert sum(shares) in range(99, 102)
+    assert shares == sorted(shares, reverse=True)
+    assert batch[:8] == ["batch_6f1d2c", "in", "progress", "25", "%", "400", "10", "23"]

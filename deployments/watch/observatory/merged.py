@@ -6,7 +6,7 @@ Invariant: a router that does not answer keeps its last answer for KEPT_S, so a 
            of them has is gone, whatever the silent ones last reported.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ROUTER, Listed
 
 KEPT_S = 30.0
+MOST_BATCHES = 12  # shown
 DRIFT_S = 1.0  # an answer takes up to 0.8 s: a smaller difference of clocks cannot be measured
 Row = dict[str, Any]  # of a request
 
@@ -86,6 +87,13 @@ class Merged:
         """The newest answer, for what all routers report alike."""
         newest = max(self._heard.values(), key=lambda heard: (heard.time_s, heard.view.router_id), default=None)
         return None if newest is None else newest.view
+
+    @property
+    def batches(self) -> list[Mapping[str, Any]]:
+        """The batches that routers run, the oldest first, each by the newest answer."""
+        told = sorted(self._heard.values(), key=lambda heard: heard.time_s)
+        found = {each["id"]: each for heard in told for each in heard.view.batches}
+        return sorted(found.values(), key=lambda each: (each["created_at"], each["id"]))[:MOST_BATCHES]
 
     def replicas(self) -> dict[str, tuple[SeenReplica, float | None]]:
         """Return replicas by id, each by its newest report, and that report's age at the last poll."""

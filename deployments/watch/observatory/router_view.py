@@ -6,7 +6,7 @@ Thread: the router's event loop.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class RouterView:
     counts: Mapping[str, int] = field(default_factory=dict)  # of requests since the router's start (RequestWatch)
     gaps: TallyCounts | None = None  # between tokens, since then; None where metrics are off
     gone: tuple[GoneReplica, ...] = ()  # the last that have left
+    batches: Sequence[Mapping[str, Any]] = ()  # that it runs (BatchRunner.progress)
 
 
 RULE = ("min_replicas", "max_replicas", "ttft_objective_s", "pool_high", "running_high", "slack")
@@ -59,6 +60,7 @@ def router_view(
     target: Target | None,
     asks_for_key: bool = False,
     since: Mapping[str, int],
+    batches: Sequence[Mapping[str, Any]] = (),
 ) -> RouterView:
     """Read one router. ``since``: by router, the ``seq`` of its last answer; each router looks up its own."""
     # if more than MOST_TOLD changed (all, on a first look), the newest are enough: no more are shown
@@ -88,6 +90,7 @@ def router_view(
         counts=dict(dispatcher.watch.counts),
         gaps=None if dispatcher.watch.gaps is None else dispatcher.watch.gaps.read(),
         gone=fleet.gone,
+        batches=batches,
     )
 
 

@@ -199,7 +199,7 @@ class State:
             "time": 0.0, "version": self._first, "period_s": PERIOD_S, "model": "", "mode": "unified", "started": 0.0,
             "api": "/", "facts": {"version": VERSION, "grafana": grafana_url},
             "keys": {"admin": has_key},
-            "figures": [], "alerts": [], "routers": [], "replicas": [], "links": [],
+            "figures": [], "alerts": [], "routers": [], "batches": [], "replicas": [], "links": [],
             "autoscaling": self.scaling.state, "events": [], "ended": [],
         }  # fmt: skip
 
@@ -249,6 +249,7 @@ class State:
             "figures": figures_body(values, more, objectives, levels, self._met(now_s)),
             "alerts": alerts,
             "routers": self.merged.routers,
+            "batches": self.merged.batches,
             "replicas": replicas,
             "links": self._requests.links(),
             "events": self.feed.body(most=MOST_EVENTS),

@@ -42,6 +42,7 @@ from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import listening
+from tests.waiting import until_async
 
 pytestmark = pytest.mark.model
 NAME = MODEL.rsplit("/", 1)[-1]
@@ -135,10 +136,11 @@ async def entries(sdk: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str
 
 async def test_a_batch_gives_the_answers_of_the_real_model(service: Service, store: BatchStore) -> None:
     service = dataclasses.replace(service, batches=store)
-    async with served(service) as [sdk], running(runner_of(service)):
+    async with served(service) as [sdk], running(runner_of(service)) as runner:
         texts = ["The capital of France is", "Count to three.", "Say hello."]
         batch = await begun(sdk, [line(n, text) for n, text in enumerate(texts)])
         assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
+        await until_async(lambda: [each["id"] for each in runner.progress()] == [batch.id])
         done = await ended(sdk, batch)
         assert done.status == "completed"
         assert done.request_counts is not None

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from deployments.batches.runner import SHOWN
 from deployments.watch.observatory.figures import Rates
 from deployments.watch.observatory.scaling import Scaling
 from deployments.watch.observatory.serve_details import ServeDetails, details_of, live_view_of
@@ -41,6 +42,7 @@ def test_the_fake_fleet_of_the_pages_tests_has_the_form_of_the_state() -> None:
         (each["name"], each["more"].keys(), each.keys()) for each in real["figures"]
     ]
     assert fake["history"]["names"] == real["history"]["names"]
+    assert FakeFleet(tenants=["a"]).answer(0)["batches"][0].keys() == set(SHOWN)
     for part in ("alerts", "replicas", "routers"):
         assert fake[part][0].keys() == real[part][0].keys(), part
 
@@ -75,6 +77,16 @@ def test_viewers_are_counted_without_a_change_since_a_scrape_does_it_on_its_own_
     for at_s in (10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0):  # two views, each polls once a second
         state.answer(0, zipped=False, now_s=at_s)
     assert [state.num_viewers(now_s) for now_s in (100.0, 13.0)] == [0, 2]
+
+
+def test_batches_of_all_routers_are_shown_each_by_the_newest_answer() -> None:
+    def told(number: int, done: int) -> dict[str, Any]:
+        return {"id": f"batch_{number}", "created_at": number, "completed": done}
+
+    state = State()
+    state.advance([view("one", batches=[told(2, 0), told(1, 5)])], NOBODY, 10.0)
+    state.advance([view("two", batches=[told(1, 7)])], NOBODY, 11.0)  # it has taken it over
+    assert state.since()["batches"] == [told(1, 7), told(2, 0)]
 
 
 def test_of_two_routers_the_newest_report_of_a_replica_counts() -> None:

@@ -19,8 +19,8 @@ from tests.unit.deployments.sample_values import ask
 from tests.waiting import until_async
 
 KEYS = {
-    "rid", "router", "time", "endpoint", "outcome", "finish", "caller", "session", "replica", "prefill", "policy",
-    "reason", "tries", "prompt_tokens",
+    "rid", "router", "time", "endpoint", "outcome", "finish", "caller", "session", "tenant", "replica", "prefill",
+    "policy", "reason", "tries", "prompt_tokens",
     "output_tokens", "cached_tokens", "predicted_tokens", "best_tokens", "ttft_s", "itl_s", "last_s", "total_s",
     "stages", "tries_at",
 }  # fmt: skip
