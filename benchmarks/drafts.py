@@ -49,7 +49,7 @@ def draft_rows(options: argparse.Namespace) -> list[Row]:
     settings = EngineSettings(
         model=options.model, cache=CacheConfig(max_total_tokens=POOL_TOKENS),
         num_threads=1 if options.cpu else options.threads,
-        scheduler=SchedulerConfig(drafts="auto"), clock=clock,
+        scheduler=SchedulerConfig(drafts="on"), clock=clock,
     )
     rows: list[Row] = []
     with closing(load_engine(settings)) as engine:

@@ -369,8 +369,9 @@ class SchedulerConfig:
     # launch a decode step before the tokens of the last one are known; auto: on a GPU
     overlap: Literal["auto", "on", "off"] = "auto"
     # auto: guess tokens that follow, out of a request's own text or an answer to the same prompt, and verify them in
-    # one step where that is expected to pay (the answer is the same, bit for bit); not where steps overlap, as on a GPU
-    drafts: Literal["auto", "off"] = "auto"
+    # one step where that is expected to pay (the answer is the same, bit for bit); on: also where a row's bits depend
+    # on how many rows a step has, as on a GPU
+    drafts: Literal["auto", "on", "off"] = "auto"
     lpm_max_queue: int = 128  # lpm, dfs-weight, hrrn: a longer queue is taken in order of arrival
     # a request that has waited this long goes before any better match; on_time: late_factor bounds waits instead
     ageing_s: float = 5.0

@@ -100,7 +100,7 @@ def load_engine(settings: EngineSettings) -> Engine:
     if settings.commit_pool and config.device == "cpu":
         runner.pool.commit(COMMIT_S)
     decode_s: dict[int, float] = {}
-    if config.scheduler.drafts == "auto":
+    if config.scheduler.drafts != "off":
         decode_s = time_decode(lambda plan: ranks.launch(plan).result(), row=runner.max_running, clock=settings.clock)
     kv = _kv_cache(config, ranks, settings)
     connected = None

@@ -112,7 +112,7 @@ def _decode_steps(
 def _no_drafts(
     model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, device: str
 ) -> str | None:
-    """Tell why a step cannot try drafts of tokens here; None if it can."""
+    """Tell why steps try no drafts of tokens here unless told to; None if they do."""
     if device != "cpu":
         return f"{device}: a row's bits depend on the rows beside it"
     if scheduler.overlap == "on":

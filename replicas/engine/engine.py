@@ -144,7 +144,7 @@ class Engine:
         self.started = started or StartReport(
             attention=AttentionChoice(name=config.attention, why="as the settings say")
         )
-        if config.scheduler.drafts == "auto":
+        if config.scheduler.drafts != "off":
             most_rows = min(config.products.blas_rows.values(), default=MOST_ROWS)
             self.scheduler.drafts = Drafts(
                 kv, self.scheduler.counters, step_s=self.started.decode_s, most_rows=most_rows, clock=clock

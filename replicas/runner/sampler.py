@@ -304,9 +304,9 @@ class Sampler:
 
         Args: last_ids: the input ids of a decode step; the rows of one that follows another lack these tokens.
         """
-        self._check_shape(logits, len(rows))
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=logits.device), None
+        self._check_shape(logits, len(rows))
         masks, edits = constraint_masks(rows), any(needs_edit(row) for row in rows)
         if masks:
             mask_tokens(logits, masks)

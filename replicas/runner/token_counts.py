@@ -5,10 +5,12 @@ Owns:      counts [n, V] int32, a row for each request of the last step that has
 Never:     waits for the device.
 Invariant: a row holds its request's prompt, as the bit IN_PROMPT, and its output so far, with the tokens drawn last.
            A request is known by its own buffer of token ids and by the number of its output tokens; whose number does
-           not continue (it is new, was retracted, or a step of it was sampled on the host) is counted anew.
+           not continue (it is new, was retracted, or a step of it was sampled on the host) is counted anew, and so are
+           the rows of its draft, each step.
 Thread:    engine thread of rank 0.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +39,7 @@ class TokenCounts:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[tuple[int, int, int], _Held] = {}  # the last number: which of its rows in a step
         self._last: tuple[Tensor, Tensor] | None = None  # rows of the step and their places in the counts, [R] int64
 
     def penalise(self, logits: Tensor, rows: Sequence[SampleRow], last_ids: Tensor | None) -> None:
@@ -80,8 +82,12 @@ class TokenCounts:
 
     def _hold(self, rows: Sequence[SampleRow]) -> list[_Held]:
         """Find or make the places of the requests of ``rows``; those of others are free from here on."""
-        keys = [(row.output_ids.__array_interface__["data"][0], len(row.prompt_ids)) for row in rows]
-        kept = {key: self._held[key] for key in keys if key in self._held}
+        keys, num_seen = list[tuple[int, int, int]](), Counter[int]()
+        for row in rows:
+            address = row.output_ids.__array_interface__["data"][0]
+            keys.append((address, len(row.prompt_ids), num_seen[address]))
+            num_seen[address] += 1
+        kept = {key: self._held[key] for key in keys if key in self._held and not key[-1]}
         used = {each.place for each in kept.values()}
         if len(rows) > len(self._counts):
             more = self._counts.new_zeros((max(8, 2 * len(rows)), self._counts.shape[1]))

@@ -47,7 +47,7 @@ def idle_decode(size: int, *, row: int = 0, seq_len: int = 1, groups: tuple[Pref
 def time_decode(
     run: Callable[[DecodePlan], object], *, row: int, clock: Callable[[], float]
 ) -> dict[int, float]:
-    """Return the seconds of a decode step on a CPU by its rows, each the quicker of two. ``run``: a step, on all ranks;
+    """Return the seconds of a decode step by its rows, each the quicker of two. ``run``: a step, on all ranks;
     ``row`` of the table is zeros."""
     taken: dict[int, float] = {}
     for rows in TIMED_ROWS:

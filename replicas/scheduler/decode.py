@@ -219,14 +219,15 @@ class SharedPrefixes:
 
 
 def draft_groups(
-    groups: Sequence[PrefixGroup], draft_rows: Sequence[range], seq_lens: npt.NDArray[np.int32], *, page_size: int
-) -> tuple[PrefixGroup, ...]:
-    """Let the rows of each draft read what is before them together. Such a request leaves its group among ``groups``:
-    a row is in one at most."""
+    groups: Sequence[PrefixGroup], draft_rows: Sequence[range], seq_lens: npt.NDArray[np.int32], *,
+    page_size: int, min_saved: int,
+) -> tuple[PrefixGroup, ...]:  # fmt: skip
+    """Let the rows of each draft read what is before them together, where that saves ``min_saved`` tokens. Such a
+    request leaves its group among ``groups``: a row is in one at most."""
     own, left = [], set[int]()
     for request, rows in enumerate(draft_rows):
         length = (int(seq_lens[request]) - 1) // page_size * page_size  # its own token is made in this step
-        if rows and length >= MIN_DRAFT_LEN:
+        if length >= MIN_DRAFT_LEN and len(rows) * length >= max(min_saved, 1):
             own.append(PrefixGroup(members=np.array([request, *rows], dtype=np.int32), length=length))
             left.add(request)
     stay = (replace(group, members=group.members[~np.isin(group.members, list(left))]) for group in groups)

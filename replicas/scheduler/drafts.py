@@ -26,7 +26,7 @@ import numpy.typing as npt
 from replicas.cache.kv import KvCache
 from replicas.request import Req
 from replicas.scheduler.decode import DecodeRows, sample_row
-from replicas.scheduler.plan import DecodePlan, SampleRow
+from replicas.scheduler.plan import DecodePlan, SampleRow, StepPlan
 from replicas.scheduler.shares import TenantShares
 from replicas.scheduler.tokens import SOURCES, Counters, NewToken
 from replicas.types import TokenIds
@@ -42,6 +42,7 @@ SMOOTHING = 0.2  # weight of the newest step in what rows cost
 STEPS_TO_PLAIN = 32  # with drafts, until one without tells again what that costs
 MANY = 8  # requests, where to look for guesses takes time that shows
 SELDOM = 4  # after twice as many steps in which nothing was tried, each so many-th step of MANY looks for guesses
+PROBE = 16  # and where steps overlap, each so many-th waits for the tokens that guesses would follow
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ class Drafts:
         self._counters = counters
         self._most_rows = min(most_rows, MOST_ROWS)
         self._clock = clock
-        self._began_s = 0.0
+        self._began_s = self._ended_s = clock()
         self._num_untried = 0  # steps since one with drafts
         self._of_reqs: dict[tuple[Req, str], HitShare] = {}  # by source, of open requests that had a proposal
         self._of_kinds: dict[GuessKind, HitShare] = {}
@@ -161,7 +162,15 @@ class Drafts:
             draft_rows.append(range(first, len(rows.rows)))
         return rows, tuple(draft_rows), sampling
 
-    def end(self, plan: DecodePlan, reqs: Sequence[Req], tokens: Sequence[NewToken], shares: TenantShares) -> None:
+    def end(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken], shares: TenantShares) -> None:
+        """Take in a step that is over."""
+        if isinstance(plan, DecodePlan):
+            self._end_decode(plan, reqs, tokens, shares)
+        self._ended_s = self._clock()
+
+    def _end_decode(
+        self, plan: DecodePlan, reqs: Sequence[Req], tokens: Sequence[NewToken], shares: TenantShares
+    ) -> None:
         """Take back the slots of guesses that were wrong in the step of ``plan``, and note how good all were."""
         tried = {req: len(rows) for req, rows in zip(reqs, plan.draft_rows, strict=False) if rows}
         for req in tried:
@@ -171,7 +180,16 @@ class Drafts:
             if token.num_accepted:
                 self._counters.decode_tokens += token.num_accepted
                 shares.charge(token.req.asked, token.num_accepted)
+        if plan.follows is not None:  # it was planned, and begun, while another was under way
+            self._proposed, self._began_s = {}, self._ended_s
+            self._num_untried += 1
         self.judge(len(reqs), tokens, tried)
+
+    @property
+    def wait_for_tokens(self) -> bool:
+        """Whether the next step is to be planned when the tokens before it are known, so that it may have drafts: where
+        some were tried of late, and now and then."""
+        return self._num_untried < 2 * SELDOM or (self._num_untried + 1) % PROBE == 0  # one step more is under way
 
     def choose(self, reqs: Sequence[Req]) -> list[TokenIds]:
         """Choose what the next step of ``reqs`` tries: [B] drafts, some empty; [] without any."""

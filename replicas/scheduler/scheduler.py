@@ -284,6 +284,8 @@ class Scheduler:
         next_s = self.deadlines.next_s
         if next_s is not None and next_s <= self._clock():
             return None
+        if self.drafts is not None and self.drafts.wait_for_tokens:
+            return None
         found = plan_ahead(self.queues, self.kv, must_look=self._gate.must_look)
         if found is None:
             return None
@@ -304,7 +306,7 @@ class Scheduler:
         self.counters.prefill_tokens += num_prompt
         self.counters.decode_tokens += num_decode
         tokens = [self._take_run(req, run) for req, run in sampled(plan, result, reqs)]
-        if self.drafts is not None and isinstance(plan, DecodePlan):
+        if self.drafts is not None:
             self.drafts.end(plan, reqs, tokens, self.queues.waiting.shares)
         for req, keep in under_way.take_released():
             let_go(req, self.kv, keep=keep)
@@ -444,7 +446,8 @@ class Scheduler:
             return decode_plan(reqs, rows, self._table_writes(), groups)
         rows, draft_rows, of_drafts = self.drafts.place(reqs, rows)
         if draft_rows and self._config.cascade:
-            groups = draft_groups(groups, draft_rows, rows.seq_lens, page_size=self.kv.page_size)
+            min_saved = self._config.cascade_saves or 0
+            groups = draft_groups(groups, draft_rows, rows.seq_lens, page_size=self.kv.page_size, min_saved=min_saved)
         return decode_plan(reqs, rows, self._table_writes(), groups, draft_rows=draft_rows, of_drafts=of_drafts)
 
     def _take_decode_slots(self) -> tuple[bool, DecodeRows | None]:

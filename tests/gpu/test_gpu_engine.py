@@ -28,6 +28,7 @@ from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, Toke
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE
 from tests.numerics import tiny
+from tests.told_drafts import Told
 from tests.unit.tokenizer_folders import byte_level_folder
 
 NUM_NEW = 6
@@ -149,6 +150,46 @@ def test_edits_of_logits_and_logprobs_are_those_of_a_cpu(
     mine, theirs = (sides["logprobs", 0][1] for sides in (on_gpu, on_cpu))
     assert len(mine) == NUM_NEW + 8 - 1  # of the prompt's first token there is none
     assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_change_no_answer_beside_steps_that_are_launched_ahead(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """In fp32. Of each answer 12 tokens are known, every sixth of them wrong; soon behind those steps are launched
+    ahead. Rows are replayed up to the largest graph's; penalties are counted for each row."""
+    drawn = {"temperature": 0.9, "seed": 3, "max_new_tokens": 28}
+    asked = [
+        ask("greedy", PROMPTS[0], max_new_tokens=28),
+        replace(ask("drawn", PROMPTS[1], **drawn), return_logprobs=True),
+        ask("penalties", PROMPTS[2], frequency_penalty=0.4, repetition_penalty=1.3, **drawn),
+    ]
+    folder, plans = model(tmp_path), list[DecodePlan]()
+    rules = {"max_running_requests": 8, "drafts": "on"}
+    engine = start(folder, dtype="float32", cuda_graphs=graphs, scheduler=rules)
+    assert set(engine.started.decode_s) == {1, 2, 4, 8, 16, 32}
+    engine.scheduler.drafts = None
+    wanted = told(engine, asked)
+    engine = start(folder, dtype="float32", cuda_graphs=graphs, scheduler=rules)
+    known = {key: ids[:12] for key, (ids, _) in wanted.items()}
+    engine.scheduler.drafts = Told(engine, known, length=3)
+    start_step = engine.steps.launch
+
+    def watched(plan: StepPlan) -> Any:
+        plans.extend([plan] if isinstance(plan, DecodePlan) else [])
+        return start_step(plan)
+
+    monkeypatch.setattr(engine.steps, "launch", watched)
+    made = told(engine, asked)
+    assert {key: ids for key, (ids, _) in made.items()} == {key: ids for key, (ids, _) in wanted.items()}
+    assert made["drawn", 0][1] == pytest.approx(wanted["drawn", 0][1], abs=1e-4)
+    drafted = [bool(plan.draft_rows) for plan in plans]
+    ahead = [plan.follows is not None for plan in plans]
+    assert sum(drafted) >= 3
+    assert sum(ahead) >= 5
+    assert not any(a and d for a, d in zip(ahead, drafted, strict=True))
+    assert engine.scheduler.counters.accepted_tokens["text"] > 20
+    assert max(len(plan.rows) for plan in plans) > 8, "one was larger than the largest graph"
 
 
 def told(engine: Engine, asked: list[GenerateRequest]) -> dict[tuple[str, int], tuple[list[int], list[float]]]:

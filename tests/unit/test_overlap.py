@@ -1,5 +1,6 @@
 """An engine with a step under way between two calls: what a caller, a crash, a deadline and a watchdog find then."""
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResul
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from tests.fakes import FakeDevice, continuation
 from tests.harness import Clock, ask, fake_engine, finish_all
+from tests.told_drafts import Told
 from tests.waiting import until
 
 pytestmark = pytest.mark.model
@@ -171,3 +173,20 @@ def test_a_step_under_way_that_crashes_or_never_ends_answers_every_request_once(
     loop.stop()
     assert sorted(delta.rid for delta in got if delta.finish) == ["a", "b"]
     assert all(says in (delta.finish.message or "") for delta in got if delta.finish)
+
+
+def test_steps_wait_for_tokens_while_guesses_come_true_and_are_launched_ahead_again_soon_after() -> None:
+    """Of 60 tokens 20 can be guessed. Then eight steps without a draft wait, and each sixteenth."""
+    engine, _ = fake_engine(overlap="on")
+    ids, plans, launch = continuation(PROMPT, 60), list[DecodePlan](), engine.steps.launch
+    engine.scheduler.drafts = Told(engine, {("a", 0): ids[:20]}, length=3)
+
+    def watched(plan: StepPlan) -> PendingStep:
+        plans.extend([plan] if isinstance(plan, DecodePlan) else [])
+        return launch(plan)
+
+    engine.steps.launch = watched
+    engine.submit(ask("a", PROMPT, max_new_tokens=60))
+    assert [token for delta in finish_all(engine) for token in delta.token_ids] == ids
+    kinds = "".join("d" if plan.draft_rows else "a" if plan.follows is not None else "w" for plan in plans)
+    assert re.fullmatch(r"w?[dw]+d(w{8})(a+)w(a+)w?a*", kinds), kinds
