@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engine_process import TOKEN
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
-from replicas.config import CacheConfig, DType, Implementation, KvDType, SchedulerConfig
+from replicas.config import AdapterLimits, CacheConfig, DType, Implementation, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
@@ -52,6 +52,7 @@ def make_engine(
                 write_policy="write_back",
             ),
             scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
+            adapters=AdapterLimits(),
             num_threads=1,
             context_len=256,
             implementation=implementation,
