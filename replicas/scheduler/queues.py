@@ -332,7 +332,7 @@ class Queues:
     held: HeldQueue = field(default_factory=HeldQueue)
     offline: ReqQueue = field(default_factory=ReqQueue)  # lines of batches that wait, or are paused between two tokens
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
-    running: list[Req] = field(default_factory=list)  # one token a step each, in the order in which they joined
+    running: list[Req] = field(default_factory=list)  # one token a step each; by adapter, and in the order of joining
     forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
     prealloc: PreallocQueue = field(default_factory=PreallocQueue)
     away: HandOffQueue = field(default_factory=HandOffQueue)

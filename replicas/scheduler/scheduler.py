@@ -458,6 +458,8 @@ class Scheduler:
         if not queues.running:
             return gave_way, None
         self._ratio.decode_step()
+        if queues.adapters is not None:  # the rows of an adapter lie side by side, and are multiplied together
+            queues.running.sort(key=lambda req: "" if req.asked.adapter is None else req.asked.adapter.identity)
         return gave_way, decode_rows(queues.running, self.kv)
 
     def _next_prompts(self, now_s: float) -> ExtendBatch:

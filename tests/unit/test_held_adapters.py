@@ -129,6 +129,18 @@ def test_a_request_whose_adapter_is_held_goes_on_beside_one_that_finds_no_room(b
     assert bench.engine.open_rids == ["aaa1", "bb"]
 
 
+def test_rows_of_one_adapter_lie_side_by_side_in_a_step(bench: Bench) -> None:
+    """Its weights are multiplied with them together."""
+    bench.port.open()
+    for number, rid in enumerate(("b1", "a1", "b2", "a2"), start=1):
+        bench.submit(rid, max_new_tokens=50)
+        bench.until(lambda number=number: len(bench.running) == number)  # type: ignore[misc]
+    bench.run(1)
+    assert bench.running == ["a1", "a2", "b1", "b2"]
+    bench.until(lambda: len(bench.finished) == 4)
+    assert {finish.reason.value for finish in bench.finished.values()} == {"length"}
+
+
 def test_adapters_of_requests_that_ended_are_not_read(bench: Bench) -> None:
     bench.submit("a", "b", "c", "d1", "d2", "e")
     for rid in ("b", "d1", "e"):
