@@ -1,4 +1,5 @@
-"""Decode with adapters (LoRA) beside the model alone: one engine, the sides in turn, a decode step's time each.
+"""Decode with adapters (LoRA) beside the model alone, in each format of its weights: one engine, the sides in turn, a
+decode step's time each.
 
 Adapters are of random numbers, on all seven projections; what they hold does not change the work. A side's requests
 have an adapter each. The first load of each adapter is measured as a request sees it, from its file in the page cache.
@@ -7,13 +8,15 @@ have an adapter each. The first load of each adapter is measured as a request se
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks import driver, harness
 from benchmarks.harness import Row, Table
+from benchmarks.limits import FORMATS
 from replicas.config import AdapterLimits, CacheConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
@@ -29,11 +32,16 @@ SIDES = {
 }
 
 
-def adapter_rows(options: argparse.Namespace) -> list[Row]:
+def adapter_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the sides, and how long an adapter takes to load."""
+    for name in options.formats.split(";"):
+        yield from _rows(options, name, FORMATS[name].settings)
+
+
+def _rows(options: argparse.Namespace, format_name: str, of_format: Mapping[str, Any]) -> list[Row]:
     settings = EngineSettings(
         model=options.model, cache=CacheConfig(max_total_tokens=8_192), num_threads=options.threads,
-        adapters=AdapterLimits(),
+        adapters=AdapterLimits(), **of_format,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, closing(load_engine(settings)) as engine:
         path = Path(engine.config.model.path)
@@ -41,7 +49,7 @@ def adapter_rows(options: argparse.Namespace) -> list[Row]:
         loads = [_load_s(engine, ref) for ref in refs]
         adapters = engine.stats().adapters
         assert adapters is not None
-        table = Table(f"decode, context {PROMPT_LEN}, rank {RANK} on 7 projections")
+        table = Table(f"decode, context {PROMPT_LEN}, rank {RANK} on 7 projections, weights in {format_name}")
         for name, (num, batch, target) in SIDES.items():
             alone, with_them = _measured(engine, refs[:num], batch, options)
             table.add(f"the model alone, batch {batch}", alone, "tok/s")
@@ -76,5 +84,6 @@ def _load_s(engine: Engine, ref: AdapterRef) -> float:
     started_s = time.perf_counter()
     engine.submit(request)
     while engine.open_rids:
-        engine.step()
+        if not engine.step():
+            time.sleep(0.002)  # as an engine's thread does, which leaves the reading one the interpreter
     return time.perf_counter() - started_s

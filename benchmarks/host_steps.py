@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.driver import prompts, request, watched
 from benchmarks.harness import Row, Table, in_turn, percentile, rounds_of
+from benchmarks.limits import FORMATS
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, SchedulerConfig
 from replicas.engine.engine import Engine, Executor
@@ -267,4 +268,5 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--prompt-len", type=int, default=1000)
     add("--cpu", action="store_true", help="drafts: count seconds of the CPU, of one thread")
     add("--works", default="", help="drafts: the workloads with these letters in their name")
+    add("--formats", default=";".join(FORMATS), help="adapters: of the model's weights, separated by semicolons")
     add("--rate", type=float, default=0.5, help="mixed: prompts a second")
