@@ -82,7 +82,7 @@ class EvictionQueue:
     Args: policy: one of `POLICIES`. can_go: whether a node can leave the tier now.
           spare: nodes that go before all others, because their loss costs nothing.
           over: returns the tenants that have more than their share of the tier. marked: nodes that clients asked to
-          keep; `refile` is told of one that is none any more.
+          keep; `refile` is told of one whose time is over.
     """
 
     def __init__(

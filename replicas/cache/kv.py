@@ -300,7 +300,8 @@ class KvCache:
         holding, ps = _holding(req), self.page_size
         assert req.computed_len <= holding.kv_len, f"request {req.rid} computed {req.computed_len} of {holding.kv_len}"
         whole, prefix_len = req.computed_len // ps * ps, holding.prefix_len
-        if whole <= prefix_len or holding.gone_len:
+        if whole <= prefix_len or holding.gone_len:  # its prefix is there, whoever computed it
+            req.cached = replace(req.cached, kept=max(req.cached.kept, prefix_len))
             return
         pages = self._row_pages(holding.row, 0, whole)
         already = self._cache.insert(req.ids[:whole], pages, req.salt, priority=req.rank.priority)

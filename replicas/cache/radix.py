@@ -180,9 +180,11 @@ class RadixCache:
     def mark(self, token_ids: TokenIds, salt: str, ttl_s: float, *, tenant: str, weight: float) -> None:
         """Take note that ``tenant`` asks to keep ``token_ids`` for ``ttl_s``, as far as they are here: within its share
         they go later than what nobody waits for."""
+        any_marked = False
         for child, common in self._path(token_ids, salt):
             self._marks.keep(child if common == child.num_pages else self._split_node(child, common), ttl_s)
-        if tenant:
+            any_marked = True
+        if tenant and any_marked:
             self._owners.used(tenant, weight, for_s=ttl_s)
 
     def returns(self, token_ids: TokenIds, salt: str, *, rid: str = "") -> None:

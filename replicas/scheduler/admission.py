@@ -169,7 +169,7 @@ def _take(req: Req, kv: KvCache, ratio: NewTokenRatio, *, reserved: int, alone: 
             pass
         else:
             return True
-    kv.release(req, keep=True)
+    kv.release(req, keep=False)  # it has computed nothing
     return False
 
 

@@ -175,15 +175,15 @@ def _start(
     alone = num_running == 0
     need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req))
     if need + (0 if alone else batch.reserved) > kv.available_tokens():
-        kv.release(req, keep=True)
+        kv.release(req, keep=False)  # it has computed nothing
         return Refusal.MEMORY
     loaded, left = kv.load(req, kv.load_budget(limits.chunk_size) - batch.loaded)
     batch.loaded += loaded
     if left:
-        kv.release(req, keep=True)  # what has come stays in the tree; the next step goes on
+        kv.release(req, keep=False)  # what has come stays in the tree; the next step goes on
         return Refusal.LOADING
     if not _extend(batch, req, queues, kv, budget):
-        kv.release(req, keep=True)
+        kv.release(req, keep=False)
         return Refusal.STEP_BUDGET
     queues.remove(req)
     req.move(ReqState.PREFILLING)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from replicas.cache.owners import ACTIVE_S
+from replicas.scheduler.prefill import Refusal
 from replicas.types import CacheMark
-from tests.harness import Bench
+from tests.harness import Bench, choice_of
 from tests.unit.cache.test_owners import Shelf, ids
 from tests.unit.cache.test_tiers import Rig
 
@@ -77,6 +78,34 @@ def test_one_that_has_gone_keeps_its_share_for_as_long_as_it_asked_for() -> None
     assert shelf.evict(3) == gone
 
 
+def test_a_mark_of_less_than_a_page_keeps_no_share() -> None:
+    shelf = Shelf()
+    gone = shelf.put("gone", 3)
+    shelf.cache.mark(ids(1000 * min(gone), 3)[:1], "", 3600.0, tenant="gone", weight=1.0)
+    shelf.clock.now_s += ACTIVE_S
+    for other in ("other", "third"):
+        shelf.put(other, 4)
+    assert shelf.evict(3) == gone
+
+
+def test_a_request_that_is_only_refused_renews_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_pages=24, sessions=False)
+    marked: list[object] = []
+    monkeypatch.setattr(bench.kv.store.radix, "mark", lambda *args, **_: marked.append(args))
+    prompt = list(range(1, 21))
+    bench.submit(prompt, max_new_tokens=2)
+    bench.run()
+    bench.submit([100] * 48, max_new_tokens=20)
+    for _ in range(4):
+        bench.step()
+    waits = bench.submit([*prompt, *range(30, 50)], max_new_tokens=20, cache_marks=(CacheMark(20, TTL_S),))
+    bench.step()
+    assert bench.scheduler.last.refusals[(waits.rid, 0)] is Refusal.MEMORY
+    assert not marked
+    bench.run()
+    assert marked
+
+
 def test_a_mark_is_no_lock() -> None:
     shelf = Shelf()
     pages = shelf.put("", 3)
@@ -119,10 +148,10 @@ def test_what_an_agent_that_has_ended_marked_does_not_go_first() -> None:
     assert left(CacheMark(64, TTL_S)) == 24
 
 
-def test_what_was_cached_before_counts_as_read_and_only_what_is_new_as_kept() -> None:
+def test_what_was_cached_before_counts_as_read_and_is_kept_as_what_is_new() -> None:
     bench = Bench()
     prompt = list(range(1, 19))
-    for cached, kept in ((0, 16), (16, 0)):  # of whole pages; the second finds them
+    for cached, kept in ((0, 16), (16, 16)):  # of whole pages; the second finds them
         req = bench.submit(prompt, max_new_tokens=2, cache_marks=(CacheMark(18, TTL_S),))
         bench.step()
         usage = req.usage() if cached else None
@@ -133,3 +162,19 @@ def test_what_was_cached_before_counts_as_read_and_only_what_is_new_as_kept() ->
     req = chunk.submit(prompt, max_new_tokens=2, cache_marks=(CacheMark(18, TTL_S),))
     chunk.run()
     assert req.usage().kept_tokens == 0  # a cache that keeps nothing
+
+
+def test_a_prefix_that_another_computed_in_the_meantime_is_kept_too() -> None:
+    """As for the decode leg of a prompt that its prefill computed, and this replica had."""
+    bench = Bench()
+    prompt = list(range(1, 19))
+    first = bench.submit(prompt, max_new_tokens=2)
+    bench.run()
+    assert first.usage().cached_tokens == 0
+    leg = choice_of("leg", prompt, now_s=bench.clock(), max_new_tokens=2)
+    bench.kv.admit(leg, whole=True)
+    bench.kv.extend(leg, leg.num_tokens)
+    leg.computed_len = leg.num_tokens
+    bench.kv.commit(leg)
+    assert (leg.usage().cached_tokens, leg.usage().kept_tokens) == (0, 16)
+    bench.kv.release(leg, keep=True)
