@@ -5,31 +5,31 @@ import { count, percent, span } from "./format.js";
 import { Panel, once } from "./panel.js";
 import { Table, number } from "./table.js";
 
-const MOST_ROWS = 12;
-const WINDOW_S = 60;
+const MOST_ROWS = 12, WINDOW_S = 60;
 
 // A row a tenant, those who used most tokens first, and one for all that are too many. Pure.
 export function tenantsOf(requests, time) {
-  const found = {};
-  const add = (tenant, more) => Object.entries(more).forEach(([name, value]) => ((found[tenant] ??= { tenant, waiting: 0, running: 0, tokens: 0 })[name] += value));
+  const found = new Map();
+  const of = (tenant) => found.get(tenant) ?? found.set(tenant, { tenant, waiting: 0, running: 0, tokens: 0 }).get(tenant);
+  const add = (tenant, more) => Object.entries(more).forEach(([name, value]) => (of(tenant)[name] += value));
   for (const { tenant, outcome, ...row } of requests) {
     const open = outcome === "running";
-    if (!tenant || (!open && row.time < time - WINDOW_S)) continue;
+    if (!tenant || (!open && row.time + (row.total_s ?? 0) < time - WINDOW_S)) continue;
     const computed = row.cached_tokens == null ? 0 : row.prompt_tokens - row.cached_tokens;
     add(tenant, { waiting: open && row.ttft_s == null, running: open && row.ttft_s != null, tokens: computed + row.output_tokens });
   }
-  const rows = Object.values(found).sort((a, b) => b.tokens - a.tokens);
+  const rows = [...found.values()].sort((a, b) => b.tokens - a.tokens);
   const all = rows.reduce((sum, each) => sum + each.tokens, 0) || 1;
   const rest = rows.splice(MOST_ROWS), name = `${rest.length} others`;
   for (const { tenant, ...more } of rest) add(name, more);
-  return [...rows, ...(rest.length ? [found[name]] : [])].map((each) => ({ ...each, share: each.tokens / all }));
+  return [...rows, ...(rest.length ? [of(name)] : [])].map((each) => ({ ...each, share: each.tokens / all }));
 }
 
 const bar = (share) => html`<span class="rate-bar" style=${{ width: `${100 * share}%` }}></span>`;
 const doneOf = ({ total, completed, failed }) => (completed + failed) / (total || 1);
 const TENANTS = [
   ["tenant", (each) => each.tenant], number("waiting", (each) => count(each.waiting)),
-  ["tokens, last minute", (each) => bar(each.share)], number("running", (each) => count(each.running)),
+  ["tokens, open and last minute", (each) => bar(each.share)], number("running", (each) => count(each.running)),
   number("share", (each) => percent(each.share)), number("tokens", (each) => count(each.tokens), "computed of prompts, and made"),
 ];
 const batchesAt = (time) => [

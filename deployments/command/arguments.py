@@ -24,7 +24,7 @@ FILES = (".yaml", ".yml", ".json")  # endings of settings files; anything else i
 URL = f"http://127.0.0.1:{PORT}"
 API_KEY_VARIABLE = "MANTA_API_KEY"
 CONFIGURED = ("serve", "run", "check", "doctor")  # commands that take settings
-NAMED = {"list": 0, "load": 2, "unload": 1}  # actions of `manta adapters`, and the words that follow each
+NAMED = {"list": (), "load": ("NAME", "FOLDER"), "unload": ("NAME",)}  # actions of `manta adapters`, and their words
 PASSED_ON = ("dashboards",)  # commands with command lines of their own
 EXAMPLES = {
     "serve": "manta serve models/SmolLM2-135M-Instruct --port 8001",
@@ -117,8 +117,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         return argparse.Namespace(version=False, command=given[0], rest=given[1:])
     parser = _parser()
     args = parser.parse_args(given or ["--help"])
-    if args.command == "adapters" and len(args.names) != NAMED[args.action]:
-        parser.error(f"adapters {args.action} takes {NAMED[args.action]} words: {EXAMPLES['adapters']!r} gives a name")
+    if args.command == "adapters" and len(args.names) != len(NAMED[args.action]):
+        wanted = " ".join(NAMED[args.action]) or "no name"
+        parser.error(f"adapters {args.action} needs {wanted}: {EXAMPLES['adapters']!r} gives a name")
     if "model" in args and args.command in CONFIGURED:
         args.config = _settings_of(args, parser)
     return args

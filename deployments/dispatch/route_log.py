@@ -278,10 +278,15 @@ class RequestWatch:
         """Note the end of a request; ``outcome`` is one of the catalogue's OUTCOMES; ``adapter``: by its name."""
         self._count(outcome, judged(timeline.ttft_s, timeline.mean_itl_s, outcome, self.objectives))
         if adapter:
-            if (adapter, "requests") not in self.adapters and len(self.adapters) > 3 * MOST_ADAPTERS:
+            if self.requests_of(adapter) is None:
                 adapter = OTHERS
             tokens = {(adapter, "input"): prompt_tokens, (adapter, "output"): timeline.num_output}
             self.adapters.update({(adapter, "requests"): 1, **tokens})
+
+    def requests_of(self, adapter: str) -> int | None:
+        """Return how many requests ended with ``adapter``; None where they count as those of others."""
+        full = len(self.adapters) > 3 * MOST_ADAPTERS
+        return self.adapters.get((adapter, "requests"), None if full else 0)
 
     def responded(self, status: int) -> None:
         """Note the end of an HTTP response to a request, with its status; CLIENT_CLOSED: it had none."""

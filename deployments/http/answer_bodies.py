@@ -254,7 +254,7 @@ class MessageUsageBody(AnswerBody):
     """The tokens that a message has used; those of the prompt are input_tokens, cache_read_input_tokens and
     cache_creation_input_tokens."""
 
-    input_tokens: int = Field(description="The prompt's other tokens: computed, and behind its last breakpoint.")
+    input_tokens: int = Field(description="The rest: computed behind its last breakpoint, also what fills no page.")
     cache_read_input_tokens: int = Field(description="Prompt tokens that came from the cache, whatever its tier.")
     cache_creation_input_tokens: int = Field(
         description="Those before the last breakpoint (`cache_control`) that were computed, and are in the cache now."
@@ -732,7 +732,9 @@ class NamedAdapterBody(AnswerBody):
     rank: int | None = Field(description="Its rank; null where another version of Manta gave the name.")
     bytes: int | None = Field(description="Of its weights in fp32; null likewise.")
     replicas: list[str] = Field(description="Ids of the replicas that hold it.")
-    requests: int = Field(description="Requests that ended at this router with it, of the first 100 names.")
+    requests: int | None = Field(
+        description="Requests that ended at this router with it; null for names behind the first 100 that had one."
+    )
 
 
 class NamedAdaptersBody(AnswerBody):

@@ -42,16 +42,17 @@ test("what did not change keeps its identity, so that it is not drawn again", ()
   assert.equal(merge(after, answer({ version: 2, replicas: [] })), after, "the same version changes nothing");
 });
 
-test("tenants are counted by what their requests of the last minute took, those that are too many as one", () => {
+test("tenants are counted by what their requests took that are open or ended in the last minute, those that are too many as one", () => {
   const of = (tenant, changes) => ({ tenant, time: 95, outcome: "ok", prompt_tokens: 100, cached_tokens: 60, output_tokens: 10, ttft_s: 1, ...changes });
   const rows = tenantsOf([
-    of("a"), of("a", { time: 30 }), of("a", { time: 20, outcome: "running" }), of("b", { outcome: "running", ttft_s: null, cached_tokens: null, output_tokens: 0 }),
+    of("a", { time: 20, total_s: 25 }), of("a", { time: 30, total_s: 9 }), of("a", { time: 20, outcome: "running" }), of("b", { outcome: "running", ttft_s: null, cached_tokens: null, output_tokens: 0 }),
     of(null), ...Array.from({ length: 12 }, (_, at) => of(`t${at}`, { output_tokens: 1 })),
   ], 100);
   assert.deepEqual(rows[0], { tenant: "a", waiting: 0, running: 1, tokens: 100, share: 100 / 592 });
   assert.equal(rows.length, 13);
   assert.deepEqual(rows.find((each) => each.tenant === "2 others"), { tenant: "2 others", waiting: 1, running: 0, tokens: 41, share: 41 / 592 });
   assert.deepEqual(tenantsOf([of(null)], 100), []);
+  assert.deepEqual(tenantsOf([of("__proto__"), of("constructor")], 100).map((each) => [each.tenant, each.tokens]), [["__proto__", 50], ["constructor", 50]]);
 });
 
 test("a whole answer drops what was kept", () => {

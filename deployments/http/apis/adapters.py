@@ -33,7 +33,7 @@ async def named(request: Request) -> Response:
             "rank": rank,
             "bytes": num_bytes,
             "replicas": service.fleet.holders_of(ref.identity),
-            "requests": watch.adapters[ref.name, "requests"],
+            "requests": watch.requests_of(ref.name),
         }
         for ref, (rank, num_bytes) in await adapters.looks.run(lambda: adapters.sized(adapters.all()))
     ]

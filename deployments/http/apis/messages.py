@@ -70,7 +70,7 @@ class CountTokensRequest(WireType):
         "`effort` is the template's `reasoning_effort`, `format` a schema that is enforced."
     )
     cache_control: bodies.Object | None = said(
-        "Keep the whole prompt in the cache for its `ttl`, `5m` or `1h`, as on a block; here nothing is kept."
+        "Accepted as for /v1/messages; counting keeps nothing."
     )
 
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from deployments.__main__ import main
+from deployments.dispatch import route_log
 from deployments.http.http_app import make_app
 from deployments.http.service import adaptable_weights
 from deployments.replica.feasible import impossible
@@ -423,6 +424,10 @@ async def test_manta_adapters_lists_loads_and_unloads(
         status, out, _ = await manta("--json")
         [row] = json.loads(out)["adapters"]
         assert (row["requests"], row["replicas"], row["bytes"]) == (1, ["a"], 4 * 30 * 2 * 576)
+        monkeypatch.setattr(route_log, "MOST_ADAPTERS", 1)
+        await manta("load", "late", "b")
+        assert [row["requests"] for row in json.loads((await manta("--json"))[1])["adapters"]] == [None, 1]
+        assert (await manta("unload", "late"))[0] == 0
         status, _, err = await manta("load", "poet", "b")
         assert (status, "set load_inplace to true" in err) == (1, True)
         status, out, _ = await manta("load", "poet", "b", "--replace")
@@ -432,10 +437,10 @@ async def test_manta_adapters_lists_loads_and_unloads(
         assert (status, "the adapter 'poet' cannot be found" in err) == (1, True)
         status, _, err = await manta(key=KEY)
         assert (status, "the admin key is wrong" in err) == (4, True)
-    for words in (["load", "poet"], ["unload"], ["list", "poet"]):
+    for words, wanted in ((["load", "poet"], "NAME FOLDER"), (["unload"], "NAME"), (["list", "poet"], "no name")):
         with pytest.raises(SystemExit):
             main(["adapters", *words])
-        assert f"adapters {words[0]} takes" in capsys.readouterr().err
+        assert f"adapters {words[0]} needs {wanted}:" in capsys.readouterr().err
 
 
 async def test_vllms_and_sglangs_forms_of_loading(web: Client) -> None:

@@ -139,6 +139,7 @@ async def test_requests_and_tokens_are_told_by_adapter_of_the_first_hundred_name
     told = seen.values("adapter_requests_total", "adapter")
     assert len(told) == MOST_ADAPTERS + 1
     assert (told["a0"], told["a99"], told["others"]) == (2, 1, 2)
+    assert [watched.house.dispatcher.watch.requests_of(name) for name in ("a0", "a99", "a100")] == [2, 1, None]
     assert seen.value("adapter_tokens_total", adapter="a0", kind="input") == 8
     assert seen.value("adapter_tokens_total", adapter="others", kind="output") == 16
 
