@@ -40,12 +40,18 @@ def _blocks(tools: list[Any], system: Any, messages: list[Any]) -> Iterator[tupl
     for turn, message in enumerate(messages):
         content = message.get("content")
         for number, block in enumerate(content if isinstance(content, list) else []):
-            last = {**message, "content": content[: number + 1]}
-            yield f"messages.{turn}.content.{number}", block, {"messages": [*messages[:turn], last]}
+            where, before = f"messages.{turn}.content.{number}", content[:number]
+            inner = block.get("content") if isinstance(block, Mapping) else None
+            for at, each in enumerate(inner if isinstance(inner, list) else []):  # of a tool's result
+                last = {**message, "content": [*before, {**block, "content": inner[: at + 1]}]}
+                yield f"{where}.content.{at}", each, {"messages": [*messages[:turn], last]}
+            yield where, block, {"messages": [*messages[:turn], {**message, "content": [*before, block]}]}
 
 
 def _ttl_s(where: str, given: Any) -> float:
-    ttl = (given.get("ttl") or "5m") if isinstance(given, Mapping) and given.get("type") == "ephemeral" else None
+    ttl = given.get("ttl") if isinstance(given, Mapping) and given.get("type") == "ephemeral" else ""
+    if ttl is None:
+        ttl = "5m"
     if not isinstance(ttl, str) or ttl not in TTLS_S:
         raise InvalidRequest(f"{where}: must be {_WANTED}, got {str(given)[:64]}", param=where.partition(".")[0])
     return TTLS_S[ttl]

@@ -69,9 +69,7 @@ class CountTokensRequest(WireType):
     output_config: bodies.Object | None = said(
         "`effort` is the template's `reasoning_effort`, `format` a schema that is enforced."
     )
-    cache_control: bodies.Object | None = said(
-        "Accepted as for /v1/messages; counting keeps nothing."
-    )
+    cache_control: bodies.Object | None = said("Accepted as for /v1/messages; counting keeps nothing.")
 
 
 class MessagesRequest(CountTokensRequest):
@@ -100,7 +98,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     service = service_of(request)
     refuse_unsupported(body, mcp_servers=None, container=None)
     system, dropped = _system(body.system)
-    cuts = breakpoints(tools=body.tools, system=body.system, messages=body.messages, cache_control=body.cache_control)
+    cuts = _breakpoints(body)
     name = name_of(request)
     prepared = await prepare(request, chat_of(body, system, _sampling(body)), name)
     limit = min(body.max_tokens, prepared.request.sampling.max_new_tokens)
@@ -127,10 +125,15 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     context: clients ask in order to know when to shorten it."""
     service = service_of(request)
     system, dropped = _system(body.system)
+    _breakpoints(body)
     await asked_adapter(request, body.model)
     chat = chat_of(body, system, {})
     ids = await service.encode_chat(chat.messages, use=tools_of(chat), **template_options(chat))
     return _told(JsonAnswer({"input_tokens": len(ids)}), dropped)
+
+
+def _breakpoints(body: CountTokensRequest) -> dict[float, dict[str, Any]]:
+    return breakpoints(tools=body.tools, system=body.system, messages=body.messages, cache_control=body.cache_control)
 
 
 def _told(response: Response, dropped: bool) -> Response:

@@ -281,19 +281,27 @@ async def test_what_a_request_marked_is_counted_as_read_and_as_put_into_the_cach
 
 
 async def test_marks_of_another_form_are_refused_by_their_place(client: httpx.AsyncClient) -> None:
-    for wrong in ({"type": "forever"}, {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": 5}):
+    wanted = 'must be {"type": "ephemeral"}'
+    for wrong in ({"type": "forever"}, *({"type": "ephemeral", "ttl": ttl} for ttl in ("2h", 5, "", 0, False))):
         said = await refusal(client, 400, **ASK, tools=[READ, {**READ, "name": "Two", "cache_control": wrong}])
-        assert said.startswith('invalid_request_error: tools.1.cache_control: must be {"type": "ephemeral"}')
+        assert said.startswith(f"invalid_request_error: tools.1.cache_control: {wanted}")
+    turns = copy.deepcopy(TURNS)
+    turns[2]["content"][0]["content"][0]["cache_control"] = {"type": "forever"}
+    for route in (MESSAGES, COUNT):
+        answer = await client.post(route, json={**ASK, "messages": turns})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"messages.2.content.0.content.0.cache_control: {wanted}")
 
 
-@pytest.mark.parametrize("place", ["tool", "system", "call", "result", "text"])
+@pytest.mark.parametrize("place", ["tool", "system", "call", "part", "result", "text"])
 async def test_a_mark_is_where_its_block_ends(service: Service, house: House, place: str) -> None:
     """Each kind of block, in a conversation of Claude Code's: what a replica is asked to keep, as text."""
     replica = ScriptedReplica("scripted")
     await house.ready(replica)
     ends = {
         "tool": ("Read a file.", "Write one."), "system": ("Be kind.", "<system-reminder>"),
-        "call": ("limit", "hello"), "result": ("hello", "no such file"), "text": ("a.txt?", "I look"),
+        "call": ("limit", "hello"), "part": ("hello", "world"), "result": ("world", "no such file"),
+        "text": ("a.txt?", "I look"),
     }  # fmt: skip
     turns, tools = copy.deepcopy(TURNS), [dict(READ), {**READ, "name": "Write", "description": "Write one."}]
     system = [{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}]
@@ -302,8 +310,9 @@ async def test_a_mark_is_where_its_block_ends(service: Service, house: House, pl
             block.pop("cache_control", None)
     block = {
         "tool": tools[0], "system": system[0], "call": turns[1]["content"][3], "result": turns[2]["content"][0],
-        "text": turns[0]["content"][1],
+        "text": turns[0]["content"][1], "part": turns[2]["content"][0]["content"][0],
     }[place]  # fmt: skip
+    turns[2]["content"][0]["content"].append({"type": "text", "text": "world"})
     block["cache_control"] = MINUTES
     async with client_of(make_app(house.service(service.tokenizer))) as client:
         house.remove("r0")
