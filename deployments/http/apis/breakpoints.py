@@ -41,9 +41,10 @@ def _blocks(tools: list[Any], system: Any, messages: list[Any]) -> Iterator[tupl
         content = message.get("content")
         for number, block in enumerate(content if isinstance(content, list) else []):
             where, before = f"messages.{turn}.content.{number}", content[:number]
-            inner = block.get("content") if isinstance(block, Mapping) else None
-            for at, each in enumerate(inner if isinstance(inner, list) else []):  # of a tool's result
-                last = {**message, "content": [*before, {**block, "content": inner[: at + 1]}]}
+            parts = block.get("content") if isinstance(block, Mapping) else None  # of a tool's result
+            parts = parts if isinstance(parts, list) else []
+            for at, each in enumerate(parts):
+                last = {**message, "content": [*before, {**block, "content": parts[: at + 1]}]}
                 yield f"{where}.content.{at}", each, {"messages": [*messages[:turn], last]}
             yield where, block, {"messages": [*messages[:turn], {**message, "content": [*before, block]}]}
 
