@@ -191,7 +191,7 @@ class CachedTokens:
     tokens: int = 0  # in all tiers
     host: int = 0  # of them, loaded from host memory
     store: int = 0  # of them, read from the store first
-    kept: int = 0  # leading tokens of the request that the cache has got since, or had; 0: it has got none
+    kept: int = 0  # leading tokens of the prompt that the cache has got since, or had; 0: it has got none
 
     def of(self, tokens: int) -> "CachedTokens":
         """Return the parts of ``tokens`` that were reused: this one's ``host`` are those that were loaded, from the

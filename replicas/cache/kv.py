@@ -301,7 +301,7 @@ class KvCache:
         assert req.computed_len <= holding.kv_len, f"request {req.rid} computed {req.computed_len} of {holding.kv_len}"
         whole, prefix_len = req.computed_len // ps * ps, holding.prefix_len
         if whole <= prefix_len or holding.gone_len:  # its prefix is there, whoever computed it
-            req.cached = replace(req.cached, kept=max(req.cached.kept, prefix_len))
+            _note_kept(req, prefix_len)
             return
         pages = self._row_pages(holding.row, 0, whole)
         already = self._cache.insert(req.ids[:whole], pages, req.salt, priority=req.rank.priority)
@@ -318,7 +318,7 @@ class KvCache:
             self._table.write(holding.row, prefix_len, self._allocator.pages_to_slots(match.pages[first:last]))
             self._allocator.free(pages[first:last])
         holding.lock, holding.prefix_len = lock, whole
-        req.cached = replace(req.cached, kept=max(req.cached.kept, whole))
+        _note_kept(req, whole)
 
     def release(self, req: Req, *, keep: bool) -> None:
         """Take back all that ``req`` holds (cache_finished_req, SPEC E08). If it has ended, its session pauses.
@@ -429,6 +429,12 @@ class KvCache:
     def _row_pages(self, row: int, start: int, end: int) -> Pages:
         """Return the pages of positions [start, end) of ``row``; ``start`` begins a page."""
         return self._table.view(row, start, end)[:: self.page_size] // np.int32(self.page_size)
+
+
+def _note_kept(req: Req, num_tokens: int) -> None:
+    """Note what the cache has of ``req``, until its first token: what is told does not go by the steps that follow."""
+    if not req.num_output:
+        req.cached = replace(req.cached, kept=max(req.cached.kept, num_tokens))
 
 
 def _holding(req: Req) -> Holding:

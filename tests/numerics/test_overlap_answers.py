@@ -65,7 +65,8 @@ def answer(engine: Engine, asked: list[GenerateRequest], *, retract: str | None 
 def _whole(deltas: list[TokenDelta]) -> Answer:
     logprobs = tuple(round(p.logprob or 0.0, 3) for delta in deltas for p in delta.logprobs)
     ids = [token for delta in deltas for token in delta.token_ids]
-    return ids, "".join(delta.text for delta in deltas), logprobs, deltas[-1].usage, deltas[-1].finish
+    usage = replace(deltas[-1].usage, drafted_tokens=0, accepted_tokens=0)  # no step that is launched ahead has drafts
+    return ids, "".join(delta.text for delta in deltas), logprobs, usage, deltas[-1].finish
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_a_request_goes_on_from_any_step_with_any_page_size(
     assert ids(continued) == ids(rest) == continuation(PROMPT, 8)[len(ids(before)) :]
     assert text(before) + text(continued) == text(before) + text(rest)
     assert continued[-1].finish == rest[-1].finish == Finish(reason=FinishReason.LENGTH)
-    assert continued[-1].usage == rest[-1].usage
+    assert replace(continued[-1].usage, kept_tokens=0) == replace(rest[-1].usage, kept_tokens=0)  # of whole pages
     assert other.stats().prefill_tokens == (23, 7, 0)[min(steps, 2)]  # nothing that was there is computed again
     pool = other.stats().pool
     assert pool.free_pages + pool.evictable_pages == pool.num_pages

@@ -148,7 +148,7 @@ def test_a_gpu_whose_load_nvml_does_not_tell_has_its_memory(monkeypatch: pytest.
 
 def test_what_an_engine_did_is_counted() -> None:
     """Two prompts of 12 tokens, the second all but its last 4-token page cached; 8 tokens each."""
-    engine, _ = fake_engine()
+    engine, _ = fake_engine(drafts="off")
     for rid in ("a", "b"):
         engine.submit(ask(rid, range(1, 13)))
         finish_all(engine)
