@@ -1,6 +1,6 @@
 """The adapters (LoRA) that one engine holds: loaded for requests that can start, dropped when others need the room.
 
-Owns:      which adapters are held, since when requests wait for theirs, and the thread that reads files.
+Owns:      which adapters are held, since when requests find no room for theirs, and the thread that reads files.
 Never:     runs, retracts or ends a request (scheduler.py and engine.py do).
 Invariant: what is held takes at most ``host_bytes``, and at most one adapter beside it is read, or was. Only requests
            that hold pages keep an adapter from being dropped, and in one look those that are asked about first.
@@ -23,8 +23,8 @@ from replicas.request import Req, ReqState
 from replicas.types import AdapterRef, AdapterStats
 
 log = logging.getLogger(__name__)
-WAIT_S = 60.0  # for an adapter: for the reading thread, the disk, and room beside those of requests that hold pages
-PATIENCE_S = 5.0  # for that room, after which no other request with an adapter starts before this one
+WAIT_S = 60.0  # for a file to be read; and then for room beside the adapters of requests that hold pages
+PATIENCE_S = 5.0  # for that room, after which no other request starts whose adapter would take some of it
 SMOOTHING = 0.3  # of a new measurement of the seconds to load
 
 
@@ -59,6 +59,9 @@ class ReadingAdapter:
     ref: AdapterRef
     future: Future[tuple[ReadAdapter, float]]  # and the seconds that it took
     since_s: float
+    done: bool = False  # when the look began
+    short_s: dict[Req, float] = field(default_factory=dict)  # requests that found no room for it, and when first
+    beside: Sequence[Req] = ()  # had pages when the first did
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +71,8 @@ class AdapterLook:
     holders: Sequence[Req]  # had pages when it began
     kept: set[str] = field(default_factory=set)  # adapters of those asked about: dropped for none behind them
     wants: AdapterRef | None = None  # what the first of them lacks
-    short: int = 0  # bytes of the adapter that found no room for a request of no batch
-    barred: bool = False  # that request has waited long: none behind it with an adapter starts
+    short: tuple[Req, int] | None = None  # a request of no batch that found no room, and the bytes of its adapter
+    barred: bool = False  # one found none for long: no other starts whose adapter would take some
 
 
 class HeldAdapters:
@@ -86,7 +89,7 @@ class HeldAdapters:
         self._reading: ReadingAdapter | None = None
         self._has_news = False
         self._look = AdapterLook(())
-        self._since_s: dict[Req, float] = {}  # when requests that wait were first passed over
+        self._unreadable: AdapterRef | None = None  # the last that was read failed: not read ahead of its turn
         self._failed: list[tuple[Req, MantaError]] = []  # in this look
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-adapters")
         self._num_loads = self._num_dropped = 0
@@ -94,8 +97,10 @@ class HeldAdapters:
 
     def look(self, holders: Sequence[Req]) -> None:
         """Begin a look at the requests that wait; ``holders`` have pages. No step is under way."""
-        self._look = AdapterLook(holders)
-        self._since_s = {req: since_s for req, since_s in self._since_s.items() if req.state is ReqState.WAITING}
+        self._look, reading = AdapterLook(holders), self._reading
+        if reading is not None and reading.future.done():
+            reading.done = True
+            self._unreadable = None if reading.future.exception() is None else reading.ref
 
     def ready(self, req: Req) -> bool:
         """Whether ``req`` may start, as for its adapter; if that is not held, it is loaded in its turn. To be asked in
@@ -103,12 +108,11 @@ class HeldAdapters:
         ref = req.asked.adapter
         if ref is None:
             return True
-        if self._look.barred:
+        if self._look.barred and not self._may_pass(ref):
             return False
         if not self._holds(ref):
-            waited_s = self._clock() - self._since_s.setdefault(req, self._clock())
             try:
-                if not self._settle(req, ref, waited_s):
+                if not self._settle(req, ref):
                     return False
             except MantaError as error:
                 self._failed.append((req, error))
@@ -119,15 +123,16 @@ class HeldAdapters:
     def hint(self, req: Req) -> None:
         """Read the adapter of ``req``, which waits for its turn, if none before it lacks its own."""
         ref = req.asked.adapter
-        if ref is not None and not self._holds(ref):
+        if ref is not None and ref != self._unreadable and not self._holds(ref):
             self._look.wants = self._look.wants or ref
 
     def end_look(self) -> list[tuple[Req, MantaError]]:
         """Read what the first request lacks. Returns: the requests that get no adapter, and why; they wait still."""
         reading, wants = self._reading, self._look.wants
         failed, self._failed = self._failed, []
-        if reading is not None and reading.future.done() and reading.ref != wants:
-            self._reading = None if wants is not None or reading.future.exception() is not None else reading
+        if reading is not None and reading.done:
+            is_lost = reading.future.exception() is not None
+            self._reading = None if is_lost or wants not in (None, reading.ref) else reading
         if self._reading is None and wants is not None:
             self._reading = ReadingAdapter(wants, self._thread.submit(self._read, wants), self._clock())
             self._reading.future.add_done_callback(lambda _: self._tell())
@@ -136,17 +141,18 @@ class HeldAdapters:
     @property
     def short(self) -> bool:
         """Whether a request of no batch found no room for its adapter in the last look."""
-        return self._look.short > 0
+        return self._look.short is not None and self._look.short[0].state is ReqState.WAITING
 
-    def giving_way(self, lines: Sequence[Req]) -> list[Req]:
-        """Choose the ``lines``, which hold pages, without whose adapters a request that was `short` has room for its
-        own; none where not even all of them would make it."""
-        pinned = _identities(self._look.holders)
-        free = set(_identities(lines)) - _identities(req for req in self._look.holders if req not in lines)
-        gone = set[str]()
-        for identity in [each for each in self._held if each in free] if self.short else []:
+    def giving_way(self, lines: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
+        """Choose the ``lines``, among the ``holders`` of pages, without whose adapters a request that was `short` has
+        room for its own; none where not even all of them would make it."""
+        if self._look.short is None or not self.short:
+            return []
+        pinned, gone = _identities(holders), set[str]()
+        free = _identities(lines) - _identities(set(holders) - set(lines))
+        for identity in [each for each in self._held if each in free]:
             gone.add(identity)
-            if self._fits(self._look.short, pinned - gone):
+            if self._fits(self._look.short[1], pinned - gone):
                 return [req for req in lines if _identities([req]) & gone]
         return []
 
@@ -178,31 +184,46 @@ class HeldAdapters:
             self._held[ref.identity] = num_bytes
         return num_bytes is not None
 
-    def _settle(self, req: Req, ref: AdapterRef, waited_s: float) -> bool:
+    def _settle(self, req: Req, ref: AdapterRef) -> bool:
         """Hold the adapter of ``req`` if it was read and has room, or have it read. Raises: as `AdapterPort.read`;
-        Overloaded or AdapterNotReadable where it has waited its time."""
+        Overloaded or AdapterNotReadable where that took its time."""
         reading, look = self._reading, self._look
-        if reading is not None and reading.ref == ref and reading.future.done():
+        if reading is not None and reading.ref == ref and reading.done:
             adapter, read_s = reading.future.result()
-            if self._hold(adapter, read_s, _identities(look.holders) | look.kept):
+            in_use = _identities(look.holders) | look.kept
+            if self._hold(adapter, read_s, in_use):
                 self._reading = None
                 return True
-            if not req.asked.offline:
-                look.short = adapter.num_bytes
-            look.barred = waited_s > PATIENCE_S
-        elif reading is not None and not reading.future.done() and self._clock() - reading.since_s > WAIT_S:
+            self._lacks_room(req, adapter.num_bytes, reading, [self._held[each] for each in in_use & set(self._held)])
+        elif reading is not None and not reading.done and self._clock() - reading.since_s > WAIT_S:
             raise AdapterNotReadable(
-                f"adapter: {reading.ref.path} is not read after {WAIT_S:g} s, and no other can be before: see whether "
-                "its file system answers on this machine"
-            )
-        if waited_s > WAIT_S:
-            raise Overloaded(
-                f"its adapter had no room for {WAIT_S:g} s beside those of running requests, {len(self._held)} of "
-                f"{sum(self._held.values()):,} bytes: raise adapters.host_bytes ({self._port.limits.host_bytes:,}), "
-                "add replicas, or try again later"
+                f"adapter: {reading.ref.path} was not read within {WAIT_S:g} s, and no other can be before: see "
+                "whether its file system answers on this machine"
             )
         look.wants = look.wants or ref
         return False
+
+    def _lacks_room(self, req: Req, num_bytes: int, reading: ReadingAdapter, in_use: Sequence[int]) -> None:
+        """Note that ``req`` found no room beside adapters of ``in_use`` bytes. Raises: Overloaded where it has found
+        none for long."""
+        if not reading.short_s:
+            reading.beside = self._look.holders
+        waited_s = self._clock() - reading.short_s.setdefault(req, self._clock())
+        if waited_s > WAIT_S:
+            raise Overloaded(
+                f"its adapter of {num_bytes:,} bytes had no room for {WAIT_S:g} s beside {len(in_use)} of running "
+                f"requests, {sum(in_use):,} bytes: raise adapters.host_bytes ({self._port.limits.host_bytes:,}), add "
+                "replicas, or try again later"
+            )
+        if not req.asked.offline:
+            self._look.short = req, num_bytes
+        self._look.barred |= waited_s > PATIENCE_S
+
+    def _may_pass(self, ref: AdapterRef) -> bool:
+        """Whether others may start before the request that is short of room: their adapter is the same, or is in its
+        way as long as requests run that ran before."""
+        reading = self._reading
+        return reading is not None and (ref == reading.ref or ref.identity in _identities(reading.beside))
 
     def _tell(self) -> None:
         self._has_news = True

@@ -45,7 +45,7 @@ class AdapterRoom(Protocol):
         """Read the adapter of a request whose turn comes soon."""
         ...
 
-    def giving_way(self, lines: Sequence[Req]) -> list[Req]:
+    def giving_way(self, lines: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
         """Choose the lines of batches that a request needs to end, so that its adapter finds room."""
         ...
 

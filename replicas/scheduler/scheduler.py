@@ -368,7 +368,8 @@ class Scheduler:
             retract(req, queues, self.kv, self.counters)
         if queues.prealloc.short is not None and queues.paused:
             retract(min(queues.paused, key=retracted_first), queues, self.kv, self.counters)
-        for req in queues.adapters.giving_way(queues.paused) if queues.adapters is not None else []:
+        adapters = queues.adapters
+        for req in adapters.giving_way(queues.paused, queues.holding) if adapters is not None else []:
             retract(req, queues, self.kv, self.counters)
 
     def _give_way(self) -> None:

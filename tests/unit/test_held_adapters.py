@@ -201,34 +201,76 @@ def test_one_that_is_to_start_first_keeps_its_adapter_beside_those_behind_it(ben
 def test_one_that_finds_no_room_gives_way_when_it_has_waited_its_time(bench: Bench) -> None:
     bench.submit("aa", max_new_tokens=110)
     bench.read("aa")
-    bench.submit("bbb1")
+    bench.submit("bbb1", "cc", "dd")  # cc and dd would fit
     bench.until(lambda: "bbb" in bench.port.began)
-    bench.clock.now_s += adapters.WAIT_S / 2
-    bench.submit("cc", "bbb2")  # cc would fit
+    bench.clock.now_s += adapters.WAIT_S / 2  # what a read takes does not count
     bench.settle("bbb")
-    assert bench.port.began == ["aa", "bbb"]
     bench.clock.now_s += adapters.WAIT_S / 2 + 1.0
-    bench.until(lambda: "cc" in bench.finished)
+    bench.submit("bbb2")
+    bench.run(20)
+    assert bench.port.began == ["aa", "bbb"]
+    assert not bench.finished
+    bench.clock.now_s += adapters.WAIT_S / 2
+    bench.until(lambda: {"cc", "dd"} <= set(bench.finished))
     finish = bench.finished["bbb1"]
     assert (finish.http_status, finish.retry_as) == (503, "overloaded")
+    assert "of 3 bytes had no room for 60 s beside 1 of running requests, 2 bytes" in str(finish.message)
     assert "raise adapters.host_bytes (4)" in str(finish.message)
-    assert bench.finished["cc"].http_status == 200
+    assert {bench.finished[rid].http_status for rid in ("cc", "dd")} == {200}
 
 
-def test_those_behind_one_that_found_no_room_for_long_wait_for_it(bench: Bench) -> None:
-    """Each request of a stream would keep the adapter in use for ever; the model's own goes on."""
-    bench.submit("aa1", max_new_tokens=50)
-    bench.read("aa")
-    bench.submit("bbb")
-    bench.settle("bbb")
-    bench.submit("aa2")
-    bench.until(lambda: "aa2" in bench.finished)
+def test_time_in_which_others_are_read_is_no_lack_of_room(bench: Bench) -> None:
+    bench.submit("a", "b", "c")
+    for identity in "abc":
+        bench.until(lambda identity=identity: identity in bench.port.began)  # type: ignore[misc]
+        bench.clock.now_s += adapters.WAIT_S - 1.0
+        bench.run(2)
+        bench.read(identity)
+    bench.until(lambda: len(bench.finished) == 3)
+    assert {finish.http_status for finish in bench.finished.values()} == {200}
+
+
+def test_time_in_which_all_places_to_run_are_taken_is_no_lack_of_room(bench: Bench) -> None:
+    bench.engine.scheduler.max_running = 1
+    bench.submit("a", "b")
+    bench.until(lambda: bench.port.began == ["a"])
+    bench.engine.submit(ask("model", range(1, 9), max_new_tokens=100))  # it passes them
+    bench.until(lambda: bench.running == ["model"])
+    bench.port.go.release()
+    bench.run(5)
+    bench.clock.now_s += adapters.WAIT_S + 1.0
+    bench.engine.abort("model")
+    bench.until(lambda: "a" in bench.finished)
+    bench.until(lambda: bench.port.began == ["a", "b"])
+    bench.run(5)
+    bench.port.open()
+    bench.until(lambda: "b" in bench.finished)
+    assert {finish.http_status for finish in bench.finished.values()} == {200}
+
+
+def test_where_one_found_no_room_for_long_only_those_start_that_take_none(bench: Bench) -> None:
+    """A stream of short requests would keep an adapter in use for ever; one that is in use as long anyway passes."""
+    bench.port.open()
+    bench.submit("aa1", max_new_tokens=60)
+    bench.until(lambda: "aa1" in bench.running)
+    bench.submit("c1")
+    bench.until(lambda: "c1" in bench.finished)
+    bench.submit("xxx")
+    bench.settle("xxx")
     bench.clock.now_s += adapters.PATIENCE_S + 1.0
-    bench.submit("aa3")
+    bench.submit("c2", "aa2")
     bench.engine.submit(ask("model", range(1, 9), max_new_tokens=8))
-    bench.until(lambda: {"bbb", "model"} <= set(bench.finished))
-    assert list(bench.finished) == ["aa2", "model", "aa1", "bbb"]
-    bench.until(lambda: "aa3" in bench.finished)
+    bench.until(lambda: {"aa2", "model"} <= set(bench.finished))
+    assert "aa1" in bench.running
+    bench.submit("aa3", max_new_tokens=20)
+    bench.until(lambda: "aa3" in bench.running)
+    bench.engine.abort("aa1")
+    bench.submit("aa4")
+    bench.until(lambda: {"xxx", "c2", "aa4"} <= set(bench.finished))
+    order = list(bench.finished)
+    assert order[-4] == "aa3", "one started that takes room, or keeps some in use"
+    assert order.index("xxx") < order.index("aa4")
+    assert {finish.http_status for finish in bench.finished.values()} == {200}
 
 
 def test_a_read_that_never_ends_is_told_to_all_that_need_another(bench: Bench) -> None:
@@ -266,6 +308,22 @@ def test_a_replicas_own_trouble_sends_the_request_elsewhere_and_what_is_wrong_wi
     assert bench.finished["a3"].http_status == 200
 
 
+def test_what_failed_when_it_was_read_ahead_is_read_again_in_its_turn(bench: Bench) -> None:
+    bench.engine.scheduler.max_running = 1
+    bench.port.open()
+    bench.engine.submit(ask("model", range(1, 9), max_new_tokens=60))
+    bench.until(lambda: bench.running == ["model"])
+    bench.port.error = AdapterNotReadable("gone")
+    bench.submit("a")
+    bench.until(lambda: bench.port.ended == ["a"])
+    bench.run(20)
+    assert bench.port.began == ["a"], "it is not tried again and again"
+    bench.port.error = None
+    bench.until(lambda: "a" in bench.finished)
+    assert bench.finished["a"].http_status == 200
+    assert bench.port.began == ["a", "a"]
+
+
 def test_adapters_of_batches_are_read_last_and_give_way_where_they_find_no_room(bench: Bench) -> None:
     bench.submit("aa", max_new_tokens=100)
     bench.read("aa")
@@ -289,6 +347,18 @@ def test_lines_of_a_batch_that_run_give_up_as_many_adapters_as_a_chat_needs(benc
     assert retracted == set(lines[:num_needed])
     bench.until(lambda: len(bench.finished) == 5)
     assert {finish.http_status for finish in bench.finished.values()} == {200}
+
+
+def test_no_line_gives_its_adapter_up_to_one_that_left(bench: Bench) -> None:
+    bench.port.open()
+    bench.submit("aa", max_new_tokens=60, offline=True)
+    bench.until(lambda: bench.running == ["aa"])
+    bench.submit("xxx")
+    bench.until(lambda: bench.held.short)
+    bench.engine.abort("xxx")
+    bench.engine.submit(ask("model", range(1, 9), max_new_tokens=8))
+    bench.until(lambda: "model" in bench.finished)
+    assert [req.num_retractions for req in bench.engine.scheduler.queues.holding] == [0]
 
 
 def test_no_line_gives_up_what_would_not_be_enough(bench: Bench) -> None:
