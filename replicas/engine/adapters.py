@@ -126,6 +126,17 @@ class HeldAdapters:
         if ref is not None and ref != self._unreadable and not self._holds(ref):
             self._look.wants = self._look.wants or ref
 
+    def may_have(self, req: Req, holders: Sequence[Req]) -> bool:
+        """Whether `ready` may be true of ``req`` now, beside the adapters of ``holders``."""
+        ref, reading = req.asked.adapter, self._reading
+        if ref is None or ref.identity in self._held:
+            return True
+        if reading is None or reading.ref != ref or not reading.future.done():
+            return False
+        if reading.future.exception() is not None:
+            return True  # it is told
+        return self._fits(reading.future.result()[0].num_bytes, _identities(holders))
+
     def end_look(self) -> list[tuple[Req, MantaError]]:
         """Read what the first request lacks. Returns: the requests that get no adapter, and why; they wait still."""
         reading, wants = self._reading, self._look.wants

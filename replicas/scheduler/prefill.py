@@ -127,11 +127,13 @@ def next_batch(
 
 
 def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
-    """List the requests in the order in which to try them: lines of batches, unless ``others_begin`` in this step."""
-    if not others_begin:
-        waiting = (req for req in queues.offline if req.state is ReqState.WAITING)  # the others are paused
-        return sorted(waiting, key=lambda req: req.rank.from_s)
-    return queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []
+    """List the requests in the order in which to try them; unless ``others_begin`` in this step, then lines of batches,
+    behind requests that wait for their adapters."""
+    others = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []
+    if others_begin:
+        return others
+    lines = (req for req in queues.offline if req.state is ReqState.WAITING)  # the others are paused
+    return others + sorted(lines, key=lambda req: req.rank.from_s)
 
 
 def _gives_way(req: Req, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget) -> bool:
@@ -161,10 +163,14 @@ def _start(
     """Start waiting request ``req`` in the batch, or tell why not."""
     num_running = len(limits.in_flight) + len(queues.forced) + len(batch.reqs)
     mid_prompt = queues.chunked is not None and queues.chunked is not req
-    if num_running >= limits.max_running or budget.empty or mid_prompt:
-        if queues.adapters is not None:
+    full = num_running >= limits.max_running
+    if full or budget.empty or mid_prompt:
+        if full and queues.adapters is not None and queues.paused and not req.asked.offline:
+            if not queues.adapters.ready(req):  # no line gives its place up before that
+                return Refusal.ADAPTER
+        elif queues.adapters is not None:
             queues.adapters.hint(req)
-        return Refusal.RUNNING_LIMIT if num_running >= limits.max_running else Refusal.STEP_BUDGET
+        return Refusal.RUNNING_LIMIT if full else Refusal.STEP_BUDGET
     if queues.adapters is not None and not queues.adapters.ready(req):
         return Refusal.ADAPTER
     if kv.waits_for_store(req, now_s):

@@ -45,6 +45,10 @@ class AdapterRoom(Protocol):
         """Read the adapter of a request whose turn comes soon."""
         ...
 
+    def may_have(self, req: Req, holders: Sequence[Req]) -> bool:
+        """Whether `ready` may be true of ``req`` now, beside those of ``holders``. Changes nothing."""
+        ...
+
     def giving_way(self, lines: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
         """Choose the lines of batches that a request needs to end, so that its adapter finds room."""
         ...
@@ -357,9 +361,14 @@ class Queues:
 
     @property
     def others_begin(self) -> bool:
-        """Whether a request that is of no batch waits for its first step or its next one of its prompt."""
-        mid_prompt = self.chunked is not None and not self.chunked.asked.offline
-        return mid_prompt or len(self.waiting) > 0 or len(self.prealloc) > 0
+        """Whether a request that is of no batch waits for its first step or its next one of its prompt, and not for an
+        adapter that is still read, or has no room even without those of batches."""
+        if (self.chunked is not None and not self.chunked.asked.offline) or len(self.prealloc):
+            return True
+        if self.adapters is None or not self.has_lines:
+            return len(self.waiting) > 0
+        others = [req for req in self.holding if not req.asked.offline] if len(self.waiting) else []
+        return any(self.adapters.may_have(req, others) for req in self.waiting)
 
     def wait(self, req: Req, *, mid_prompt_len: int = 0) -> None:
         """Let ``req``, which holds nothing, wait for its turn; ``mid_prompt_len``: as `WaitingQueue.add`."""

@@ -272,7 +272,8 @@ class Scheduler:
             return None
         self.last.made_progress = True
         queues.under_way.begin(list(queues.running))
-        if gave_way or (queues.adapters is not None and queues.adapters.short and queues.paused):
+        short = queues.adapters is not None and queues.adapters.short
+        if gave_way or (short and queues.has_lines and queues.others_begin):
             self._gate.disturb()
         else:
             self._gate.looked()

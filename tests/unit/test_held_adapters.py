@@ -349,6 +349,59 @@ def test_lines_of_a_batch_that_run_give_up_as_many_adapters_as_a_chat_needs(benc
     assert {finish.http_status for finish in bench.finished.values()} == {200}
 
 
+def test_lines_of_a_batch_go_on_while_a_chats_adapter_is_read(bench: Bench) -> None:
+    bench.submit("a", max_new_tokens=100, offline=True)
+    bench.read("a")
+    bench.until(lambda: bench.running == ["a"])
+    [line] = bench.engine.scheduler.queues.running
+    bench.submit("x", max_new_tokens=20)
+    bench.until(lambda: "x" in bench.port.began)
+    before = line.num_output
+    bench.run(20)
+    assert line.num_output >= before + 20
+    bench.read("x")
+    bench.until(lambda: "x" in bench.running)
+    assert bench.finished == {}
+    bench.port.open()
+    bench.until(lambda: len(bench.finished) == 2)
+    assert {finish.http_status for finish in bench.finished.values()} == {200}
+
+
+def test_lines_of_a_batch_go_on_while_chats_leave_a_chats_adapter_no_room(bench: Bench) -> None:
+    bench.port.open()
+    bench.submit("b", max_new_tokens=100, offline=True)
+    bench.until(lambda: bench.running == ["b"])
+    [line] = bench.engine.scheduler.queues.running
+    bench.submit("aa", max_new_tokens=100)
+    bench.until(lambda: "aa" in bench.running)
+    bench.submit("xxxx")
+    bench.settle("xxxx")
+    before = line.num_output
+    bench.run(20)
+    assert line.num_output > before + 10
+    assert line.num_retractions == 0
+    assert bench.engine.open_rids == ["b", "aa", "xxxx"]
+
+
+def test_no_line_gives_its_place_up_to_one_whose_adapter_is_not_there(bench: Bench) -> None:
+    bench.engine.scheduler.max_running = 2
+    bench.port.open()
+    bench.submit("a", "b", max_new_tokens=60, offline=True)
+    bench.until(lambda: set(bench.running) == {"a", "b"})
+    lines = list(bench.engine.scheduler.queues.running)
+    bench.port.opened = False
+    while bench.port.go.acquire(blocking=False):
+        pass
+    bench.engine.submit(ask("model", range(1, 9), max_new_tokens=20))
+    bench.submit("x")
+    bench.until(lambda: "x" in bench.port.began and "model" in bench.running)
+    bench.run(5)
+    assert sum(line.num_retractions for line in lines) == 1
+    bench.port.open()
+    bench.until(lambda: len(bench.finished) == 4)
+    assert {finish.http_status for finish in bench.finished.values()} == {200}
+
+
 def test_no_line_gives_its_adapter_up_to_one_that_left(bench: Bench) -> None:
     bench.port.open()
     bench.submit("aa", max_new_tokens=60, offline=True)
@@ -369,4 +422,5 @@ def test_no_line_gives_up_what_would_not_be_enough(bench: Bench) -> None:
     bench.until(lambda: "aa" in bench.running)
     bench.submit("xxxx")
     bench.settle("xxxx")
-    assert [req.num_retractions for req in bench.engine.scheduler.queues.offline] == [0]
+    holding = bench.engine.scheduler.queues.holding
+    assert [req.num_retractions for req in holding if req.asked.offline] == [0]
