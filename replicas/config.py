@@ -370,7 +370,7 @@ class SchedulerConfig:
     overlap: Literal["auto", "on", "off"] = "auto"
     # auto: guess tokens that follow, out of a request's own text or an answer to the same prompt, and verify them in
     # one step where that is expected to pay (the answer is the same, bit for bit); on: also where a row's bits depend
-    # on how many rows a step has, as on a GPU
+    # on how many rows a step has, as on a GPU, and under overlap: on
     drafts: Literal["auto", "on", "off"] = "auto"
     lpm_max_queue: int = 128  # lpm, dfs-weight, hrrn: a longer queue is taken in order of arrival
     # a request that has waited this long goes before any better match; on_time: late_factor bounds waits instead

@@ -173,7 +173,10 @@ class HeldAdapters:
         return has_news
 
     def load(self, ref: AdapterRef, holders: Sequence[Req]) -> None:
-        """Load an adapter now. Raises: as `AdapterPort.read`; Overloaded where those of ``holders`` leave no room."""
+        """Load an adapter now: for replays and tests, as steps wait for it.
+
+        Raises: as `AdapterPort.read`; Overloaded where those of ``holders`` leave no room.
+        """
         if not self._holds(ref) and not self._hold(*self._read(ref), _identities(holders)):
             raise Overloaded("the adapters of running requests leave no room for another: try again later")
 

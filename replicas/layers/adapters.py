@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from replicas.config import AdapterLimits
-from replicas.errors import InvalidAdapter, Overloaded
+from replicas.errors import AdapterNotReadable, InvalidAdapter, Overloaded
 from replicas.kernels import gpu
 from replicas.kernels.adapters.low_rank import HostLowRank, HostPacked
 from replicas.kernels.adapters.on_gpu import GpuLowRank, GpuPacked, Upload
@@ -89,11 +89,13 @@ class AdapterBank:
     def prepare(self, order: PutAdapter) -> RankAdapter:
         """Cut this rank's share of an adapter, and bring it into the form of the kernels.
 
-        Raises: InvalidAdapter that names a layer that adapters cannot change here, or have in another shape; or that
-                says that no adapters can be used here.
+        Raises: InvalidAdapter that names a layer that adapters cannot change here, or have in another shape;
+                AdapterNotReadable where this replica can use none.
         """
         if isinstance(self._held, GpuLowRank) and gpu.kernels() is None:
-            raise InvalidAdapter("adapter: it needs Triton, which this replica cannot use on its GPU: its log says why")
+            raise AdapterNotReadable(
+                "adapter: it needs Triton, which this replica cannot use on its GPU: its log says why"
+            )
         left = {name: (torch.from_numpy(a), torch.from_numpy(b)) for name, (a, b) in order.pairs.items()}
         parts: dict[str, Sequence[Pair | None]] = {}
         for name, product in self._products.items():

@@ -185,16 +185,16 @@ class Drafts:
             self._num_untried += 1
         self.judge(len(reqs), tokens, tried)
 
-    @property
-    def wait_for_tokens(self) -> bool:
-        """Whether the next step is to be planned when the tokens before it are known, so that it may have drafts: where
-        some were tried of late, and now and then."""
-        return self._num_untried < 2 * SELDOM or (self._num_untried + 1) % PROBE == 0  # one step more is under way
+    def wait_for_tokens(self, num_requests: int) -> bool:
+        """Whether the next step, of ``num_requests``, is to be planned when the tokens before it are known, so that it
+        may have drafts: where it has room for any, and some were tried of late, and now and then."""
+        due = self._num_untried < 2 * SELDOM or (self._num_untried + 1) % PROBE == 0  # one step more is under way
+        return due and self._num_rows(num_requests) > 0
 
     def choose(self, reqs: Sequence[Req]) -> list[TokenIds]:
         """Choose what the next step of ``reqs`` tries: [B] drafts, some empty; [] without any."""
         self._proposed, chosen = {}, list[TokenIds]()
-        num_rows, began_s = self._most_rows - 1 - len(reqs), self._clock()
+        num_rows, began_s = self._num_rows(len(reqs)), self._clock()
         if num_rows > 0 and self._looks(len(reqs)) and self._gain(len(reqs), np.ones(num_rows))[1] >= LEAST_GAIN:
             self._proposed = {req: found for req in reqs if (found := self._propose(req)) is not None}
             if self._proposed and self.cost.known(len(reqs)):
@@ -202,6 +202,10 @@ class Drafts:
         self._num_untried = 0 if chosen else self._num_untried + 1
         self._began_s = began_s if chosen else self._clock()  # to choose is a part of what drafts cost
         return chosen
+
+    def _num_rows(self, num_requests: int) -> int:
+        """The rows that a step of ``num_requests`` has for drafts."""
+        return self._most_rows - 1 - num_requests
 
     def _looks(self, num_requests: int) -> bool:
         """Whether to look for guesses: less often where that takes long and nothing was worth trying of late."""

@@ -285,7 +285,7 @@ class Scheduler:
         next_s = self.deadlines.next_s
         if next_s is not None and next_s <= self._clock():
             return None
-        if self.drafts is not None and self.drafts.wait_for_tokens:
+        if self.drafts is not None and self.drafts.wait_for_tokens(len(self.queues.running)):
             return None
         found = plan_ahead(self.queues, self.kv, must_look=self._gate.must_look)
         if found is None:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from replicas.config import AdapterLimits
 from replicas.engine.engine import Engine
-from replicas.errors import InvalidAdapter
+from replicas.errors import AdapterNotReadable
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
 from replicas.kernels.adapters.on_gpu import FEW_ROWS, ROWS, GpuLowRank, Pair, tiles_of
 from replicas.layers.adapters import AdapterBank, PutAdapter
-from replicas.runner.batch import Staging
+from replicas.runner.batch import DeviceBatch, Staging
+from replicas.runner.graphs import DecodeGraphs
 from replicas.scheduler.plan import DecodePlan, StepPlan
 from replicas.types import AdapterRef
 from tests.adapters import TARGETS, make_adapter
@@ -136,6 +137,22 @@ def test_an_adapter_that_was_dropped_makes_place_for_another() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_no_host_memory_is_asked_for_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none to pin, the thread that reads hears of it, and not the engine's."""
+    of = held(torch.float32, [])
+    packed = of.pack({"one": pairs_of(0)})
+    asked, empty = list[object](), torch.empty
+
+    def watched(*shape: Any, device: object = "host", **more: Any) -> Tensor:
+        asked.append(device)
+        return empty(*shape, device=DEVICE, **more)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    of.put(0, packed)
+    assert asked == [torch.device(DEVICE)]
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_kernels_without_rows_touch_nothing() -> None:
     of, (x, out) = held(torch.float32), inputs(3, torch.float32)
     of.step.set_idle()
@@ -162,13 +179,13 @@ def test_every_row_with_an_adapter_is_in_one_tile_of_it(seed: int) -> None:
     assert len(tiles) == sum(-(-counts // ROWS))
 
 
-def test_without_triton_an_adapter_is_refused(
+def test_a_replica_without_triton_leaves_an_adapter_to_others(
     gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "kernels", lambda: None)
     device = torch.device("cuda")
     bank = AdapterBank({}, device, AdapterLimits(), Staging(device).upload)
-    with pytest.raises(InvalidAdapter, match="it needs Triton, which this replica cannot use"):
+    with pytest.raises(AdapterNotReadable, match="it needs Triton, which this replica cannot use"):
         bank.prepare(PutAdapter("", 8, {}))
 
 
@@ -226,13 +243,12 @@ def test_requests_of_three_adapters_and_of_none_answer_as_the_merged_models_from
     without.close()
     engine = start(str(folder), dtype="float32", adapters=AdapterLimits(max_rank=20))
     compiled = set(gpu.programs) if gpu is not None else set()
-    launch, plans, waits, replayed = engine.steps.launch, list[DecodePlan](), list[str](), list[object]()
-    graph_type: Any = torch.cuda.CUDAGraph
-    replay = graph_type.replay
+    launch, plans, waits, replayed = engine.steps.launch, list[DecodePlan](), list[str](), list[bool]()
+    replay = DecodeGraphs.replay
 
-    def counted(graph: object) -> None:
-        replayed.append(graph)
-        replay(graph)
+    def counted(graphs: DecodeGraphs, batch: DeviceBatch, num_rows: int, *, adapted: bool) -> Tensor:
+        replayed.append(adapted)
+        return replay(graphs, batch, num_rows, adapted=adapted)
 
     def watched(plan: StepPlan) -> Any:
         before = len(gpu.waits) if gpu is not None else 0
@@ -246,11 +262,11 @@ def test_requests_of_three_adapters_and_of_none_answer_as_the_merged_models_from
     for ref in adapters[1:]:
         assert ref is not None
         engine.executor.adapters.load(ref, ())
-    monkeypatch.setattr(graph_type, "replay", counted)
+    monkeypatch.setattr(DecodeGraphs, "replay", counted)
     monkeypatch.setattr(engine.steps, "launch", watched)
     assert told(engine, adapters) == wanted
     assert any(len(set(plan.adapters)) == 4 for plan in plans)
-    assert len(replayed) >= len(plans) > 0
+    assert sum(replayed) >= len(plans) > 0
     assert not waits
     if gpu is not None:
         assert len(gpu.graphs) == 6  # of 1, 2 and 4 rows, with adapters and without

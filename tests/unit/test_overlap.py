@@ -11,6 +11,7 @@ import pytest
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead
 from replicas.request import ReqState
+from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResult
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from tests.fakes import FakeDevice, continuation
@@ -190,3 +191,21 @@ def test_steps_wait_for_tokens_while_guesses_come_true_and_are_launched_ahead_ag
     assert [token for delta in finish_all(engine) for token in delta.token_ids] == ids
     kinds = "".join("d" if plan.draft_rows else "a" if plan.follows is not None else "w" for plan in plans)
     assert re.fullmatch(r"w?[dw]+d(w{8})(a+)w(a+)w?a*", kinds), kinds
+
+
+def test_steps_do_not_wait_for_tokens_where_none_has_room_for_drafts() -> None:
+    engine, _ = fake_engine(overlap="on")
+    scheduler = engine.scheduler
+    scheduler.drafts = Drafts(scheduler.kv, scheduler.counters, step_s={}, most_rows=3, clock=lambda: 0.0)
+    plans, launch = list[DecodePlan](), engine.steps.launch
+
+    def watched(plan: StepPlan) -> PendingStep:
+        plans.extend([plan] if isinstance(plan, DecodePlan) else [])
+        return launch(plan)
+
+    engine.steps.launch = watched
+    for rid in ("a", "b"):
+        engine.submit(ask(rid, PROMPT, max_new_tokens=30))
+    finish_all(engine)
+    assert sum(plan.follows is None for plan in plans) <= 2
+    assert len(plans) > 25

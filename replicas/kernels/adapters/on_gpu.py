@@ -92,6 +92,7 @@ class GpuPacked:
 
     records: npt.NDArray[np.int64]  # [products, RECORD]; addresses are counted from the beginning of ``memory``
     memory: Tensor  # pinned
+    room: Tensor  # pinned, for the records with the addresses that they get
 
     @property
     def num_bytes(self) -> int:
@@ -136,15 +137,15 @@ class GpuLowRank:
                     record[1 + FIELDS * i :][:FIELDS] = low // ROWS, rank, place(pair[1])
                     low += rank
         memory = torch.empty(at // self._dtype.itemsize, dtype=self._dtype, pin_memory=True)
-        return GpuPacked(records, torch.cat(parts, out=memory))
+        room = torch.empty(records.shape, dtype=torch.int64, pin_memory=True)
+        return GpuPacked(records, torch.cat(parts, out=memory), room)
 
     def put(self, adapter: int, packed: GpuPacked) -> None:
         """Let rows of number ``adapter`` add this, from the next step on. Raises: torch.OutOfMemoryError."""
         memory = torch.empty(packed.memory.shape, dtype=self._dtype, device=self._device)
         memory.copy_(packed.memory, non_blocking=True)
-        records = torch.empty(packed.records.shape, dtype=torch.int64, pin_memory=True)
-        records.copy_(torch.from_numpy(packed.records + memory.data_ptr() * _is_address(packed.records)))
-        self._records[adapter].copy_(records, non_blocking=True)
+        packed.room.copy_(torch.from_numpy(packed.records + memory.data_ptr() * _is_address(packed.records)))
+        self._records[adapter].copy_(packed.room, non_blocking=True)
         self._held[adapter] = memory
 
     def drop(self, adapter: int) -> None:
