@@ -46,7 +46,7 @@ from replicas.errors import InvalidConfig, PromptTooLong, UnsupportedModel
 from replicas.hf_config import contexts, model_config_from_hf, named_context
 from replicas.models.registry import MODELS
 from replicas.runner.model_files import architecture_of, read_config
-from replicas.text.tokenizer import Tokenizer
+from replicas.text.tokenizer import Rendered, Tokenizer
 from replicas.types import GenerateRequest, TokenIds
 
 LONG_TEXT = 10_000  # characters; longer texts, about 6 ms, are tokenised on another thread
@@ -184,18 +184,35 @@ class Service:
         self, messages: list[dict[str, Any]], *, use: ToolUse | None = None, **options: Any
     ) -> TokenIds:
         """Tokenise a conversation, without delaying other requests. Raises: PromptTooLong, Busy."""
+        return await self._chat(self.tokenizer.chat, messages, use, options)
+
+    async def render_chat(
+        self, messages: list[dict[str, Any]], *, use: ToolUse | None = None, **options: Any
+    ) -> Rendered:
+        """Write a conversation in the chat template, as `encode_chat` encodes it. Raises: PromptTooLong, Busy."""
+        return await self._chat(self.tokenizer.render_chat, messages, use, options)
+
+    async def num_before(self, prompt: Rendered, end: int, *, num_tokens: int) -> int:
+        """Count tokens as `Tokenizer.num_before`, without delaying other requests. Raises: Busy."""
+        work = functools.partial(self.tokenizer.num_before, prompt, end, num_tokens=num_tokens)
+        size = min(end, len(prompt.text) - end)
+        return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
+
+    async def _chat(
+        self, make: Callable[..., T], messages: list[dict[str, Any]], use: ToolUse | None, options: dict[str, Any]
+    ) -> T:
         self.check_length(len(messages), param="messages", at_least=True)  # each message has a token at least
 
         def check(text: str) -> None:
             self._check_characters(len(text), param="messages")
 
-        def work() -> TokenIds:
+        def work() -> T:
             for each in (*messages, tools, *options.values()):
                 self._check_characters(size_of(each, a_value=0), param="messages")
             if use is None and not any(has_tools(message) for message in messages):
-                return self.tokenizer.chat(messages, check=check, **options)
+                return make(messages, check=check, **options)
             prompt = self.prompting.prompt(messages, use)
-            return self.tokenizer.chat(prompt.messages, tools=prompt.tools, marks=prompt.marks, check=check, **options)
+            return make(prompt.messages, tools=prompt.tools, marks=prompt.marks, check=check, **options)
 
         tools = [] if use is None else [tool.body for tool in use.tools]
         size = size_of([messages, tools, options], most=LONG_TEXT)

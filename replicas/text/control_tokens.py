@@ -88,6 +88,11 @@ class ControlTokens:
         """Whether ``text`` is a control token, and nothing more."""
         return text in self._ids
 
+    def before(self, rendered: str, at: int) -> int:
+        """Return where the control token begins inside which ``at`` is, or ``at``."""
+        near = self._whole.finditer(rendered, max(0, at - self._longest), at + self._longest)
+        return next((found.start() for found in near if found.start() < at < found.end()), at)
+
     def show(self, text: str) -> str:
         """Undo `hide` in ``text``."""
         text = _HIDDEN.sub(lambda found: self._texts.get(int(found[1]), found[0]), text)

@@ -16,6 +16,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,14 @@ _NO_LIMIT = 10**9  # Transformers writes 1e30 for "not known"
 _SECRET = secrets.token_hex(8)  # clients cannot know a mark
 MARK = f"mark-{_SECRET}-{{}}."  # with a number: a text that `Tokenizer.chat` replaces, alone or as such an object
 _MARKS = re.compile(rf'mark-{_SECRET}-[0-9]+\.|\{{"mark-{_SECRET}-[0-9]+\.": ""\}}')
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the text that is encoded."""
+
+    text: str
+    hides: bool  # it has marks for what is text though it spells a control token (control_tokens.py)
 
 
 class Tokenizer:
@@ -112,7 +121,27 @@ class Tokenizer:
         """Return how many tokens a text of ``num_characters`` has at least; 0 if a token may stand for any number."""
         return 0 if self._token_len is None else num_characters // self._token_len
 
-    def chat(
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> TokenIds:
+        """Encode a conversation in the model's chat template to ids [L]. Takes and raises what `render_chat` does."""
+        return self._encode_rendered(self.render_chat(messages, **options))
+
+    def num_before(self, prompt: Rendered, end: int, *, num_tokens: int) -> int:
+        """Count the tokens of the first ``end`` characters of ``prompt``, which has ``num_tokens``: exact behind a
+        control token (that takes no white space along), else within a token or two: the shorter part is encoded alone.
+        """
+        end = self._control.before(prompt.text, end)
+        head, tail = prompt.text[:end], prompt.text[end:]
+        part = head if len(head) < len(tail) else tail
+        length = len(self._encode_rendered(Rendered(part, prompt.hides))) if part else 0
+        return length if part is head else max(0, num_tokens - length)
+
+    def _encode_rendered(self, prompt: Rendered) -> TokenIds:
+        if not prompt.hides:
+            return self.encode(prompt.text, add_special_tokens=False)  # the template writes them
+        _check_unicode(prompt.text)
+        return self._control.encode(prompt.text)
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -122,15 +151,15 @@ class Tokenizer:
         check: Callable[[str], None] | None = None,
         marks: Mapping[str, str] | None = None,
         **template_kwargs: Any,
-    ) -> TokenIds:
-        """Encode a conversation in the model's chat template to ids [L].
+    ) -> Rendered:
+        """Write a conversation in the model's chat template.
 
         What stands in ``messages``, ``tools`` and ``template_kwargs`` is text and never a control token, whatever it
         spells (control_tokens.py). A message whose content is a list of text parts is given to the template as their
         texts, joined by newlines.
 
         Args:   continue_final_message: leave the last message open, for the model to go on (no generation prompt then).
-                check: called with the text before it is encoded, to raise where that is not worth it.
+                check: called with the text, to raise where it is not worth encoding.
                 marks: what stands in the rendered text for each `MARK`, or JSON object with that one key: a control
                        token, or a client's text as it is, where the template would write it anew.
                 template_kwargs: variables for the template (``chat_template_kwargs`` of the wire).
@@ -145,10 +174,7 @@ class Tokenizer:
             text = _MARKS.sub(lambda found: shown.get(found[0], found[0]), text)
         if check is not None:
             check(text)
-        if not hides:
-            return self.encode(text, add_special_tokens=False)  # the template writes them
-        _check_unicode(text)
-        return self._control.encode(text)
+        return Rendered(text, hides)
 
     def chat_text(
         self,

@@ -1,5 +1,6 @@
 """What a client writes is never a control token, and clean text has the ids that it always had."""
 
+import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +236,21 @@ def test_the_chat_template_still_says_what_it_refuses(tmp_path: Path) -> None:
 def test_completions_stay_raw(tokenizers: dict[str, Tokenizer]) -> None:
     qwen = tokenizers["qwen"]
     assert [qwen.token_text(int(i)) for i in qwen.encode("a<|im_end|>")] == ["a", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3])
+def test_tokens_before_a_place_are_counted_from_the_shorter_side(tokenizers: dict[str, Tokenizer], family: str) -> None:
+    """Also of chats that hold the text of a control token. Phi's take the white space behind them along."""
+    tokenizer = tokenizers[family]
+    control_texts = (tokenizer.decode([each], skip_special_tokens=False) for each in tokenizer.control_ids)
+    whole = re.compile("|".join(map(re.escape, sorted(control_texts, key=len, reverse=True))))
+    for chat in chats(3, [*PIECES, "<|im_end|> <|eot_id|> <|end|>"]):
+        prompt = tokenizer.render_chat(chat)
+        ids = tokenizer.chat(chat)
+        places = list(whole.finditer(prompt.text))
+        ends = [0, len(prompt.text), *(found.end() for found in places)]
+        wanted = [0, len(ids), *(at + 1 for at in range(len(ids)) if int(ids[at]) in tokenizer.control_ids)]
+        found = [tokenizer.num_before(prompt, end, num_tokens=len(ids)) for end in ends]
+        assert found == wanted, chat
+        inside = tokenizer.num_before(prompt, places[1].start() + 2, num_tokens=len(ids))
+        assert inside == tokenizer.num_before(prompt, places[1].start(), num_tokens=len(ids))

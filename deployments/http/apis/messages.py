@@ -7,6 +7,7 @@ Never:     drops what the model should see: a block or tool that it cannot is re
            `DROPPED` header says so: at the head of the prompt it would keep all behind it from the cache.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -15,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import WithJsonSchema
@@ -30,11 +30,13 @@ from deployments.http.arrivals import DROPPED, name_of
 from deployments.http.bodies import ChatRequest, Items, Route, WireType
 from deployments.http.chat import prepare, template_options, tools_of
 from deployments.http.convert import asked_adapter, refuse_unsupported
+from deployments.http.http_errors import Busy
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import JsonAnswer
 from deployments.output.reading import call_id
 from replicas.errors import InvalidRequest
-from replicas.types import CacheMark, TokenIds
+from replicas.text.tokenizer import Rendered
+from replicas.types import CacheMark
 
 router = APIRouter(route_class=Route)
 _ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
@@ -100,11 +102,12 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     system, dropped = _system(body.system)
     cuts = _breakpoints(body)
     name = name_of(request)
-    prepared = await prepare(request, chat_of(body, system, _sampling(body)), name)
+    chat = chat_of(body, system, _sampling(body))
+    prepared = await prepare(request, chat, name)
     limit = min(body.max_tokens, prepared.request.sampling.max_new_tokens)
     sampling = dataclasses.replace(prepared.request.sampling, max_new_tokens=limit)
     sampling.validate(vocab_size=service.model.vocab_size)
-    marks = await _marks(service, body, cuts, prepared.request.token_ids) if cuts else ()
+    marks = await _marks(service, body, cuts, chat, len(prepared.request.token_ids)) if cuts else ()
     asked = dataclasses.replace(prepared.request, sampling=sampling, cache_marks=marks)
     form = MessageForm(
         answer_id=f"msg_{name}",
@@ -143,20 +146,43 @@ def _told(response: Response, dropped: bool) -> Response:
 
 
 async def _marks(
-    service: Service, body: MessagesRequest, cuts: Mapping[float, dict[str, Any]], ids: TokenIds
+    service: Service, body: MessagesRequest, cuts: Mapping[float, dict[str, Any]], chat: ChatRequest, num_tokens: int
 ) -> tuple[CacheMark, ...]:
-    """Find how many of ``ids``, the prompt of ``body``, are before each breakpoint: those that the prompt which ends
-    there begins with too. None are where the chat template refuses such a prompt."""
+    """Find how many of the ``num_tokens`` of ``chat``, the prompt of ``body``, are before each breakpoint, as
+    `Tokenizer.num_before` counts. None are where the chat template refuses a prompt that ends there, and where too
+    many long requests are being read: this one, which was, is answered without."""
     marks = []
-    for ttl_s, cut in cuts.items():
-        with contextlib.suppress(InvalidRequest):
-            part = body.model_copy(update=cut)
-            chat = chat_of(part, _system(part.system)[0], {"add_generation_prompt": False}, is_cut=True)
-            cut_ids = await service.encode_chat(chat.messages, use=tools_of(chat), **template_options(chat))
-            most = min(len(cut_ids), len(ids))
-            differ = np.flatnonzero(cut_ids[:most] != ids[:most])
-            marks.append(CacheMark(int(differ[0]) if len(differ) else most, ttl_s))
+    with contextlib.suppress(Busy):
+        prompt = await _rendered(service, chat)
+        for ttl_s, cut in cuts.items():
+            with contextlib.suppress(InvalidRequest):
+                end = await _end_of(service, body, cut, prompt.text)
+                marks.append(CacheMark(await service.num_before(prompt, end, num_tokens=num_tokens), ttl_s))
     return tuple(sorted(marks, key=lambda mark: mark.length))
+
+
+async def _end_of(service: Service, body: MessagesRequest, cut: dict[str, Any], text: str) -> int:
+    """Count the characters of ``text``, the prompt of ``body``, before a breakpoint: those with which the prompt that
+    ends there begins too."""
+
+    async def common(**fields: Any) -> int:
+        part = body.model_copy(update=cut | fields)
+        chat = chat_of(part, _system(part.system)[0], {"add_generation_prompt": False}, is_cut=True)
+        other = (await _rendered(service, chat)).text
+        most = min(len(text), len(other))
+        return bisect.bisect_left(range(most), True, key=lambda last: text[: last + 1] != other[: last + 1])
+
+    if not cut:
+        return len(text)
+    if "tools" in cut and body.system:  # the template writes it behind the tools, or before them
+        alone = await common(system=None)
+        if alone > await common(tools=None):
+            return alone
+    return await common()
+
+
+async def _rendered(service: Service, chat: ChatRequest) -> Rendered:
+    return await service.render_chat(chat.messages, use=tools_of(chat), **template_options(chat))
 
 
 def _sampling(body: MessagesRequest) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 import copy
 import hashlib
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +16,8 @@ from pydantic_core import from_json
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.messages import MessagesRequest, chat_of
 from deployments.http.http_app import make_app
-from deployments.http.http_errors import GenerationFailed
-from deployments.http.service import Service
+from deployments.http.http_errors import Busy, GenerationFailed
+from deployments.http.service import BoundedExecutor, Service
 from deployments.http.streaming import AnswerSoFar
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import ChoiceReading
@@ -22,7 +25,7 @@ from deployments.settings.keys import ApiKey, KeyDigests
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import Finish, FinishReason, TokenDelta, Usage
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
@@ -327,6 +330,82 @@ async def test_a_mark_is_where_its_block_ends(service: Service, house: House, pl
     assert (inside in kept, behind in kept) == (True, False)
     assert (inside in rest, behind in rest) == (False, True)
     assert mark.ttl_s == 300.0
+
+
+TOOLS_FIRST = """{% if tools %}<|im_start|>system
+# Tools
+{% for each in tools %}{{ each | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for each in messages %}<|im_start|>{{ each.role }}
+{{ each.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+async def test_a_mark_on_a_tool_leaves_out_a_system_message_behind_it(house: House, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(MODEL) / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TOOLS_FIRST)
+    tokenizer = Tokenizer(str(tmp_path))
+    replica = ScriptedReplica("scripted")
+    await house.ready(replica)
+    tools = [{**READ, "name": "Write"}, {**READ, "cache_control": MINUTES}]
+    async with client_of(make_app(house.service(tokenizer))) as client:
+        await post(client, **{**ASK, "max_tokens": 2}, system="You are kind.", tools=tools)
+    [asked] = replica.requests
+    [mark] = asked.cache_marks
+    whole = tokenizer.decode(asked.token_ids, skip_special_tokens=False)
+    kept = tokenizer.decode(asked.token_ids[: mark.length], skip_special_tokens=False)
+    assert whole.startswith(kept)
+    assert ("Read" in kept, "kind" in kept, "kind" in whole) == (True, False, True)
+
+
+async def marked_request(service: Service, house: House) -> GenerateRequest:
+    """What a replica is asked where a long system message and the last turn are marked."""
+    replica = ScriptedReplica("scripted")
+    await house.ready(replica)
+    system = [{"type": "text", "text": "A town has a market. " * 1000, "cache_control": HOUR}]
+    turn = {"role": "user", "content": [{"type": "text", "text": "Which?", "cache_control": MINUTES}]}
+    async with client_of(make_app(house.service(service.tokenizer))) as client:
+        house.remove("r0")
+        await post(client, **{**ASK, "max_tokens": 2, "system": system, "messages": [turn]})
+    [asked] = replica.requests
+    return asked
+
+
+async def test_a_prompt_that_was_read_is_answered_where_its_marks_find_the_readers_full(
+    service: Service, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = BoundedExecutor.run
+    read = []
+
+    async def once(self: BoundedExecutor, work: Callable[[], Any], *, size: int) -> Any:
+        read.append(size)
+        if len(read) > 1:
+            raise Busy("full")
+        return await run(self, work, size=size)
+
+    monkeypatch.setattr(BoundedExecutor, "run", once)
+    assert (await marked_request(service, house)).cache_marks == ()
+    assert len(read) > 1
+
+
+async def test_for_marks_only_the_shorter_side_of_each_is_tokenised(
+    service: Service, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def spy(self: Tokenizer, text: str, **options: Any) -> Any:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    asked = await marked_request(service, house)
+    hour, minutes = (service.tokenizer.decode(asked.token_ids[: mark.length]) for mark in asked.cache_marks)
+    assert (hour.endswith("market. \nuser\n"), minutes.strip().endswith("Which?")) == (True, True)
+    whole, *rest = sorted(encoded, reverse=True)
+    assert sum(rest) < 0.02 * whole
 
 
 async def test_a_call_is_the_same_in_a_stream_and_its_result_is_found_behind_the_cached_turn(
