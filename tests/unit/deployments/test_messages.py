@@ -283,6 +283,22 @@ async def test_what_a_request_marked_is_counted_as_read_and_as_put_into_the_cach
     assert whole["input_tokens"] <= 16  # the last page, which is not whole
 
 
+async def test_a_stream_tells_from_its_beginning_what_is_put_into_the_cache(
+    client: httpx.AsyncClient, idle_engine: EngineLoop
+) -> None:
+    """Nobody asked this before: all that is marked is computed, but for the beginning that all prompts have."""
+    system = [{"type": "text", "text": "Zebras graze where no other prompt of these tests does. " * 20}]
+    before = idle_engine.engine.stats().prefill_tokens
+    body = {**ASK, "max_tokens": 4, "system": system, "cache_control": MINUTES, "stream": True}
+    stream = events_of((await client.post(MESSAGES, json=body)).text)
+    computed = idle_engine.engine.stats().prefill_tokens - before
+    for event in (stream[0]["message"], stream[-2]):
+        usage = event["usage"]
+        made = usage["cache_creation"]["ephemeral_5m_input_tokens"]
+        assert usage["cache_creation_input_tokens"] == made > 200
+        assert usage["input_tokens"] == computed - made < 16  # what fills no page
+
+
 async def test_marks_of_another_form_are_refused_by_their_place(client: httpx.AsyncClient) -> None:
     wanted = 'must be {"type": "ephemeral"}'
     for wrong in ({"type": "forever"}, *({"type": "ephemeral", "ttl": ttl} for ttl in ("2h", 5, "", 0, False))):
