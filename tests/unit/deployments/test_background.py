@@ -402,7 +402,12 @@ async def test_a_stream_goes_on_behind_a_silence_of_the_router_that_has_it(
         async def silent_amid(unanswered: str) -> asyncio.Task[list[Any]]:
             replica.pause_at = 3
             begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
-            reading = asyncio.create_task(events_after(elsewhere, begun.id))
+            stream = await elsewhere.responses.retrieve(begun.id, stream=True)  # its status is said: found
+
+            async def rest() -> list[Any]:
+                return [event async for event in stream]
+
+            reading = asyncio.create_task(rest())
             await having(elsewhere, begun.id, "<0><1><2>")
             peers.services, peers.unanswered, silent_since = (), unanswered, peers.num_asked
             await until_async(lambda: reading.done() or peers.num_asked >= silent_since + 3)
