@@ -33,7 +33,7 @@ as prefill before its first token, and as decode after it.
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -346,6 +346,28 @@ class Req:
             drafted_tokens=self.drafted[0],
             accepted_tokens=self.drafted[1],
         )
+
+
+class ReqQueue:
+    """Requests in the order in which they were added, each at most once."""
+
+    def __init__(self) -> None:
+        self._reqs: dict[Req, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Req]:
+        return iter(self._reqs)
+
+    def __contains__(self, req: Req) -> bool:
+        return req in self._reqs
+
+    def add(self, req: Req) -> None:
+        self._reqs[req] = None
+
+    def remove(self, req: Req) -> None:
+        del self._reqs[req]
 
 
 def stage_times(req: Req, end_s: float | None) -> StageTimes:

@@ -10,7 +10,7 @@ pool, and theirs would be computed anew in turn. So what it needs, and what is k
 
 Owns:      which node each session is known by, or was until it left the tree; the leases: `TreeNode.lease` is written
            here, and copied by splits.
-Never:     evicts or locks, or lets a request wait (scheduler/queues.py). A lease is a rank in the order of eviction
+Never:     evicts or locks, or lets a request wait (scheduler/held.py). A lease is a rank in the order of eviction
            (cache/evict.py); one that runs out lowers it.
 Invariant: a leased session has an entry in the heap, due when its lease is, and ends at the deepest node that is kept
            for it; its mark is in the tree too: no session keeps a node alive that has left.

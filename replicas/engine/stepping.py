@@ -149,7 +149,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         pool=pool,
         num_waiting=len(queues.waiting) + len(queues.held) + len(parked) - num_legs,
         num_running=len(queues.running) + len(queues.paused) + len(queues.forced) + (chunked is not None),
-        num_offline_waiting=len(queues.offline) - len(queues.paused),
+        num_offline_waiting=len(queues.lines) - len(queues.paused),
         num_offline_running=len(offline),
         offline_pages=_pages_of_batches(queues, pool) if offline else 0,
         max_running_requests=scheduler.max_running,
@@ -271,8 +271,8 @@ class Stepping:
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
         queues = self._scheduler.queues
-        if num_reqs == num_new and queues.has_lines:  # all decode, one token each
-            queues.lines.time.timed(num_reqs, step_s)
+        if num_reqs == num_new and queues.lines.num_open:  # all decode, one token each
+            queues.lines.share.time.timed(num_reqs, step_s)
         self.times.record(
             step_s,
             num_prompt,

@@ -1,7 +1,7 @@
-"""Lines: how much of a step lines of batches may take, so that others hardly notice them.
+"""Lines: those of batches that wait, and how much of a step they may take, so that others hardly notice them.
 
-Owns:      what a row of a decode step costs, as the engine's steps tell; the seconds that prompts of lines may take
-           beside others that decode.
+Owns:      the lines that wait or are paused; what a row of a decode step costs, as the engine's steps tell; the seconds
+           that prompts of lines may take beside others that decode.
 Never:     chooses lines (queues.py, prefill.py). Looks at requests that are about to begin: no line runs beside those.
 Invariant: in steps in which others decode, lines take about SHARE of the time that those take by themselves: their rows
            first, one at least, so that what it costs stays known; what these leave is saved up for their prompts.
@@ -10,7 +10,7 @@ Thread:    scheduler thread only.
 
 from collections.abc import Sequence
 
-from replicas.request import Req
+from replicas.request import Req, ReqQueue
 from replicas.scheduler.plan import ExtendPlan, StepPlan
 
 SHARE = 0.25  # of the time of others' decode steps
@@ -91,3 +91,12 @@ class LineShare:
         taken_s = num_lines * (self.time.row_s or 0.0) + num_tokens * s_per_token
         most_s = self._most_len * s_per_token
         self._saved_s = min(max(self._saved_s + SHARE * self.time.of(num_others) - taken_s, -most_s), most_s)
+
+
+class LineQueue(ReqQueue):
+    """The lines of batches that wait, or are paused between two tokens."""
+
+    def __init__(self, share: LineShare) -> None:
+        super().__init__()
+        self.share = share
+        self.num_open = 0  # lines that have come and not ended, wherever they are

@@ -132,7 +132,7 @@ def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
     others = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []
     if others_begin:
         return others
-    lines = (req for req in queues.offline if req.state is ReqState.WAITING)  # the others are paused
+    lines = (req for req in queues.lines if req.state is ReqState.WAITING)  # the others are paused
     return others + sorted(lines, key=lambda req: req.rank.from_s)
 
 

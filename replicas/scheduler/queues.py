@@ -1,7 +1,8 @@
 """Queues: every open request of one engine, by what it waits for or what runs it.
 
-Owns:      the membership and the order of each queue. These values only hold; what moves a request from one queue to
-           another is in prefill.py, admission.py, decode.py, tokens.py and scheduler.py.
+Owns:      the membership and the order of each queue; those of lines of batches and of held sessions are lines.py's and
+           held.py's. These values only hold; what moves a request from one queue to another is in prefill.py,
+           admission.py, decode.py, tokens.py and scheduler.py.
 Never:     touches pages; the waiting queue asks how long a cached prefix is.
 Invariant: an open request is in exactly one queue, or only in a step under way (one whose last chunk, or the run of
            tokens that its grammar forced, is being computed); see each `check`.
@@ -11,13 +12,14 @@ Thread:    scheduler thread only.
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from replicas.request import Bound, Req, ReqState
-from replicas.scheduler.lines import LineShare
+from replicas.request import Bound, Req, ReqQueue, ReqState
+from replicas.scheduler.held import HeldSessions
+from replicas.scheduler.lines import LineQueue
 from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from replicas.scheduler.shares import TenantShares
 from replicas.types import TokenIds
@@ -52,28 +54,6 @@ class AdapterRoom(Protocol):
     def giving_way(self, lines: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
         """Choose the lines of batches that a request needs to end, so that its adapter finds room."""
         ...
-
-
-class ReqQueue:
-    """Requests in the order in which they were added, each at most once."""
-
-    def __init__(self) -> None:
-        self._reqs: dict[Req, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._reqs)
-
-    def __iter__(self) -> Iterator[Req]:
-        return iter(self._reqs)
-
-    def __contains__(self, req: Req) -> bool:
-        return req in self._reqs
-
-    def add(self, req: Req) -> None:
-        self._reqs[req] = None
-
-    def remove(self, req: Req) -> None:
-        del self._reqs[req]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,30 +177,6 @@ class WaitingQueue(ReqQueue):
         return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)
 
 
-class HeldQueue(ReqQueue):
-    """Agents' requests that wait until there is room for their whole session beside older ones (cache/sessions.py)."""
-
-    LOOK_S = 0.05  # between two looks while none arrives
-    LOOK_SHARE = 0.05  # of the time, which looks may take: each walks through what is kept
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next_s = self._soonest_s = -math.inf  # of the next look: while none arrives, and when one does
-
-    def add(self, req: Req) -> None:
-        super().add(req)
-        self._next_s = self._soonest_s
-
-    def looks(self, now_s: float) -> bool:
-        """Whether it is time to look again."""
-        return len(self._reqs) > 0 and now_s >= self._next_s
-
-    def looked(self, from_s: float, to_s: float) -> None:
-        """Take note of a look."""
-        self._soonest_s = to_s + (to_s - from_s) / self.LOOK_SHARE
-        self._next_s = max(self._soonest_s, to_s + self.LOOK_S)
-
-
 class PreallocQueue(ReqQueue):
     """Decode legs that hold nothing yet: they need row and pages before their K/V may be sent.
 
@@ -332,16 +288,14 @@ class Queues:
     """All open requests of one engine; what the functions of the scheduler read and change."""
 
     waiting: WaitingQueue
-    lines: LineShare
-    held: HeldQueue = field(default_factory=HeldQueue)
-    offline: ReqQueue = field(default_factory=ReqQueue)  # lines of batches that wait, or are paused between two tokens
+    lines: LineQueue
+    held: HeldSessions
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each; by adapter, and in the order of joining
     forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
     prealloc: PreallocQueue = field(default_factory=PreallocQueue)
     away: HandOffQueue = field(default_factory=HandOffQueue)
     under_way: UnderWay = field(default_factory=UnderWay)
-    num_lines: int = 0  # lines of batches that are open, wherever they are
     adapters: AdapterRoom | None = None  # None: no request has one
 
     @property
@@ -357,7 +311,7 @@ class Queues:
     @property
     def paused(self) -> list[Req]:
         """The lines of batches that hold row and pages, and run on when no other request is about to begin."""
-        return [req for req in self.offline if req.state is ReqState.RUNNING]
+        return [req for req in self.lines if req.state is ReqState.RUNNING]
 
     @property
     def others_begin(self) -> bool:
@@ -365,7 +319,7 @@ class Queues:
         adapter that is still read, or has no room even without those of batches."""
         if (self.chunked is not None and not self.chunked.asked.offline) or len(self.prealloc):
             return True
-        if self.adapters is None or not self.has_lines:
+        if self.adapters is None or not self.lines.num_open:
             return len(self.waiting) > 0
         others = [req for req in self.holding if not req.asked.offline] if len(self.waiting) else []
         return any(self.adapters.may_have(req, others) for req in self.waiting)
@@ -373,14 +327,9 @@ class Queues:
     def wait(self, req: Req, *, mid_prompt_len: int = 0) -> None:
         """Let ``req``, which holds nothing, wait for its turn; ``mid_prompt_len``: as `WaitingQueue.add`."""
         if req.asked.offline:
-            self.offline.add(req)
+            self.lines.add(req)
         else:
             self.waiting.add(req, mid_prompt_len=mid_prompt_len)
-
-    @property
-    def has_lines(self) -> bool:
-        """Whether lines of batches wait or run."""
-        return self.num_lines > 0
 
     @property
     def num_others(self) -> int:
@@ -390,7 +339,7 @@ class Queues:
     @property
     def line_len(self) -> int:
         """The number of tokens that prompts of lines may have in the next step."""
-        return self.lines.prompt_len(self.num_others, self.waiting.s_per_token) if self.has_lines else 0
+        return self.lines.share.prompt_len(self.num_others, self.waiting.s_per_token) if self.lines.num_open else 0
 
     def let_lines_run(self) -> None:
         """Let as many lines of batches make tokens in the next step as their share allows, none where another request
@@ -398,21 +347,21 @@ class Queues:
         most = 0
         if not self.others_begin:
             num_others = self.num_others
-            most = self.lines.num_rows(num_others) if num_others else len(self.offline) + len(self.running)
-        lines = [req for req in self.running if req.asked.offline]
-        for req in lines[most:]:
+            most = self.lines.share.num_rows(num_others) if num_others else len(self.lines) + len(self.running)
+        running = [req for req in self.running if req.asked.offline]
+        for req in running[most:]:
             self.running.remove(req)
-            self.offline.add(req)
-        for req in self.paused[: max(most - len(lines), 0)]:
-            self.offline.remove(req)
+            self.lines.add(req)
+        for req in self.paused[: max(most - len(running), 0)]:
+            self.lines.remove(req)
             self.running.append(req)
 
     def remove(self, req: Req) -> None:
         """Take ``req`` out of the queue that has it, if one has."""
         if req in self.away:
             self.away.remove(req)
-        elif req in self.offline:
-            self.offline.remove(req)
+        elif req in self.lines:
+            self.lines.remove(req)
         elif req in self.held:
             self.held.remove(req)
         elif req in self.prealloc:
@@ -431,7 +380,7 @@ class Queues:
         for req in (*self.waiting, *self.prealloc, *self.held):
             assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
             assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
-        for req in self.offline:
+        for req in self.lines:
             assert req.asked.offline, f"{req.rid} is of no batch"
             assert (req.holding is None) == (req.state is ReqState.WAITING), f"{req.rid} is {req.state}: {req.holding}"
         for req in self.prealloc:
@@ -450,9 +399,10 @@ class Queues:
         for req in (req for step in self.under_way.steps for req in step):
             assert req.holding is not None, f"{req.rid} is in a step under way and holds nothing"
         in_steps = (req for step in self.under_way.steps for req in step if req.finish is None)
-        lines = {
-            req for req in (*self.holding, *self.offline, *self.away, *self.prealloc, *in_steps) if req.asked.offline
+        found = {
+            req for req in (*self.holding, *self.lines, *self.away, *self.prealloc, *in_steps) if req.asked.offline
         }
-        assert len(lines) == self.num_lines, f"{len(lines)} lines of batches are open, {self.num_lines} are counted"
+        num_open = self.lines.num_open
+        assert len(found) == num_open, f"{len(found)} lines of batches are open, {num_open} are counted"
         for req in self.under_way.ended:
             assert req in self.under_way, f"{req.rid} ended, no step has it, and it holds pages"

@@ -37,7 +37,8 @@ from replicas.scheduler.decode import (
     retracted_first,
 )
 from replicas.scheduler.drafts import Drafts
-from replicas.scheduler.lines import LineShare
+from replicas.scheduler.held import HeldSessions
+from replicas.scheduler.lines import LineQueue, LineShare
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Limits, Refusal, extend_plan, next_batch
@@ -92,7 +93,8 @@ class Scheduler:
                 peek_path=kv.peek_path,
                 num_computed=lambda: self.counters.prefill_tokens,
             ),
-            lines=LineShare(config.chunked_prefill_size, page_size=kv.page_size),
+            lines=LineQueue(LineShare(config.chunked_prefill_size, page_size=kv.page_size)),
+            held=HeldSessions(config.session_wait_s),
         )
         self.deadlines = Deadlines()
         self.last = LastRound()
@@ -117,7 +119,7 @@ class Scheduler:
         starting = (
             len(queues.waiting)
             or len(queues.held)
-            or len(queues.offline)
+            or len(queues.lines)
             or queues.chunked is not None
             or len(queues.prealloc)
         )
@@ -157,9 +159,7 @@ class Scheduler:
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)
-        may_hold = self._config.session_wait_s and not req.asked.offline and not req.num_resumed
-        if may_hold and self.kv.agent_of(req) is not None:
-            self.queues.held.add(req)
+        if self.kv.agent_of(req) is not None and self.queues.held.takes(req):
             self._gate.disturb()
         else:
             self._wait(req)
@@ -203,7 +203,7 @@ class Scheduler:
     def take_back(self, req: Req) -> None:
         """Undo `park`: ``req`` is to be accepted another way."""
         self.queues.away.remove(req)
-        self.queues.num_lines -= req.asked.offline
+        self.queues.lines.num_open -= req.asked.offline
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
 
@@ -236,7 +236,7 @@ class Scheduler:
         self.counters.count_end(finish.reason)
         if req.leg is not None:
             self.queues.away.ended.append(req)
-        self.queues.num_lines -= req.asked.offline
+        self.queues.lines.num_open -= req.asked.offline
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
         if self.drafts is not None:
@@ -249,9 +249,9 @@ class Scheduler:
         assert not len(queues.under_way), "a step is under way: apply it, or schedule ahead"
         now_s = self._clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
-        if queues.held.looks(now_s):
-            self._let_sessions_in(now_s)
-            queues.held.looked(now_s, self._clock())
+        if len(queues.held):
+            for req in queues.held.take_ready(self.kv, self._clock):
+                self._wait(req)
         self._order_batches()
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
@@ -273,7 +273,7 @@ class Scheduler:
         self.last.made_progress = True
         queues.under_way.begin(list(queues.running))
         short = queues.adapters is not None and queues.adapters.short
-        if gave_way or (short and queues.has_lines and queues.others_begin):
+        if gave_way or (short and queues.lines.num_open and queues.others_begin):
             self._gate.disturb()
         else:
             self._gate.looked()
@@ -301,8 +301,8 @@ class Scheduler:
         """Take in a step: tokens to their requests, pages to the tree, finished requests out."""
         under_way = self.queues.under_way
         reqs = under_way.end()
-        if self.queues.has_lines:
-            self.queues.lines.ran(plan, reqs, self.queues.waiting.s_per_token)
+        if self.queues.lines.num_open:
+            self.queues.lines.share.ran(plan, reqs, self.queues.waiting.s_per_token)
         num_prompt, num_decode = count_computed(plan, result, reqs, self.queues, self.kv)
         self.counters.prefill_tokens += num_prompt
         self.counters.decode_tokens += num_decode
@@ -329,7 +329,7 @@ class Scheduler:
         if not req.asked.offline:
             req.rank.from_s -= req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
-        self.queues.num_lines += req.asked.offline
+        self.queues.lines.num_open += req.asked.offline
         self.queues.waiting.shares.opens(req)
         self.kv.arrived(req)
 
@@ -338,29 +338,12 @@ class Scheduler:
         self.queues.wait(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
         self._gate.disturb()
 
-    def _let_sessions_in(self, now_s: float) -> None:
-        """Let agents' requests wait for their turn for which there is room beside older sessions and what those that
-        wait need, or that have been held for ``session_wait_s``."""
-        held = self.queues.held
-        agents = [(session, req) for req in held if (session := self.kv.agent_of(req)) is not None]
-        for req in set(held) - {req for _, req in agents}:
-            held.remove(req)
-            self._wait(req)
-        agents.sort(key=lambda each: each[0].born)
-        for (_, req), (need, before) in zip(agents, self.kv.session_needs(agents), strict=True):
-            held_s = now_s - req.stamps.arrival_s
-            late = held_s + req.asked.waited_s >= self._config.session_wait_s
-            if not before or need + before <= self.kv.available_tokens() or late:
-                held.remove(req)
-                req.stamps.held_s = held_s
-                self._wait(req)
-
     def _order_batches(self) -> None:
         """Let lines of batches run only in steps in which no other request begins, as many beside others as their share
         allows: they are paused with what they hold, one in the middle of its prompt or of forced tokens is retracted
         where another begins, and so are those without which a decode leg gets no memory, or an adapter no room."""
         queues = self.queues
-        if not queues.has_lines:
+        if not queues.lines.num_open:
             return
         queues.let_lines_run()
         if not queues.others_begin:

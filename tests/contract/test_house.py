@@ -30,7 +30,7 @@ ATTRIBUTES_OTHERWISE = 18
 MUTABLE = {
     "replicas.request.Req": 49,  # 25 of its own
     # 12 of its own; three are the queue of lines of batches, 10 their share of steps, 21 drafts, 7 the shares
-    # of tenants, 3 the turns of sessions that are held, one the room for adapters
+    # of tenants, 4 the sessions that are held, one the room for adapters
     "replicas.scheduler.scheduler.Scheduler": 110,
     "replicas.engine.engine.Engine": 68,  # 16 of its own; one is how many tokens a step makes of a request
 }

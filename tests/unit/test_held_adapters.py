@@ -343,7 +343,7 @@ def test_lines_of_a_batch_that_run_give_up_as_many_adapters_as_a_chat_needs(benc
     bench.submit("x" * num_needed, max_new_tokens=20)
     bench.until(lambda: "x" * num_needed in bench.running)
     assert set(bench.held.stats().held) == {*lines[num_needed:], "x" * num_needed}
-    retracted = {req.rid for req in bench.engine.scheduler.queues.offline if req.num_retractions}
+    retracted = {req.rid for req in bench.engine.scheduler.queues.lines if req.num_retractions}
     assert retracted == set(lines[:num_needed])
     bench.until(lambda: len(bench.finished) == 5)
     assert {finish.http_status for finish in bench.finished.values()} == {200}

@@ -15,7 +15,7 @@ from tests.unit.scheduler.test_mixed import Forcing
 def timed(bench: Bench, *, token_s: float, step_s: float = 0.02, row_s: float = 0.002) -> None:
     """Have steps of one row taken ``step_s``, each further row ``row_s``, and each token of a prompt ``token_s``."""
     for num_rows in (1, 9):
-        bench.scheduler.queues.lines.time.timed(num_rows, step_s + (num_rows - 1) * row_s)
+        bench.scheduler.queues.lines.share.time.timed(num_rows, step_s + (num_rows - 1) * row_s)
     bench.scheduler.queues.waiting.s_per_token = token_s
 
 
@@ -256,13 +256,13 @@ def test_a_line_counts_as_open_until_it_ends_wherever_it_is() -> None:
     scheduler, parked = bench.scheduler, choice_of("parked", [1, 2], offline=True)
     scheduler.park(parked)
     scheduler.check()
-    found = [scheduler.queues.has_lines]
+    found = [scheduler.queues.lines.num_open]
     scheduler.take_back(parked)
-    found.append(scheduler.queues.has_lines)
+    found.append(scheduler.queues.lines.num_open)
     bench.submit([1, 2], max_new_tokens=3, offline=True)
-    found.append(scheduler.queues.has_lines)
+    found.append(scheduler.queues.lines.num_open)
     bench.run()
-    assert [*found, scheduler.queues.has_lines] == [True, False, True, False]
+    assert [*found, scheduler.queues.lines.num_open] == [1, 0, 1, 0]
 
 
 def test_lines_take_no_place_from_the_limit_of_those_that_wait() -> None:

@@ -8,10 +8,9 @@ from replicas.cache import sessions
 from replicas.cache.node import TreeNode, path_to
 from replicas.engine.stepping import StepClock, snapshot
 from replicas.request import Req, ReqState
-from replicas.scheduler.queues import HeldQueue
 from replicas.types import Finish, FinishReason
 from tests.fakes import continuation
-from tests.harness import Bench, choice_of
+from tests.harness import Bench
 
 
 def _turn(bench: Bench, prompt: list[int], *, tools: tuple[str, ...] = ("bash",), tenant: str = "") -> list[int]:
@@ -109,21 +108,9 @@ def test_a_look_walks_what_is_kept_once_however_many_are_held(monkeypatch: pytes
         return path_to(end)
 
     monkeypatch.setattr(sessions, "path_to", walk)
-    bench.scheduler._let_sessions_in(bench.clock())
+    bench.clock.now_s += 1.0
+    assert bench.scheduler.queues.held.take_ready(bench.kv, bench.clock) == []
     assert len(walked) == 2  # the sessions older than the youngest that is held
-
-
-def test_looks_take_a_twentieth_of_the_time_however_many_arrive() -> None:
-    queue = HeldQueue()
-    queue.add(choice_of("a", [1]))
-    assert queue.looks(0.0)
-    queue.looked(0.0, 0.01)
-    queue.add(choice_of("b", [1]))
-    assert [queue.looks(at_s) for at_s in (0.02, 0.2, 0.22)] == [False, False, True]
-    queue.looked(0.22, 0.2201)
-    assert [queue.looks(at_s) for at_s in (0.23, 0.28)] == [False, True]  # none has arrived since
-    queue.add(choice_of("c", [1]))
-    assert queue.looks(0.23)
 
 
 def test_none_is_held_where_that_is_switched_off() -> None:
