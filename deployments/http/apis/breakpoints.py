@@ -9,6 +9,7 @@ from typing import Any
 from replicas.errors import InvalidRequest
 
 TTLS_S = {"5m": 300.0, "1h": 3600.0}
+NO_WORDS = {"role": "user", "content": ""}
 _WANTED = '{"type": "ephemeral"}, with a ttl of 5m (the default) or 1h'
 
 
@@ -32,11 +33,11 @@ def breakpoints(
 
 def _blocks(tools: list[Any], system: Any, messages: list[Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield all blocks: their place, they, and the fields that end the prompt with them. Templates write tools before
-    the system message or behind it: both stay."""
+    the system message or behind it: both stay; and they want a turn behind these."""
     for number, tool in enumerate(tools):
-        yield f"tools.{number}", tool, {"tools": tools[: number + 1], "tool_choice": None, "messages": []}
+        yield f"tools.{number}", tool, {"tools": tools[: number + 1], "tool_choice": None, "messages": [NO_WORDS]}
     for number, block in enumerate(system if isinstance(system, list) else []):
-        yield f"system.{number}", block, {"system": system[: number + 1], "messages": []}
+        yield f"system.{number}", block, {"system": system[: number + 1], "messages": [NO_WORDS]}
     for turn, message in enumerate(messages):
         content = message.get("content")
         for number, block in enumerate(content if isinstance(content, list) else []):

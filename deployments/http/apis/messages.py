@@ -23,7 +23,7 @@ from pydantic import WithJsonSchema
 from deployments.http import bodies
 from deployments.http.answer_bodies import CountedTokensBody, MessageBody, MessageEventBody
 from deployments.http.api_document import BODY, RUN, about, body_like, gives, said, shape, shown
-from deployments.http.apis.breakpoints import breakpoints
+from deployments.http.apis.breakpoints import NO_WORDS, breakpoints
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
@@ -163,22 +163,31 @@ async def _marks(
 
 async def _end_of(service: Service, body: MessagesRequest, cut: dict[str, Any], text: str) -> int:
     """Count the characters of ``text``, the prompt of ``body``, before a breakpoint: those with which the prompt that
-    ends there begins too."""
+    ends there begins too, but for a turn that only templates want."""
 
-    async def common(**fields: Any) -> int:
+    async def cut_text(**fields: Any) -> str:
         part = body.model_copy(update=cut | fields)
         chat = chat_of(part, _system(part.system)[0], {"add_generation_prompt": False}, is_cut=True)
-        other = (await _rendered(service, chat)).text
+        return (await _rendered(service, chat)).text
+
+    def common(other: str) -> int:
         most = min(len(text), len(other))
         return bisect.bisect_left(range(most), True, key=lambda last: text[: last + 1] != other[: last + 1])
 
     if not cut:
         return len(text)
     if "tools" in cut and body.system:  # the template writes it behind the tools, or before them
-        alone = await common(system=None)
-        if alone > await common(tools=None):
+        alone = common(await cut_text(system=None))
+        if alone > common(await cut_text(tools=None)):
             return alone
-    return await common()
+    other = await cut_text()
+    end = common(other)
+    if cut["messages"] == [NO_WORDS]:
+        with contextlib.suppress(InvalidRequest):  # some templates take no two of a user: they may write both in one
+            turn = (await cut_text(messages=[NO_WORDS, NO_WORDS])).removeprefix(other)
+            if other.endswith(turn):
+                end = min(end, len(other) - len(turn))
+    return end
 
 
 async def _rendered(service: Service, chat: ChatRequest) -> Rendered:
@@ -199,8 +208,6 @@ def chat_of(body: CountTokensRequest, system: str, fields: dict[str, Any], *, is
         if message.get("content") == [] and (number + 1 < len(body.messages) or message.get("role") != "assistant"):
             raise _wrong(f"messages.{number}.content", "is empty; only the last message may be, of the assistant")
         turns += _turns(f"messages.{number}", message)
-    if is_cut and not body.messages:
-        turns.append({"role": "user", "content": ""})  # templates want one
     continues = not is_cut and bool(turns) and turns[-1]["role"] == "assistant"
     if continues and "tool_calls" in turns[-1]:
         raise _wrong("messages", "the last one ends in a tool_use block: give its tool_result")

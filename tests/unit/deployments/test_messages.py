@@ -29,6 +29,7 @@ from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Us
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
+from tests.unit.tokenizer_folders import QWEN_TEMPLATE
 
 pytestmark = pytest.mark.model
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -268,7 +269,8 @@ async def test_what_a_request_marked_is_counted_as_read_and_as_put_into_the_cach
     assert first["cache_creation_input_tokens"] == sum(made.values())
     assert first["cache_read_input_tokens"] < 32  # the beginning, if another test had it
     hour = made["ephemeral_1h_input_tokens"] + first["cache_read_input_tokens"]
-    assert system_len - 10 <= hour < system_len  # less the user's turn and the beginning of the answer's
+    turn = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert hour == system_len - len(service.tokenizer.encode(turn))
     assert 32 <= made["ephemeral_5m_input_tokens"] <= prompt_len - hour - 3  # "Be brief." at least is behind it
     before = computed()
     stream = events_of((await client.post(MESSAGES, json={**body, "stream": True})).text)
@@ -376,6 +378,53 @@ async def test_a_mark_on_a_tool_leaves_out_a_system_message_behind_it(house: Hou
     assert ("Read" in kept, "kind" in kept, "kind" in whole) == (True, False, True)
 
 
+IN_THE_FIRST_TURN = """{% if messages[0].role == 'system' %}{% set head, turns = messages[0].content, messages[1:] %}
+{%- else %}{% set head, turns = '', messages %}{% endif %}{% for each in turns -%}
+{%- if (each.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif -%}
+<|im_start|>{{ each.role }}
+{% if loop.first and head %}[{{ head }}]{% endif %}{{ each.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("place", ["system", "tool"])
+@pytest.mark.parametrize(
+    ("template", "behind"),
+    [
+        (None, "<|im_start|>user\n"),
+        (TOOLS_FIRST, "<|im_start|>user\n"),
+        (IN_THE_FIRST_TURN, "What is"),
+        (QWEN_TEMPLATE, "<|im_start|>user\n"),
+    ],
+    ids=["embedded", "tools first", "in the first turn", "qwen"],
+)
+async def test_a_mark_before_the_first_turn_leaves_out_all_of_that(
+    house: House, tmp_path: Path, template: str | None, behind: str, place: str
+) -> None:
+    """Also its header; a template that writes the system message into it has that before what is left out."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(MODEL) / name, tmp_path)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(str(tmp_path))
+    replica = ScriptedReplica("scripted")
+    await house.ready(replica)
+    marked = {
+        "system": {"system": [{"type": "text", "text": "You are kind.", "cache_control": MINUTES}]},
+        "tool": {"tools": [{**READ, "name": "Write"}, {**READ, "cache_control": MINUTES}]},
+    }[place]
+    async with client_of(make_app(house.service(tokenizer))) as client:
+        await post(client, **{**ASK, "max_tokens": 2}, **marked)
+    [asked] = replica.requests
+    [mark] = asked.cache_marks
+    kept, rest = (
+        tokenizer.decode(part, skip_special_tokens=False)
+        for part in (asked.token_ids[: mark.length], asked.token_ids[mark.length :])
+    )
+    assert rest.startswith(behind)
+    assert ("kind" if place == "system" else "Read") in kept
+
+
 async def marked_request(service: Service, house: House) -> GenerateRequest:
     """What a replica is asked where a long system message and the last turn are marked."""
     replica = ScriptedReplica("scripted")
@@ -419,7 +468,7 @@ async def test_for_marks_only_the_shorter_side_of_each_is_tokenised(
     monkeypatch.setattr(Tokenizer, "encode", spy)
     asked = await marked_request(service, house)
     hour, minutes = (service.tokenizer.decode(asked.token_ids[: mark.length]) for mark in asked.cache_marks)
-    assert (hour.endswith("market. \nuser\n"), minutes.strip().endswith("Which?")) == (True, True)
+    assert (hour.endswith("market. \n"), minutes.strip().endswith("Which?")) == (True, True)
     whole, *rest = sorted(encoded, reverse=True)
     assert sum(rest) < 0.02 * whole
 
