@@ -34,7 +34,8 @@ class ReadAdapter:
 
     identity: str
     num_bytes: int  # of all ranks, as their kernels read it
-    give: Callable[[], None]  # lets every rank hold it, for the steps that follow; the engine's thread
+    # lets every rank hold it, for the steps that follow, or raises Overloaded; the engine's thread
+    give: Callable[[], None]
 
 
 class AdapterPort(Protocol):

@@ -93,14 +93,10 @@ class RankedAdapters:
     on any thread."""
 
     def __init__(
-        self,
-        bank: Callable[[], AdapterBank],
-        limits: AdapterLimits,
-        send: Callable[[AdapterOrder], None],
-        num_ranks: int,
+        self, bank: Callable[[], AdapterBank], limits: AdapterLimits, send: Callable[[AdapterOrder], None], tp: TpGroup
     ) -> None:
         self.limits = limits
-        self._bank, self._send, self._num_ranks = bank, send, num_ranks
+        self._bank, self._send, self._tp = bank, send, tp
 
     def read(self, ref: AdapterRef) -> ReadAdapter:
         """Read an adapter, and prepare rank 0's share. Raises: InvalidAdapter, AdapterNotReadable."""
@@ -109,10 +105,10 @@ class RankedAdapters:
         share = self._bank().prepare(order)
 
         def give() -> None:
-            self._bank().put(share)  # before the others: where it finds no memory, no rank holds the adapter
             self._send(order)
+            self._bank().put(lambda: share, self._tp)
 
-        return ReadAdapter(ref.identity, share.packed.num_bytes * self._num_ranks, give)
+        return ReadAdapter(ref.identity, share.packed.num_bytes * self._tp.size, give)
 
     def drop(self, identity: str) -> None:
         """Let every rank forget an adapter that no step has any more."""
@@ -189,7 +185,7 @@ class Ranks:
     def adapters(self, limits: AdapterLimits) -> RankedAdapters:
         """Give access to the adapters of all ranks."""
         send = self._channel.send if self._channel is not None else _send_nothing
-        return RankedAdapters(lambda: self.runner.adapters, limits, send, self.runner.tp.size)
+        return RankedAdapters(lambda: self.runner.adapters, limits, send, self.runner.tp)
 
     def copier(self) -> RankedCopier | None:
         """Give access to the pages of all ranks' pools and of the host tier; None without one."""

@@ -3,12 +3,15 @@
 Owns:      the numbers of adapters in steps; this rank's share of their weights: of a column-parallel product B is split
            as the weight is, of a row-parallel one A, whose part goes through the product's own sum over ranks.
 Never:     reads files (checkpoints/adapters.py) or decides which adapters stay (engine/adapters.py).
-Invariant: an adapter adds to every layer that it names, or is refused by name before any of it is held.
+Invariant: an adapter adds to every layer that it names, or is refused by name before any of it is held. All ranks hold
+           it, or none: each says whether it could before a step may have it.
 Thread:    `put`, `drop` and `begin`: the one that runs the model. `prepare`: any.
 """
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +26,9 @@ from replicas.kernels.adapters.on_gpu import GpuLowRank, GpuPacked, Upload
 from replicas.kernels.team import team
 from replicas.layers.layer import full_name
 from replicas.layers.linear import Linear, Pair
+from replicas.layers.tp_group import TpGroup
 
+log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 
 
@@ -79,12 +84,13 @@ class AdapterBank:
         for name, product in self._products.items():
             product.added = self._held.added[name]
 
-    def run(self, order: AdapterOrder) -> None:
-        """Run this rank's part of an order. What rank 0 could prepare, this rank can."""
+    def run(self, order: AdapterOrder, tp: TpGroup) -> None:
+        """Run this rank's part of an order; what it cannot hold, rank 0 refuses."""
         if isinstance(order, DropAdapter):
             self.drop(order.identity)
         else:
-            self.put(self.prepare(order))
+            with contextlib.suppress(Overloaded):
+                self.put(lambda: self.prepare(order), tp)
 
     def prepare(self, order: PutAdapter) -> RankAdapter:
         """Cut this rank's share of an adapter, and bring it into the form of the kernels.
@@ -124,8 +130,31 @@ class AdapterBank:
             )
         return RankAdapter(order.identity, order.rank, self._held.pack(parts))
 
-    def put(self, adapter: RankAdapter) -> None:
-        """Hold an adapter for the steps that follow. Raises: Overloaded, on a GPU without memory for it."""
+    def put(self, share: Callable[[], RankAdapter], tp: TpGroup) -> None:
+        """Hold this rank's ``share`` of an adapter for the steps that follow; all ranks call this together.
+
+        Raises: Overloaded on all of them where one could not, as without memory for it; none holds it then.
+        """
+        problem: Exception | None = None
+        try:
+            adapter = share()
+            self._hold(adapter)
+        except Exception as error:  # whatever it is: the others wait for this rank's word
+            log.exception("rank %d cannot hold an adapter", tp.rank)
+            problem = error
+        if tp.min_int(problem is None):
+            return
+        if problem is None:
+            self.drop(adapter.identity)
+        if isinstance(problem, Overloaded):
+            raise problem
+        raise Overloaded(
+            "adapter: a rank of this replica could not hold it, its log says why: where memory is short, lower "
+            "adapters.host_bytes, and on a GPU cache.mem_fraction_static"
+        ) from problem
+
+    def _hold(self, adapter: RankAdapter) -> None:
+        """Raises: Overloaded, on a GPU without memory for it."""
         taken = {number for number, _ in self._numbers.values()}
         number = next(number for number in itertools.count() if number not in taken)
         try:

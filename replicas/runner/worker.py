@@ -72,7 +72,7 @@ def run_worker(spec: WorkerSpec) -> None:
             assert host is not None, "this engine has no host tier"
             copy_pages(message, runner.pool, host, tp)
         elif isinstance(message, PutAdapter | DropAdapter):
-            runner.adapters.run(message)  # without memory for it this rank ends, and with it the replica
+            runner.adapters.run(message, tp)
         elif isinstance(message, GiveBack):
             give_back_parts(message, runner.pool)
         elif isinstance(message, ReadKv | WriteKv):

@@ -1,22 +1,28 @@
-"""Ranks that die: noticed in seconds, every open request answered, no process left. Real processes, tiny weights."""
+"""Ranks that die: noticed in seconds, every open request answered, no process left. And ranks that cannot hold what
+the others can. Real processes, tiny weights."""
 
+import functools
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from replicas.config import CacheConfig, ParallelConfig
+from replicas.config import AdapterLimits, CacheConfig, ParallelConfig
+from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
-from replicas.engine.ranks import LocalWorkers
+from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.errors import EngineDead
 from replicas.launch import EngineSettings, load_engine
+from replicas.layers.adapters import AdapterBank, PutAdapter, RankAdapter
 from replicas.runner.worker import WorkerSpec
-from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from tests.adapters import make_adapter
 from tests.embedded import MODEL
 from tests.numerics.tiny import save
 
@@ -74,9 +80,7 @@ def test_a_rank_killed_under_load_ends_every_request_with_an_answer(folder: str)
     got: list[TokenDelta] = []
     for i in range(3):
         sampling = SamplingParams(max_new_tokens=200, temperature=0.0)
-        loop.submit(
-            GenerateRequest(rid=str(i), token_ids=np.arange(5, dtype=np.int32), sampling=sampling), got.extend
-        )
+        loop.submit(GenerateRequest(rid=str(i), token_ids=np.arange(5, dtype=np.int32), sampling=sampling), got.extend)
     deadline_s = time.monotonic() + 30
     while len(got) < 6:
         assert time.monotonic() < deadline_s
@@ -105,3 +109,78 @@ def test_a_rank_that_dies_while_starting_fails_the_start_at_once(folder: str) ->
         )
     assert time.monotonic() - started_s < 30
     assert all(gone(pid) for pid in workers.pids)
+
+
+def worker_short_of_memory(identity: str, spec: WorkerSpec) -> None:
+    """Run a follower that has no memory for its share of one adapter."""
+    prepare = AdapterBank.prepare
+
+    def prepare_or_fail(bank: AdapterBank, order: PutAdapter) -> RankAdapter:
+        if order.identity == identity:
+            raise MemoryError("none is left")
+        return prepare(bank, order)
+
+    AdapterBank.prepare = prepare_or_fail  # type: ignore[method-assign]
+    local_worker(spec)
+
+
+def ends(engine: Engine, asked: dict[str, AdapterRef | None]) -> dict[str, tuple[list[int], Finish]]:
+    """Have one prompt answered with each of the adapters at once. Returns: the ids and the end of each."""
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    for rid, ref in asked.items():
+        engine.submit(GenerateRequest(rid=rid, token_ids=np.arange(5, dtype=np.int32), sampling=sampling, adapter=ref))
+    made: dict[str, list[int]] = {rid: [] for rid in asked}
+    found: dict[str, tuple[list[int], Finish]] = {}
+    deadline_s = time.monotonic() + 60
+    while len(found) < len(asked):
+        assert time.monotonic() < deadline_s, f"no end of {asked.keys() - found.keys()}"
+        for delta in engine.step():
+            made[delta.rid] += delta.token_ids
+            if delta.finish is not None:
+                found[delta.rid] = made[delta.rid], delta.finish
+    return found
+
+
+@pytest.mark.parametrize("short_rank", [0, 1])
+def test_an_adapter_for_which_one_rank_has_no_memory_is_held_by_none_and_refused_alone(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_rank: int
+) -> None:
+    refs = {name: make_adapter(tmp_path / name, Path(folder), seed=i, size=2.0) for i, name in enumerate("abc")}
+
+    def start(workers: LocalWorkers) -> Engine:
+        return load_engine(
+            EngineSettings(
+                model=folder,
+                cache=CacheConfig(max_total_tokens=2048),
+                parallel=ParallelConfig(tp=2),
+                attention="torch_native",
+                num_threads=1,
+                workers=workers,
+                adapters=AdapterLimits(),
+            )
+        )
+
+    with closing(start(LocalWorkers())) as engine:
+        expected = {rid: ids for rid, (ids, _) in ends(engine, {"model": None, **refs}).items()}
+    assert len(set(map(tuple, expected.values()))) == 4
+    main = functools.partial(worker_short_of_memory, refs["b"].identity) if short_rank == 1 else None
+    if short_rank == 0:
+        hold = AdapterBank._hold
+
+        def hold_or_fail(bank: AdapterBank, adapter: RankAdapter) -> None:
+            if adapter.identity == refs["b"].identity:
+                raise MemoryError("none is left")
+            hold(bank, adapter)
+
+        monkeypatch.setattr(AdapterBank, "_hold", hold_or_fail)
+    with closing(start(LocalWorkers(main))) as engine:
+        for asked in ({"model": None, "a": refs["a"], "b": refs["b"]}, {"b": refs["b"]}, {"c": refs["c"]}):
+            for rid, (ids, finish) in ends(engine, asked).items():
+                if rid == "b":
+                    assert (ids, finish.reason, finish.http_status) == ([], FinishReason.ERROR, 503)
+                    assert "a rank of this replica could not hold it" in str(finish.message)
+                else:
+                    assert (ids, finish.reason) == (expected[rid], FinishReason.LENGTH)
+        stats = engine.stats().adapters
+        assert stats is not None
+        assert set(stats.held) == {refs["a"].identity, refs["c"].identity}
