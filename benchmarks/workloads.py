@@ -1,4 +1,4 @@
-"""What the load consists of: seeded token-id prompts in four shapes. Pure.
+"""What the load consists of: seeded prompts of token ids, or of text, by their shapes. Pure.
 
 Owns:      which tokens are shared between requests, and how many there are.
 Invariant: the same arguments give the same workload; another shape or seed shares no prompt with it, so that one
@@ -23,6 +23,7 @@ class Turn:
     token_ids: tuple[int, ...]  # what the user adds to the history
     max_new_tokens: int
     pause_s: float | None = None  # between the answer before it and it; None: as the load has it
+    text: str = ""  # in the place of token_ids, until a tokenizer has read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +162,23 @@ def agents(
     return Workload(name=name, conversations=tuple(conversations))
 
 
-def _single(name: str, token_ids: tuple[int, ...], output_len: int) -> Conversation:
-    return Conversation(name=name, turns=(Turn(token_ids=token_ids, max_new_tokens=output_len),))
+def passages(
+    *, text: str, ask: str, num_requests: int, num_lines: int, output_len: int, vocab_size: int, seed: int
+) -> Workload:
+    """Return chats, in ChatML, that each give some lines of ``text`` and then ``ask`` for something."""
+    name = f"{num_requests} x {num_lines} lines: {ask} {output_len} out"
+    rng, lines = _rng(name, seed), text.splitlines()
+    conversations = []
+    for index in range(num_requests):
+        at = rng.randrange(len(lines) - num_lines)
+        given = "\n".join([*lines[at : at + num_lines], "", ask])
+        turn = f"<|im_start|>user\n{given}<|im_end|>\n<|im_start|>assistant\n"
+        conversations.append(_single(str(index), (), output_len, text=turn))
+    return Workload(name=name, conversations=tuple(conversations))
+
+
+def _single(name: str, token_ids: tuple[int, ...], output_len: int, *, text: str = "") -> Conversation:
+    return Conversation(name=name, turns=(Turn(token_ids=token_ids, max_new_tokens=output_len, text=text),))
 
 
 def _rng(name: str, seed: int) -> Random:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -26,7 +27,7 @@ from benchmarks.client import Client, ClosedLoop, Run
 from benchmarks.harness import Row, in_turn, percentile
 from benchmarks.live_app import ServerCpu, ServerFailed
 from benchmarks.peers.systems import Make, Place, System, Words
-from benchmarks.workloads import Conversation, Turn, Workload, multi_turn, random_lengths, shared_prefix
+from benchmarks.workloads import Conversation, Turn, Workload, multi_turn, passages, random_lengths, shared_prefix
 
 WARM_UP_S = 240.0
 SEEDS_A_ROUND = 1000
@@ -35,6 +36,7 @@ PROMPTS = (
     "The quick brown fox",
     "Water boils at a lower temperature on a mountain because",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "One two three four five, one two three four five, one two three",  # drafts are made, and come true
 )
 
 
@@ -56,6 +58,12 @@ class Cell:
 _random = partial(random_lengths, num_requests=8)
 _shared, _turns = partial(shared_prefix, num_groups=8, per_group=8), partial(multi_turn, num_users=8, num_turns=5)
 _few = partial(shared_prefix, num_groups=2, per_group=3)
+_code, _prose = (
+    partial(passages, text=path.read_text())
+    for path in (Path(__file__), Path(__file__).parents[1] / "texts" / "alice.txt")
+)
+_code_again, _prose_again = (partial(each, ask="Write the text above again.") for each in (_code, _prose))
+_chat = partial(_prose, ask="What could happen next?")
 FULL, QUICK = (
     tuple(Cell(name=name, make=make, concurrency=concurrency, max_s=max_s) for name, make, concurrency, max_s in cells)
     for cells in (
@@ -65,6 +73,9 @@ FULL, QUICK = (
             ("random-32", partial(_random, num_requests=32, input_len=256, output_len=64), 32, 90),
             ("shared-prefix", partial(_shared, prefix_len=1024, question_len=64, output_len=32), 16, 120),
             ("multi-turn", partial(_turns, turn_len=64, output_len=64), 8, 120),
+            ("code-again", partial(_code_again, num_requests=6, num_lines=20, output_len=128), 1, 120),
+            ("prose-again", partial(_prose_again, num_requests=6, num_lines=20, output_len=128), 1, 120),
+            ("chat", partial(_chat, num_requests=6, num_lines=2, output_len=128), 1, 120),
         ),
         (
             ("batch-1", partial(_random, num_requests=1, input_len=16, output_len=8), 1, 30),
@@ -72,6 +83,9 @@ FULL, QUICK = (
             ("random-32", partial(_random, num_requests=32, input_len=32, output_len=4), 32, 30),
             ("shared-prefix", partial(_few, prefix_len=256, question_len=16, output_len=8), 4, 30),
             ("multi-turn", partial(_turns, num_users=2, num_turns=3, turn_len=64, output_len=8), 2, 30),
+            ("code-again", partial(_code_again, num_requests=1, num_lines=8, output_len=16), 1, 30),
+            ("prose-again", partial(_prose_again, num_requests=1, num_lines=8, output_len=16), 1, 30),
+            ("chat", partial(_chat, num_requests=1, num_lines=1, output_len=4), 1, 30),
         ),
     )
 )

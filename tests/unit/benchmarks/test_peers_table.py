@@ -6,7 +6,19 @@ import pytest
 
 from benchmarks.client import Run, Sample
 from benchmarks.harness import Row
-from benchmarks.peers.compare import FULL, QUICK, WARM_UP, Answer, Cell, CpuUse, Measured, compare, figures, rows_of
+from benchmarks.peers.compare import (
+    FULL,
+    PROMPTS,
+    QUICK,
+    WARM_UP,
+    Answer,
+    Cell,
+    CpuUse,
+    Measured,
+    compare,
+    figures,
+    rows_of,
+)
 from benchmarks.workloads import random_lengths
 
 CELL = Cell(
@@ -103,11 +115,12 @@ def test_answers_are_compared_by_ids_where_both_tell_them_and_by_text_where_not(
 
 
 def test_only_a_difference_between_fp32_systems_is_a_failure() -> None:
-    right, wrong = [Answer(text="x", token_ids=())] * 3, [Answer(text="y", token_ids=())] * 3
+    right, wrong = [Answer(text="x", token_ids=())], [Answer(text="y", token_ids=())]
+    right, wrong = right * len(PROMPTS), wrong * len(PROMPTS)
     rows, agreed = compare({"manta": right, "vllm": right, "llama.cpp": wrong}, ["manta", "vllm"])
     assert agreed
-    assert [(row.name, row.value) for row in rows] == [("vllm", 3), ("llama.cpp", 0)]
-    assert rows[0].section == "prompts of 3 that are answered as by manta"
+    assert [(row.name, row.value) for row in rows] == [("vllm", 4), ("llama.cpp", 0)]
+    assert rows[0].section == "prompts of 4 that are answered as by manta"
     assert "'The quick brown fox': 'y', manta 'x'" in rows[1].note
     assert not compare({"manta": right, "vllm": wrong}, ["manta", "vllm"])[1]
     rows, agreed = compare({"vllm": right, "llama.cpp": right}, ["manta", "vllm"])
@@ -118,8 +131,16 @@ def test_only_a_difference_between_fp32_systems_is_a_failure() -> None:
 def test_quick_has_the_workloads_of_the_full_run_at_smaller_sizes() -> None:
     assert [cell.name for cell in QUICK] == [cell.name for cell in FULL]
     quick, full = ([cell.make(vocab_size=5000, seed=0) for cell in cells] for cells in (QUICK, FULL))
-    assert all(a.prompt_tokens < b.prompt_tokens for a, b in zip(quick, full, strict=True))
+    assert all(a.output_tokens < b.output_tokens for a, b in zip(quick, full, strict=True))
+    assert all(a.prompt_tokens < b.prompt_tokens for a, b in zip(quick[:5], full[:5], strict=True))
     sizes = [(workload.num_requests, workload.output_tokens) for workload in full]
-    assert sizes == [(2, 256), (8, 512), (32, 2048), (64, 2048), (40, 2560)]  # notes of issue 6, section 2
+    assert sizes == [
+        (2, 256),
+        (8, 512),
+        (32, 2048),
+        (64, 2048),
+        (40, 2560),
+        *[(6, 768)] * 3,
+    ]  # notes of issue 6, section 2
     assert FULL[1].title == "random 8 x 256 in, 64 out; 8 at once"
     assert max(make(vocab_size=5000, seed=0).prompt_tokens for make in WARM_UP) == 600

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from benchmarks.workloads import TOOL_PAUSE_S, Workload, agents, multi_turn, random_lengths, shared_prefix
+from benchmarks.workloads import TOOL_PAUSE_S, Workload, agents, multi_turn, passages, random_lengths, shared_prefix
 
 
 def prompts(workload: Workload) -> list[tuple[int, ...]]:
@@ -99,3 +99,19 @@ def test_impossible_arguments_are_refused_with_the_reason() -> None:
         random_lengths(num_requests=1, input_len=1, output_len=1, spread=1.5, vocab_size=32_000, seed=0)
     with pytest.raises(ValueError, match="vocab_size = 100; prompts are drawn from ids 256 and up"):
         random_lengths(num_requests=1, input_len=1, output_len=1, vocab_size=100, seed=0)
+
+
+def test_passages_hold_lines_of_the_text_which_another_seed_draws_elsewhere() -> None:
+    lines = [f"line {number}" for number in range(1000)]
+    drawn = [
+        passages(
+            text="\n".join(lines), ask="Again.", num_requests=3, num_lines=20, output_len=4, vocab_size=300, seed=seed
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1]
+    texts = [turn.text for workload in (drawn[0], drawn[2]) for c in workload.conversations for turn in c.turns]
+    assert len(set(texts)) == 6
+    for text in texts:
+        given = text.removeprefix("<|im_start|>user\n").split("\n\nAgain.<|im_end|>")[0].split("\n")
+        assert given == lines[lines.index(given[0]) :][:20]
