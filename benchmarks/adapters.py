@@ -1,11 +1,12 @@
-"""Decode with adapters (LoRA) beside the model alone, in each format of its weights: one engine, the sides in turn, a
-decode step's time each.
+"""Decode with adapters (LoRA) beside the model alone, in each format of its weights and of theirs: one engine, sides in
+turn, a decode step's time each.
 
 Adapters are of random numbers, on all seven projections; what they hold does not change the work. A side's requests
 have an adapter each. The first load of each adapter is measured as a request sees it, from its file in the page cache.
 """
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks import driver, harness
 from benchmarks.harness import Row, Table
@@ -34,22 +37,26 @@ SIDES = {
 
 def adapter_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the sides, and how long an adapter takes to load."""
-    for name in options.formats.split(";"):
-        yield from _rows(options, name, FORMATS[name].settings)
+    for name, kept in itertools.product(options.formats.split(";"), options.kept):
+        yield from _rows(options, name, FORMATS[name].settings, kept)
 
 
-def _rows(options: argparse.Namespace, format_name: str, of_format: Mapping[str, Any]) -> list[Row]:
+def _rows(options: argparse.Namespace, format_name: str, of_format: Mapping[str, Any], kept: str) -> list[Row]:
     settings = EngineSettings(
         model=options.model, cache=CacheConfig(max_total_tokens=8_192), num_threads=options.threads,
         adapters=AdapterLimits(), **of_format,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, closing(load_engine(settings)) as engine:
         path = Path(engine.config.model.path)
-        refs = [make_adapter(Path(folder, str(i)), path, rank=RANK, seed=i) for i in range(NUM_ADAPTERS)]
+        refs = [
+            make_adapter(Path(folder, str(i)), path, rank=RANK, seed=i, dtype=getattr(torch, kept))
+            for i in range(NUM_ADAPTERS)
+        ]
         loads = [_load_s(engine, ref) for ref in refs]
         adapters = engine.stats().adapters
         assert adapters is not None
-        table = Table(f"decode, context {PROMPT_LEN}, rank {RANK} on 7 projections, weights in {format_name}")
+        what = f"rank {RANK} on 7 projections in {kept}, weights in {format_name}"
+        table = Table(f"decode, context {PROMPT_LEN}, {what}")
         for name, (num, batch, target) in SIDES.items():
             alone, with_them = _measured(engine, refs[:num], batch, options)
             table.add(f"the model alone, batch {batch}", alone, "tok/s")

@@ -65,7 +65,7 @@ class AdapterInfo:
     alpha: float
     scale: float  # of what its products add
     targets: tuple[str, ...]  # the last names of the layers that it adds to, as "q_proj"; sorted
-    num_bytes: int  # of its weights in fp32; a replica, whose kernels pad them, takes no less
+    num_bytes: int  # of its weights in fp32; a replica takes half of that where bfloat16 holds them, and pads them
     base: str  # the model that it says it was made for; "" if it does not say
 
 

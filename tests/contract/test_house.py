@@ -57,6 +57,7 @@ MANY: dict[str, str] = {
         "replicas.attention.cpu_pairs.multiply_pairs",
         *(f"replicas.attention.triton_kernels.{name}" for name in (
             "_attend", "decode_parts", "group_parts", "merge_parts", "extend", "turn_and_store", "store")),
+        "replicas.kernels.adapters.low_rank.multiply_narrow",
         *(f"replicas.kernels.adapters.triton_low_rank.{name}" for name in ("shrink", "expand")),
         "replicas.kernels.experts.triton_grouped.grouped_product",
         *(f"replicas.kernels.bf16_tiles.{name}" for name in ("_emit_dot_tile", "emit")),

@@ -48,7 +48,7 @@ NUMBERS: dict[str, tuple[DType, Quantization]] = {
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[AdapterRef | None]:
-    """The model alone, then four adapters of different ranks and targets."""
+    """The model alone, then four adapters of different ranks and targets, and one that is kept in bfloat16."""
     folder, model = tmp_path_factory.mktemp("adapters"), Path(short_model())
     kinds = [(4, TARGETS), (8, ("q_proj", "v_proj")), (16, TARGETS), (5, ("up_proj", "down_proj", "o_proj"))]
     return [
@@ -57,6 +57,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[AdapterRef | None
             make_adapter(folder / f"{seed}", model, rank=rank, seed=seed, targets=targets)
             for seed, (rank, targets) in enumerate(kinds)
         ),
+        make_adapter(folder / "narrow", model, rank=6, seed=len(kinds), dtype=torch.bfloat16),
     ]
 
 
@@ -153,7 +154,7 @@ def flush(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_the_model_and_four_adapters_in_one_batch_answer_as_each_alone(
+def test_the_model_and_five_adapters_in_one_batch_answer_as_each_alone(
     engine_of: Callable[..., Engine], adapters: list[AdapterRef | None], numbers: str
 ) -> None:
     """Ids and logprobs, bit for bit; and no two of them answer alike."""
@@ -171,7 +172,7 @@ def test_the_model_and_four_adapters_in_one_batch_answer_as_each_alone(
 
 @cases(
     engine=ENGINES,
-    adapter={"rank4": 1, "rank16": 3, "of the MLP": 4},
+    adapter={"rank4": 1, "rank16": 3, "of the MLP": 4, "in bf16": 5},
     sampling={"greedy": GREEDY, "seeded": SEEDED},
     cached=("miss", "partial", "hit", "host"),
     busy={"alone": False, "busy": True},
@@ -293,14 +294,17 @@ def test_a_chat_waits_for_no_line_of_a_batch_whose_adapter_is_in_its_place(
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_an_adapter_takes_is_counted_as_the_kernels_have_it_on_all_ranks(tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_what_an_adapter_takes_is_counted_as_the_kernels_have_it_on_all_ranks(
+    tmp_path: Path, tp: int, dtype: torch.dtype, num_bytes: int
+) -> None:
     """A rank of 4 lies in panels of 16. Each rank has its columns of A, and all of B."""
-    ref = make_adapter(tmp_path / "a", Path(short_model()), rank=4, targets=("o_proj",))
+    ref = make_adapter(tmp_path / "a", Path(short_model()), rank=4, targets=("o_proj",), dtype=dtype)
     with closing(make_engine(tp=tp)) as engine:
         run(engine, [asked("a", ref)])
         stats = engine.stats().adapters
     assert stats is not None
-    assert stats.num_bytes == 4 * 4 * (16 * 576 + tp * 576 * 4)  # of four blocks, in fp32
+    assert stats.num_bytes == 4 * num_bytes * (16 * 576 + tp * 576 * 4)  # of four blocks
 
 
 def _num_bytes(ref: AdapterRef) -> int:

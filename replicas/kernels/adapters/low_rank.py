@@ -2,7 +2,8 @@
 
 Method:    The rows of an adapter that lie one behind the other are multiplied together, some at a time (`StepRows`).
            A product of several weights (q, k and v) has their A one below the other, and a B for each. Both lie in
-           panels of 16 outputs, so that a rank of 16 wastes nothing.
+           panels of 16 outputs, so that a rank of 16 wastes nothing: in bfloat16 where that holds all of an adapter's
+           numbers as they are, else in fp32. Sums are in fp32, so that they are the same in both.
 Invariant: the order of the sums of an element is one: x @ A.T over the inputs, 192 at a time; that by B over the
            ranks; and this total is added to ``out``. It depends on the row and its adapter alone: not on other rows,
            their adapters, or threads. B carries the adapter's scale. Rows without an adapter are not touched.
@@ -21,31 +22,40 @@ from numba import carray
 from torch import Tensor
 
 from replicas.kernels.linear import AHEAD_BYTES, STEPS, TILE_ROWS
+from replicas.kernels.narrow import emit_load_bf16
 from replicas.kernels.panel_tiles import PanelForm, tiles
 from replicas.kernels.simd import W, emit_load, load1, load_i64, store1, take_next
 from replicas.kernels.team import Kernel, Team, inlined, kernel, struct, thread_id
 
 Floats = npt.NDArray[np.float32]
+Numbers = npt.NDArray[Any]  # fp32, or the bits of bfloat16
 BLOCK_ROWS = 48  # of one adapter, per task: their x stays in L2
 MAX_PIECES = 3  # weights of a product
 _MAX_BLOCKS = 1 << 16  # of a step
 _PIECE = 5  # int64 of a piece: its first column of ``low``, rank, first column of ``out``, columns, address of B
-_RECORD = 1 + MAX_PIECES * _PIECE  # of an adapter: the address of A, then the pieces
+_RECORD = 2 + MAX_PIECES * _PIECE  # of an adapter: the address of A, bytes of a number, then the pieces
 # step: addresses of `StepRows`; pieces: of the product; low: [rows, ..] between the kernels
 LowRankArgs = struct(
     "LowRankArgs", "x x_stride out out_stride low low_stride k step records pieces strips aside counter"
 )
-_TILES = tiles(PanelForm(0, 4 * W, lambda builder, at: [], lambda builder, at, scales: [emit_load(builder, at)]),
-               TILE_ROWS, (0,))  # fmt: skip
+_FULL, _HALF = (
+    tiles(PanelForm(0, size * W, lambda builder, at: [], lambda builder, at, scales, load=load: [load(builder, at)]),
+          TILE_ROWS, (0,))
+    for size, load in ((4, emit_load), (2, emit_load_bf16))
+)  # fmt: skip
 
 
 @inlined
-def multiply_narrow(m: int, a: int, lda: int, b: int, c: int, ldc: int, k: int, keep: int) -> None:
-    """Compute c[m, 16] = a[m, k] @ b[k, 16], added to c if ``keep`` is 1."""
+def multiply_narrow(m: int, a: int, lda: int, b: int, size: int, c: int, ldc: int, k: int, keep: int) -> None:
+    """Compute c[m, 16] = a[m, k] @ b[k, 16], added to c if ``keep`` is 1; a number of b has ``size`` bytes."""
     count, row = (m + TILE_ROWS - 1) // TILE_ROWS, 0
     for i in range(count):
         end = m * (i + 1) // count
-        _TILES(end - row, a + row * lda, lda, b, 0, k, c + row * ldc, ldc, k, keep, AHEAD_BYTES if i == 0 else 0)
+        ahead = AHEAD_BYTES if i == 0 else 0
+        if size == 4:
+            _FULL(end - row, a + row * lda, lda, b, 0, k, c + row * ldc, ldc, k, keep, ahead)
+        else:
+            _HALF(end - row, a + row * lda, lda, b, 0, k, c + row * ldc, ldc, k, keep, ahead)
         row = end
 
 
@@ -61,13 +71,14 @@ def shrink(pointer: Any) -> None:
         first, rows, record = load_i64(block), load_i64(block + 8), a.records + 8 * _RECORD * load_i64(block + 16)
         stacked = 0
         for piece in range(a.pieces):
-            stacked += load_i64(record + 8 + 8 * _PIECE * piece + 8)
+            stacked += load_i64(record + 16 + 8 * _PIECE * piece + 8)
         if panel * W < stacked:
-            weight, x = load_i64(record) + panel * 4 * W * a.k, a.x + first * a.x_stride
+            size = load_i64(record + 8)
+            weight, x = load_i64(record) + panel * size * W * a.k, a.x + first * a.x_stride
             low = a.low + first * a.low_stride + panel * 4 * W
             for start in range(0, a.k, STEPS):
-                steps, keep, at = min(STEPS, a.k - start), 1 if start else 0, weight + start * 4 * W
-                multiply_narrow(rows, x + 4 * start, a.x_stride, at, low, a.low_stride, steps, keep)
+                steps, keep, at = min(STEPS, a.k - start), 1 if start else 0, weight + start * size * W
+                multiply_narrow(rows, x + 4 * start, a.x_stride, at, size, low, a.low_stride, steps, keep)
         task = take_next(a.counter)
 
 
@@ -81,17 +92,17 @@ def expand(pointer: Any) -> None:
     while task < num_tasks:
         block, strip = a.step + 16 + 24 * (task // tasks), task % a.strips
         first, rows, record = load_i64(block), load_i64(block + 8), a.records + 8 * _RECORD * load_i64(block + 16)
-        piece = record + 8 + 8 * _PIECE * (task % tasks // a.strips)
-        rank, columns = load_i64(piece + 8), load_i64(piece + 24)
+        piece = record + 16 + 8 * _PIECE * (task % tasks // a.strips)
+        size, rank, columns = load_i64(record + 8), load_i64(piece + 8), load_i64(piece + 24)
         panels = (columns + W - 1) // W if rank else 0
         low, out = a.low + first * a.low_stride + 4 * load_i64(piece), a.out + first * a.out_stride
         for panel in range(panels * strip // a.strips, panels * (strip + 1) // a.strips):
-            weight, width = load_i64(piece + 32) + panel * 4 * W * rank, columns - panel * W
+            weight, width = load_i64(piece + 32) + panel * size * W * rank, columns - panel * W
             at = out + 4 * (load_i64(piece + 16) + panel * W)
             if width >= W:
-                multiply_narrow(rows, low, a.low_stride, weight, at, a.out_stride, rank, 1)
+                multiply_narrow(rows, low, a.low_stride, weight, size, at, a.out_stride, rank, 1)
                 continue
-            multiply_narrow(rows, low, a.low_stride, weight, aside, 4 * W, rank, 0)
+            multiply_narrow(rows, low, a.low_stride, weight, size, aside, 4 * W, rank, 0)
             for row in range(rows):
                 for i in range(0, 4 * width, 4):
                     place = at + row * a.out_stride + i
@@ -126,19 +137,19 @@ class Packed:
     """What one adapter adds to one product, as the kernels read it."""
 
     record: npt.NDArray[np.int64]
-    panels: Sequence[Floats]  # that the record names by address
+    panels: Sequence[Numbers]  # that the record names by address
 
 
 def together(parts: Sequence[Packed]) -> list[Packed]:
     """Move what one adapter adds to all products into one piece of memory: the system gives it large pages."""
-    memory, at, moved = np.empty(sum(panel.size for part in parts for panel in part.panels), np.float32), 0, []
+    memory, at, moved = np.empty(sum(panel.nbytes for part in parts for panel in part.panels), np.uint8), 0, []
     for part in parts:
         record = part.record.copy()
         for panel in part.panels:
-            place = memory[at : at + panel.size]
-            place[:] = panel.reshape(-1)
+            place = memory[at : at + panel.nbytes]
+            place[:] = panel.reshape(-1).view(np.uint8)
             record[part.record == panel.ctypes.data] = place.ctypes.data
-            at += panel.size
+            at += panel.nbytes
         moved.append(Packed(record, [memory]))
     return moved
 
@@ -166,7 +177,8 @@ class HostLowRank:
 
     def pack(self, pairs: Mapping[str, Sequence[tuple[Tensor, Tensor] | None]]) -> HostPacked:
         """As `LowRankKernel.pack`, for each product that an adapter changes."""
-        parts = {name: self.added[name].pack(of_weights) for name, of_weights in pairs.items()}
+        narrow = all(_is_bf16(one) for each in pairs.values() for pair in filter(None, each) for one in pair)
+        parts = {name: self.added[name].pack(of_weights, narrow=narrow) for name, of_weights in pairs.items()}
         num_bytes = sum(panel.nbytes for part in parts.values() for panel in part.panels)
         return HostPacked(dict(zip(parts, together(list(parts.values())), strict=True)), num_bytes)
 
@@ -194,16 +206,16 @@ class LowRankKernel:
         self._records = np.zeros((max_held, _RECORD), np.int64)
         self._held: dict[int, Packed] = {}
 
-    def pack(self, pairs: Sequence[tuple[Tensor, Tensor] | None]) -> "Packed":
-        """Lay out A [r, inputs] and B [outputs, r] (scaled) of each weight; None where it stays as it is. Any thread
-        may: PyTorch's are not used."""
+    def pack(self, pairs: Sequence[tuple[Tensor, Tensor] | None], *, narrow: bool = False) -> "Packed":
+        """Lay out A [r, inputs] and B [outputs, r] (scaled) of each weight; None where it stays as it is. ``narrow``:
+        in bfloat16. Any thread may: PyTorch's are not used."""
         record, column, low = np.zeros(_RECORD, np.int64), 0, 0
-        panels = [_panels(np.concatenate([a.numpy() for a, _ in filter(None, pairs)]))]
-        record[0] = panels[0].ctypes.data
+        panels = [_panels(np.concatenate([a.numpy() for a, _ in filter(None, pairs)]), narrow)]
+        record[:2] = panels[0].ctypes.data, panels[0].itemsize
         for i, (pair, outputs) in enumerate(zip(pairs, self._pieces, strict=True)):
             if pair is not None:
-                panels.append(_panels(pair[1].numpy()))
-                rank, at = pair[1].shape[1], 1 + _PIECE * i
+                panels.append(_panels(pair[1].numpy(), narrow))
+                rank, at = pair[1].shape[1], 2 + _PIECE * i
                 record[at : at + _PIECE] = low, rank, column, outputs, panels[-1].ctypes.data
                 low += rank
             column += outputs
@@ -262,7 +274,14 @@ class LowRankStage:
         return self._function, self._arguments
 
 
-def _panels(weight: Floats) -> Floats:
+def _panels(weight: Floats, narrow: bool) -> Numbers:
     """Lay a weight [n, k] out as [panels, k, 16]."""
-    whole = np.pad(weight, ((0, -len(weight) % W), (0, 0)))
+    whole: Numbers = np.pad(weight, ((0, -len(weight) % W), (0, 0)))
+    if narrow:
+        whole = (whole.view(np.uint32) >> 16).astype(np.uint16)
     return np.ascontiguousarray(whole.reshape(-1, W, weight.shape[1]).transpose(0, 2, 1))
+
+
+def _is_bf16(weight: Tensor) -> bool:
+    """Whether bfloat16 holds these numbers as they are."""
+    return not (weight.numpy().view(np.uint32) & 0xFFFF).any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.kernels.adapters.low_rank import BLOCK_ROWS, LowRankKernel, StepRows
+from replicas.kernels.adapters.low_rank import BLOCK_ROWS, HostLowRank, LowRankKernel, StepRows
 from replicas.kernels.team import Team
 
 Pairs = list[tuple[Tensor, Tensor] | None]
@@ -77,6 +77,33 @@ def test_a_rows_bits_depend_on_nothing_but_the_row_and_its_adapter(
             alone = before[row : row + 1].clone()
             kernel(x[row : row + 1], alone)
             assert torch.equal(alone[0], together[row])
+
+
+def test_numbers_that_bfloat16_holds_take_half_the_memory_and_add_the_same_bits() -> None:
+    """Also where another adapter of the step is in fp32."""
+    inputs, outputs, rank = 576, (576, 192, 192), 16
+    step = StepRows()
+    wide, adapters = made(step, inputs, outputs, rank)
+    host = HostLowRank({"qkv": (inputs, outputs)}, Team(1), max_rank=rank + 2, max_held=3)
+    whole = host.pack({"qkv": adapters[1]})
+    narrow = [(a.bfloat16().float(), b.bfloat16().float()) for a, b in filter(None, adapters[0])]
+    packed = host.pack({"qkv": narrow})
+    num_floats = 16 * inputs * 3 + sum(outputs) * rank
+    assert packed.num_bytes == 2 * num_floats
+    almost = [(narrow[0][0].clone(), narrow[0][1]), *narrow[1:]]
+    almost[0][0][0, 0] = 1 + 2.0**-20  # one number that bfloat16 does not hold
+    assert host.pack({"qkv": almost}).num_bytes == 4 * num_floats
+    host.put(0, packed)
+    host.put(1, whole)
+    wide.put(0, wide.pack(narrow))
+    x, before = torch.randn(ROWS, inputs), torch.randn(ROWS, sum(outputs))
+    found = []
+    for kernel, of in ((host.added["qkv"], host.step), (wide, step)):
+        of.set([(0, 1, 0), (1, 5, 1), (10, BLOCK_ROWS + 9, 0)], rank + 2)
+        found.append(before.clone())
+        kernel(x, found[-1])
+    assert torch.equal(*found)
+    assert not torch.equal(found[0][:1], before[:1])
 
 
 def test_a_dropped_adapter_adds_nothing() -> None:
