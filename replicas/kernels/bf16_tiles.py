@@ -37,8 +37,8 @@ from replicas.kernels.simd import (
     vector,
 )
 
-Way = Literal["amx", "dots"]
-WAYS: dict[Way, str] = {"amx": "AMX's tiles", "dots": "AVX-512's dot products"}  # in words
+Way = Literal["amx", "dots", "mmla"]
+WAYS: dict[Way, str] = {"amx": "AMX's tiles", "dots": "AVX-512's dot products", "mmla": "NEON's bfmmla"}  # in words
 HAS_DOTS = compiles_for("avx512bf16")
 STEP = 32  # inputs of a row of a tile
 STEP_BYTES = 2 * STEP * COLUMNS  # of a panel
@@ -48,7 +48,7 @@ AHEAD_BYTES = 10 << 10  # what is asked for before it is read
 _BYTE = ir.IntType(8)
 
 
-class _BFloat(ir.types.Type):  # type: ignore[misc]
+class BFloat(ir.types.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not name."""
 
     null, intrinsic_name = "0.0", "bf16"
@@ -57,13 +57,13 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
-_NUMBER = _BFloat()
+_NUMBER = BFloat()
 _NUMBERS, _PAIRS = ir.VectorType(_NUMBER, W), ir.VectorType(_NUMBER, 2 * W)
 
 
@@ -72,9 +72,12 @@ def way() -> Way | None:
     """Tell how this CPU multiplies bf16 without widening it; None: it does not.
 
     On Intel's CPUs dots are slower than multiply-adds in fp32, on a Zen 4 they are twice as fast (docs/performance.md).
+    On ARMs nothing was measured.
     """
     if compiles_for("amx-tile", "amx-bf16", "avx512bf16") and _permitted():
         return "amx"
+    if compiles_for("bf16"):  # of aarch64
+        return "mmla"
     amd = llvmlite.binding.get_host_cpu_name().startswith("znver")
     return "dots" if amd and compiles_for("avx512bf16") else None
 
@@ -94,10 +97,14 @@ def tile_configuration() -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return configuration
 
 
+def emit_rounded(builder: Any, value: Any) -> Any:
+    """Round sixteen floats to nearest bf16, ties to even. NaN stays one, subnormal numbers may become 0."""
+    return builder.fptrunc(value, _NUMBERS)
+
+
 @op(types.void, types.int64, vector)
 def store_rounded(builder: Any, address: Any, value: Any) -> None:
-    """Store sixteen floats as bf16, rounded to nearest, ties to even. NaN stays one, subnormal numbers may become 0."""
-    builder.store(builder.fptrunc(value, _NUMBERS), pointer_to(builder, address, _NUMBERS), align=2)
+    builder.store(emit_rounded(builder, value), pointer_to(builder, address, _NUMBERS), align=2)
 
 
 @op(types.void, types.int64, types.float32)

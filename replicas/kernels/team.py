@@ -171,11 +171,13 @@ class PassingThread(threading.Thread, Generic[T]):
 
 
 def _openmp() -> ctypes.CDLL:
-    """Load the OpenMP library of torch's process: by its plain name when torch loaded it so, else the file torch ships.
+    """Load the OpenMP library of torch's process: by its plain name when torch loaded it so, else the file torch ships,
+    in either folder: wheels for aarch64 have the second.
 
     Raises: RuntimeError when there is none.
     """
-    shipped = sorted((pathlib.Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    package = pathlib.Path(torch.__file__).parent
+    shipped = sorted([*(package / "lib").glob("libgomp*"), *package.with_name("torch.libs").glob("libgomp*")])
     for name in [*map(str, shipped), "libgomp.so.1", "libiomp5.so"]:
         try:
             library = ctypes.CDLL(name)

@@ -60,6 +60,7 @@ MANY: dict[str, str] = {
         "replicas.kernels.adapters.low_rank.multiply_narrow",
         *(f"replicas.kernels.adapters.triton_low_rank.{name}" for name in ("shrink", "expand")),
         "replicas.kernels.experts.triton_grouped.grouped_product",
+        "replicas.kernels.bf16_mmla._emit_tile",
         *(f"replicas.kernels.bf16_tiles.{name}" for name in ("_emit_dot_tile", "emit")),
         "replicas.kernels.scaled_dots._emit_scaled",
         "replicas.kernels.int8.multiply",

@@ -150,7 +150,9 @@ def test_the_context_can_be_shortened_but_not_stretched(llama: Path) -> None:
         load_model_config(str(llama), context_len=257)
 
 
-@pytest.mark.parametrize(("way", "on_cpu"), [(None, "float32"), ("amx", "bfloat16"), ("dots", "bfloat16")])
+@pytest.mark.parametrize(("way", "on_cpu"), [
+    (None, "float32"), ("amx", "bfloat16"), ("dots", "bfloat16"), ("mmla", "bfloat16"),
+])  # fmt: skip
 def test_the_default_dtype_is_the_checkpoints_on_cuda_and_on_a_cpu_that_multiplies_it(
     llama: Path, monkeypatch: pytest.MonkeyPatch, way: str | None, on_cpu: str
 ) -> None:

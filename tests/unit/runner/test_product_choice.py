@@ -173,7 +173,9 @@ def test_weights_in_another_format_are_for_our_kernels_alone(
     assert not measured
 
 
-@pytest.mark.parametrize(("way", "says"), [("amx", "by AMX's tiles"), ("dots", "by AVX-512's dot products")])
+@pytest.mark.parametrize(("way", "says"), [
+    ("amx", "by AMX's tiles"), ("dots", "by AVX-512's dot products"), ("mmla", "by NEON's bfmmla"),
+])  # fmt: skip
 def test_bfloat16_is_multiplied_in_one_order_where_this_cpu_multiplies_it(
     monkeypatch: pytest.MonkeyPatch, way: str, says: str
 ) -> None:
