@@ -23,9 +23,9 @@ from numba import carray
 from torch import Tensor
 
 from replicas.kernels import bf16_tiles
-from replicas.kernels.bf16_mmla import FOUR, multiply_pairs, place_in_pairs, round_in_pairs
 from replicas.kernels.bf16_tiles import (
     DOT_ROWS,
+    FOUR,
     STEP,
     STEP_BYTES,
     TILE_ROWS,
@@ -34,6 +34,9 @@ from replicas.kernels.bf16_tiles import (
     begin_tiles,
     dot_tile,
     end_tiles,
+    multiply_pairs,
+    place_in_pairs,
+    round_in_pairs,
     store1_rounded,
     store_rounded,
     tile_configuration,

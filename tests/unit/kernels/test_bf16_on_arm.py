@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replicas.kernels.bf16 import BLOCK_ROWS, FEW_ROWS, PART, Bf16Kernel, pack
-from replicas.kernels.bf16_mmla import MMLA_ROWS
+from replicas.kernels.bf16_tiles import MMLA_ROWS
 from replicas.kernels.team import Team
 from tests.programs import program
 from tests.rounding import add_to_odd
