@@ -2,7 +2,8 @@
 
 Owns:      which tokens are shared between requests, and how many there are.
 Invariant: the same arguments give the same workload; another shape or seed shares no prompt with it, so that one
-           run's prefixes are never another run's hits.
+           run's prefixes are never another run's hits. `passages` alone are of one text: no prompt comes twice in a
+           run, another run may have some of them again.
 """
 
 import math
@@ -165,12 +166,12 @@ def agents(
 def passages(
     *, text: str, ask: str, num_requests: int, num_lines: int, output_len: int, vocab_size: int, seed: int
 ) -> Workload:
-    """Return chats, in ChatML, that each give some lines of ``text`` and then ``ask`` for something."""
+    """Return chats, in ChatML, that each give lines of ``text``, which no other has, and then ``ask`` for something."""
     name = f"{num_requests} x {num_lines} lines: {ask} {output_len} out"
-    rng, lines = _rng(name, seed), text.splitlines()
+    rng, lines = _rng(name, seed), [line for line in text.splitlines() if line]
     conversations = []
-    for index in range(num_requests):
-        at = rng.randrange(len(lines) - num_lines)
+    starts = rng.sample(range(0, len(lines) - num_lines + 1, num_lines), num_requests)
+    for index, at in enumerate(starts):
         given = "\n".join([*lines[at : at + num_lines], "", ask])
         turn = f"<|im_start|>user\n{given}<|im_end|>\n<|im_start|>assistant\n"
         conversations.append(_single(str(index), (), output_len, text=turn))

@@ -141,6 +141,6 @@ def test_quick_has_the_workloads_of_the_full_run_at_smaller_sizes() -> None:
         (64, 2048),
         (40, 2560),
         *[(6, 768)] * 3,
-    ]  # notes of issue 6, section 2
+    ]
     assert FULL[1].title == "random 8 x 256 in, 64 out; 8 at once"
     assert max(make(vocab_size=5000, seed=0).prompt_tokens for make in WARM_UP) == 600

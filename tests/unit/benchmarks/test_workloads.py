@@ -101,17 +101,19 @@ def test_impossible_arguments_are_refused_with_the_reason() -> None:
         random_lengths(num_requests=1, input_len=1, output_len=1, vocab_size=100, seed=0)
 
 
-def test_passages_hold_lines_of_the_text_which_another_seed_draws_elsewhere() -> None:
-    lines = [f"line {number}" for number in range(1000)]
+def test_passages_hold_lines_of_the_text_and_no_line_is_given_twice() -> None:
+    lines = [f"line {number}" for number in range(75)]
     drawn = [
         passages(
-            text="\n".join(lines), ask="Again.", num_requests=3, num_lines=20, output_len=4, vocab_size=300, seed=seed
+            text="\n\n".join(lines), ask="Again.", num_requests=3, num_lines=25, output_len=4, vocab_size=300, seed=seed
         )
         for seed in (0, 0, 1)
     ]
-    assert drawn[0] == drawn[1]
-    texts = [turn.text for workload in (drawn[0], drawn[2]) for c in workload.conversations for turn in c.turns]
-    assert len(set(texts)) == 6
-    for text in texts:
-        given = text.removeprefix("<|im_start|>user\n").split("\n\nAgain.<|im_end|>")[0].split("\n")
-        assert given == lines[lines.index(given[0]) :][:20]
+    assert drawn[0] == drawn[1] != drawn[2]
+    given: list[str] = []
+    for conversation in drawn[0].conversations:
+        passage = conversation.turns[0].text.removeprefix("<|im_start|>user\n").split("\n\nAgain.<|im_end|>")[0]
+        first = passage.split("\n")[0]
+        assert passage.split("\n") == lines[lines.index(first) :][:25]
+        given += passage.split("\n")
+    assert sorted(given) == sorted(lines)  # all of them, the last passage too
