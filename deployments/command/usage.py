@@ -3,8 +3,9 @@
 Owns:      the reading of these lines, as text or JSON, of files that were rotated too.
 Never:     asks a running Manta; reads a prompt, a text or a key: no line has one.
 Invariant: a request that ended has one line, at the router where it ended (dispatch/route_log.py), in the month of that
-           end, on that router's clock. A list of prompts has one each. One without a first token counts nothing, and
-           of one that another router began only the output here counts.
+           end, on that router's clock. A list of prompts has one each. One without a first token counts nothing. A
+           stream that went on at other routers counts once and whole: with its first run, if that has a line, and else
+           as the run that came furthest found it.
 """
 
 import csv
@@ -12,7 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deployments.settings.tenants import NAME, NOBODY
@@ -20,7 +21,8 @@ from deployments.watch.terminal.table import Table, count, plain, spaced
 
 SUMS = ("requests", "uncached_input_tokens", "cached_input_tokens", "output_tokens")
 # Whole, as Serve writes it: a client chooses what its request is called, and so a part of other lines
-_LINE = re.compile(r"\S+ (?P<month>\d{4}-\d\d)-\d\d \S+ \S+ \S+ (?:\S+ )?-- (?P<message>.*)\s*")
+# (its id of a request, and Serve's additional_log_standard_attrs, stand before the first --)
+_LINE = re.compile(r"\S+ (?P<month>\d{4}-\d\d)-\d\d \S+ \S+ \S+ (?:[^ ]* )*?-- (?P<message>.*)\s*")
 _ENDED = re.compile(r"finished (?P<told>rid=\S+(?: \w+=\S+)*)")
 Used = Mapping[tuple[str, str], Counter[str]]  # by month and tenant
 
@@ -48,6 +50,8 @@ def run(folder: Path, *, month: str | None, as_csv: bool) -> int:
 def added(lines: Iterable[str]) -> Used:
     """Add up the requests and tokens that ``lines`` tell of, by month and tenant; "-" is everybody without a key."""
     used: dict[tuple[str, str], Counter[str]] = {}
+    begun = dict[str, int]()  # by stream that can go on elsewhere: the longest output of a first run
+    resumed = dict[str, tuple[tuple[str, str], tuple[int, int, int, int]]]()  # what the run that came furthest tells
     num_unread = 0
     for line in lines:
         try:
@@ -55,16 +59,27 @@ def added(lines: Iterable[str]) -> Used:
             if "cached_l1" not in told:
                 continue
             cached = sum(int(told[f"cached_l{tier}"]) for tier in (1, 2, 3))
-            prompt = (1, int(told["prompt"]) - cached, cached) if "restored" not in told else (0, 0, 0)
-            given = (*prompt, int(told["output"]))
+            stream = told["stream"] if "restored" in told else told.get("stream", "")
+            output = int(told["output"]) + int(told.get("restored", 0))
+            of, given = (month, told.get("tenant", NOBODY)), (1, int(told["prompt"]) - cached, cached, output)
         except (ValueError, KeyError):
             num_unread += 1
             continue
-        sums = used.setdefault((month, told.get("tenant", NOBODY)), Counter())
-        sums.update(dict(zip(SUMS, given, strict=True)))
+        if "restored" in told:
+            resumed[stream] = max(resumed.get(stream, (of, given)), (of, given), key=lambda each: each[1][-1])
+            continue
+        if stream:
+            begun[stream] = max(begun.get(stream, 0), output)
+        _add(used, of, given)
+    for stream, (of, given) in resumed.items():
+        _add(used, of, given if stream not in begun else (0, 0, 0, max(given[-1] - begun[stream], 0)))
     if num_unread:
         print(f"{num_unread} lines that seem to tell of requests were not read: cut off, or forged", file=sys.stderr)
     return used
+
+
+def _add(used: dict[tuple[str, str], Counter[str]], of: tuple[str, str], given: Sequence[int]) -> None:
+    used.setdefault(of, Counter()).update(dict(zip(SUMS, given, strict=True)))
 
 
 def _told(line: str) -> tuple[str, Mapping[str, str]]:

@@ -184,7 +184,8 @@ class Dispatcher:
         tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
         counting = self._counted([request]) if charge is None else contextlib.nullcontext(charge)
-        with self._follow(progress, hints, arrival, started_s) as following, counting as counted:
+        resumes = made is not None
+        with self._follow(progress, hints, arrival, started_s, resumes=resumes) as following, counting as counted:
             while True:
                 last = LAST_TRY if tries.is_last_of_several else ""
                 now = left_after(progress.so_far(), self._clock() - started_s)
@@ -359,7 +360,9 @@ class Dispatcher:
         self._router.done(noted.decision, noted.outcome)
         noted.failure = f"{type(error).__name__}: {error}"
 
-    def _follow(self, progress: Progress, hints: RouteHints, arrival: Arrival | None, now_s: float) -> Following:
+    def _follow(
+        self, progress: Progress, hints: RouteHints, arrival: Arrival | None, now_s: float, *, resumes: bool
+    ) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
         return Following(
             progress.request,
@@ -368,7 +371,7 @@ class Dispatcher:
             watch=UNWATCHED if progress.request.offline else self.watch,
             clock=self._clock,
             session_id=hints.session_id,
-            restored=progress.num_restored > 0,
+            num_restored=progress.num_restored if resumes else None,
         )
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:

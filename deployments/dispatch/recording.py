@@ -37,7 +37,7 @@ BATCH = 100  # lines written at once
 HASH_BYTES = 6  # eight characters a page; among ten million pages two have the same by chance once in six recordings
 CLOSE_S = 5.0
 SCHEDULER = "scheduler."
-UNTOLD = ("rid", "key")  # of what the log says of a request
+UNTOLD = ("rid", "key", "stream")  # of what the log says of a request
 
 log = logging.getLogger(__name__)
 

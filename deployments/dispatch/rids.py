@@ -62,5 +62,5 @@ def check_name(name: str) -> str:
 
 
 def clean_name(name: str | None) -> str:
-    """Return ``name`` if it is fit for a header and a log line, else a new name."""
-    return name if name is not None and _NAME.fullmatch(name) else secrets.token_hex(8)
+    """Return ``name`` if it is fit for a header and a log line, whose message begins behind ``--``; else a new name."""
+    return name if name is not None and _NAME.fullmatch(name) and name != "--" else secrets.token_hex(8)

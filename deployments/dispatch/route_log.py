@@ -340,15 +340,15 @@ class Following:
         watch: RequestWatch,
         clock: Callable[[], float],
         session_id: str = "",
-        restored: bool = False,
+        num_restored: int | None = None,
     ) -> None:
-        """``restored``: another router has begun it, and counted its prompt."""
+        """``num_restored``: the output tokens that are known of another router's run; None: this is the first."""
         on_gap = watch.on_gap
         told = None if on_gap is None else lambda gap_s, num_tokens: tell(on_gap, gap_s, num_tokens)
         self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=told)
         self._request = request
         self._session_id = session_id
-        self._restored = restored
+        self._num_restored = num_restored
         self._answer: list[int] | None = [] if watch.on_end is not None else None  # None: it is not asked for
         self._routes = routes
         self._watch = watch
@@ -412,7 +412,7 @@ class Following:
         tell(self._watch.ended, self.timeline, prompt_tokens=prompt_tokens, outcome=outcome, adapter=adapter)
         if self._watch.on_end is not None:
             tell(self._watch.on_end, self._ended(outcome))
-        told = told_of(self._request, self.timeline, self._record, outcome, restored=self._restored)
+        told = told_of(self._request, self.timeline, self._record, outcome, num_restored=self._num_restored)
         text = " ".join(f"{name}={value}" for name, value in told.items())
         log.info("finished %s", text, extra={**told, **logs.ACCESS})
 
@@ -450,7 +450,7 @@ def told_of(
     record: RouteRecord | None,
     outcome: str,
     *,
-    restored: bool = False,
+    num_restored: int | None = None,
 ) -> dict[str, str | int | float]:
     """Return what the log says of a request that has ended: its replicas are those of its last try, its cached tokens
     those of the first that had a token; nothing that is unknown."""
@@ -482,7 +482,8 @@ def told_of(
         "outcome": outcome,
         "tries": 0 if record is None else record.num_tries,
         "moves": (record and record.num_moves) or None,
-        "restored": 1 if restored else None,  # another router counted its prompt
+        "stream": request.recall[:16] or None,  # that can go on at another router: all that has run of it has this
+        "restored": num_restored,
     }
     return {name: value for name, value in told.items() if value is not None}
 

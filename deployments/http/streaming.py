@@ -271,7 +271,7 @@ class Answer:
         if opening.seed is None:
             opening = replace(opening, seed=asked.sampling.seed)
         version = "" if asked.adapter is None else asked.adapter.identity
-        same = blake2b(f"{key} {opening.seed} {version} ".encode() + body, digest_size=16)  # these: so is the answer
+        same = blake2b(f"{key} {opening} {version} ".encode() + body, digest_size=16)  # these: so is the answer
         sampling = replace(asked.sampling, seed=cast(int, opening.seed))
         asked = replace(asked, sampling=sampling, recall=same.hexdigest())
         headers = {RESUME: str(opening)}

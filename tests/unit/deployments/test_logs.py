@@ -1,6 +1,7 @@
 """Log lines as JSON and as text, through the handlers that Ray Serve itself sets up, and which lines reach them."""
 
 import asyncio
+import contextlib
 import dataclasses
 import io
 import json
@@ -24,6 +25,7 @@ from deployments.app import replica_options
 from deployments.command import log_files, usage
 from deployments.command.serve import settle_log_format
 from deployments.dispatch.leases import ReplicaGone
+from deployments.dispatch.rids import clean_name
 from deployments.dispatch.route_log import RequestWatch, RouteLog
 from deployments.http.arrivals import Arrivals
 from deployments.settings.schema import AppConfig, parse
@@ -243,17 +245,33 @@ async def test_a_request_that_goes_on_elsewhere_is_counted_once_as_its_first_rep
         await dies_after(3, house, first)
         with pytest.raises(ReplicaGone):  # the last try had no token
             await asking
-    async with House() as house:
-        await house.ready(ScriptedReplica("r0"))
-        async for _ in house.dispatcher.stream(ask(rid="a1.0-third", max_new_tokens=6), made={0: [1000, 1001]}):
-            pass
     told = [line.partition(" model_replica=")[2] for line in lines() if "-- finished " in line]
     assert told[0].startswith("r1 prompt=4 cached_l1=2 cached_l2=1 cached_l3=0 output=8 ")
     assert told[1].startswith("r1 prompt=4 cached_l1=0 cached_l2=0 cached_l3=0 output=3 ")
-    assert told[2].startswith("r0 prompt=4 cached_l1=0 cached_l2=0 cached_l3=0 output=4 ")
-    assert ["restored=1" in line for line in told] == [False, False, True]
     [sums] = usage.added(usage.lines_of(tmp_path.iterdir())).values()
-    assert list(sums.values()) == [2, 1 + 4, 3, 8 + 3 + 4]
+    assert list(sums.values()) == [2, 1 + 4, 3, 8 + 3]
+
+
+async def test_a_stream_that_goes_on_at_another_router_is_counted_once_and_whole(lines: Lines, tmp_path: Path) -> None:
+    """A router that is killed writes no line; one whose client left it for another one does."""
+    begun = dataclasses.replace(ask(rid="a1.0-x", max_new_tokens=6), recall="0123456789abcdef of all of its runs")
+
+    async def used_after(made: dict[int, list[int]] | None, *, leaves_at: int | None = None) -> list[int]:
+        async with House() as house:
+            replica = ScriptedReplica("r0")
+            replica.pause_at = leaves_at
+            await house.ready(replica)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if leaves_at is None else 0.2):
+                    async for _ in house.dispatcher.stream(begun, made=made):
+                        pass
+        [sums] = usage.added(usage.lines_of(tmp_path.iterdir())).values()
+        return list(sums.values())
+
+    assert await used_after({0: [1000]}, leaves_at=3) == [1, 4, 0, 1 + 2]  # its client leaves this one too
+    assert await used_after({0: [1000, 1001, 1002]}) == [1, 4, 0, 3 + 3]
+    assert await used_after({}) == [1, 4, 0, 6]  # no replica remembers anything: it is made anew
+    assert await used_after(None, leaves_at=2) == [1, 4, 0, 6]  # the first router lives, and ends its run
 
 
 def test_usage_counts_cached_tokens_apart_and_lines_of_rotated_files(tmp_path: Path) -> None:
@@ -276,6 +294,24 @@ def test_a_client_forges_no_use_by_the_name_of_its_request_that_serve_writes_int
     logging.getLogger("ray.serve").info("GET / 401 1.0ms", extra=access)
     assert any(TOLD in line for line in lines())
     assert usage.added(usage.lines_of(tmp_path.iterdir())) == {}
+
+
+@pytest.mark.parametrize("attributes", [[], ["name"], ["threadName", "name", "lineno", "stack_info"]])
+def test_lines_are_read_whatever_serve_writes_before_their_message(
+    tmp_path: Path, loggers: None, attributes: list[str]
+) -> None:
+    """additional_log_standard_attrs, in a file whose lines are text."""
+    configure_component_logger(
+        component_name="manta_Router", component_id="x", max_bytes=1 << 20, backup_count=1,
+        logging_config=LoggingConfig(additional_log_standard_attrs=attributes, logs_dir=str(tmp_path)),
+    )  # fmt: skip
+    logs.into_serve()
+    for request in (None, clean_name("me"), clean_name("--")):
+        with logs.about(request=request):
+            log.info("finished %s", TOLD)
+            log.info("said -- finished %s", TOLD)
+    used = usage.added(usage.lines_of(tmp_path.iterdir()))
+    assert [sums["output_tokens"] for sums in used.values()] == [3 * 7]
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
