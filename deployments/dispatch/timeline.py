@@ -65,8 +65,8 @@ class LegTimes:
         return None if self.own is None else before_first_s(self.own)
 
     def tell(self, stages: StageTimes) -> None:
-        """Take the stages of a choice that has ended; the choice with the first token counts."""
-        if self.own is None or before_first_s(stages) < before_first_s(self.own):
+        """Take the stages of a choice that begins or has ended; the choice with the first token counts."""
+        if self.own is None or before_first_s(stages) <= before_first_s(self.own):
             self.own = stages
 
 

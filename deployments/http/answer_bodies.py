@@ -774,9 +774,9 @@ class RouteTryBody(RouteDecisionBody):
     sentence: str = Field(description="The same in a sentence.")
     actual: dict[str, Any] = Field(
         description="What came true: cached tokens, drafts (`drafted_tokens` that steps tried, and of them "
-        "`accepted_tokens`), seconds to the first token, and for how many seconds of its wait (`passed_s`) others went "
-        "before it as their tenants had used less, and (`held_s`) its session waited for room beside older ones, at "
-        "most `scheduler.session_wait_s`."
+        "`accepted_tokens`), seconds to the first token, and for how many seconds (`passed_s`) others went before it, "
+        "while it waited or ran, as their tenants had used less, and (`held_s`) its session waited for room beside "
+        "older ones, at most `scheduler.session_wait_s`."
     )
     outcome: str = Field(description="How it ended, or `running`.")
     failure: str | None = Field(description="Why the try failed; null if it did not.")

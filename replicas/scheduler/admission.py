@@ -107,6 +107,11 @@ class StepBudget:
         assert 0 < num_tokens <= self._left
         self._left -= num_tokens
 
+    def bound(self, num_tokens: float) -> None:
+        """Leave ``num_tokens`` at most, where more are left."""
+        if num_tokens < self._left:
+            self.lower(int(num_tokens))
+
     def lower(self, num_tokens: int) -> None:
         """Leave ``num_tokens`` at most."""
         self._left = min(self._left, num_tokens)

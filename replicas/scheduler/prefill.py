@@ -90,6 +90,9 @@ def next_batch(
     _extend_forced(batch, queues, kv, counters, limits, budget)
     if not others_begin:
         budget.lower(limits.line_len)
+    shares, least = queues.waiting.shares, max(limits.chunk_size // 8, kv.page_size)
+    if queues.chunked is not None:
+        budget.bound(max(shares.most_len(queues.chunked, now_s), least))
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
         if not _gives_way(queues.chunked, queues, kv, counters, limits, budget):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
@@ -99,15 +102,17 @@ def next_batch(
     for req in _in_turn(queues, now_s, others_begin=others_begin):
         if barrier is not None and req.rank.from_s > barrier:
             refusal: Refusal | None = Refusal.OLDER_GRANT
-        elif others_begin and queues.waiting.shares.waits_out(req, batch.reqs[batch.num_forced :]):
+        elif others_begin and shares.waits_out(req, batch.reqs[batch.num_forced :]):
             refusal = Refusal.SHARE
         else:
+            budget.bound(max(shares.most_len(req, now_s), least))
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
             while refusal in NO_ROOM and _gives_way(req, queues, kv, counters, limits, budget):
                 batch.reserved = sum(map(ratio.reserve, limits.in_flight))
                 batch.reserved += sum(_still_needs(each, ratio) for each in batch.reqs)
                 refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
         if refusal is None:
+            shares.began(req, req.num_tokens - req.computed_len, now_s)
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
                 req.stamps.admitted_s = now_s

@@ -129,13 +129,13 @@ class WaitingQueue(ReqQueue):
             young = [req for req in reqs if entries[req].left_len > entries[req].uncached_len]
             self.late_len = passed_tokens(list(entries.values()))
         elif self._order.keys is None or (self._order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
-            return self.shares.in_turn(reqs, now_s)
+            return self.shares.in_turn(reqs)
         else:
             aged = [req for req in reqs if now_s - req.rank.from_s >= self._rules.ageing_s]
             young = reqs[len(aged) :]
             entries = {req: self._entry(req, now_s) for req in young} if len(young) > 1 else {}
         if len(young) < 2:
-            return self.shares.in_turn(aged + young, now_s)
+            return self.shares.in_turn(aged + young)
         keys = sort_keys(
             self._rules.policy,
             [entries[req] for req in young],
@@ -143,7 +143,7 @@ class WaitingQueue(ReqQueue):
             self._random,
         )
         order = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
-        return self.shares.in_turn(aged + [young[at] for at in order], now_s)
+        return self.shares.in_turn(aged + [young[at] for at in order])
 
     def _entry(self, req: Req, now_s: float) -> QueueEntry:
         left_s = req.asked.first_by_s - now_s

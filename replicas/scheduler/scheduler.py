@@ -249,6 +249,7 @@ class Scheduler:
         assert not len(queues.under_way), "a step is under way: apply it, or schedule ahead"
         now_s = self._clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
+        queues.waiting.shares.looks(now_s)
         if len(queues.held):
             for req in queues.held.take_ready(self.kv, self._clock):
                 self._wait(req)
@@ -260,10 +261,13 @@ class Scheduler:
         batch = ExtendBatch() if gave_way and queues.running else self._next_prompts(now_s)
         if batch.rows:
             self.last.made_progress = True
-            groups = self._groups(queues.running, first=len(batch.rows)) if decode is not None else ()
-            queues.under_way.begin([*batch.reqs, *(queues.running if decode is not None else ())])
+            table_writes = self._table_writes()
+            ending = [req for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample][batch.num_forced :]
+            running, decode = self._leave_out(ending, decode)
+            groups = self._groups(running, first=len(batch.rows)) if decode is not None else ()
+            queues.under_way.begin([*batch.reqs, *(running if decode is not None else ())])
             prompts = prompt_groups(batch.reqs) if self._config.cascade else ()
-            return extend_plan(batch, queues.running, decode, self._table_writes(), groups, prompts)
+            return extend_plan(batch, running, decode, table_writes, groups, prompts)
         if not mixed:
             gave_way, decode = self._take_decode_slots()
         if decode is None:
@@ -283,7 +287,7 @@ class Scheduler:
         """Plan the step after the one under way, before that one's tokens are known; None where that is not possible
         yet."""
         next_s = self.deadlines.next_s
-        if next_s is not None and next_s <= self._clock():
+        if (next_s is not None and next_s <= self._clock()) or self.queues.waiting.shares.left_out:
             return None
         if self.drafts is not None and self.drafts.wait_for_tokens(len(self.queues.running)):
             return None
@@ -447,6 +451,19 @@ class Scheduler:
             queues.running.sort(key=lambda req: "" if req.asked.adapter is None else req.asked.adapter.identity)
         return gave_way, decode_rows(queues.running, self.kv)
 
+    def _leave_out(self, ending: Sequence[Req], rows: DecodeRows | None) -> tuple[list[Req], DecodeRows | None]:
+        """Leave running requests out of a step in which the prompts of ``ending`` end, and take their slots back; no
+        table write is due. Returns: those that run on, and their part of ``rows``."""
+        running = self.queues.running
+        left_out = self.queues.waiting.shares.leave_out(running, ending) if rows is not None else []
+        if rows is None or not left_out:
+            return running, rows
+        for req in left_out:
+            self.kv.cut(req)
+        gone = set(left_out)
+        places = [at for at, req in enumerate(running) if req not in gone]
+        return [running[at] for at in places], DecodeRows(*(each[places] for each in rows))
+
     def _next_prompts(self, now_s: float) -> ExtendBatch:
         """Choose the prompts of this step, and grant decode legs their memory."""
         queues, config, last = self.queues, self._config, self.last
@@ -461,7 +478,7 @@ class Scheduler:
             in_flight=in_flight,
             max_running=self.max_running - num_handing_off,
             line_len=queues.line_len,
-            num_decode=len(queues.running) if config.mixed_steps else 0,
+            num_decode=queues.waiting.shares.num_on(queues.running) if config.mixed_steps else 0,
         )
         batch = next_batch(queues, self.kv, self._ratio, self.counters, limits, now_s=now_s)
         if queues.chunked is None or batch.rows:  # else the next chunk found no memory: no leg may take it first

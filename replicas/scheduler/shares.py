@@ -11,12 +11,19 @@ Source:    Deficit Longest Prefix Match, Cao et al. 2025 (arXiv:2501.14312). The
 
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
+    its last one begins: for EASE_S, steps of those without credit have no more of prompts than that had; and where its
+        prompt ends, their running requests make no token, in MOST_LEFT_OUT steps in a row at most
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from replicas.request import Asked, Req
+
+# both simulated: python -m benchmarks router tenants
+MOST_LEFT_OUT = 4  # steps in a row
+EASE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 
 
 class TenantShares:
@@ -29,6 +36,9 @@ class TenantShares:
         self._waiting: Counter[str] = Counter()  # of them, those that wait
         self._passed: list[Req] = []  # at the last look, behind others only for want of credit
         self._looked_s = 0.0
+        self.left_out: list[Req] = []  # of the step under way: running requests that make no token in it
+        self._num_left_out = 0  # steps in a row before it in which there were some
+        self._light = 0, -math.inf  # the prompt that last began of a tenant with credit: its tokens, and when
 
     def opens(self, req: Req) -> None:
         """Note that ``req`` has come."""
@@ -74,6 +84,45 @@ class TenantShares:
         able = (each for each in begun if each.rank.priority >= req.rank.priority)
         return self.credit(req.asked.tenant) <= 0.0 and any(self.credit(each.asked.tenant) > 0.0 for each in able)
 
+    def looks(self, now_s: float) -> None:
+        """Count the time since the last look for those that others went before: another step is about to be planned."""
+        waited = (req for req in self._passed if req.stamps.admitted_s is None)
+        for req in (*waited, *self.left_out):
+            if req.finish is None:
+                req.stamps.passed_s += now_s - self._looked_s
+        self._looked_s = now_s
+        self._num_left_out = self._num_left_out + 1 if self.left_out else 0
+        self.left_out = []
+
+    def leave_out(self, running: Iterable[Req], ending: Sequence[Req]) -> list[Req]:
+        """Choose which of ``running`` make no token in the step in which the prompts of ``ending`` end: those that wait
+        out what tenants with credit begin with, but for a tenant that has more waiting: it floods as well."""
+        light = [req for req in ending if req.asked.tenant not in self._waiting] if self._may_leave_out else []
+        self.left_out = [req for req in running if self.waits_out(req, light)] if light else []
+        return self.left_out
+
+    def num_on(self, running: Sequence[Req]) -> int:
+        """Count those of ``running`` that make a token in the next step, if the one that waits of a tenant begins."""
+        if self._may_leave_out and any(num == 1 and self.credit(tenant) > 0.0 for tenant, num in self._waiting.items()):
+            return sum(self.credit(req.asked.tenant) > 0.0 for req in running)
+        return len(running)
+
+    @property
+    def _may_leave_out(self) -> bool:
+        return self.several and self._num_left_out < MOST_LEFT_OUT
+
+    def began(self, req: Req, num_tokens: int, now_s: float) -> None:
+        """Note that ``req`` begins, with ``num_tokens`` of its prompt to compute."""
+        if self.several and self.credit(req.asked.tenant) > 0.0 and req.asked.tenant not in self._waiting:
+            self._light = num_tokens, now_s
+
+    def most_len(self, req: Req, now_s: float) -> float:
+        """Return how many prompt tokens a step may have in which ``req`` begins or goes on: if neither its tenant nor
+        any that waits has credit, and others begin now and then, as many as the last of those."""
+        num_tokens, at_s = self._light
+        eased = self.credit(req.asked.tenant) <= 0.0 and now_s - at_s < EASE_S
+        return math.inf if not eased or any(self.credit(tenant) > 0.0 for tenant in self._waiting) else num_tokens
+
     def heads(self, waiting: Iterable[Req]) -> list[Req]:
         """Return the oldest of ``waiting`` of each tenant that has credit, or waits alone; the oldest first."""
         found = dict[str, Req]()
@@ -82,7 +131,7 @@ class TenantShares:
                 found.setdefault(req.asked.tenant, req)
         return list(found.values())
 
-    def in_turn(self, order: list[Req], now_s: float) -> list[Req]:
+    def in_turn(self, order: list[Req]) -> list[Req]:
         """Put requests of tenants without credit behind the last one of no lower priority whose tenant has some.
 
         Args: order: the requests that wait, in that of the policy.
@@ -90,7 +139,7 @@ class TenantShares:
         if len(self._waiting) < 2:
             if order and self.credit(order[0].asked.tenant) <= 0.0:
                 self._credits = {order[0].asked.tenant: 0.0}  # it has used most, and nobody else waits: all begin anew
-            self._count_waits([], now_s)
+            self._passed = []
             return order
         self._refill()
         able = [self.credit(req.asked.tenant) > 0.0 for req in order]
@@ -99,7 +148,7 @@ class TenantShares:
         for priority in sorted({req.rank.priority for req in order}, reverse=True):
             behind[priority] = last = max(last, newest.get(priority, -1))
         places = [at if able[at] else max(at, behind[req.rank.priority]) for at, req in enumerate(order)]
-        self._count_waits([req for at, req in enumerate(order) if places[at] > at], now_s)
+        self._passed = [req for at, req in enumerate(order) if places[at] > at]
         return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
 
     def _refill(self) -> None:
@@ -111,12 +160,6 @@ class TenantShares:
         for tenant, credit in self._credits.items():
             if credit <= 0.0:
                 self._credits[tenant] = min(credit + more, self._quantum)
-
-    def _count_waits(self, passed: list[Req], now_s: float) -> None:
-        for req in self._passed:
-            if req.stamps.admitted_s is None and req.finish is None:
-                req.stamps.passed_s += now_s - self._looked_s
-        self._passed, self._looked_s = passed, now_s
 
 
 def _less(counts: Counter[str], tenant: str) -> bool:

@@ -1,10 +1,13 @@
 """Random arrivals, aborts and tiny pools: every invariant after every step, every answer equal to the oracle's."""
 
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.scheduler.orders import ORDERS
+from replicas.scheduler.plan import ExtendPlan
+from replicas.scheduler.shares import MOST_LEFT_OUT
 from replicas.types import Finish, FinishReason
 from tests.harness import Bench
 
@@ -27,14 +30,21 @@ actions = st.lists(
 )
 
 
-def step(bench: Bench, *, mixed: bool) -> None:
-    """With mixing no request starves: each running one makes a token in every step, or is retracted."""
+def step(bench: Bench, left_out: Counter[str], *, mixed: bool) -> None:
+    """With mixing no request starves: each running one makes a token in every step, or is retracted, or waits out the
+    prompt of another tenant, for MOST_LEFT_OUT steps in a row at most; ``left_out`` counts these, by rid."""
     before = [(req, req.num_output, req.num_retractions) for req in bench.scheduler.queues.running]
     bench.step()
     for req, num_output, num_retractions in before if mixed else ():
         timed_out = req.finish is not None and req.finish.reason is FinishReason.ABORT
         gave_way = req.num_retractions > num_retractions
-        assert req.num_output == num_output + 1 or gave_way or timed_out, f"{req.rid} made no token"
+        if req.num_output == num_output + 1 or gave_way or timed_out:
+            left_out[req.rid] = 0
+            continue
+        left_out[req.rid] += 1
+        assert req.asked.tenant, f"{req.rid} made no token"
+        assert isinstance(bench.plans[-1], ExtendPlan)
+        assert left_out[req.rid] <= MOST_LEFT_OUT, f"{req.rid} made no token for {left_out[req.rid]} steps"
 
 
 @settings(max_examples=150, deadline=None)
@@ -77,6 +87,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
         mixed_steps=mixed,
         priorities=priorities,
     )
+    left_out = Counter[str]()
     for action in actions:
         match action:
             case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority), str(tenant), deadline_s,
@@ -91,10 +102,10 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
                 bench.scheduler.check()
             case ("step", int(count)):
                 for _ in range(count):
-                    step(bench, mixed=mixed)
+                    step(bench, left_out, mixed=mixed)
     for _ in range(2000):
         if bench.scheduler.has_work:
-            step(bench, mixed=mixed)
+            step(bench, left_out, mixed=mixed)
     bench.run(max_steps=0)
     counters = bench.scheduler.counters
     assert counters.finished + counters.aborted == len(bench.reqs)

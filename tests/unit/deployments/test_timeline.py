@@ -104,6 +104,14 @@ def test_tries_that_brought_no_token_are_route_and_what_follows_the_first_token_
     assert rounded(stages(timeline)) == (1.0, 2.0, 0.0, 0.0, 3.0)  # nobody told of the second's prefill
 
 
+def test_what_a_request_waited_for_others_while_it_ran_is_told_at_its_end() -> None:
+    leg = LegTimes()
+    for passed_s, decode_s in ((0.1, 0.0), (0.4, 9.0)):  # with its first token, and its last
+        leg.tell(StageTimes(queue_s=0.15, prefill_s=0.3, decode_s=decode_s, passed_s=passed_s))
+    assert leg.own is not None
+    assert leg.own.passed_s == 0.4
+
+
 def test_of_several_choices_the_one_that_came_first_counts() -> None:
     timeline, leg = line(2), LegTimes()
     timeline.sent(leg, 100.0)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.request import CachedTokens, Leg, Req, ReqState
+from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason, PdLeg
 from tests.fakes import continuation
@@ -16,7 +18,7 @@ PEER = PeerAddress(host="fake", port=0, incarnation="p")
 DONE = Finish(reason=FinishReason.ABORT)
 
 
-def leg(bench: Bench, rid: str, prompt: Sequence[int], **request: int) -> Req:
+def leg(bench: Bench, rid: str, prompt: Sequence[int], **request: Any) -> Req:
     """A decode leg in the queue; ``request`` as of `Bench.submit`."""
     req = choice_of(rid, prompt, now_s=bench.clock(), **({"max_new_tokens": 4} | request))
     req.leg = Leg(role=PdLeg.DECODE, ticket=PdTicket(room=1, generation=0, prefill=PEER))
@@ -189,3 +191,17 @@ def test_an_older_local_request_still_starts_before_a_leg_that_finds_no_room() -
         bench.step()
     assert bench.scheduler.queues.running[-1].prompt_len == 8
     assert req.state is ReqState.WAITING
+
+
+def test_a_leg_that_was_received_and_is_left_out_of_the_next_step_keeps_its_pages() -> None:
+    """No step has entered its pages into the ranks' tables yet: the one that leaves it out does."""
+    bench = Bench(chunked_prefill_size=64)
+    req = leg(bench, "a", range(10), tenant="heavy")
+    assert bench.step() is None
+    bench.scheduler.queues.waiting.shares._credits["heavy"] = -1.0
+    receive(bench, req)
+    light = bench.submit([50, 51], tenant="light")
+    plan = bench.step()
+    assert isinstance(plan, ExtendPlan)
+    assert (plan.num_decode, light.num_output, req.num_output) == (0, 1, 1)
+    bench.run()

@@ -6,8 +6,10 @@ from random import Random
 import pytest
 
 from replicas.request import Req, ReqState
+from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.scheduler import QUANTUM
+from replicas.scheduler.shares import EASE_S, MOST_LEFT_OUT
 from replicas.types import GenerateRequest
 from tests.fakes import continuation
 from tests.harness import Bench
@@ -134,6 +136,105 @@ def test_the_step_in_which_a_lighter_tenant_begins_holds_no_prompt_of_a_heavier_
     assert len(bench.plans[-1].rows) - bench.plans[-1].num_decode == 2  # type: ignore[union-attr]
     bench.step()
     assert sum(req.state is ReqState.WAITING for req in heavy) < waiting  # it goes on in the next step
+    bench.run()
+
+
+def out_of_credit(bench: Bench, *, max_new_tokens: int = 60) -> None:
+    """Have a tenant flood ``bench``, until it has requests that run and no credit."""
+    flood(bench, 80, "heavy", max_new_tokens=max_new_tokens)
+    while bench.scheduler.queues.waiting.shares.credit("heavy") > 0.0 or not bench.scheduler.queues.running:
+        bench.step()
+
+
+def test_running_requests_without_credit_make_no_token_in_the_step_in_which_a_lighter_tenant_begins() -> None:
+    bench = Bench(max_running=64, num_pages=2048, chunked_prefill_size=64)
+    out_of_credit(bench)
+    running = [*bench.scheduler.queues.running]
+    made = [req.num_output for req in running]
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    plan = bench.step()
+    assert isinstance(plan, ExtendPlan)
+    assert (len(plan.rows), plan.num_decode, light.num_output) == (1, 0, 1)
+    assert [req.num_output for req in running] == made
+    plan = bench.step()
+    assert isinstance(plan, ExtendPlan)
+    assert plan.num_decode == len(running) + 1
+    assert [req.num_output for req in running] == [num + 1 for num in made]
+    assert [req.stamps.passed_s for req in running] == pytest.approx([0.01] * len(running))
+    assert not any(req.num_retractions for req in running)
+    bench.run()
+
+
+def test_no_request_is_left_out_of_more_than_a_few_steps_in_a_row() -> None:
+    bench = Bench(max_running=64, num_pages=2048)
+    out_of_credit(bench)
+    made = list[bool]()
+    for number in range(3 * (MOST_LEFT_OUT + 1)):
+        bench.submit([1000 * (500 + number)], tenant="light", cache_salt="light", max_new_tokens=1)
+        plan = bench.step()
+        assert isinstance(plan, ExtendPlan)
+        made.append(plan.num_decode > 0)
+    assert made == ([False] * MOST_LEFT_OUT + [True]) * 3
+    bench.run()
+
+
+def test_no_step_is_planned_ahead_behind_one_that_leaves_a_request_out() -> None:
+    """Else one whose last token is due would be left out of that too, and of those behind it."""
+    bench = Bench(context_len=400, num_pages=256)
+    heavy = bench.submit(prompt(1), tenant="heavy", max_new_tokens=150)
+    while heavy.max_remaining > 5:
+        bench.step()
+    bench.submit(prompt(500, 4), tenant="light", max_new_tokens=60)
+    while heavy.max_remaining > 1:
+        bench.step()
+    bench.submit(prompt(501, 4), tenant="light", max_new_tokens=1)
+    plan = bench.scheduler.schedule()
+    assert isinstance(plan, ExtendPlan)
+    assert plan.num_decode == 1  # the first light one
+    assert bench.scheduler.schedule_ahead() is None
+    bench.scheduler.apply(plan, bench.device.execute(plan))
+    bench.step()
+    assert heavy.finish is not None
+    bench.run()
+
+
+def test_where_two_tenants_flood_neither_is_left_out() -> None:
+    """What one gains so the other loses, and steps of few requests make fewer tokens."""
+    bench = Bench(max_running=64, num_pages=2048)
+    for tenant, first in (("one", 0), ("two", 100)):
+        flood(bench, 60, tenant, first=first, max_new_tokens=20)
+    for _ in range(60):
+        running = len(bench.scheduler.queues.running)
+        plan = bench.step()
+        assert isinstance(plan, ExtendPlan)
+        assert plan.num_decode == running
+    assert len({req.asked.tenant for req in bench.scheduler.queues.running}) == 2
+    bench.run()
+
+
+def test_for_a_while_a_step_of_a_tenant_without_credit_has_no_more_of_prompts_than_what_began_beside_it() -> None:
+    bench = Bench(max_running=64, num_pages=2048, context_len=800, chunked_prefill_size=64)
+    out_of_credit(bench, max_new_tokens=2)
+    for number in range(12):
+        bench.submit(prompt(100 + number, 100), tenant="heavy", cache_salt="heavy", max_new_tokens=2)
+
+    def longest() -> int:
+        """The most prompt tokens of the next steps."""
+        plans = [bench.step() for _ in range(3)]
+        return max(plan.num_prompt_tokens for plan in plans if isinstance(plan, ExtendPlan))
+
+    assert longest() > 20
+    for length, most in ((20, 20), (4, 8), (200, 64)):  # an eighth of the chunk at least
+        light = bench.submit(prompt(500 + length, length), tenant="light", cache_salt="light", max_new_tokens=1)
+        while light.finish is None:
+            bench.step()
+        assert most / 2 < longest() <= most
+    bench.submit(prompt(600, 4), tenant="light", cache_salt="light", max_new_tokens=1)
+    bench.clock.now_s += EASE_S
+    bench.step()
+    assert longest() <= 8
+    bench.clock.now_s += EASE_S
+    assert longest() > 20
     bench.run()
 
 
