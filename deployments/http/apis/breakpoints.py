@@ -10,6 +10,7 @@ from replicas.errors import InvalidRequest
 
 TTLS_S = {"5m": 300.0, "1h": 3600.0}
 NO_WORDS = {"role": "user", "content": ""}
+AN_ANSWER = {"role": "assistant", "content": "Yes."}
 _WANTED = '{"type": "ephemeral"}, with a ttl of 5m (the default) or 1h'
 
 
@@ -33,7 +34,7 @@ def breakpoints(
 
 def _blocks(tools: list[Any], system: Any, messages: list[Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield all blocks: their place, they, and the fields that end the prompt with them. Templates write tools before
-    the system message or behind it: both stay; and they want a turn behind these."""
+    the system message or behind it: both stay; and templates need a turn after them."""
     for number, tool in enumerate(tools):
         yield f"tools.{number}", tool, {"tools": tools[: number + 1], "tool_choice": None, "messages": [NO_WORDS]}
     for number, block in enumerate(system if isinstance(system, list) else []):

@@ -23,7 +23,7 @@ from pydantic import WithJsonSchema
 from deployments.http import bodies
 from deployments.http.answer_bodies import CountedTokensBody, MessageBody, MessageEventBody
 from deployments.http.api_document import BODY, RUN, about, body_like, gives, said, shape, shown
-from deployments.http.apis.breakpoints import NO_WORDS, breakpoints
+from deployments.http.apis.breakpoints import AN_ANSWER, NO_WORDS, breakpoints
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
@@ -174,20 +174,28 @@ async def _end_of(service: Service, body: MessagesRequest, cut: dict[str, Any], 
         most = min(len(text), len(other))
         return bisect.bisect_left(range(most), True, key=lambda last: text[: last + 1] != other[: last + 1])
 
+    async def wanted_turn() -> str:  # as it is behind others; some templates take no two turns of a user
+        for before in ([NO_WORDS], [NO_WORDS, AN_ANSWER]):
+            with contextlib.suppress(InvalidRequest):
+                less, more = [
+                    await cut_text(tools=None, tool_choice=None, system=None, messages=messages)
+                    for messages in (before, [*before, NO_WORDS])
+                ]
+                return more.removeprefix(less)
+        return ""
+
     if not cut:
         return len(text)
+    turn = await wanted_turn() if cut["messages"] == [NO_WORDS] else ""
+
+    def end_in(other: str) -> int:  # what a template writes into that turn stays
+        return min(common(other), len(other.removesuffix(turn)))
+
     if "tools" in cut and body.system:  # the template writes it behind the tools, or before them
-        alone = common(await cut_text(system=None))
+        alone = end_in(await cut_text(system=None))
         if alone > common(await cut_text(tools=None)):
             return alone
-    other = await cut_text()
-    end = common(other)
-    if cut["messages"] == [NO_WORDS]:
-        with contextlib.suppress(InvalidRequest):  # some templates take no two of a user: they may write both in one
-            turn = (await cut_text(messages=[NO_WORDS, NO_WORDS])).removeprefix(other)
-            if other.endswith(turn):
-                end = min(end, len(other) - len(turn))
-    return end
+    return end_in(await cut_text())
 
 
 async def _rendered(service: Service, chat: ChatRequest) -> Rendered:

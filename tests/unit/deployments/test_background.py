@@ -402,7 +402,8 @@ async def test_a_stream_goes_on_behind_a_silence_of_the_router_that_has_it(
         async def silent_amid(unanswered: str) -> asyncio.Task[list[Any]]:
             replica.pause_at = 3
             begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
-            stream = await elsewhere.responses.retrieve(begun.id, stream=True)  # its status is said: found
+            stream = await elsewhere.responses.retrieve(begun.id, stream=True)
+            # answered: so it was found there, before the silence begins
 
             async def rest() -> list[Any]:
                 return [event async for event in stream]

@@ -387,19 +387,29 @@ IN_THE_FIRST_TURN = """{% if messages[0].role == 'system' %}{% set head, turns =
 {% endif %}"""
 
 
+ALTERNATING = (
+    """{% for each in messages | rejectattr('role', 'equalto', 'system') -%}
+{% if (each.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif -%}
+{% endfor %}"""
+    + TOOLS_FIRST
+)
+TURN, HEAD = "<|im_start|>user\nWhat is", "<|im_start|>system\nYou are kind."
+
+
 @pytest.mark.parametrize("place", ["system", "tool"])
 @pytest.mark.parametrize(
     ("template", "behind"),
     [
-        (None, "<|im_start|>user\n"),
-        (TOOLS_FIRST, "<|im_start|>user\n"),
-        (IN_THE_FIRST_TURN, "What is"),
-        (QWEN_TEMPLATE, "<|im_start|>user\n"),
+        (None, {"system": TURN, "tool": TURN}),
+        (TOOLS_FIRST, {"system": TURN, "tool": HEAD}),
+        (ALTERNATING, {"system": TURN, "tool": HEAD}),
+        (IN_THE_FIRST_TURN, {"system": "What is", "tool": "What is"}),
+        (QWEN_TEMPLATE, {"system": TURN, "tool": TURN}),
     ],
-    ids=["embedded", "tools first", "in the first turn", "qwen"],
+    ids=["embedded", "tools first", "turns alternate", "in the first turn", "qwen"],
 )
 async def test_a_mark_before_the_first_turn_leaves_out_all_of_that(
-    house: House, tmp_path: Path, template: str | None, behind: str, place: str
+    house: House, tmp_path: Path, template: str | None, behind: dict[str, str], place: str
 ) -> None:
     """Also its header; a template that writes the system message into it has that before what is left out."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -411,7 +421,7 @@ async def test_a_mark_before_the_first_turn_leaves_out_all_of_that(
     await house.ready(replica)
     marked = {
         "system": {"system": [{"type": "text", "text": "You are kind.", "cache_control": MINUTES}]},
-        "tool": {"tools": [{**READ, "name": "Write"}, {**READ, "cache_control": MINUTES}]},
+        "tool": {"system": "You are kind.", "tools": [{**READ, "name": "Write"}, {**READ, "cache_control": MINUTES}]},
     }[place]
     async with client_of(make_app(house.service(tokenizer))) as client:
         await post(client, **{**ASK, "max_tokens": 2}, **marked)
@@ -421,7 +431,7 @@ async def test_a_mark_before_the_first_turn_leaves_out_all_of_that(
         tokenizer.decode(part, skip_special_tokens=False)
         for part in (asked.token_ids[: mark.length], asked.token_ids[mark.length :])
     )
-    assert rest.startswith(behind)
+    assert rest.startswith(behind[place])
     assert ("kind" if place == "system" else "Read") in kept
 
 
