@@ -27,9 +27,9 @@ class HeldSessions(ReqQueue):
         self._most_s = most_s
         self._next_s = self._soonest_s = -math.inf  # of the next look: while none arrives, and when one does
 
-    def takes(self, req: Req) -> bool:
+    def hold(self, req: Req) -> bool:
         """Hold ``req``, of an agent's session, until `take_ready`. Returns: whether it is; not lines of batches, nor an
-        answer whose begin its client has seen."""
+        answer whose beginning its client has seen."""
         if not self._most_s or req.asked.offline or req.num_resumed:
             return False
         self.add(req)

@@ -1,7 +1,7 @@
 """Lines: those of batches that wait, and how much of a step they may take, so that others hardly notice them.
 
-Owns:      the lines that wait or are paused; what a row of a decode step costs, as the engine's steps tell; the seconds
-           that prompts of lines may take beside others that decode.
+Owns:      the lines that wait or are paused, and the count of all that are open; what a row of a decode step costs, as
+           the engine's steps tell; the seconds that prompts of lines may take beside others that decode.
 Never:     chooses lines (queues.py, prefill.py). Looks at requests that are about to begin: no line runs beside those.
 Invariant: in steps in which others decode, lines take about SHARE of the time that those take by themselves: their rows
            first, one at least, so that what it costs stays known; what these leave is saved up for their prompts.
@@ -99,4 +99,12 @@ class LineQueue(ReqQueue):
     def __init__(self, share: LineShare) -> None:
         super().__init__()
         self.share = share
-        self.num_open = 0  # lines that have come and not ended, wherever they are
+        self.num_open = 0  # lines that have come and not ended, wherever they are: not only those in this queue
+
+    def opened(self) -> None:
+        """Count a line that has come."""
+        self.num_open += 1
+
+    def ended(self) -> None:
+        """Count a line no longer: it has ended."""
+        self.num_open -= 1

@@ -159,7 +159,7 @@ class Scheduler:
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)
-        if self.kv.agent_of(req) is not None and self.queues.held.takes(req):
+        if self.kv.agent_of(req) is not None and self.queues.held.hold(req):
             self._gate.disturb()
         else:
             self._wait(req)
@@ -203,7 +203,8 @@ class Scheduler:
     def take_back(self, req: Req) -> None:
         """Undo `park`: ``req`` is to be accepted another way."""
         self.queues.away.remove(req)
-        self.queues.lines.num_open -= req.asked.offline
+        if req.asked.offline:
+            self.queues.lines.ended()
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
 
@@ -236,7 +237,8 @@ class Scheduler:
         self.counters.count_end(finish.reason)
         if req.leg is not None:
             self.queues.away.ended.append(req)
-        self.queues.lines.num_open -= req.asked.offline
+        if req.asked.offline:
+            self.queues.lines.ended()
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
         if self.drafts is not None:
@@ -327,13 +329,13 @@ class Scheduler:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
         if req.asked.offline:
             req.rank.priority = OFFLINE
+            self.queues.lines.opened()
         elif self._config.priorities == "off":
             req.rank.priority = 0
         req.rank.from_s = req.stamps.arrival_s - req.asked.waited_s
         if not req.asked.offline:
             req.rank.from_s -= req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
-        self.queues.lines.num_open += req.asked.offline
         self.queues.waiting.shares.opens(req)
         self.kv.arrived(req)
 

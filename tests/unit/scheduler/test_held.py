@@ -1,4 +1,4 @@
-"""`HeldSessions` by itself, over a real cache: which requests it takes, and when it lets which go."""
+"""`HeldSessions` by itself, over a real cache: which requests it holds, and when it lets which go."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ class Agents:
         req = choice_of(rid, prompt, now_s=self.clock(), waited_s=waited_s)
         self.kv.arrived(req)
         assert self.kv.agent_of(req) is not None
-        assert self.held.takes(req)
+        assert self.held.hold(req)
         return req
 
     def ready(self) -> list[Req]:
@@ -99,12 +99,12 @@ def test_a_request_goes_when_its_session_is_forgotten() -> None:
 @pytest.mark.parametrize("asked", [{"offline": True}, {"resumed_ids": (7,)}])
 def test_neither_a_line_of_a_batch_nor_an_answer_that_goes_on_here_is_held(asked: dict[str, object]) -> None:
     held = HeldSessions(30.0)
-    assert not held.takes(choice_of("a", [1], **asked))
+    assert not held.hold(choice_of("a", [1], **asked))
     assert not len(held)
 
 
 def test_none_is_held_where_that_is_switched_off() -> None:
-    assert not HeldSessions(0.0).takes(choice_of("a", [1]))
+    assert not HeldSessions(0.0).hold(choice_of("a", [1]))
 
 
 def test_looks_take_a_twentieth_of_the_time_however_many_come() -> None:
