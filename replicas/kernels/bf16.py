@@ -34,9 +34,9 @@ from replicas.kernels.bf16_tiles import (
     begin_tiles,
     dot_tile,
     end_tiles,
-    multiply_pairs,
-    place_in_pairs,
-    round_in_pairs,
+    multiply_row_pairs,
+    place_in_row_pairs,
+    round_in_row_pairs,
     store1_rounded,
     store_rounded,
     tile_configuration,
@@ -53,7 +53,7 @@ from replicas.kernels.weight_formats import WeightFormat
 PART = 512  # inputs of many rows at a time: 32 KB of a panel
 FEW_ROWS = 2 * TILE_ROWS  # up to so many take all inputs at once
 UNPACKED = 256  # inputs of a panel with scales, whose pairs lie in L1 for more rows than a tile has: 16 KB
-_PAIR_BYTES = 2 * COLUMNS * UNPACKED
+_UNPACKED_BYTES = 2 * COLUMNS * UNPACKED
 BLOCK_ROWS = 192  # of x, per task, at most
 STRIP, STRIP_BYTES = 8, 128 << 10  # panels a task of many rows reads; bytes of them, one of few
 # at least, if there are enough panels: of few rows, whose panels ask for what lies behind them, and of many, where each
@@ -76,7 +76,7 @@ _ONE_FETCHES, _TWO_FETCHES = (amx_tile(groups, fetches=True) for groups in (1, 2
 
 @inlined
 def round_step(x: int, length: int, out: int) -> None:
-    """Floats at x as bf16, and zeros up to a whole step."""
+    """Store floats at x as bf16, and zeros up to a whole step."""
     if length >= STEP:
         for i in range(0, STEP, W):
             store_rounded(out + 2 * i, load(x + 4 * i))
@@ -187,7 +187,7 @@ def released(a: Any) -> None:
 
 @inlined
 def multiply_tiles(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: int) -> None:
-    """In tiles of 16 rows, of which the last may reach beyond ``rows``."""
+    """Multiply in tiles of 16 rows, of which the last may reach beyond ``rows``."""
     steps = min(a.part, a.inputs - start) // STEP
     for row in range(0, rows, 2 * TILE_ROWS):
         two, x_at, at = rows - row > TILE_ROWS, x + row // TILE_ROWS * a.group_bytes, c + row * ldc
@@ -203,7 +203,7 @@ def multiply_tiles(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: i
 
 @inlined
 def multiply_dots(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: int) -> None:
-    """In tiles of nearly the same height."""
+    """Multiply in tiles of nearly the same height."""
     steps, count, row = min(a.part, a.inputs - start) // STEP, (rows + DOT_ROWS - 1) // DOT_ROWS, 0
     for i in range(count):
         end = rows * (i + 1) // count
@@ -227,12 +227,12 @@ def product_dots(pointer: Any) -> None:
     _RUN_DOTS(carray(pointer, 1)[0])
 
 
-_RUN_PAIRS = make_run(multiply_pairs, "pairs", rounds=round_in_pairs, place=place_in_pairs)
+_RUN_ROW_PAIRS = make_run(multiply_row_pairs, "row_pairs", rounds=round_in_row_pairs, place=place_in_row_pairs)
 
 
 @kernel(Bf16Args)
 def product_mmla(pointer: Any) -> None:
-    _RUN_PAIRS(carray(pointer, 1)[0])
+    _RUN_ROW_PAIRS(carray(pointer, 1)[0])
 
 
 def make_multiply_scaled(format_: WeightFormat) -> Any:
@@ -243,7 +243,7 @@ def make_multiply_scaled(format_: WeightFormat) -> Any:
 
     def multiply(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: int) -> None:
         end, sums = min(start + a.part, a.inputs), x + 2 * (a.inputs - start)
-        pairs = a.pairs + thread_id() * _PAIR_BYTES
+        pairs = a.pairs + thread_id() * _UNPACKED_BYTES
         if rows <= PAIR_ROWS:
             fused(rows, x, a.row_bytes, sums + start // 8, b, 0, c, ldc, (end - start) // STEP, start)
             return
@@ -327,7 +327,7 @@ class Bf16Stage(LinearStage):
         row_bytes, step_bytes, group_bytes, room = _layout(by, inputs)
         rounded_bytes = -(-x.shape[0] // FEW_ROWS) * FEW_ROWS * room
         aside_bytes = team.num_threads * STRIP * _ASIDE
-        pairs_bytes = team.num_threads * _PAIR_BYTES
+        pairs_bytes = team.num_threads * _UNPACKED_BYTES
         self._memory = team.memory((rounded_bytes + aside_bytes + pairs_bytes) // 4)  # kept alive
         self._weight, self._bias, self._function = weight, bias, PRODUCTS[by, weight.format]
         few, many = (len(weight.data) // (tasks * team.num_threads) for tasks in (TASKS_PER_THREAD, TASKS_OF_MANY))
@@ -368,8 +368,8 @@ def _layout(by: Way, inputs: int) -> tuple[int, int, int, int]:
     if by == "amx":
         return 2 * STEP, 2 * STEP * TILE_ROWS, 2 * inputs * TILE_ROWS, 2 * inputs
     if by == "mmla":  # two rows together have room for two pairs: any row may be the first one of an expert
-        pair = 4 * inputs + 64
-        return pair, 4 * STEP, pair, pair
+        row_pair = 4 * inputs + 64
+        return row_pair, 4 * STEP, row_pair, row_pair
     behind = (4 * inputs // STEP // 64 + 1) * 64  # the sums of steps, in whole cache lines
     row = 2 * inputs + behind
     return row, 2 * STEP, TILE_ROWS * row, row

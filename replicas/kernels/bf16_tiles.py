@@ -56,7 +56,7 @@ DOT_ROWS = 12  # of a tile of dots: 24 sums, of AVX-512's 32 registers
 TILE_ROWS = 16
 MMLA_ROWS = 12  # of a tile: six pairs by 8 channels are 24 sums, of NEON's 32 registers
 FOUR = 4  # inputs of a row that one instruction multiplies
-_FOUR_BYTES, _PAIR_BYTES, _LINE = 2 * FOUR, 4 * FOUR, 64  # of a row's, of two rows', of 8 channels'
+_FOUR_BYTES, _OPERAND_BYTES, _LINE = 2 * FOUR, 4 * FOUR, 64  # of one row's or channel's, of two, of 8 channels'
 _LINES = COLUMNS * _FOUR_BYTES // _LINE  # of a panel's four inputs
 AHEAD_BYTES = 10 << 10  # what is asked for before it is read
 _BYTE = ir.IntType(8)
@@ -119,6 +119,7 @@ def emit_rounded(builder: Any, value: Any) -> Any:
 
 @op(types.void, types.int64, vector)
 def store_rounded(builder: Any, address: Any, value: Any) -> None:
+    """Store sixteen floats as bf16, rounded as `emit_rounded` does."""
     builder.store(emit_rounded(builder, value), pointer_to(builder, address, _NUMBERS), align=2)
 
 
@@ -275,37 +276,38 @@ def _store_fours(builder: Any, address: Any, value: Any) -> None:
     numbers = emit_rounded(builder, value)
     for i in range(0, W, FOUR):
         four = builder.shuffle_vector(numbers, ir.Constant(numbers.type, ir.Undefined), _mask(*range(i, i + FOUR)))
-        at = add_bytes(builder, address, i // FOUR * _PAIR_BYTES)
+        at = add_bytes(builder, address, i // FOUR * _OPERAND_BYTES)
         builder.store(four, pointer_to(builder, at, _HALF), align=2)
 
 
 @inlined
-def round_in_pairs(x: int, length: int, out: int) -> None:
-    """Floats at x as bf16, and zeros up to a whole step, as one of two rows that lie together."""
+def round_in_row_pairs(x: int, length: int, out: int) -> None:
+    """Store floats at x as bf16, and zeros up to a whole step, as one of two rows that lie together."""
     if length >= STEP:
         for i in range(0, STEP, W):
-            _store_fours(out + i // FOUR * _PAIR_BYTES, load(x + 4 * i))
+            _store_fours(out + i // FOUR * _OPERAND_BYTES, load(x + 4 * i))
         return
     for i in range(STEP):
-        store1_rounded(out + i // FOUR * _PAIR_BYTES + i % FOUR * 2, load1(x + 4 * i) if i < length else 0.0)
+        store1_rounded(out + i // FOUR * _OPERAND_BYTES + i % FOUR * 2, load1(x + 4 * i) if i < length else 0.0)
 
 
 @inlined
-def place_in_pairs(a: Any, row: int) -> int:
+def place_in_row_pairs(a: Any, row: int) -> int:
+    """Return where row ``row`` of what is rounded begins, in its pair of rows."""
     return int(a.rounded + row // 2 * a.group_bytes + row % 2 * _FOUR_BYTES)
 
 
 def _emit_mmla_tile(builder: Any, rows: int, a: Any, lda: Any, b: Any, c: Any, ldc: Any, steps: Any, keep: Any) -> None:
     lines = {1: 4, 2: 2, 3: 2}.get((rows + 1) // 2, 1)  # at once: 16 to 24 sums
-    a_pairs, c_rows = emit_rows(builder, a, lda, (rows + 1) // 2), emit_rows(builder, c, ldc, rows)
+    row_pairs, c_rows = emit_rows(builder, a, lda, (rows + 1) // 2), emit_rows(builder, c, ldc, rows)
     for first in range(0, _LINES, lines):
         at, targets = add_bytes(builder, b, first * _LINE), [add_bytes(builder, row, 32 * first) for row in c_rows]
-        _emit_mmla_lines(builder, lines, a_pairs, at, targets, steps, keep)
+        _emit_mmla_lines(builder, lines, row_pairs, at, targets, steps, keep)
 
 
-def _emit_mmla_lines(builder: Any, lines: int, a_pairs: Any, b: Any, c_rows: Any, steps: Any, keep: Any) -> None:
+def _emit_mmla_lines(builder: Any, lines: int, row_pairs: Any, b: Any, c_rows: Any, steps: Any, keep: Any) -> None:
     """Multiply by ``lines`` times 8 channels."""
-    places = [(p, j) for p in range(len(a_pairs)) for j in range(4 * lines)]  # pairs of rows, of channels
+    places = [(p, j) for p in range(len(row_pairs)) for j in range(4 * lines)]  # pairs of rows, of channels
     sums = {place: cgutils.alloca_once(builder, _SUMS) for place in places}
     zeros = ir.Constant(_SUMS, [0.0] * 4)
     for place in places:
@@ -316,14 +318,17 @@ def _emit_mmla_lines(builder: Any, lines: int, a_pairs: Any, b: Any, c_rows: Any
             for i, part in enumerate(_crossed(builder, *two, *[zeros] * (2 - len(two)))):
                 builder.store(part, sums[p, j + i])
     with cgutils.for_range(builder, builder.mul(steps, ir.Constant(I64, STEP // FOUR)), intp=I64) as loop:
-        offset = builder.mul(loop.index, ir.Constant(I64, _PAIR_BYTES))
+        offset = builder.mul(loop.index, ir.Constant(I64, _OPERAND_BYTES))
         at = builder.add(b, builder.mul(loop.index, ir.Constant(I64, _LINE * _LINES)))
-        x = [_emit_pair(builder, builder.add(pair, offset), 2 * p + 1 < len(c_rows)) for p, pair in enumerate(a_pairs)]
+        x = [
+            _emit_row_pair(builder, builder.add(pair, offset), 2 * p + 1 < len(c_rows))
+            for p, pair in enumerate(row_pairs)
+        ]
         for line in range(lines):
             emit_prefetch(builder, add_bytes(builder, at, AHEAD_BYTES + _LINE * line))
         for j in range(4 * lines):
-            weights = builder.load(pointer_to(builder, add_bytes(builder, at, _PAIR_BYTES * j), _EIGHT), align=2)
-            for p in range(len(a_pairs)):
+            weights = builder.load(pointer_to(builder, add_bytes(builder, at, _OPERAND_BYTES * j), _EIGHT), align=2)
+            for p in range(len(row_pairs)):
                 builder.store(_emit_mmla(builder, builder.load(sums[p, j]), x[p], weights), sums[p, j])
     for p, j in places[::2]:
         rows = _crossed(builder, builder.load(sums[p, j]), builder.load(sums[p, j + 1]))
@@ -342,7 +347,7 @@ def _crossed(builder: Any, first: Any, second: Any) -> list[Any]:
     return [builder.shuffle_vector(first, second, _mask(*lanes)) for lanes in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
-def _emit_pair(builder: Any, address: Any, two: bool) -> Any:
+def _emit_row_pair(builder: Any, address: Any, two: bool) -> Any:
     """Load four inputs of ``two`` rows, or of one and zeros."""
     if two:
         return builder.load(pointer_to(builder, address, _EIGHT), align=2)
@@ -363,8 +368,8 @@ _mmla_tile = chosen_tile(_emit_mmla_tile, MMLA_ROWS, 7)
 
 
 @inlined
-def multiply_pairs(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: int) -> None:
-    """In tiles of nearly the same number of pairs of rows."""
+def multiply_row_pairs(a: Any, rows: int, x: int, b: int, c: int, ldc: int, start: int) -> None:
+    """Multiply in tiles of nearly the same number of pairs of rows."""
     steps, pairs, row = min(a.part, a.inputs - start) // STEP, (rows + 1) // 2, 0
     count = (rows + MMLA_ROWS - 1) // MMLA_ROWS
     for i in range(count):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.kernels.bf16 import BLOCK_ROWS, FEW_ROWS, PART, Bf16Kernel, pack
+from replicas.kernels.bf16 import BLOCK_ROWS, FEW_ROWS, PART, Bf16Args, Bf16Kernel, pack
 from replicas.kernels.bf16_tiles import MMLA_ROWS
-from replicas.kernels.team import Team
+from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, stack
+from replicas.kernels.team import Kernel, Team
 from tests.programs import program
 from tests.rounding import add_to_odd
 
@@ -157,3 +158,39 @@ def test_rows_that_lie_apart_are_read_in_place_and_nothing_else_is_written(kerne
     assert torch.equal(out[:rows, :96], as_the_manual_says(weight, wide[:rows, 9:73]))
     assert not out[rows:].any()
     assert not out[:, 96:].any()
+
+
+class ExpertsInQemu(Team):
+    """Runs a `GroupedKernel`'s product in QEMU, expert by expert, and keeps what each wrote into the scratch."""
+
+    def __init__(self, kernel: Path, x: Tensor, panels: Tensor) -> None:
+        super().__init__(1)
+        self._kernel, self._read, self.written = kernel, [x, panels], list[Tensor]()
+        self._scratch = self.memory(1 << 19)
+
+    def run(self, function: Kernel, arguments: ctypes.Structure) -> None:
+        for i in range(arguments.number):
+            one = Bf16Args.from_address(arguments.arguments + i * arguments.argument_bytes)
+            written = [at_address(one.out, one.m * one.out_stride), at_address(one.counter, 8)]
+            run(self._kernel, one, [*self._read, self._scratch.fill_(float("nan")), *written])
+            self.written.append(~self._scratch.isnan())
+
+
+def at_address(address: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_byte * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def test_an_expert_may_begin_with_any_row_and_what_is_rounded_for_it_lies_apart(
+    kernel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the second row of a pair too: here with rows 0, 1, 3 and 36 of 41, by four of six experts."""
+    monkeypatch.setattr(Kernel, "address", 0)  # not compiled for this machine
+    weights, x, sizes = torch.randn(6, 64, 77), torch.randn(41, 77), [1, 2, 33, 5]
+    rows = SortedRows.of(torch.tensor([0, 2, 3, 5]).repeat_interleave(torch.tensor(sizes)).unsqueeze(1))
+    assert rows.starts.tolist() == [0, 1, 3, 36, 41]
+    panels = stack((pack(each, "mmla") for each in weights), 6)
+    team = ExpertsInQemu(kernel, x, panels.data)
+    made = GroupedKernel(panels, 6, team, lambda one: Bf16Kernel(one, team, by="mmla"))(x, rows)
+    parts = zip(rows.experts, x.split(sizes), strict=True)
+    assert torch.equal(made, torch.cat([as_the_manual_says(weights[expert], part) for expert, part in parts]))
+    assert torch.stack(team.written).sum(dim=0).max() == 1
