@@ -269,5 +269,6 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--cpu", action="store_true", help="drafts: count seconds of the CPU, of one thread")
     add("--works", default="", help="drafts: the workloads with these letters in their name")
     add("--formats", default=";".join(FORMATS), help="adapters: of the model's weights, separated by semicolons")
-    add("--kept", nargs="+", default=["float32", "bfloat16"], help="adapters: what their numbers are kept in")
+    kept = ("float32", "bfloat16")
+    add("--kept", nargs="+", choices=kept, default=kept, help="adapters: what their numbers are kept in")
     add("--rate", type=float, default=0.5, help="mixed: prompts a second")

@@ -74,6 +74,7 @@ class AdapterLook:
     wants: AdapterRef | None = None  # what the first of them lacks
     short: tuple[Req, int] | None = None  # a request of no batch that found no room, and the bytes of its adapter
     barred: bool = False  # one found none for long: no other starts whose adapter would take some
+    refused: tuple[AdapterRef, MantaError] | None = None  # was read, and cannot be held: not given again
 
 
 class HeldAdapters:
@@ -116,7 +117,7 @@ class HeldAdapters:
                 if not self._settle(req, ref):
                     return False
             except MantaError as error:
-                self._failed.append((req, error))
+                self._failed.append((req, error.with_traceback(None)))  # whose frames keep the adapter
                 return False
         self._look.kept.add(ref.identity)
         return True
@@ -201,12 +202,19 @@ class HeldAdapters:
 
     def _settle(self, req: Req, ref: AdapterRef) -> bool:
         """Hold the adapter of ``req`` if it was read and has room, or have it read. Raises: as `AdapterPort.read`;
-        Overloaded or AdapterNotReadable where that took its time."""
+        Overloaded where a rank cannot hold it; that or AdapterNotReadable where it took its time."""
         reading, look = self._reading, self._look
+        if look.refused is not None and look.refused[0] == ref:
+            raise look.refused[1]
         if reading is not None and reading.ref == ref and reading.done:
             adapter, read_s = reading.future.result()
             in_use = _identities(look.holders) | look.kept
-            if self._hold(adapter, read_s, in_use):
+            try:
+                is_held = self._hold(adapter, read_s, in_use)
+            except MantaError as error:
+                self._reading, look.refused = None, (ref, error)
+                raise
+            if is_held:
                 self._reading = None
                 return True
             self._lacks_room(req, adapter.num_bytes, reading, [self._held[each] for each in in_use & set(self._held)])

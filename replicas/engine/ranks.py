@@ -106,7 +106,7 @@ class RankedAdapters:
 
         def give() -> None:
             self._send(order)
-            self._bank().put(lambda: share, self._tp)
+            self._bank().put(ref.identity, lambda: share, self._tp)
 
         return ReadAdapter(ref.identity, share.packed.num_bytes * self._tp.size, give)
 

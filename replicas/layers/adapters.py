@@ -21,7 +21,7 @@ import torch
 from replicas.config import AdapterLimits
 from replicas.errors import AdapterNotReadable, InvalidAdapter, Overloaded
 from replicas.kernels import gpu
-from replicas.kernels.adapters.low_rank import HostLowRank, HostPacked
+from replicas.kernels.adapters.low_rank import HostLowRank, HostPacked, is_bf16
 from replicas.kernels.adapters.on_gpu import GpuLowRank, GpuPacked, Upload
 from replicas.kernels.team import team
 from replicas.layers.layer import full_name
@@ -90,7 +90,7 @@ class AdapterBank:
             self.drop(order.identity)
         else:
             with contextlib.suppress(Overloaded):
-                self.put(lambda: self.prepare(order), tp)
+                self.put(order.identity, lambda: self.prepare(order), tp)
 
     def prepare(self, order: PutAdapter) -> RankAdapter:
         """Cut this rank's share of an adapter, and bring it into the form of the kernels.
@@ -128,33 +128,39 @@ class AdapterBank:
                     else "no layer of this model can"
                 )
             )
-        return RankAdapter(order.identity, order.rank, self._held.pack(parts))
+        if isinstance(self._held, GpuLowRank):
+            return RankAdapter(order.identity, order.rank, self._held.pack(parts))
+        narrow = all(is_bf16(weight) for pair in order.pairs.values() for weight in pair)  # one form on all ranks
+        return RankAdapter(order.identity, order.rank, self._held.pack(parts, narrow=narrow))
 
-    def put(self, share: Callable[[], RankAdapter], tp: TpGroup) -> None:
+    def put(self, identity: str, share: Callable[[], RankAdapter], tp: TpGroup) -> None:
         """Hold this rank's ``share`` of an adapter for the steps that follow; all ranks call this together.
 
         Raises: Overloaded on all of them where one could not, as without memory for it; none holds it then.
         """
-        problem: Exception | None = None
-        try:
-            adapter = share()
-            self._hold(adapter)
-        except Exception as error:  # whatever it is: the others wait for this rank's word
-            log.exception("rank %d cannot hold an adapter", tp.rank)
-            problem = error
-        if tp.min_int(problem is None):
-            return
-        if problem is None:
-            self.drop(adapter.identity)
-        if isinstance(problem, Overloaded):
-            raise problem
-        raise Overloaded(
+        is_held = True
+        why = (
             "adapter: a rank of this replica could not hold it, its log says why: where memory is short, lower "
             "adapters.host_bytes, and on a GPU cache.mem_fraction_static"
-        ) from problem
+        )
+        try:
+            self._hold(share())
+        except Exception as error:  # whatever it is: the others wait for this rank's word
+            log.exception("rank %d cannot hold adapter %s", tp.rank, identity)
+            is_held = False
+            if isinstance(error, Overloaded):
+                why = str(error)
+        if tp.min_int(is_held):
+            return
+        if is_held:
+            self.drop(identity)
+        raise Overloaded(why)  # without its cause, whose traceback keeps the weights
 
     def _hold(self, adapter: RankAdapter) -> None:
-        """Raises: Overloaded, on a GPU without memory for it."""
+        """Give an adapter a number in steps, and its weights to the kernels.
+
+        Raises: Overloaded, on a GPU without memory for them.
+        """
         taken = {number for number, _ in self._numbers.values()}
         number = next(number for number in itertools.count() if number not in taken)
         try:

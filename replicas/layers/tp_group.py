@@ -39,6 +39,7 @@ class TpGroup:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL; not every build of torch has both
+        self._number: Tensor | None = None  # of `min_int`: made once, as ranks vote where a GPU's memory has run out
 
     @staticmethod
     def create(
@@ -55,6 +56,7 @@ class TpGroup:
         if size > 1:
             with group._speaking_for("meeting the other ranks"):
                 group._group = _meet(rank, size, init_method, group.device, timedelta(seconds=timeout_s))
+            group._number = torch.zeros(1, dtype=torch.int64, device=group.device)
         return group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -84,15 +86,15 @@ class TpGroup:
         return tensor
 
     def min_int(self, value: int) -> int:
-        """Return the smallest of the ranks' values (SPEC A04: all ranks size equal pools)."""
+        """Return the smallest of the ranks' values (SPEC A04: all ranks size equal pools); takes no memory of a GPU."""
         if self._group is None:
             return value
-        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        assert self._number is not None, "a group is made by `create`"
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         with self._speaking_for("min_int"):
-            self._group.allreduce([tensor], options).wait()
-        return int(tensor.item())
+            self._group.allreduce([self._number.fill_(value)], options).wait()
+        return int(self._number.item())
 
     @property
     def why_not_captured(self) -> str | None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replicas.errors import EngineDead
 from replicas.layers.tp_group import TpGroup
@@ -52,6 +53,30 @@ def test_broadcast_gives_every_rank_what_rank_0_has(tmp_path: Path) -> None:
 def test_min_int_is_the_smallest_of_the_ranks(tmp_path: Path) -> None:
     """SPEC A04; the values are larger than fp32 and int32 can hold."""
     assert on_ranks(3, tmp_path / "meet", lambda tp: tp.min_int(2**40 + 5 - tp.rank)) == [2**40 + 3] * 3
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_vote_without_making_a_tensor(tmp_path: Path) -> None:
+    """They vote where one of them has no memory left."""
+
+    def work(tp: TpGroup) -> tuple[int, set[str]]:
+        with Operators() as operators:
+            return tp.min_int(tp.rank), operators.names
+
+    for least, names in on_ranks(2, tmp_path / "meet", work):
+        assert least == 0
+        assert names == {"fill_", "_local_scalar_dense"}
 
 
 def test_a_rank_that_never_comes_is_an_error_that_says_which_rank_waited(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ are of no numbers."""
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,12 +13,16 @@ from replicas.config import AdapterLimits
 from replicas.engine import adapters
 from replicas.engine.adapters import HeldAdapters, ReadAdapter
 from replicas.engine.engine import Engine
-from replicas.errors import AdapterNotReadable, InvalidAdapter
+from replicas.errors import AdapterNotReadable, InvalidAdapter, Overloaded
 from replicas.types import AdapterRef, Finish
 from tests.harness import Clock, ask, fake_engine
 
 WAIT_S = 60.0
 HOST_BYTES = 4
+
+
+class Weights:
+    """Of no numbers."""
 
 
 class Adapters:
@@ -29,6 +34,9 @@ class Adapters:
         self.began: list[str] = []
         self.ended: list[str] = []
         self.error: Exception | None = None
+        self.gives = 0
+        self.refusal: str | None = None  # of every rank, to hold what was read
+        self.weights: weakref.ref[Weights] | None = None  # that were read last
         self.go = threading.Semaphore(0)
         self.opened = False
 
@@ -43,7 +51,14 @@ class Adapters:
         self.ended.append(ref.identity)
         if self.error is not None:
             raise self.error
-        return ReadAdapter(ref.identity, len(ref.identity), lambda: None)
+        weights = Weights()
+        self.weights = weakref.ref(weights)
+        return ReadAdapter(ref.identity, len(ref.identity), lambda: self.give(weights))
+
+    def give(self, weights: "Weights") -> None:
+        self.gives += 1
+        if self.refusal is not None:
+            raise Overloaded(self.refusal)
 
     def drop(self, identity: str) -> None:
         """Nothing is held here."""
@@ -306,6 +321,22 @@ def test_a_replicas_own_trouble_sends_the_request_elsewhere_and_what_is_wrong_wi
     bench.submit("a3")
     bench.until(lambda: "a3" in bench.finished)
     assert bench.finished["a3"].http_status == 200
+
+
+def test_what_a_rank_refuses_is_given_once_for_all_that_wait_for_it_and_its_memory_is_free(bench: Bench) -> None:
+    bench.port.refusal = "no rank has memory"
+    waiting = [f"a{i}{j}{k}" for i in (1, 2) for j in (1, 2, 3) for k in (1, 2, 3)]
+    bench.submit(*waiting)
+    bench.port.open()
+    bench.until(lambda: set(bench.finished) == set(waiting))
+    assert {(each.http_status, each.message) for each in bench.finished.values()} == {(503, "no rank has memory")}
+    assert (bench.port.gives, bench.port.began) == (1, ["a"])
+    assert bench.port.weights is not None
+    assert bench.port.weights() is None
+    bench.port.refusal = None
+    bench.submit("a")
+    bench.until(lambda: "a" in bench.finished)
+    assert (bench.finished["a"].http_status, bench.port.gives) == (200, 2)
 
 
 def test_what_failed_when_it_was_read_ahead_is_read_again_in_its_turn(bench: Bench) -> None:

@@ -175,9 +175,8 @@ class HostLowRank:
             for name, (inputs, pieces) in products.items()
         }
 
-    def pack(self, pairs: Mapping[str, Sequence[tuple[Tensor, Tensor] | None]]) -> HostPacked:
+    def pack(self, pairs: Mapping[str, Sequence[tuple[Tensor, Tensor] | None]], *, narrow: bool = False) -> HostPacked:
         """As `LowRankKernel.pack`, for each product that an adapter changes."""
-        narrow = all(_is_bf16(one) for each in pairs.values() for pair in filter(None, each) for one in pair)
         parts = {name: self.added[name].pack(of_weights, narrow=narrow) for name, of_weights in pairs.items()}
         num_bytes = sum(panel.nbytes for part in parts.values() for panel in part.panels)
         return HostPacked(dict(zip(parts, together(list(parts.values())), strict=True)), num_bytes)
@@ -208,7 +207,7 @@ class LowRankKernel:
 
     def pack(self, pairs: Sequence[tuple[Tensor, Tensor] | None], *, narrow: bool = False) -> "Packed":
         """Lay out A [r, inputs] and B [outputs, r] (scaled) of each weight; None where it stays as it is. ``narrow``:
-        in bfloat16. Any thread may: PyTorch's are not used."""
+        in bfloat16, which holds them all. Any thread may: PyTorch's are not used."""
         record, column, low = np.zeros(_RECORD, np.int64), 0, 0
         panels = [_panels(np.concatenate([a.numpy() for a, _ in filter(None, pairs)]), narrow)]
         record[:2] = panels[0].ctypes.data, panels[0].itemsize
@@ -278,10 +277,11 @@ def _panels(weight: Floats, narrow: bool) -> Numbers:
     """Lay a weight [n, k] out as [panels, k, 16]."""
     whole: Numbers = np.pad(weight, ((0, -len(weight) % W), (0, 0)))
     if narrow:
+        assert is_bf16(weight), "bfloat16 does not hold these numbers as they are"
         whole = (whole.view(np.uint32) >> 16).astype(np.uint16)
     return np.ascontiguousarray(whole.reshape(-1, W, weight.shape[1]).transpose(0, 2, 1))
 
 
-def _is_bf16(weight: Tensor) -> bool:
+def is_bf16(weight: Floats) -> bool:
     """Whether bfloat16 holds these numbers as they are."""
-    return not (weight.numpy().view(np.uint32) & 0xFFFF).any()
+    return not (weight.view(np.uint32) & 0xFFFF).any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.kernels.adapters.low_rank import BLOCK_ROWS, HostLowRank, LowRankKernel, StepRows
+from replicas.kernels.adapters.low_rank import BLOCK_ROWS, HostLowRank, LowRankKernel, StepRows, is_bf16
 from replicas.kernels.team import Team
 
 Pairs = list[tuple[Tensor, Tensor] | None]
@@ -87,12 +87,14 @@ def test_numbers_that_bfloat16_holds_take_half_the_memory_and_add_the_same_bits(
     host = HostLowRank({"qkv": (inputs, outputs)}, Team(1), max_rank=rank + 2, max_held=3)
     whole = host.pack({"qkv": adapters[1]})
     narrow = [(a.bfloat16().float(), b.bfloat16().float()) for a, b in filter(None, adapters[0])]
-    packed = host.pack({"qkv": narrow})
+    packed = host.pack({"qkv": narrow}, narrow=True)
     num_floats = 16 * inputs * 3 + sum(outputs) * rank
     assert packed.num_bytes == 2 * num_floats
     almost = [(narrow[0][0].clone(), narrow[0][1]), *narrow[1:]]
     almost[0][0][0, 0] = 1 + 2.0**-20  # one number that bfloat16 does not hold
-    assert host.pack({"qkv": almost}).num_bytes == 4 * num_floats
+    assert not is_bf16(almost[0][0].numpy())
+    with pytest.raises(AssertionError, match="bfloat16 does not hold"):
+        host.pack({"qkv": almost}, narrow=True)
     host.put(0, packed)
     host.put(1, whole)
     wide.put(0, wide.pack(narrow))

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 
+import numpy as np
 import pytest
 
-from replicas.errors import EngineDead
+from replicas.errors import EngineDead, Overloaded
+from replicas.layers.adapters import DropAdapter, PutAdapter
 from replicas.runner.plan_channel import PlanChannel
 
 KEY = b"secret"
@@ -64,6 +66,28 @@ def test_a_follower_whose_thread_has_yet_to_end_is_not_hung_up(channel: PlanChan
     connect.join(timeout=60)
     channel.connections[0].send("a plan")
     assert ours[0].recv() == "a plan"
+    channel.close()
+    ours[0].close()
+
+
+class Unpicklable(np.ndarray):
+    """Weights for whose pickle no memory is left."""
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise MemoryError("none is left")
+
+
+def test_an_order_that_no_memory_is_left_to_send_is_refused_and_the_next_arrives(channel: PlanChannel) -> None:
+    ours: list[Connection] = []
+    connect = started(lambda: ours.append(Client(channel.address, authkey=KEY)))
+    channel.accept(1, timeout_s=10, dead=no_one)
+    connect.join(timeout=60)
+    pair = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32).view(Unpicklable)
+    with pytest.raises(Overloaded, match="no memory is left"):
+        channel.send(PutAdapter("a", 1, {"layer": pair}))
+    channel.send(DropAdapter("b"))
+    assert ours[0].poll(10)
+    assert ours[0].recv() == DropAdapter("b")
     channel.close()
     ours[0].close()
 
