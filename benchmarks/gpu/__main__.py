@@ -49,6 +49,7 @@ from replicas.attention.choice import missing
 from replicas.config import AdapterLimits
 from replicas.engine.loop import EngineLoop
 from replicas.kernels import gpu
+from replicas.layers.tp_group import TpGroup
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
@@ -309,10 +310,10 @@ def adapter_rows(options: argparse.Namespace) -> Iterator[Row]:
     limits = AdapterLimits(max_rank=RANK, host_bytes=2 << 30)
     engine = start_engine(shape, max_running=max(batches), max_len=max(prompt, 2 * context), adapters=limits)
     runner = runner_of(engine)
-    names = [str(i) for i in range(NUM_ADAPTERS)]
+    names, alone = [str(i) for i in range(NUM_ADAPTERS)], TpGroup(device="cuda" if torch.cuda.is_available() else "cpu")
     made = runner.adapters.prepare(shape.adapter("", RANK))
     for name in names:
-        runner.adapters.put(replace(made, identity=name))
+        runner.adapters.put(name, partial(replace, made, identity=name), alone)
     say(f"{shape.name}: an adapter of rank {RANK} takes {made.packed.num_bytes / 2**20:.0f} MiB")
     cases: list[tuple[str, DecodePlan | ExtendPlan, int, tuple[int, ...]]] = [
         (f"decode, batch {batch}, context {context}", decode_plan(runner, batch, context, GREEDY), batch, (0, 1, 8))
