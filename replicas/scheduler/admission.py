@@ -107,14 +107,10 @@ class StepBudget:
         assert 0 < num_tokens <= self._left
         self._left -= num_tokens
 
-    def bound(self, num_tokens: float) -> None:
-        """Leave ``num_tokens`` at most, where more are left."""
-        if num_tokens < self._left:
-            self.lower(int(num_tokens))
-
-    def lower(self, num_tokens: int) -> None:
+    def lower(self, num_tokens: float) -> None:
         """Leave ``num_tokens`` at most."""
-        self._left = min(self._left, num_tokens)
+        if num_tokens < self._left:
+            self._left = int(num_tokens)
         self._align = self._align if self._left >= self._align else 1
 
     @property

@@ -92,7 +92,7 @@ def next_batch(
         budget.lower(limits.line_len)
     shares, least = queues.waiting.shares, max(limits.chunk_size // 8, kv.page_size)
     if queues.chunked is not None:
-        budget.bound(max(shares.most_len(queues.chunked, now_s), least))
+        budget.lower(max(shares.most_len(queues.chunked, now_s), least))
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
         if not _gives_way(queues.chunked, queues, kv, counters, limits, budget):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
@@ -105,7 +105,7 @@ def next_batch(
         elif others_begin and shares.waits_out(req, batch.reqs[batch.num_forced :]):
             refusal = Refusal.SHARE
         else:
-            budget.bound(max(shares.most_len(req, now_s), least))
+            budget.lower(max(shares.most_len(req, now_s), least))
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
             while refusal in NO_ROOM and _gives_way(req, queues, kv, counters, limits, budget):
                 batch.reserved = sum(map(ratio.reserve, limits.in_flight))

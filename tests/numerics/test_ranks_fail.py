@@ -63,9 +63,9 @@ def gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
-def test_a_rank_killed_under_load_ends_every_request_with_an_answer(folder: str) -> None:
-    workers = WatchedWorkers()
-    engine = load_engine(
+def two_ranks(folder: str, workers: LocalWorkers, adapters: AdapterLimits | None = None) -> Engine:
+    """An engine of two ranks of its own."""
+    return load_engine(
         EngineSettings(
             model=folder,
             cache=CacheConfig(max_total_tokens=2048),
@@ -73,8 +73,14 @@ def test_a_rank_killed_under_load_ends_every_request_with_an_answer(folder: str)
             attention="torch_native",
             num_threads=1,
             workers=workers,
+            adapters=adapters,
         )
     )
+
+
+def test_a_rank_killed_under_load_ends_every_request_with_an_answer(folder: str) -> None:
+    workers = WatchedWorkers()
+    engine = two_ranks(folder, workers)
     loop = EngineLoop(engine)
     loop.start()
     got: list[TokenDelta] = []
@@ -147,19 +153,7 @@ def test_an_adapter_for_which_one_rank_has_no_memory_is_held_by_none_and_refused
 ) -> None:
     refs = {name: make_adapter(tmp_path / name, Path(folder), seed=i, size=2.0) for i, name in enumerate("abc")}
 
-    def start(workers: LocalWorkers) -> Engine:
-        return load_engine(
-            EngineSettings(
-                model=folder,
-                cache=CacheConfig(max_total_tokens=2048),
-                parallel=ParallelConfig(tp=2),
-                attention="torch_native",
-                num_threads=1,
-                workers=workers,
-                adapters=AdapterLimits(),
-            )
-        )
-
+    start = functools.partial(two_ranks, folder, adapters=AdapterLimits())
     with closing(start(LocalWorkers())) as engine:
         expected = {rid: ids for rid, (ids, _) in ends(engine, {"model": None, **refs}).items()}
     assert len(set(map(tuple, expected.values()))) == 4
