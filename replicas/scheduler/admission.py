@@ -108,10 +108,10 @@ class StepBudget:
         self._left -= num_tokens
 
     def lower(self, num_tokens: float) -> None:
-        """Leave ``num_tokens`` at most."""
+        """Leave ``num_tokens`` at most; a step that is now smaller than a page may end inside one."""
         if num_tokens < self._left:
             self._left = int(num_tokens)
-        self._align = self._align if self._left >= self._align else 1
+            self._align = self._align if self._left >= self._align else 1
 
     @property
     def empty(self) -> bool:
