@@ -87,7 +87,9 @@ class RowCost:
             sizes, times = [*sizes, MOST_ROWS], np.append(times, end_s)
         self._start_s = np.interp(np.arange(MOST_ROWS + 1), sizes, times)
         self._plain_s = 0.0  # smoothed, of steps without drafts over what they took at start; 0 until one was timed
-        self._factor = 1.0  # of what further rows cost over what they did at start
+        # of what further rows cost over what they did at start, by how many bits the number of requests has: beside few
+        # rows are nearly free, so that a little more is many times as much
+        self._factors = [1.0] * (MOST_ROWS.bit_length() + 1)
         self._num_plain = 0  # requests of the last step without drafts
         self._num_drafted = 0  # steps since
 
@@ -97,22 +99,23 @@ class RowCost:
 
     def of(self, num_requests: int, num_rows: int) -> npt.NDArray[np.float64]:
         """Return what steps with 1 .. ``num_rows`` further rows cost, over one of ``num_requests`` alone."""
-        return 1.0 + self._factor * self._more(num_requests, num_rows)
+        return 1.0 + self._factors[num_requests.bit_length()] * self._more(num_requests, num_rows)
 
     def timed(self, num_requests: int, num_rows: int, step_s: float) -> None:
         """Take in the time of a step of ``num_requests``, with ``num_rows`` further rows."""
         if num_requests + num_rows > MOST_ROWS:
             return
-        taken = step_s / float(self._start_s[num_requests])
+        taken, bits = step_s / float(self._start_s[num_requests]), num_requests.bit_length()
         if not num_rows:
             self._plain_s = taken if not self.known(num_requests) else _smooth(self._plain_s, taken)
             self._num_plain, self._num_drafted = num_requests, 0
-            self._factor += SMOOTHING / STEPS_TO_PLAIN * (1.0 - self._factor)  # a step that was held up is forgotten
+            # a step that was held up is forgotten
+            self._factors[bits] += SMOOTHING / STEPS_TO_PLAIN * (1.0 - self._factors[bits])
         elif self._plain_s:
             self._num_drafted += 1
             cost = taken / self._plain_s - 1.0
             factor = min(max(cost / float(self._more(num_requests, num_rows)[-1]), 0.0), MOST_COST / LEAST_COST)
-            self._factor = _smooth(self._factor, factor)
+            self._factors[bits] = _smooth(self._factors[bits], factor)
 
     def _more(self, num_requests: int, num_rows: int) -> npt.NDArray[np.float64]:
         steps_s = self._start_s[num_requests : num_requests + num_rows + 1]

@@ -169,6 +169,15 @@ def test_what_a_row_costs_is_read_between_what_was_measured() -> None:
     assert RowCost({}).of(1, 2) == pytest.approx([1.02, 1.04])  # never free
 
 
+def test_what_rows_cost_beside_few_requests_says_nothing_of_what_they_cost_beside_many() -> None:
+    cost = RowCost({1: 1.0, 8: 1.0, 32: 2.0})  # free beside one, at start
+    for _ in range(50):
+        cost.timed(1, 0, 1.0)
+        cost.timed(1, 4, 1.5)
+    assert cost.of(1, 4)[-1] > 1.4
+    assert cost.of(16, 16)[-1] == pytest.approx(2.0 / (1.0 + 8 / 24))
+
+
 class Always(Drafts):
     """Proposes what the fake device says next, for some requests: always tried."""
 
