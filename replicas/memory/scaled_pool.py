@@ -65,7 +65,8 @@ class ScaledKVPool(MHATokenToKVPool):
         largest = LARGEST[self.dtype]
         for part, x in enumerate((k, v)):
             peak = x.float().abs().amax(dim=-1).clamp_min(SMALLEST_PEAK)  # [T, K]
-            scaled = x.float() * (largest / peak).unsqueeze(-1)
+            # divided once, as kernels do: by a number, torch takes the reciprocal, and rounds twice
+            scaled = x.float() * (torch.full_like(peak, largest) / peak).unsqueeze(-1)
             numbers = scaled.round() if self.dtype == torch.int8 else scaled
             self._numbers[:, layer, part][page, :, offset] = numbers.to(self.dtype).view(torch.uint8)
             self._scales[:, layer, part][page, :, offset] = peak / largest
