@@ -91,19 +91,27 @@ class StepBudget:
 
     def __init__(self, num_tokens: int, *, page_size: int) -> None:
         self._left = num_tokens
+        self._lent = self._used_lent = 0
         self._align = page_size if num_tokens >= page_size else 1
 
-    def grant(self, want: int, *, prefix_len: int) -> int:
+    def lend(self, num_tokens: int) -> None:
+        """Leave ``num_tokens`` more, for prompts that end in this step with them."""
+        self._lent = max(0, num_tokens - self._used_lent)
+
+    def grant(self, want: int, *, prefix_len: int, ends: bool = False) -> int:
         """Count how many of ``want`` tokens may run now; a chunk ends on a page boundary, so its pages can be shared.
+        ``ends``: a prompt ends with them.
 
         Returns: ``want``, or fewer with (prefix_len + granted) a multiple of the page size (unless the whole step is
         smaller than a page), or 0.
         """
-        if want <= self._left:
+        if want <= self._left or (ends and want <= self._left + self._lent):
             return want
         return max(0, (prefix_len + self._left) // self._align * self._align - prefix_len)
 
     def spend(self, num_tokens: int) -> None:
+        if num_tokens > self._left:
+            self._left, self._used_lent, self._lent = self._left + self._lent, self._used_lent + self._lent, 0
         assert 0 < num_tokens <= self._left
         self._left -= num_tokens
 
@@ -115,7 +123,7 @@ class StepBudget:
 
     @property
     def empty(self) -> bool:
-        return self._left <= 0
+        return self._left + self._lent <= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

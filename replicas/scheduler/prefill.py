@@ -28,6 +28,7 @@ from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_token
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, retracted_first, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
+from replicas.scheduler.shares import Easing
 from replicas.scheduler.tokens import Counters
 
 LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
@@ -76,7 +77,7 @@ class Limits:
     in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
     max_running: int
     line_len: int  # most new tokens of lines' prompts
-    num_decode: int = 0  # running requests that make a token in the same step
+    running: Sequence[Req]  # of them, those that make a token in the same step
 
 
 def next_batch(
@@ -84,15 +85,14 @@ def next_batch(
 ) -> ExtendBatch:
     """Form the next extend batch; it has no rows when nothing can start."""
     batch = ExtendBatch()
-    num_tokens = prompt_tokens(limits.chunk_size, limits.num_decode, page_size=kv.page_size)
     others_begin = queues.others_begin
-    budget = StepBudget(num_tokens, page_size=kv.page_size)
+    budget = StepBudget(_num_tokens(limits, len(limits.running), kv), page_size=kv.page_size)
     _extend_forced(batch, queues, kv, counters, limits, budget)
     if not others_begin:
         budget.lower(limits.line_len)
-    shares, least = queues.waiting.shares, max(limits.chunk_size // 8, kv.page_size)
+    shares = queues.waiting.shares
     if queues.chunked is not None:
-        budget.lower(max(shares.most_len(queues.chunked, now_s), least))
+        _ease(budget, queues.chunked, shares.easing, limits, kv, now_s)
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
         if not _gives_way(queues.chunked, queues, kv, counters, limits, budget):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
@@ -105,14 +105,14 @@ def next_batch(
         elif others_begin and shares.waits_out(req, batch.reqs[batch.num_forced :]):
             refusal = Refusal.SHARE
         else:
-            budget.lower(max(shares.most_len(req, now_s), least))
+            _ease(budget, req, shares.easing, limits, kv, now_s)
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
             while refusal in NO_ROOM and _gives_way(req, queues, kv, counters, limits, budget):
                 batch.reserved = sum(map(ratio.reserve, limits.in_flight))
                 batch.reserved += sum(_still_needs(each, ratio) for each in batch.reqs)
                 refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
         if refusal is None:
-            shares.began(req, req.num_tokens - req.computed_len, now_s)
+            shares.easing.began(req, req.num_tokens - req.computed_len, now_s)
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
                 req.stamps.admitted_s = now_s
@@ -131,6 +131,17 @@ def next_batch(
     return batch
 
 
+def _num_tokens(limits: Limits, num_decode: int, kv: KvCache) -> int:
+    return prompt_tokens(limits.chunk_size, num_decode, page_size=kv.page_size)
+
+
+def _ease(budget: StepBudget, req: Req, easing: Easing, limits: Limits, kv: KvCache, now_s: float) -> None:
+    """Leave ``req`` what it may have of a step, and lend it the part of those that are left out where it ends."""
+    budget.lower(max(easing.most_len(req, now_s), limits.chunk_size // 8, kv.page_size))
+    num_running, num_out = len(limits.running), easing.num_left_out(limits.running, req)
+    budget.lend(_num_tokens(limits, num_running - num_out, kv) - _num_tokens(limits, num_running, kv))
+
+
 def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
     """List the requests in the order in which to try them; unless ``others_begin`` in this step, then lines of batches,
     behind requests that wait for their adapters."""
@@ -144,7 +155,7 @@ def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
 def _gives_way(req: Req, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget) -> bool:
     """Retract a paused line of a batch, whose row and pages ``req`` needs. Returns: whether there was one; none does
     for another line, or where ``req`` could not begin in this step with all pages either."""
-    left_len = budget.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len)
+    left_len = budget.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len, ends=True)
     if req.asked.offline or not left_len or queues.chunked not in (None, req):
         return False
     victim = min(queues.paused, key=retracted_first, default=None)
@@ -229,7 +240,7 @@ def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: S
     want = req.num_tokens - start
     if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
         want = max(1, (start + LOGITS_CHUNK) // kv.page_size * kv.page_size - start)
-    length = budget.grant(want, prefix_len=start)
+    length = budget.grant(want, prefix_len=start, ends=start + want == req.num_tokens)
     last = start + length == req.num_tokens
     if length == 0 or (batch.whole_only and not last):
         return False

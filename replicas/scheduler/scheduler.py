@@ -264,12 +264,13 @@ class Scheduler:
         if batch.rows:
             self.last.made_progress = True
             table_writes = self._table_writes()
-            ending = [req for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample][batch.num_forced :]
+            prompts = zip(batch.reqs[batch.num_forced :], batch.rows[batch.num_forced :], strict=True)
+            ending = [req for req, row in prompts if row.sample]
             running, decode = self._leave_out(ending, decode)
             groups = self._groups(running, first=len(batch.rows)) if decode is not None else ()
             queues.under_way.begin([*batch.reqs, *(running if decode is not None else ())])
-            prompts = prompt_groups(batch.reqs) if self._config.cascade else ()
-            return extend_plan(batch, running, decode, table_writes, groups, prompts)
+            of_prompts = prompt_groups(batch.reqs) if self._config.cascade else ()
+            return extend_plan(batch, running, decode, table_writes, groups, of_prompts)
         if not mixed:
             gave_way, decode = self._take_decode_slots()
         if decode is None:
@@ -289,7 +290,7 @@ class Scheduler:
         """Plan the step after the one under way, before that one's tokens are known; None where that is not possible
         yet."""
         next_s = self.deadlines.next_s
-        if (next_s is not None and next_s <= self._clock()) or self.queues.waiting.shares.left_out:
+        if (next_s is not None and next_s <= self._clock()) or self.queues.waiting.shares.easing.left_out:
             return None
         if self.drafts is not None and self.drafts.wait_for_tokens(len(self.queues.running)):
             return None
@@ -457,7 +458,7 @@ class Scheduler:
         """Leave running requests out of a step in which the prompts of ``ending`` end, and take their slots back; no
         table write is due. Returns: those that run on, and their part of ``rows``."""
         running = self.queues.running
-        left_out = self.queues.waiting.shares.leave_out(running, ending) if rows is not None else []
+        left_out = self.queues.waiting.shares.easing.leave_out(running, ending) if rows is not None else []
         if rows is None or not left_out:
             return running, rows
         for req in left_out:
@@ -480,7 +481,7 @@ class Scheduler:
             in_flight=in_flight,
             max_running=self.max_running - num_handing_off,
             line_len=queues.line_len,
-            num_decode=queues.waiting.shares.num_on(queues.running) if config.mixed_steps else 0,
+            running=queues.running if config.mixed_steps else (),
         )
         batch = next_batch(queues, self.kv, self._ratio, self.counters, limits, now_s=now_s)
         if queues.chunked is None or batch.rows:  # else the next chunk found no memory: no leg may take it first

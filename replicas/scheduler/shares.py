@@ -1,4 +1,4 @@
-"""Shares: whose requests go first where those of several tenants wait for one engine.
+"""Shares: whose requests go first where those of several tenants wait for one engine, and what steps leave out for it.
 
 Owns:      the credit of each tenant: the tokens that may be computed for it until others go first.
 Never:     orders the requests of one tenant: the policy does (orders.py). Keeps a place or a token free for anybody.
@@ -11,15 +11,14 @@ Source:    Deficit Longest Prefix Match, Cao et al. 2025 (arXiv:2501.14312). The
 
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
-    its last one begins: for EASE_S, steps of those without credit have no more of prompts than that had; and where its
-        prompt ends, their running requests make no token, in MOST_LEFT_OUT steps in a row at most
+    its last one begins: steps ease (Easing)
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from replicas.request import Asked, Req
+from replicas.request import Asked, Req, ReqState
 
 # both simulated: python -m benchmarks router tenants
 MOST_LEFT_OUT = 4  # steps in a row
@@ -36,9 +35,7 @@ class TenantShares:
         self._waiting: Counter[str] = Counter()  # of them, those that wait
         self._passed: list[Req] = []  # at the last look, behind others only for want of credit
         self._looked_s = 0.0
-        self.left_out: list[Req] = []  # of the step under way: running requests that make no token in it
-        self._num_left_out = 0  # steps in a row before it in which there were some
-        self._light = 0, -math.inf  # the prompt that last began of a tenant with credit: its tokens, and when
+        self.easing = Easing(self)
 
     def opens(self, req: Req) -> None:
         """Note that ``req`` has come."""
@@ -87,41 +84,14 @@ class TenantShares:
     def looks(self, now_s: float) -> None:
         """Count the time since the last look for those that others went before: another step is about to be planned."""
         waited = (req for req in self._passed if req.stamps.admitted_s is None)
-        for req in (*waited, *self.left_out):
+        for req in (*waited, *self.easing.end_step()):
             if req.finish is None:
                 req.stamps.passed_s += now_s - self._looked_s
         self._looked_s = now_s
-        self._num_left_out = self._num_left_out + 1 if self.left_out else 0
-        self.left_out = []
 
-    def leave_out(self, running: Iterable[Req], ending: Sequence[Req]) -> list[Req]:
-        """Choose which of ``running`` make no token in the step in which the prompts of ``ending`` end: those that wait
-        out what tenants with credit begin with, but for a tenant that has more waiting: it floods as well."""
-        light = [req for req in ending if req.asked.tenant not in self._waiting] if self._may_leave_out else []
-        self.left_out = [req for req in running if self.waits_out(req, light)] if light else []
-        return self.left_out
-
-    def num_on(self, running: Sequence[Req]) -> int:
-        """Count those of ``running`` that make a token in the next step, if the one that waits of a tenant begins."""
-        if self._may_leave_out and any(num == 1 and self.credit(tenant) > 0.0 for tenant, num in self._waiting.items()):
-            return sum(self.credit(req.asked.tenant) > 0.0 for req in running)
-        return len(running)
-
-    @property
-    def _may_leave_out(self) -> bool:
-        return self.several and self._num_left_out < MOST_LEFT_OUT
-
-    def began(self, req: Req, num_tokens: int, now_s: float) -> None:
-        """Note that ``req`` begins, with ``num_tokens`` of its prompt to compute."""
-        if self.several and self.credit(req.asked.tenant) > 0.0 and req.asked.tenant not in self._waiting:
-            self._light = num_tokens, now_s
-
-    def most_len(self, req: Req, now_s: float) -> float:
-        """Return how many prompt tokens a step may have in which ``req`` begins or goes on: if neither its tenant nor
-        any that waits has credit, and others begin now and then, as many as the last of those."""
-        num_tokens, at_s = self._light
-        eased = self.credit(req.asked.tenant) <= 0.0 and now_s - at_s < EASE_S
-        return math.inf if not eased or any(self.credit(tenant) > 0.0 for tenant in self._waiting) else num_tokens
+    def is_last(self, req: Req) -> bool:
+        """Whether no request of the tenant of ``req`` waits but that one, if it does: its tenant does not flood."""
+        return self._waiting[req.asked.tenant] <= (req.state is ReqState.WAITING)
 
     def heads(self, waiting: Iterable[Req]) -> list[Req]:
         """Return the oldest of ``waiting`` of each tenant that has credit, or waits alone; the oldest first."""
@@ -160,6 +130,60 @@ class TenantShares:
         for tenant, credit in self._credits.items():
             if credit <= 0.0:
                 self._credits[tenant] = min(credit + more, self._quantum)
+
+
+class Easing:
+    """What steps leave out for a light prompt: the last one that waits of a tenant with credit.
+
+    In the step in which it ends, running requests that wait it out make no token, and their part of the step is its
+    own if it ends with that. Until EASE_S after it began, prompts of others without credit have no more of a step than
+    it had: its tenant may ask again.
+    """
+
+    def __init__(self, shares: TenantShares) -> None:
+        self._shares = shares
+        self.left_out: list[Req] = []  # of the step under way: running requests that make no token in it
+        self._num_steps = 0  # in a row before it in which there were some
+        self._began: dict[str, tuple[int, float]] = {}  # by tenant, of its last light prompt: tokens, when; newest last
+
+    def end_step(self) -> list[Req]:
+        """Begin another step. Returns: those that were left out of the one before."""
+        left_out, self.left_out = self.left_out, []
+        self._num_steps = self._num_steps + 1 if left_out else 0
+        return left_out
+
+    def leave_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
+        """Choose which of ``running`` make no token in the step in which the prompts of ``ending`` end."""
+        self.left_out = self._waiting_out(running, ending)
+        return self.left_out
+
+    def num_left_out(self, running: Iterable[Req], req: Req) -> int:
+        """Count those of ``running`` that make no token in a step in which the prompt of ``req`` ends."""
+        return len(self._waiting_out(running, [req]))
+
+    def began(self, req: Req, num_tokens: int, now_s: float) -> None:
+        """Note that ``req`` begins, with ``num_tokens`` of its prompt to compute."""
+        if self._shares.several and self._is_light(req):
+            self._began = {tenant: each for tenant, each in self._began.items() if now_s - each[1] < EASE_S}
+            self._began.pop(req.asked.tenant, None)
+            self._began[req.asked.tenant] = num_tokens, now_s
+
+    def most_len(self, req: Req, now_s: float) -> float:
+        """Return how many prompt tokens a step may have in which ``req`` begins or goes on."""
+        if self._shares.credit(req.asked.tenant) > 0.0:
+            return math.inf
+        others = (each for tenant, each in reversed(self._began.items()) if tenant != req.asked.tenant)
+        return next((num_tokens for num_tokens, at_s in others if now_s - at_s < EASE_S), math.inf)
+
+    def _waiting_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
+        if not self._shares.several or self._num_steps == MOST_LEFT_OUT:
+            return []
+        light = [req for req in ending if self._is_light(req)]
+        return [req for req in running if self._shares.waits_out(req, light)] if light else []
+
+    def _is_light(self, req: Req) -> bool:
+        shares, asked = self._shares, req.asked
+        return not asked.offline and shares.credit(asked.tenant) > 0.0 and shares.is_last(req)
 
 
 def _less(counts: Counter[str], tenant: str) -> bool:

@@ -5,6 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.scheduler.admission import prompt_tokens
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.shares import MOST_LEFT_OUT
@@ -30,11 +31,15 @@ actions = st.lists(
 )
 
 
-def step(bench: Bench, left_out: Counter[str], *, mixed: bool) -> None:
+def step(bench: Bench, left_out: Counter[str], *, chunk: int, mixed: bool) -> None:
     """With mixing no request starves: each running one makes a token in every step, or is retracted, or waits out the
-    prompt of another tenant, for MOST_LEFT_OUT steps in a row at most; ``left_out`` counts these, by rid."""
+    prompt of another tenant, for MOST_LEFT_OUT steps in a row at most; ``left_out`` counts these, by rid. What prompts
+    have of a step goes by those that do make one."""
     before = [(req, req.num_output, req.num_retractions) for req in bench.scheduler.queues.running]
-    bench.step()
+    plan = bench.step()
+    if isinstance(plan, ExtendPlan):
+        most = prompt_tokens(chunk, plan.num_decode, page_size=bench.kv.page_size)
+        assert plan.num_prompt_tokens <= most
     for req, num_output, num_retractions in before if mixed else ():
         timed_out = req.finish is not None and req.finish.reason is FinishReason.ABORT
         gave_way = req.num_retractions > num_retractions
@@ -102,10 +107,10 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
                 bench.scheduler.check()
             case ("step", int(count)):
                 for _ in range(count):
-                    step(bench, left_out, mixed=mixed)
+                    step(bench, left_out, chunk=chunk, mixed=mixed)
     for _ in range(2000):
         if bench.scheduler.has_work:
-            step(bench, left_out, mixed=mixed)
+            step(bench, left_out, chunk=chunk, mixed=mixed)
     bench.run(max_steps=0)
     counters = bench.scheduler.counters
     assert counters.finished + counters.aborted == len(bench.reqs)

@@ -238,6 +238,59 @@ def test_for_a_while_a_step_of_a_tenant_without_credit_has_no_more_of_prompts_th
     bench.run()
 
 
+def lengths(bench: Bench, *, own: int = 0, line: int = 0) -> list[int]:
+    """The prompt tokens of each step of a tenant's burst, beside one long answer of another, behind a prompt of its own
+    or a line of a batch of that many tokens."""
+    bench.submit(prompt(900, 30), tenant="other", cache_salt="other", max_new_tokens=1000)
+    bench.step()
+    bench.clock.now_s += 2 * EASE_S
+    if own:
+        bench.submit(prompt(901, own), tenant="one", cache_salt="one", max_new_tokens=60)
+    if line:
+        bench.scheduler.queues.waiting.s_per_token = 1e-4
+        bench.submit(prompt(902, line), tenant="other", cache_salt="other", max_new_tokens=400, offline=True)
+    for number in range(30):
+        if line:  # what its row costs is known: it begins
+            bench.scheduler.queues.lines.share.time.timed(1 + number % 2, 0.01 + 0.002 * (number % 2))
+        bench.step()
+    assert all(req.num_output for req in bench.reqs)
+    flood_ = [bench.submit(prompt(n, 60), tenant="one", cache_salt="one", max_new_tokens=2) for n in range(24)]
+    plans = []
+    while any(req.num_output == 0 for req in flood_):
+        plans.append(bench.step())
+    return [plan.num_prompt_tokens for plan in plans if isinstance(plan, ExtendPlan)]
+
+
+def wide() -> Bench:
+    return Bench(max_running=64, num_pages=4096, context_len=1600, chunked_prefill_size=64)
+
+
+def test_steps_ease_neither_for_a_tenants_own_light_prompt_nor_for_a_line_of_a_batch() -> None:
+    plain = lengths(wide())
+    assert max(plain) == 32
+    assert lengths(wide(), own=4) == plain
+    assert max(lengths(wide(), line=6)) == 32
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_steps_have_no_more_tokens_for_a_light_prompt_that_does_not_end_in_them(
+    blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for its pages; one that is longer than a step."""
+    bench = wide()
+    for number in range(60):
+        bench.submit(prompt(number, 60), tenant="heavy", cache_salt="heavy", max_new_tokens=40)
+    while bench.scheduler.queues.waiting.shares.credit("heavy") > 0.0 or len(bench.scheduler.queues.running) < 8:
+        bench.step()
+    light = bench.submit(prompt(700, 20 if blocked else 300), tenant="light", cache_salt="light", max_new_tokens=4)
+    if blocked:
+        monkeypatch.setattr(bench.kv, "waits_for_store", lambda req, now_s: req is light)
+    for _ in range(8):
+        plan = bench.step()
+        assert isinstance(plan, ExtendPlan)
+        assert plan.num_prompt_tokens <= 32 if plan.num_decode else light.num_output == 1
+
+
 def test_a_long_prompt_gives_way_between_two_chunks_and_loses_nothing_that_it_has_computed() -> None:
     bench = Bench(chunked_prefill_size=CHUNK, num_pages=256, context_len=400)
     long = bench.submit(prompt(1, 320), tenant="heavy", cache_salt="heavy", max_new_tokens=2)
