@@ -359,7 +359,8 @@ class SchedulerConfig:
     # requests that run at once; by default 64 on a CPU, what the pool allows on a GPU
     max_running_requests: int | None = None
     max_queued_requests: int = 1024  # requests that wait beside those that run; more are answered with 503
-    # most new tokens in a step, half as many while requests run; by default 512 on a CPU, 8,192 on a GPU
+    # most new tokens in a step, half as many where running requests make one each; by default 512 on a CPU, 8,192 on
+    # a GPU
     chunked_prefill_size: int | None = None
     # running requests make a token in prefill steps too; false: they pause while prompts are computed
     mixed_steps: bool = True

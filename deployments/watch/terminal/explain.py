@@ -148,7 +148,7 @@ def _end(each: Mapping[str, Any]) -> str:
     if actual["ttft_s"] is None:
         return f"Outcome: {each['outcome']}; no token {'yet' if each['outcome'] == 'running' else 'came'}."
     passed_s, held_s = actual.get("passed_s"), actual.get("held_s")
-    passed = f" For {seconds(passed_s)} it waited behind requests of tenants that had used less." if passed_s else ""
+    passed = f" For {seconds(passed_s)} others went before it, of tenants that had used less." if passed_s else ""
     held = f" For {seconds(held_s)} its session waited until older ones left room for it." if held_s else ""
     drafted = actual.get("drafted_tokens")
     drafts = f" Of {drafted} tokens that were drafted, {actual['accepted_tokens']} came true." if drafted else ""

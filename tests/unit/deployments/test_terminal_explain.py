@@ -97,7 +97,7 @@ def test_a_request_without_a_token_says_so() -> None:
 
 def test_what_a_request_waited_behind_other_tenants_is_said() -> None:
     passed = tried(actual={"cached_tokens": 0, "ttft_s": 2.5, "passed_s": 2.0})
-    text = "For 2.00 s it waited behind requests of tenants that had used less."
+    text = "For 2.00 s others went before it, of tenants that had used less."
     assert text in " ".join(plain(explain.drawn(answer(passed))).split())
 
 
