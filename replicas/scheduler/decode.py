@@ -320,25 +320,23 @@ class AheadGate:
     """Whether requests that wait may be passed over: none of them can start, and nothing was freed since."""
 
     def __init__(self) -> None:
-        self._passed_over = False
-        self._num_planned = 0  # since the queues were last looked at
+        self._num_left = 0  # steps that may be planned until the queues are looked at
 
     @property
     def must_look(self) -> bool:
-        return not self._passed_over or self._num_planned >= LOOK_AGAIN
+        return self._num_left == 0
 
     def looked(self) -> None:
         """Note that the queues were looked at, and none of their requests can start."""
-        self._passed_over = True
-        self._num_planned = 0
+        self._num_left = LOOK_AGAIN
 
     def planned(self) -> None:
         """Note a step that was planned without a look at the queues."""
-        self._num_planned += 1
+        self._num_left = max(self._num_left - 1, 0)
 
     def disturb(self) -> None:
         """Note that a request came or ended: one that waits may be able to start."""
-        self._passed_over = False
+        self._num_left = 0
 
 
 def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Req], npt.NDArray[np.int32]] | None:

@@ -142,19 +142,23 @@ class Easing:
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self.left_out: list[Req] = []  # of the step under way: running requests that make no token in it
-        self._num_steps = 0  # in a row before it in which there were some
+        self._steps: list[list[Req]] = [[]]  # whom they left out: those in a row that left some, and the one under way
         self._began: dict[str, tuple[int, float]] = {}  # by tenant, of its last light prompt: tokens, when; newest last
 
     def end_step(self) -> list[Req]:
         """Begin another step. Returns: those that were left out of the one before."""
-        left_out, self.left_out = self.left_out, []
-        self._num_steps = self._num_steps + 1 if left_out else 0
+        left_out = self.left_out
+        self._steps = [*self._steps, []] if left_out else [[]]
         return left_out
+
+    @property
+    def left_out(self) -> list[Req]:
+        """The running requests that make no token in the step under way."""
+        return self._steps[-1]
 
     def leave_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
         """Choose which of ``running`` make no token in the step in which the prompts of ``ending`` end."""
-        self.left_out = self._waiting_out(running, ending)
+        self._steps[-1] = self._waiting_out(running, ending)
         return self.left_out
 
     def num_left_out(self, running: Iterable[Req], req: Req) -> int:
@@ -176,7 +180,7 @@ class Easing:
         return next((num_tokens for num_tokens, at_s in others if now_s - at_s < EASE_S), math.inf)
 
     def _waiting_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
-        if not self._shares.several or self._num_steps == MOST_LEFT_OUT:
+        if not self._shares.several or len(self._steps) > MOST_LEFT_OUT:
             return []
         light = [req for req in ending if self._is_light(req)]
         return [req for req in running if self._shares.waits_out(req, light)] if light else []
