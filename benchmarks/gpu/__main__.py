@@ -313,7 +313,7 @@ def adapter_rows(options: argparse.Namespace) -> Iterator[Row]:
     names, alone = [str(i) for i in range(NUM_ADAPTERS)], TpGroup(device="cuda" if torch.cuda.is_available() else "cpu")
     made = runner.adapters.prepare(shape.adapter("", RANK))
     for name in names:
-        runner.adapters.put(name, partial(replace, made, identity=name), alone)
+        runner.adapters.put(name, lambda: made, alone)
     say(f"{shape.name}: an adapter of rank {RANK} takes {made.packed.num_bytes / 2**20:.0f} MiB")
     cases: list[tuple[str, DecodePlan | ExtendPlan, int, tuple[int, ...]]] = [
         (f"decode, batch {batch}, context {context}", decode_plan(runner, batch, context, GREEDY), batch, (0, 1, 8))

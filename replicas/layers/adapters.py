@@ -55,7 +55,6 @@ AdapterOrder = PutAdapter | DropAdapter
 class RankAdapter:
     """A rank's share of an adapter, as its kernels read it."""
 
-    identity: str
     rank: int
     packed: HostPacked | GpuPacked
 
@@ -129,9 +128,9 @@ class AdapterBank:
                 )
             )
         if isinstance(self._held, GpuLowRank):
-            return RankAdapter(order.identity, order.rank, self._held.pack(parts))
+            return RankAdapter(order.rank, self._held.pack(parts))
         narrow = all(is_bf16(weight) for pair in order.pairs.values() for weight in pair)  # one form on all ranks
-        return RankAdapter(order.identity, order.rank, self._held.pack(parts, narrow=narrow))
+        return RankAdapter(order.rank, self._held.pack(parts, narrow=narrow))
 
     def put(self, identity: str, share: Callable[[], RankAdapter], tp: TpGroup) -> None:
         """Hold this rank's ``share`` of an adapter for the steps that follow; all ranks call this together.
@@ -144,7 +143,7 @@ class AdapterBank:
             "adapters.host_bytes, and on a GPU cache.mem_fraction_static"
         )
         try:
-            self._hold(share())
+            self._hold(identity, share())
         except Exception as error:  # whatever it is: the others wait for this rank's word
             log.exception("rank %d cannot hold adapter %s", tp.rank, identity)
             is_held = False
@@ -156,7 +155,7 @@ class AdapterBank:
             self.drop(identity)
         raise Overloaded(why)  # without its cause, whose traceback keeps the weights
 
-    def _hold(self, adapter: RankAdapter) -> None:
+    def _hold(self, identity: str, share: RankAdapter) -> None:
         """Give an adapter a number in steps, and its weights to the kernels.
 
         Raises: Overloaded, on a GPU without memory for them.
@@ -164,13 +163,12 @@ class AdapterBank:
         taken = {number for number, _ in self._numbers.values()}
         number = next(number for number in itertools.count() if number not in taken)
         try:
-            self._held.put(number, adapter.packed)  # type: ignore[arg-type]  # its own `pack` made it
+            self._held.put(number, share.packed)  # type: ignore[arg-type]  # its own `pack` made it
         except torch.OutOfMemoryError as error:
             raise Overloaded(
-                f"adapter: the GPU has no {adapter.packed.num_bytes:,} bytes for another: lower "
-                "cache.mem_fraction_static"
+                f"adapter: the GPU has no {share.packed.num_bytes:,} bytes for another: lower cache.mem_fraction_static"
             ) from error
-        self._numbers[adapter.identity] = number, adapter.rank
+        self._numbers[identity] = number, share.rank
         self._add()
 
     def drop(self, identity: str) -> None:

@@ -161,10 +161,10 @@ def test_an_adapter_for_which_one_rank_has_no_memory_is_held_by_none_and_refused
     if short_rank == 0:
         hold = AdapterBank._hold
 
-        def hold_or_fail(bank: AdapterBank, adapter: RankAdapter) -> None:
-            if adapter.identity == refs["b"].identity:
+        def hold_or_fail(bank: AdapterBank, identity: str, share: RankAdapter) -> None:
+            if identity == refs["b"].identity:
                 raise MemoryError("none is left")
-            hold(bank, adapter)
+            hold(bank, identity, share)
 
         monkeypatch.setattr(AdapterBank, "_hold", hold_or_fail)
     with closing(start(LocalWorkers(main))) as engine:

@@ -34,6 +34,17 @@ def test_all_ranks_keep_an_adapter_in_one_form_whichever_share_needs_it(odd: int
     assert [share.packed.num_bytes for share in shares] == [num_bytes * whole] * 2
 
 
+def test_a_share_is_held_under_the_name_that_it_is_given() -> None:
+    tp = TpGroup(device="cpu")
+    made = bank(tp)
+    pair = np.ones((RANK, INPUTS), np.float32), np.ones((OUTPUTS, RANK), np.float32)
+    share = made.prepare(PutAdapter("one", RANK, {"down_proj": pair}))
+    for name in ("first", "second"):
+        made.put(name, lambda: share, tp)
+    made.drop("first")
+    made.begin(["second"], [1])
+
+
 def test_a_rank_that_cannot_hold_an_adapter_says_which(caplog: pytest.LogCaptureFixture) -> None:
     tp = TpGroup(device="cpu")
 
