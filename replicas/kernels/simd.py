@@ -12,6 +12,7 @@ own file's time stamp: after a change here, delete ``__pycache__/*.nb*`` of the 
 
 import ctypes
 import inspect
+import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -53,8 +54,10 @@ def compiles_for(*features: str) -> bool:
     return all(here.get(name, False) and f"+{name}" in compiled.split(",") for name in features)
 
 
-if config.CPU_FEATURES is None and cpu_features().get("bf16"):
-    config.CPU_FEATURES = f"{get_host_cpu_features()},+bf16"  # numba asks LLVM alone
+if config.CPU_FEATURES is None and cpu_features().get("bf16"):  # numba asks LLVM alone
+    # where numba looks again: before it compiles, it reads all its settings anew if one in the environment has changed
+    os.environ["NUMBA_CPU_FEATURES"] = f"{get_host_cpu_features()},+bf16"
+    config.reload_config()
 
 
 def compiled_for() -> str:

@@ -133,6 +133,24 @@ def test_bf16_of_an_arm_is_what_linux_tells_and_llvm_does_not(monkeypatch: pytes
     assert instruction_set() == "neon"
 
 
+ON_AN_ARM = """
+import ctypes, os, platform, types
+from numba.core import config
+import replicas
+platform.machine = lambda: "aarch64"
+ctypes.CDLL = lambda name: types.SimpleNamespace(getauxval=lambda which: 1 << 14)
+from replicas.kernels import simd
+os.environ["NUMBA_NUM_THREADS"] = "1"
+config.reload_config()
+print(simd.compiles_for("bf16"))
+"""
+
+
+def test_numba_compiles_for_an_arms_bf16_also_after_it_has_read_its_settings_anew(tmp_path: Path) -> None:
+    """As it does before it compiles, if a variable of its own has changed."""
+    assert run(ON_AN_ARM, tmp_path).stdout == "True\n"
+
+
 def test_what_is_run_so_is_there() -> None:
     assert [name for name in ARITHMETIC if not (ROOT / name).exists()] == []
 
