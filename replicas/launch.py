@@ -46,7 +46,7 @@ from replicas.runner.device import measure_hardware
 from replicas.runner.kv_access import RankedCopier
 from replicas.runner.model_files import load_model_config, model_identity
 from replicas.runner.port import MakeAgent, PortSpec
-from replicas.runner.product_choice import choose_products, describe_gains
+from replicas.runner.product_choice import choose_products, default_told
 from replicas.runner.warm_up import time_decode
 from replicas.text.tokenizer import Tokenizer
 
@@ -160,8 +160,9 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
     )
     products, why = choose_products(config, settings.products)
     origin = {**config.origin, "model.products": why}
-    if settings.dtype is None and config.device == "cpu" and model.dtype == "bfloat16":
-        origin["model.dtype"] = f"the checkpoint's, which this CPU multiplies: {describe_gains('bfloat16')}"
+    is_default = settings.dtype is None and config.device == "cpu" and model.quantization == "none"
+    if is_default and (told := default_told(model.dtype)):
+        origin["model.dtype"] = told
     config = replace(config, products=products, adapters=settings.adapters, origin=origin)
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)

@@ -49,6 +49,7 @@ from replicas.kernels.team import inlined
 
 Way = Literal["amx", "dots", "mmla"]
 WAYS: dict[Way, str] = {"amx": "AMX's tiles", "dots": "AVX-512's dot products", "mmla": "NEON's bfmmla"}  # in words
+TIMED = frozenset[Way](("amx", "dots"))  # on real CPUs: only where these multiply it is a checkpoint's bf16 the default
 HAS_DOTS = compiles_for("avx512bf16")
 STEP = 32  # inputs of a row of a tile
 STEP_BYTES = 2 * STEP * COLUMNS  # of a panel
@@ -87,7 +88,7 @@ def way() -> Way | None:
     """Tell how this CPU multiplies bf16 without widening it; None: it does not.
 
     On Intel's CPUs dots are slower than multiply-adds in fp32, on a Zen 4 they are twice as fast (docs/performance.md).
-    On ARMs nothing was measured.
+    On ARMs nothing was measured: it is done where `dtype: bfloat16` is set.
     """
     if compiles_for("amx-tile", "amx-bf16", "avx512bf16") and _permitted():
         return "amx"

@@ -142,6 +142,22 @@ def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: py
     assert calls == [*((each, "float32") for each in ("bfloat16", "int8", "q4_1")), ("q4_1", "bfloat16")]
 
 
+def test_what_was_never_timed_is_said_to_be_asked_for_by_a_setting(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(product_choice, "_beside_floats", lambda *_: {product_choice.GAIN_SHAPE: {1: (40.0, 80.0)}})
+    gain = "products of 1 tokens 2 x as fast as in float32"
+    for way, by in (
+        ("dots", "by AVX-512's dot products"),
+        ("mmla", "by NEON's bfmmla, never timed yet, where model.dtype: bfloat16 is set"),
+    ):
+        monkeypatch.setattr(bf16_tiles, "way", lambda way=way: way)
+        assert product_choice.instructions_told()["bfloat16"] == f"{by}: {gain}"
+        said = product_choice.default_told("float32")
+        assert said == (f"float32; bfloat16 is multiplied {by}" if way == "mmla" else None)
+    assert product_choice.default_told("bfloat16") == f"the checkpoint's, which this CPU multiplies: {gain}"
+
+
 def test_narrower_weights_are_measured_by_the_kernels_that_serve_them() -> None:
     """Half the bytes, read from memory: with one row nothing but a fault of the measurement would be slower."""
     for format_ in ("bfloat16", "int8"):
