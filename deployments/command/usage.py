@@ -59,13 +59,14 @@ def added(lines: Iterable[str]) -> Used:
             if "cached_l1" not in told:
                 continue
             cached = sum(int(told[f"cached_l{tier}"]) for tier in (1, 2, 3))
-            stream = told["stream"] if "restored" in told else told.get("stream", "")
-            output = int(told["output"]) + int(told.get("restored", 0))
+            stream, output = told.get("stream", ""), int(told["output"]) + int(told.get("restored", 0))
             of, given = (month, told.get("tenant", NOBODY)), (1, int(told["prompt"]) - cached, cached, output)
+            if "restored" in told and not stream:  # an older Manta's, whose first router counted all but this output
+                given = (0, 0, 0, int(told["output"]))
         except (ValueError, KeyError):
             num_unread += 1
             continue
-        if "restored" in told:
+        if stream and "restored" in told:
             resumed[stream] = max(resumed.get(stream, (of, given)), (of, given), key=lambda each: each[1][-1])
             continue
         if stream:

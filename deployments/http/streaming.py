@@ -278,7 +278,8 @@ class Answer:
         if self.promise is not None:
             headers[SCHEMA_HEADER] = self.promise.at_first
         numbering = Numbering(after, num_choices=asked.sampling.n)
-        batches = self._batches(generations.stream(asked, resumes=after is not None), numbering)
+        resumes = bool(last_event) or RESUME in request.headers  # a client may have had its headers and no event
+        batches = self._batches(generations.stream(asked, resumes=resumes), numbering)
         stream = KeptStream(
             batches, lambda error: [Event("", self._error_events(error))], after=last_event, body=body, headers=headers
         )

@@ -283,6 +283,17 @@ def test_usage_counts_cached_tokens_apart_and_lines_of_rotated_files(tmp_path: P
                                           "output_tokens": 14}}  # fmt: skip
 
 
+def test_of_a_stream_that_an_older_manta_resumed_the_output_alone_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It told restored=1, and no name of the stream."""
+    line = f"INFO 2026-11-30 23:59:59,999 manta_Router x id -- finished {TOLD} tries=1"
+    (tmp_path / "replica_manta_Router_x.log").write_text(f"{line} restored=1\n{line} restored=1\n{line}\n")
+    assert command_line.main(["key", "usage", "--csv", "--folder", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert (told.out.splitlines()[1:], told.err) == (["2026-11,victim,1,1000000000,0,21"], "")
+
+
 TOLD = "rid=a tenant=victim prompt=1000000000 output=7 cached_l1=0 cached_l2=0 cached_l3=0 outcome=ok"
 
 

@@ -7,6 +7,7 @@ The model and the ways to ask are test_failover.py's.
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import AsyncIterator
 from random import Random
@@ -19,6 +20,7 @@ from openai import AsyncOpenAI
 
 from deployments import client as deployed_client
 from deployments.client import ServerEvent, events
+from deployments.command import usage
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.route_log import RequestWatch
 from deployments.http import arrivals, streaming
@@ -305,6 +307,31 @@ async def test_what_was_made_before_a_router_died_is_not_made_again(
     print(f"{way}: {alone} tokens alone; {before} until its router died, {alone - before + twice} after that")
     assert before > 20
     assert -4 <= twice <= 4, "each token is computed once"
+    await engines.settle()
+
+
+@pytest.mark.usefixtures("token_by_token")
+async def test_one_that_comes_back_before_its_first_event_goes_on_and_counts_once_though_both_routers_end_it(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrivals, "RECALL_S", 30.0)
+    monkeypatch.setattr(logging.getLogger("deployments"), "propagate", True)
+    caplog.set_level(logging.INFO, "deployments")
+    watch = Heard()
+
+    def ended() -> list[str]:
+        return [line for line in map(logging.LogRecord.getMessage, caplog.records) if line.startswith("finished ")]
+
+    async with Routers(engines, watch=watch) as routers:
+        _, headers = await Client(routers).begin("mine", cut_after=20, max_tokens=200, x_manta_reconnect="1")
+        await routers.die()
+        again = {"x_manta_reconnect": "1", "x_manta_resume": headers["x-manta-resume"]}
+        ids, _ = await Client(routers).begin("mine", cut_after=1000, max_tokens=200, **again)
+        await until_async(lambda: len(ended()) == 2)
+    assert [each for each in watch.heard if "resumed" in each] == ["resumed recalled"]
+    assert ids[0].startswith("1:")
+    [used] = usage.added(f"INFO 2026-11-30 23:59:59,999 router x -- {line}\n" for line in ended()).values()
+    assert (used["requests"], used["output_tokens"]) == (1, 200)
     await engines.settle()
 
 
