@@ -25,6 +25,7 @@ from replicas.types import AdapterRef, AdapterStats
 log = logging.getLogger(__name__)
 WAIT_S = 60.0  # for a file to be read; and then for room beside the adapters of requests that hold pages
 PATIENCE_S = 5.0  # for that room, after which no other request starts whose adapter would take some of it
+REFUSED_S = 10.0  # an adapter that could not be held is not tried again: each try costs those dropped for it
 SMOOTHING = 0.3  # of a new measurement of the seconds to load
 
 
@@ -74,7 +75,6 @@ class AdapterLook:
     wants: AdapterRef | None = None  # what the first of them lacks
     short: tuple[Req, int] | None = None  # a request of no batch that found no room, and the bytes of its adapter
     barred: bool = False  # one found none for long: no other starts whose adapter would take some
-    refused: tuple[AdapterRef, MantaError] | None = None  # was read, and cannot be held: not given again
 
 
 class HeldAdapters:
@@ -92,6 +92,7 @@ class HeldAdapters:
         self._has_news = False
         self._look = AdapterLook(())
         self._unreadable: AdapterRef | None = None  # the last that was read failed: not read ahead of its turn
+        self._refused: dict[AdapterRef, tuple[float, MantaError]] = {}  # could not be held: until when they are told so
         self._failed: list[tuple[Req, MantaError]] = []  # in this look
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-adapters")
         self._num_loads = self._num_dropped = 0
@@ -100,6 +101,7 @@ class HeldAdapters:
     def look(self, holders: Sequence[Req]) -> None:
         """Begin a look at the requests that wait; ``holders`` have pages. No step is under way."""
         self._look, reading = AdapterLook(holders), self._reading
+        self._refused = {ref: each for ref, each in self._refused.items() if each[0] > self._clock()}
         if reading is not None and reading.future.done():
             reading.done = True
             self._unreadable = None if reading.future.exception() is None else reading.ref
@@ -125,7 +127,7 @@ class HeldAdapters:
     def hint(self, req: Req) -> None:
         """Read the adapter of ``req``, which waits for its turn, if none before it lacks its own."""
         ref = req.asked.adapter
-        if ref is not None and ref != self._unreadable and not self._holds(ref):
+        if ref is not None and ref != self._unreadable and ref not in self._refused and not self._holds(ref):
             self._look.wants = self._look.wants or ref
 
     def may_have(self, req: Req, holders: Sequence[Req]) -> bool:
@@ -204,15 +206,15 @@ class HeldAdapters:
         """Hold the adapter of ``req`` if it was read and has room, or have it read. Raises: as `AdapterPort.read`;
         Overloaded where a rank cannot hold it; that or AdapterNotReadable where it took its time."""
         reading, look = self._reading, self._look
-        if look.refused is not None and look.refused[0] == ref:
-            raise look.refused[1]
+        if ref in self._refused:
+            raise self._refused[ref][1]
         if reading is not None and reading.ref == ref and reading.done:
             adapter, read_s = reading.future.result()
             in_use = _identities(look.holders) | look.kept
             try:
                 is_held = self._hold(adapter, read_s, in_use)
             except MantaError as error:
-                self._reading, look.refused = None, (ref, error)
+                self._reading, self._refused[ref] = None, (self._clock() + REFUSED_S, error)
                 raise
             if is_held:
                 self._reading = None

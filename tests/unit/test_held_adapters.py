@@ -334,9 +334,41 @@ def test_what_a_rank_refuses_is_given_once_for_all_that_wait_for_it_and_its_memo
     assert bench.port.weights is not None
     assert bench.port.weights() is None
     bench.port.refusal = None
+    bench.clock.now_s += adapters.REFUSED_S
     bench.submit("a")
     bench.until(lambda: "a" in bench.finished)
     assert (bench.finished["a"].http_status, bench.port.gives) == (200, 2)
+
+
+def test_an_adapter_that_was_refused_costs_the_others_their_place_once_in_a_while(bench: Bench) -> None:
+    bench.port.open()
+    bench.submit("aa", "bb")
+    bench.until(lambda: set(bench.finished) == {"aa", "bb"})
+    bench.port.refusal = "no rank has memory"
+    bench.submit("xxxx1")
+    bench.until(lambda: "xxxx1" in bench.finished)
+    assert bench.held.stats().num_dropped == 2
+    bench.port.refusal = None
+    bench.submit("aa", "bb")
+    bench.until(lambda: bench.held.stats().num_loads == 4)
+    bench.port.refusal = "no rank has memory"
+    bench.clock.now_s += adapters.REFUSED_S - 1.0
+    bench.submit("xxxx2")
+    bench.until(lambda: "xxxx2" in bench.finished)
+    bench.engine.scheduler.max_running = 1
+    bench.engine.submit(ask("model", range(1, 9), max_new_tokens=60))
+    bench.until(lambda: bench.running == ["model"])
+    bench.submit("xxxx3")  # it waits for its turn
+    bench.run(20)
+    assert bench.running == ["model"]
+    assert {(bench.finished[rid].http_status, bench.finished[rid].message) for rid in ("xxxx1", "xxxx2")} == {
+        (503, "no rank has memory")
+    }
+    assert (bench.port.began.count("xxxx"), bench.held.stats().num_dropped) == (1, 2)
+    bench.port.refusal = None
+    bench.clock.now_s += 1.0
+    bench.until(lambda: "xxxx3" in bench.finished)
+    assert bench.finished["xxxx3"].http_status == 200
 
 
 def test_what_failed_when_it_was_read_ahead_is_read_again_in_its_turn(bench: Bench) -> None:
