@@ -23,7 +23,7 @@ from pydantic import WithJsonSchema
 from deployments.http import bodies
 from deployments.http.answer_bodies import CountedTokensBody, MessageBody, MessageEventBody
 from deployments.http.api_document import BODY, RUN, about, body_like, gives, said, shape, shown
-from deployments.http.apis.breakpoints import AN_ANSWER, NO_WORDS, breakpoints
+from deployments.http.apis.breakpoints import AN_ANSWER, NO_WORDS, Cut, breakpoints
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
@@ -135,7 +135,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     return _told(JsonAnswer({"input_tokens": len(ids)}), dropped)
 
 
-def _breakpoints(body: CountTokensRequest) -> dict[float, dict[str, Any]]:
+def _breakpoints(body: CountTokensRequest) -> dict[float, Cut]:
     return breakpoints(tools=body.tools, system=body.system, messages=body.messages, cache_control=body.cache_control)
 
 
@@ -146,7 +146,7 @@ def _told(response: Response, dropped: bool) -> Response:
 
 
 async def _marks(
-    service: Service, body: MessagesRequest, cuts: Mapping[float, dict[str, Any]], chat: ChatRequest, num_tokens: int
+    service: Service, body: MessagesRequest, cuts: Mapping[float, Cut], chat: ChatRequest, num_tokens: int
 ) -> tuple[CacheMark, ...]:
     """Find how many of the ``num_tokens`` of ``chat``, the prompt of ``body``, are before each breakpoint, as
     `Tokenizer.num_before` counts. None are where the chat template refuses a prompt that ends there, and where too
@@ -161,41 +161,47 @@ async def _marks(
     return tuple(sorted(marks, key=lambda mark: mark.length))
 
 
-async def _end_of(service: Service, body: MessagesRequest, cut: dict[str, Any], text: str) -> int:
+async def _end_of(service: Service, body: MessagesRequest, cut: Cut, text: str) -> int:
     """Count the characters of ``text``, the prompt of ``body``, before a breakpoint: those with which the prompt that
     ends there begins too, but for a turn that only templates want."""
-
-    async def cut_text(**fields: Any) -> str:
-        part = body.model_copy(update=cut | fields)
-        chat = chat_of(part, _system(part.system)[0], {"add_generation_prompt": False}, is_cut=True)
-        return (await _rendered(service, chat)).text
-
-    def common(other: str) -> int:
-        most = min(len(text), len(other))
-        return bisect.bisect_left(range(most), True, key=lambda last: text[: last + 1] != other[: last + 1])
-
-    async def wanted_turn() -> str:  # as it is behind others; some templates take no two turns of a user
-        for before in ([NO_WORDS], [NO_WORDS, AN_ANSWER]):
-            with contextlib.suppress(InvalidRequest):
-                less, more = [
-                    await cut_text(tools=None, tool_choice=None, system=None, messages=messages)
-                    for messages in (before, [*before, NO_WORDS])
-                ]
-                return more.removeprefix(less)
-        return ""
-
-    if not cut:
+    if not cut.fields:
         return len(text)
-    turn = await wanted_turn() if cut["messages"] == [NO_WORDS] else ""
+    part = body.model_copy(update=cut.fields)
+    turn = await _wanted_turn(service, body) if cut.adds_turn else ""
 
     def end_in(other: str) -> int:  # what a template writes into that turn stays
-        return min(common(other), len(other.removesuffix(turn)))
+        return min(_num_common(text, other), len(other.removesuffix(turn)))
 
-    if "tools" in cut and body.system:  # the template writes it behind the tools, or before them
-        alone = end_in(await cut_text(system=None))
-        if alone > common(await cut_text(tools=None)):
+    if "tools" in cut.fields and body.system:  # the template writes it behind the tools, or before them
+        alone = end_in(await _beginning(service, part, system=None))
+        if alone > _num_common(text, await _beginning(service, part, tools=None)):
             return alone
-    return end_in(await cut_text())
+    return end_in(await _beginning(service, part))
+
+
+async def _beginning(service: Service, body: MessagesRequest, **fields: Any) -> str:
+    """Render the prompt of ``body`` with other ``fields``, as the beginning of another one's."""
+    part = body.model_copy(update=fields)
+    chat = chat_of(part, _system(part.system)[0], {"add_generation_prompt": False}, is_cut=True)
+    return (await _rendered(service, chat)).text
+
+
+async def _wanted_turn(service: Service, body: MessagesRequest) -> str:
+    """Render a turn of no words as it is behind others; some templates take no two turns of a user."""
+    for before in ([NO_WORDS], [NO_WORDS, AN_ANSWER]):
+        with contextlib.suppress(InvalidRequest):
+            less, more = [
+                await _beginning(service, body, tools=None, tool_choice=None, system=None, messages=messages)
+                for messages in (before, [*before, NO_WORDS])
+            ]
+            return more.removeprefix(less)
+    return ""
+
+
+def _num_common(text: str, other: str) -> int:
+    """Count the characters with which both begin."""
+    most = min(len(text), len(other))
+    return bisect.bisect_left(range(most), True, key=lambda last: text[: last + 1] != other[: last + 1])
 
 
 async def _rendered(service: Service, chat: ChatRequest) -> Rendered:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from pydantic_core import from_json
 
+from deployments.http.apis.breakpoints import breakpoints
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.messages import MessagesRequest, chat_of
 from deployments.http.http_app import make_app
@@ -348,6 +349,23 @@ async def test_a_mark_is_where_its_block_ends(service: Service, house: House, pl
     assert (inside in kept, behind in kept) == (True, False)
     assert (inside in rest, behind in rest) == (False, True)
     assert mark.ttl_s == 300.0
+
+
+@pytest.mark.parametrize(
+    ("place", "adds_turn"),
+    [
+        ({"tools": [{**READ, "cache_control": MINUTES}]}, True),
+        ({"system": [{"type": "text", "text": "", "cache_control": MINUTES}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "cache_control": MINUTES}]}]}, False),
+        ({"cache_control": MINUTES}, False),
+    ],
+    ids=["tools", "system", "messages", "end"],
+)
+def test_only_before_the_first_turn_a_part_of_a_prompt_ends_in_one_that_nobody_wrote(
+    place: dict[str, Any], adds_turn: bool
+) -> None:
+    [cut] = breakpoints(**{"tools": None, "system": None, "messages": [USER], "cache_control": None, **place}).values()
+    assert cut.adds_turn == adds_turn
 
 
 TOOLS_FIRST = """{% if tools %}<|im_start|>system
