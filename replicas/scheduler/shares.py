@@ -11,6 +11,7 @@ Source:    Deficit Longest Prefix Match, Cao et al. 2025 (arXiv:2501.14312). The
 
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
+    and of those with credit, who waits for no more than a quantum
     its last one begins: steps ease (Easing)
 """
 
@@ -112,7 +113,7 @@ class TenantShares:
             self._passed = []
             return order
         self._refill()
-        able = [self.credit(req.asked.tenant) > 0.0 for req in order]
+        able = self._able(order)
         newest = {req.rank.priority: at for at, req in enumerate(order) if able[at]}
         behind, last = dict[int, int](), -1
         for priority in sorted({req.rank.priority for req in order}, reverse=True):
@@ -120,6 +121,16 @@ class TenantShares:
         places = [at if able[at] else max(at, behind[req.rank.priority]) for at, req in enumerate(order)]
         self._passed = [req for at, req in enumerate(order) if places[at] > at]
         return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
+
+    def _able(self, order: Sequence[Req]) -> list[bool]:
+        """Tell of each of ``order`` whether its tenant has credit; not of one that waits for more than a quantum, where
+        another has some that does not: no flood uses up its first credit before others."""
+        needs = dict.fromkeys(self._waiting, 0.0)
+        for req in order:
+            needs[req.asked.tenant] += req.num_tokens / req.asked.weight
+        able = {tenant for tenant in needs if self.credit(tenant) > 0.0}
+        light = {tenant for tenant in able if needs[tenant] <= self._quantum}
+        return [req.asked.tenant in (light or able) for req in order]
 
     def _refill(self) -> None:
         """Give all that have no credit as many quanta as it takes until one that waits has some."""

@@ -75,6 +75,34 @@ def test_who_has_used_less_goes_before_the_queue_of_another_however_old_that_is(
     assert light.stamps.passed_s == 0.0
 
 
+def test_a_flood_does_not_use_up_its_first_credit_before_others_but_a_burst_of_a_quantum_may() -> None:
+    for num, first in ((QUANTUM + 1, "light"), (QUANTUM, "heavy")):
+        bench = Bench(max_running=64, num_pages=256)
+        heavy = flood(bench, 1, "heavy", max_new_tokens=8)
+        bench.step()
+        heavy += [bench.submit(prompt(at + 1, CHUNK), tenant="heavy", cache_salt="heavy") for at in range(num)]
+        light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+        shares = bench.scheduler.queues.waiting.shares
+        assert shares.credit("heavy") > 0.0
+        assert bench.scheduler.queues.waiting.ordered(bench.clock())[0].asked.tenant == first
+        bench.step()
+        assert (light.computed_len > 0) == (first == "light")
+        bench.run()
+
+
+def test_who_always_waits_for_little_has_no_more_than_who_floods() -> None:
+    bench = Bench(max_running=4, num_pages=256, page_size=4)
+    one, two = flood(bench, 250, "one", max_new_tokens=2), flood(bench, 4, "two", first=250, max_new_tokens=2)
+    while len(two) < 200:
+        bench.step()
+        num = 4 - sum(req.state is ReqState.WAITING for req in two)
+        two += flood(bench, num, "two", first=250 + len(two), max_new_tokens=2)
+    quantum = QUANTUM * CHUNK
+    assert served(two) > 15 * quantum
+    assert abs(served(two) - served(one)) < 2 * quantum
+    bench.run()
+
+
 def test_tenants_with_endless_queues_are_served_by_their_weights() -> None:
     bench = Bench(max_running=4, num_pages=256, page_size=4)
     one = flood(bench, 200, "one", max_new_tokens=2)
