@@ -4,6 +4,7 @@
     python -m benchmarks serving --url http://127.0.0.1:8000 agents --concurrency 20  agents whose tools take time
     python -m benchmarks serving                                                      sweep and stalls of Manta
     python -m benchmarks serving overload                                             Manta, by order of its queue
+    python -m benchmarks serving tenants                                              one floods it, nine do not
     python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
 
 Without --url, `sweep` serves serve_config.yaml. Repeats use fresh seeds, so that no repeat finds the one before in a
@@ -35,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, live_app
+from benchmarks import harness, live_app, live_tenants
 from benchmarks.client import Client, ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Part, Row, Table, in_turn, percentile, rounds_of, say
 from benchmarks.recorded import Prompts, Recording, Seen, read
@@ -501,6 +502,10 @@ PARTS = {
     "replay": Part(about="a recording, request by request", measure=replay_rows, asked=True),
     "overload": Part(
         about="more than is carried: how many are in time, by order of the queue", measure=overload_rows, asked=True
+    ),
+    "tenants": Part(
+        about="light tenants beside one that floods two replicas (live_tenants.py)", measure=live_tenants.measure,
+        asked=True,
     ),
     "stalls": Part(about="chats beside long prompts, unified and disaggregated", measure=stall_rows),
     "sweep": Part(about="throughput and TTFT as load grows, with plots", measure=sweep_rows),

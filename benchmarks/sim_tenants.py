@@ -13,6 +13,7 @@ Short prompts take a step or two: what the one under way costs them beside the h
 
 import argparse
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -103,12 +104,8 @@ def fair(asked: Mapping[str, float], whole: float) -> dict[str, float]:
     return parts
 
 
-def fairness(requests: Sequence[SimRequest], records: Sequence[Record], seconds: float) -> float:
+def fairness(had: Counter[str], asked: Counter[str]) -> float:
     """Return Jain's index of what each tenant had by what a fair division of the same work gives it."""
-    had, asked = served(requests, records, seconds), Counter[str]()
-    for record in records:
-        request = requests[record.number]
-        asked[request.tenant] += request.input_len - record.cached_tokens + request.output_len
     parts = fair(asked, had.total())
     return jain([had[tenant] / parts[tenant] for tenant in parts])
 
@@ -125,7 +122,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             ttfts.append([each.ttft_s for each in records if requests[each.number].tenant != HEAVY])
             in_time = [requests[each.number] for each in records if each.ended_s <= seconds]
             tokens.append(sum(each.input_len + each.output_len for each in in_time) / seconds)
-            index.append(fairness(requests, records, seconds))
+            index.append(fairness(served(requests, records, seconds), served(requests, records, math.inf)))
             light = [each for each in records if requests[each.number].tenant != HEAVY]
             input_len = sum(requests[each.number].input_len for each in light)
             cached.append(sum(each.cached_tokens for each in light) / input_len)

@@ -1,9 +1,11 @@
 """Tenants in the simulator: what is fair by hand, and the production scheduler under one that floods it."""
 
+import math
+
 import pytest
 
 from benchmarks.harness import percentile
-from benchmarks.sim_tenants import HEAVY, fair, fairness, jain, load, run
+from benchmarks.sim_tenants import HEAVY, fair, fairness, jain, load, run, served
 
 
 def test_what_is_fair_by_hand() -> None:
@@ -20,7 +22,7 @@ def test_one_that_floods_a_replica_costs_the_others_a_step_or_two_and_without_na
     for named in (False, True):
         records = run(requests, named=named, queue="lpm", seed=0)
         light[named] = percentile([each.ttft_s for each in records if requests[each.number].tenant != HEAVY], 95)
-        index[named] = fairness(requests, records, seconds)
+        index[named] = fairness(served(requests, records, seconds), served(requests, records, math.inf))
         ended = [requests[each.number] for each in records if each.ended_s <= seconds]
         tokens[named] = sum(each.input_len + each.output_len for each in ended)
     assert light[False] > 20
