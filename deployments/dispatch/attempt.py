@@ -23,7 +23,7 @@ from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
 from deployments.dispatch.route_log import Try
 from replicas.errors import EngineDead, MantaError, Overloaded
-from replicas.types import HandOffReport, TokenDelta
+from replicas.types import GenerateRequest, HandOffReport, TokenDelta
 from routing.moves import Move
 from routing.router import Router
 from routing.types import Ending, RouteOutcome
@@ -198,6 +198,11 @@ class Attempt:
                 hand_off_failed=report is not None and not report.transferred,
             )
             self._router.done(self._decision, self._noted.outcome)
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What its client asked for, of which this is a try."""
+        return self._progress.request
 
     @property
     def may_wait(self) -> bool:

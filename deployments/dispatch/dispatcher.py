@@ -195,7 +195,7 @@ class Dispatcher:
                 decision, since_s = await self._choose(query, failure)
                 noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
                 if tries.number == 0:
-                    self._refuse_if_saturated(noted, offline=request.offline)
+                    self._refuse_if_saturated(noted, request)
                     self._charge(counted, noted, progress)
                 attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
                 self._running[attempt] = Waiting(
@@ -417,17 +417,23 @@ class Dispatcher:
             on_report=self._hold_out.take,
         )
 
-    def _refuse_if_saturated(self, noted: Try, *, offline: bool) -> None:
+    def _refuse_if_saturated(self, noted: Try, request: GenerateRequest) -> None:
         """Raise Saturated, with nothing sent, if even the shortest queue is too long.
 
         A prompt that itself takes long to compute is no reason: trying again later would not help. Where requests have
-        waited longer than allowed of late, and than estimated, this one is expected to. A line of a batch is let in
-        only where others keep their objective.
+        waited longer than allowed of late, and than estimated, this one is expected to. What others flood the
+        queue with does not go before it, and does not count. A line of a batch is let in only where others keep their
+        objective.
         """
-        decision, most_s = noted.decision, self._limits.objective_s if offline else self._limits.max_wait_s
+        offline, decision = request.offline, noted.decision
+        most_s = self._limits.objective_s if offline else self._limits.max_wait_s
         overrun = self._router.overrun.beyond(most_s)
         wait_s = decision.shortest_wait_s * overrun
         if decision.predicted_ttft_s * overrun <= most_s or wait_s <= most_s:
+            return
+        if not offline:
+            wait_s *= self._share_before(request.tenant)
+        if wait_s <= most_s:
             return
         late = f" (first tokens take {overrun:.1f} times their estimate)" if overrun > 1.05 else ""
         setting = "observability.ttft_objective_s" if offline else "router.max_wait_s"
@@ -438,6 +444,14 @@ class Dispatcher:
         )
         self._refuse(noted, error)
         raise error
+
+    def _share_before(self, tenant: str) -> float:
+        """Return the part of this router's requests that wait which go before another one of ``tenant``: replicas serve
+        tenants by shares, so of each other tenant no more than of its own."""
+        online = [attempt.request for attempt in self._running if attempt.may_wait and not attempt.request.offline]
+        waiting = collections.Counter(request.tenant for request in online)
+        own = waiting[tenant] + 1
+        return sum(min(num, own) for num in waiting.values()) / len(online) if online else 1.0
 
     def _record(
         self, request: GenerateRequest, number: int, replica_id: str, error: MantaError, progress: Progress

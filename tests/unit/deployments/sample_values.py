@@ -24,11 +24,14 @@ def ask(
     deadline_s: float | None = None,
     num_tokens: int = 4,
     offline: bool = False,
+    tenant: str = "",
 ) -> GenerateRequest:
     """A request of 4 prompt tokens: 1, 2, 3, 4."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n, seed=7)
     token_ids = np.arange(1, num_tokens + 1, dtype=np.int32)
-    return GenerateRequest(rid=rid, token_ids=token_ids, sampling=sampling, deadline_s=deadline_s, offline=offline)
+    return GenerateRequest(
+        rid=rid, token_ids=token_ids, sampling=sampling, deadline_s=deadline_s, offline=offline, tenant=tenant
+    )
 
 
 def token(request: GenerateRequest, index: int, position: int, finish: Finish | None) -> TokenDelta:

@@ -138,6 +138,25 @@ async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scri
     assert "Saturated" in (record.tries[0].failure or "")
 
 
+async def test_a_tenant_is_not_refused_because_another_one_floods_the_queue(scripted: House) -> None:
+    """12 s wait, 10 are allowed. Replicas would serve one request of each tenant before the light one's: 2 of 5."""
+    replica = ScriptedReplica("r0")
+    replica.stats = stats(waiting_uncached_tokens=12_000, prefill_tokens_per_s=1000.0)
+    await scripted.ready(replica)
+    replica.hold.clear()
+    scripted.dispatcher._limits = TryLimits()
+    tenants = ["heavy"] * 4 + ["other"]
+    waiting = [asyncio.create_task(scripted.collect(rid=f"a{at}.0-x", tenant=of)) for at, of in enumerate(tenants)]
+    await until_async(lambda: len(replica.requests) == 5)
+    scripted.dispatcher._limits = TryLimits(max_wait_s=10.0)
+    waiting.append(asyncio.create_task(scripted.collect(rid="b1.0-x", tenant="light")))
+    await until_async(lambda: len(replica.requests) == 6)
+    with pytest.raises(Saturated, match=r"at 1\d\.\d s, at most 10 s"):
+        await scripted.collect(rid="a9.0-x", tenant="heavy")
+    replica.hold.set()
+    await asyncio.gather(*waiting)
+
+
 async def test_waits_that_turn_out_longer_than_estimated_are_refused_before_the_setting_is_reached(
     scripted: House,
 ) -> None:
