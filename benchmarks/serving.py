@@ -504,7 +504,8 @@ PARTS = {
         about="more than is carried: how many are in time, by order of the queue", measure=overload_rows, asked=True
     ),
     "tenants": Part(
-        about="light tenants beside one that floods two replicas (live_tenants.py)", measure=live_tenants.measure,
+        about="light tenants beside one that floods two replicas (live_tenants.py)",
+        measure=live_tenants.measure,
         asked=True,
     ),
     "stalls": Part(about="chats beside long prompts, unified and disaggregated", measure=stall_rows),
