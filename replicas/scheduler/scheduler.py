@@ -378,9 +378,7 @@ class Scheduler:
             retract(giver, queues, self.kv, self.counters)
         if chunked is None or chunked.is_prefill_leg or not self.kv.keeps(chunked):
             return
-        credit = shares.credit(chunked.asked.tenant)
-        able = [head for head in heads if head.rank.priority >= chunked.rank.priority]
-        if credit <= 0.0 and any(shares.credit(head.asked.tenant) > credit for head in able):
+        if any(shares.gives_way(chunked, head) for head in heads):
             retract(chunked, queues, self.kv, self.counters)
 
     def _end(self, req: Req, finish: Finish) -> None:

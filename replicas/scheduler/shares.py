@@ -11,10 +11,11 @@ Source:    Deficit Longest Prefix Match, Cao et al. 2025 (arXiv:2501.14312). The
 
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
-    and of those with credit, who waits for no more than a quantum
+    one of these does not flood: it first (no flood uses up its first credit before others)
     its last one begins: steps ease (Easing)
 """
 
+import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,14 @@ MOST_LEFT_OUT = 4  # steps in a row
 EASE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 
 
+class Precedence(enum.IntEnum):
+    """Which of the tenants that share an engine go first: those of the highest that waits."""
+
+    NO_CREDIT = 0
+    FLOODS = 1  # it has credit, and several requests that wait for more than a quantum
+    FIRST = 2
+
+
 class TenantShares:
     """The credits of the tenants of one engine."""
 
@@ -33,7 +42,7 @@ class TenantShares:
         self._quantum = float(quantum)  # tokens by weight 1
         self._credits: dict[str, float] = {}  # of tenants that were charged; any other has a whole quantum
         self._open: Counter[str] = Counter()  # requests, by tenant
-        self._waiting: Counter[str] = Counter()  # of them, those that wait
+        self._waiting: Counter[str] = Counter()  # tokens of those that wait, by tenant
         self._passed: list[Req] = []  # at the last look, behind others only for want of credit
         self._looked_s = 0.0
         self.easing = Easing(self)
@@ -49,11 +58,11 @@ class TenantShares:
 
     def waits(self, req: Req) -> None:
         """Note that ``req`` waits."""
-        self._waiting[req.asked.tenant] += 1
+        self._waiting[req.asked.tenant] += req.num_tokens
 
     def begins(self, req: Req) -> None:
         """Note that ``req`` waits no more."""
-        _less(self._waiting, req.asked.tenant)
+        _less(self._waiting, req.asked.tenant, req.num_tokens)
 
     @property
     def several(self) -> bool:
@@ -76,11 +85,24 @@ class TenantShares:
         """Take all credit of a tenant that holds more than its share: another one is to have what it gives."""
         self._credits[asked.tenant] = min(self.credit(asked.tenant), 0.0)
 
+    def precedence(self, req: Req) -> Precedence:
+        """Tell which tenants that of ``req`` goes before."""
+        if self.credit(req.asked.tenant) <= 0.0:
+            return Precedence.NO_CREDIT
+        floods = self._waiting[req.asked.tenant] > self._quantum * req.asked.weight and not self.is_last(req)
+        return Precedence.FLOODS if floods else Precedence.FIRST
+
+    def gives_way(self, req: Req, head: Req) -> bool:
+        """Whether ``req`` is to leave what it has of a step to ``head``, which waits."""
+        precedence, credit = self.precedence(req), self.credit(req.asked.tenant)
+        owes_more = precedence is Precedence.NO_CREDIT and self.credit(head.asked.tenant) > credit
+        return head.rank.priority >= req.rank.priority and (owes_more or self.precedence(head) > precedence)
+
     def waits_out(self, req: Req, begun: Iterable[Req]) -> bool:
-        """Whether the step in which ``begun`` compute their prompts is to hold nothing of the prompt of ``req``, whose
-        tenant has no credit: one of no lower priority whose tenant has some would wait for it."""
-        able = (each for each in begun if each.rank.priority >= req.rank.priority)
-        return self.credit(req.asked.tenant) <= 0.0 and any(self.credit(each.asked.tenant) > 0.0 for each in able)
+        """Whether the step in which ``begun`` compute their prompts is to hold nothing of ``req``: one of no lower
+        priority whose tenant goes before its own would wait for it."""
+        precedence = self.precedence(req)
+        return any(each.rank.priority >= req.rank.priority and self.precedence(each) > precedence for each in begun)
 
     def looks(self, now_s: float) -> None:
         """Count the time since the last look for those that others went before: another step is about to be planned."""
@@ -92,7 +114,7 @@ class TenantShares:
 
     def is_last(self, req: Req) -> bool:
         """Whether no request of the tenant of ``req`` waits but that one, if it does: its tenant does not flood."""
-        return self._waiting[req.asked.tenant] <= (req.state is ReqState.WAITING)
+        return self._waiting[req.asked.tenant] <= (req.num_tokens if req.state is ReqState.WAITING else 0)
 
     def heads(self, waiting: Iterable[Req]) -> list[Req]:
         """Return the oldest of ``waiting`` of each tenant that has credit, or waits alone; the oldest first."""
@@ -103,7 +125,7 @@ class TenantShares:
         return list(found.values())
 
     def in_turn(self, order: list[Req]) -> list[Req]:
-        """Put requests of tenants without credit behind the last one of no lower priority whose tenant has some.
+        """Put requests behind the last one of no lower priority whose tenant goes first.
 
         Args: order: the requests that wait, in that of the policy.
         """
@@ -113,7 +135,9 @@ class TenantShares:
             self._passed = []
             return order
         self._refill()
-        able = self._able(order)
+        precedences = [self.precedence(req) for req in order]
+        highest = max(precedences, default=Precedence.FIRST)
+        able = [each is highest for each in precedences]
         newest = {req.rank.priority: at for at, req in enumerate(order) if able[at]}
         behind, last = dict[int, int](), -1
         for priority in sorted({req.rank.priority for req in order}, reverse=True):
@@ -121,16 +145,6 @@ class TenantShares:
         places = [at if able[at] else max(at, behind[req.rank.priority]) for at, req in enumerate(order)]
         self._passed = [req for at, req in enumerate(order) if places[at] > at]
         return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
-
-    def _able(self, order: Sequence[Req]) -> list[bool]:
-        """Tell of each of ``order`` whether its tenant has credit; not of one that waits for more than a quantum, where
-        another has some that does not: no flood uses up its first credit before others."""
-        needs = dict.fromkeys(self._waiting, 0.0)
-        for req in order:
-            needs[req.asked.tenant] += req.num_tokens / req.asked.weight
-        able = {tenant for tenant in needs if self.credit(tenant) > 0.0}
-        light = {tenant for tenant in able if needs[tenant] <= self._quantum}
-        return [req.asked.tenant in (light or able) for req in order]
 
     def _refill(self) -> None:
         """Give all that have no credit as many quanta as it takes until one that waits has some."""
@@ -144,11 +158,11 @@ class TenantShares:
 
 
 class Easing:
-    """What steps leave out for a light prompt: the last one that waits of a tenant with credit.
+    """What steps leave out for a light prompt: the last one that waits of a tenant that goes first.
 
     In the step in which it ends, running requests that wait it out make no token, and their part of the step is its
-    own if it ends with that. Until EASE_S after it began, prompts of others without credit have no more of a step than
-    it had: its tenant may ask again.
+    own if it ends with that. Until EASE_S after it began, prompts of those that do not go first have no more of a step
+    than it had: its tenant may ask again.
     """
 
     def __init__(self, shares: TenantShares) -> None:
@@ -185,7 +199,7 @@ class Easing:
 
     def most_len(self, req: Req, now_s: float) -> float:
         """Return how many prompt tokens a step may have in which ``req`` begins or goes on."""
-        if self._shares.credit(req.asked.tenant) > 0.0:
+        if self._shares.precedence(req) is Precedence.FIRST:
             return math.inf
         others = (each for tenant, each in reversed(self._began.items()) if tenant != req.asked.tenant)
         return next((num_tokens for num_tokens, at_s in others if now_s - at_s < EASE_S), math.inf)
@@ -197,13 +211,13 @@ class Easing:
         return [req for req in running if self._shares.waits_out(req, light)] if light else []
 
     def _is_light(self, req: Req) -> bool:
-        shares, asked = self._shares, req.asked
-        return not asked.offline and shares.credit(asked.tenant) > 0.0 and shares.is_last(req)
+        shares = self._shares
+        return not req.asked.offline and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
 
 
-def _less(counts: Counter[str], tenant: str) -> bool:
-    """Count one less. Returns: whether none is left."""
-    counts[tenant] -= 1
+def _less(counts: Counter[str], tenant: str, num: int = 1) -> bool:
+    """Count ``num`` less. Returns: whether none is left."""
+    counts[tenant] -= num
     if counts[tenant]:
         return False
     del counts[tenant]

@@ -90,6 +90,34 @@ def test_a_flood_does_not_use_up_its_first_credit_before_others_but_a_burst_of_a
         bench.run()
 
 
+def test_beside_the_first_credit_of_a_flood_steps_ease_too_and_its_prompts_give_way() -> None:
+    bench = wide()
+    for number in range(60):
+        bench.submit(prompt(number, 60), tenant="heavy", cache_salt="heavy", max_new_tokens=40)
+    shares = bench.scheduler.queues.waiting.shares
+    while len(bench.scheduler.queues.running) < 3 or bench.scheduler.queues.chunked is None:
+        bench.step()
+    assert shares.credit("heavy") > 0.0
+    light = bench.submit(prompt(500, 10), tenant="light", cache_salt="light", max_new_tokens=4)
+    plan = bench.step()
+    assert isinstance(plan, ExtendPlan)
+    assert (len(plan.rows), plan.num_decode, light.num_output) == (1, 0, 1)
+    plans = [bench.step() for _ in range(4)]
+    assert max(plan.num_prompt_tokens for plan in plans if isinstance(plan, ExtendPlan)) <= 10
+    assert shares.credit("heavy") > 0.0
+    bench.run()
+
+
+def test_one_long_prompt_is_no_flood() -> None:
+    bench = wide()
+    flood(bench, 1, "other", max_new_tokens=80)
+    bench.step()
+    bench.submit(prompt(1, 1000), tenant="long", cache_salt="long")
+    flood(bench, 1, "other", first=2)
+    assert bench.scheduler.queues.waiting.shares.credit("other") > 0.0
+    assert bench.scheduler.queues.waiting.ordered(bench.clock())[0].asked.tenant == "long"
+
+
 def test_who_always_waits_for_little_has_no_more_than_who_floods() -> None:
     bench = Bench(max_running=4, num_pages=256, page_size=4)
     one, two = flood(bench, 250, "one", max_new_tokens=2), flood(bench, 4, "two", first=250, max_new_tokens=2)
