@@ -380,6 +380,7 @@ class Queues:
         for req in (*self.waiting, *self.prealloc, *self.held):
             assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
             assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
+        self.waiting.shares.check(self.waiting)
         for req in self.lines:
             assert req.asked.offline, f"{req.rid} is of no batch"
             assert (req.holding is None) == (req.state is ReqState.WAITING), f"{req.rid} is {req.state}: {req.holding}"

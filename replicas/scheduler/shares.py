@@ -146,6 +146,13 @@ class TenantShares:
         self._passed = [req for at, req in enumerate(order) if places[at] > at]
         return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
 
+    def check(self, waiting: Iterable[Req]) -> None:
+        """Raise AssertionError if what waits is not what was counted."""
+        found = Counter[str]()
+        for req in waiting:
+            found[req.asked.tenant] += req.num_tokens
+        assert found == self._waiting, f"{found} tokens wait, {self._waiting} are counted"
+
     def _refill(self) -> None:
         """Give all that have no credit as many quanta as it takes until one that waits has some."""
         best = max(self.credit(tenant) for tenant in self._waiting)
