@@ -432,7 +432,7 @@ class Dispatcher:
         if decision.predicted_ttft_s * overrun <= most_s or wait_s <= most_s:
             return
         if not offline:
-            wait_s *= self._share_before(request.tenant)
+            wait_s *= self._share_before(decision, request)
         if wait_s <= most_s:
             return
         late = f" (first tokens take {overrun:.1f} times their estimate)" if overrun > 1.05 else ""
@@ -445,13 +445,17 @@ class Dispatcher:
         self._refuse(noted, error)
         raise error
 
-    def _share_before(self, tenant: str) -> float:
-        """Return the part of this router's requests that wait which go before another one of ``tenant``: replicas serve
-        tenants by shares, so of each other tenant no more than of its own."""
-        online = [attempt.request for attempt in self._running if attempt.may_wait and not attempt.request.offline]
-        waiting = collections.Counter(request.tenant for request in online)
-        own = waiting[tenant] + 1
-        return sum(min(num, own) for num in waiting.values()) / len(online) if online else 1.0
+    def _share_before(self, decision: Decision, request: GenerateRequest) -> float:
+        """Return the part of the tokens that this router's requests wait for which go before another one: replicas
+        serve tenants by shares, so of each other tenant no more than of its own, by weight."""
+        waiting, weights = collections.Counter[str](), {request.tenant: request.weight}
+        for attempt, of in self._running.items():
+            if attempt.may_wait and not attempt.request.offline:
+                waiting[attempt.request.tenant] += of.decision.num_tokens - of.decision.overlap_tokens
+                weights[attempt.request.tenant] = attempt.request.weight
+        own = (waiting[request.tenant] + decision.num_tokens - decision.overlap_tokens) / request.weight
+        before = sum(min(num_tokens, own * weights[tenant]) for tenant, num_tokens in waiting.items())
+        return before / waiting.total() if waiting.total() else 1.0
 
     def _record(
         self, request: GenerateRequest, number: int, replica_id: str, error: MantaError, progress: Progress

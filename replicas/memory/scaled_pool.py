@@ -65,7 +65,7 @@ class ScaledKVPool(MHATokenToKVPool):
         largest = LARGEST[self.dtype]
         for part, x in enumerate((k, v)):
             peak = x.float().abs().amax(dim=-1).clamp_min(SMALLEST_PEAK)  # [T, K]
-            # divided once, as kernels do: by a number, torch takes the reciprocal, and rounds twice
+            # divided once, as kernels do: a number over a tensor is its reciprocal in torch, and rounded twice
             scaled = x.float() * (torch.full_like(peak, largest) / peak).unsqueeze(-1)
             numbers = scaled.round() if self.dtype == torch.int8 else scaled
             self._numbers[:, layer, part][page, :, offset] = numbers.to(self.dtype).view(torch.uint8)

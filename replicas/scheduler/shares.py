@@ -31,7 +31,7 @@ class Precedence(enum.IntEnum):
     """Which of the tenants that share an engine go first: those of the highest that waits."""
 
     NO_CREDIT = 0
-    FLOODS = 1  # it has credit, and several requests that wait for more than a quantum
+    FLOODS = 1  # it has credit, and several requests that wait, with more than a quantum of prompts (cached or not)
     FIRST = 2
 
 
@@ -42,7 +42,7 @@ class TenantShares:
         self._quantum = float(quantum)  # tokens by weight 1
         self._credits: dict[str, float] = {}  # of tenants that were charged; any other has a whole quantum
         self._open: Counter[str] = Counter()  # requests, by tenant
-        self._waiting: Counter[str] = Counter()  # tokens of those that wait, by tenant
+        self._waiting: dict[str, tuple[int, int]] = {}  # of them, those that wait: how many, and their tokens
         self._passed: list[Req] = []  # at the last look, behind others only for want of credit
         self._looked_s = 0.0
         self.easing = Easing(self)
@@ -53,16 +53,21 @@ class TenantShares:
 
     def ends(self, req: Req) -> None:
         """Note that ``req`` has ended."""
-        if _less(self._open, req.asked.tenant):
+        self._open[req.asked.tenant] -= 1
+        if not self._open[req.asked.tenant]:
+            del self._open[req.asked.tenant]
             self._credits.pop(req.asked.tenant, None)
 
     def waits(self, req: Req) -> None:
         """Note that ``req`` waits."""
-        self._waiting[req.asked.tenant] += req.num_tokens
+        num, num_tokens = self._waiting.get(req.asked.tenant, (0, 0))
+        self._waiting[req.asked.tenant] = num + 1, num_tokens + req.num_tokens
 
     def begins(self, req: Req) -> None:
         """Note that ``req`` waits no more."""
-        _less(self._waiting, req.asked.tenant, req.num_tokens)
+        num, num_tokens = self._waiting.pop(req.asked.tenant)
+        if num > 1:
+            self._waiting[req.asked.tenant] = num - 1, num_tokens - req.num_tokens
 
     @property
     def several(self) -> bool:
@@ -87,9 +92,12 @@ class TenantShares:
 
     def precedence(self, req: Req) -> Precedence:
         """Tell which tenants that of ``req`` goes before."""
+        if not req.asked.tenant:
+            return Precedence.FIRST  # no key is asked for
         if self.credit(req.asked.tenant) <= 0.0:
             return Precedence.NO_CREDIT
-        floods = self._waiting[req.asked.tenant] > self._quantum * req.asked.weight and not self.is_last(req)
+        num, num_tokens = self._waiting.get(req.asked.tenant, (0, 0))
+        floods = num > 1 and num_tokens > self._quantum * req.asked.weight
         return Precedence.FLOODS if floods else Precedence.FIRST
 
     def gives_way(self, req: Req, head: Req) -> bool:
@@ -114,7 +122,7 @@ class TenantShares:
 
     def is_last(self, req: Req) -> bool:
         """Whether no request of the tenant of ``req`` waits but that one, if it does: its tenant does not flood."""
-        return self._waiting[req.asked.tenant] <= (req.num_tokens if req.state is ReqState.WAITING else 0)
+        return self._waiting.get(req.asked.tenant, (0, 0))[0] <= (req.state is ReqState.WAITING)
 
     def heads(self, waiting: Iterable[Req]) -> list[Req]:
         """Return the oldest of ``waiting`` of each tenant that has credit, or waits alone; the oldest first."""
@@ -135,23 +143,29 @@ class TenantShares:
             self._passed = []
             return order
         self._refill()
-        precedences = [self.precedence(req) for req in order]
-        highest = max(precedences, default=Precedence.FIRST)
-        able = [each is highest for each in precedences]
+        before, found = {req: at for at, req in enumerate(order)}, order
+        for least in (Precedence.FLOODS, Precedence.FIRST):
+            found = self._put_behind(found, least)
+        self._passed = [req for at, req in enumerate(found) if at > before[req]]
+        return found
+
+    def _put_behind(self, order: Sequence[Req], least: Precedence) -> list[Req]:
+        """Put requests of tenants below ``least`` behind the last one of no lower priority whose tenant is not."""
+        able = [self.precedence(req) >= least for req in order]
         newest = {req.rank.priority: at for at, req in enumerate(order) if able[at]}
         behind, last = dict[int, int](), -1
         for priority in sorted({req.rank.priority for req in order}, reverse=True):
             behind[priority] = last = max(last, newest.get(priority, -1))
         places = [at if able[at] else max(at, behind[req.rank.priority]) for at, req in enumerate(order)]
-        self._passed = [req for at, req in enumerate(order) if places[at] > at]
         return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
 
     def check(self, waiting: Iterable[Req]) -> None:
         """Raise AssertionError if what waits is not what was counted."""
-        found = Counter[str]()
+        found = dict[str, tuple[int, int]]()
         for req in waiting:
-            found[req.asked.tenant] += req.num_tokens
-        assert found == self._waiting, f"{found} tokens wait, {self._waiting} are counted"
+            num, num_tokens = found.get(req.asked.tenant, (0, 0))
+            found[req.asked.tenant] = num + 1, num_tokens + req.num_tokens
+        assert found == self._waiting, f"{found} wait, {self._waiting} are counted"
 
     def _refill(self) -> None:
         """Give all that have no credit as many quanta as it takes until one that waits has some."""
@@ -220,15 +234,6 @@ class Easing:
     def _is_light(self, req: Req) -> bool:
         shares = self._shares
         return not req.asked.offline and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
-
-
-def _less(counts: Counter[str], tenant: str, num: int = 1) -> bool:
-    """Count ``num`` less. Returns: whether none is left."""
-    counts[tenant] -= num
-    if counts[tenant]:
-        return False
-    del counts[tenant]
-    return True
 
 
 Size = Callable[[Req], float]

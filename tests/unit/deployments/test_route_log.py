@@ -157,6 +157,30 @@ async def test_a_tenant_is_not_refused_because_another_one_floods_the_queue(scri
     await asyncio.gather(*waiting)
 
 
+@pytest.mark.parametrize(("own_len", "others_len", "is_let_in"), [(4, 400, True), (400, 4, False)])
+async def test_of_others_queue_counts_as_many_tokens_as_a_tenant_waits_for_itself(
+    scripted: House, own_len: int, others_len: int, is_let_in: bool
+) -> None:
+    """12 s wait, 10 are allowed: a short prompt goes before most of another's long one, a long one before nothing."""
+    replica = ScriptedReplica("r0")
+    replica.stats = stats(waiting_uncached_tokens=12_000, prefill_tokens_per_s=1000.0)
+    await scripted.ready(replica)
+    replica.hold.clear()
+    scripted.dispatcher._limits = TryLimits()
+    waiting = [
+        asyncio.create_task(scripted.collect(rid=f"a{at}.0-x", tenant=tenant, num_tokens=length))
+        for at, (tenant, length) in enumerate({"other": others_len, "one": 4, "two": 4}.items())
+    ]
+    await until_async(lambda: len(replica.requests) == 3)
+    scripted.dispatcher._limits = TryLimits(max_wait_s=10.0)
+    asked = asyncio.create_task(scripted.collect(rid="b1.0-x", tenant="three", num_tokens=own_len))
+    await until_async(lambda: len(replica.requests) == 4 or asked.done())
+    assert (not asked.done()) == is_let_in
+    replica.hold.set()
+    await asyncio.gather(*waiting, asked, return_exceptions=True)
+    assert asked.exception() is None if is_let_in else isinstance(asked.exception(), Saturated)
+
+
 async def test_waits_that_turn_out_longer_than_estimated_are_refused_before_the_setting_is_reached(
     scripted: House,
 ) -> None:

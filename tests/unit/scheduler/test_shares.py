@@ -108,6 +108,53 @@ def test_beside_the_first_credit_of_a_flood_steps_ease_too_and_its_prompts_give_
     bench.run()
 
 
+def test_of_one_tenants_long_prompts_none_gives_way_to_another() -> None:
+    bench = Bench(max_running=64, num_pages=4096, context_len=2000, chunked_prefill_size=CHUNK)
+    flood(bench, 1, "other", first=900, max_new_tokens=500)
+    bench.step()
+    longs = [bench.submit(prompt(1 + at, 400), tenant="one", cache_salt="one", max_new_tokens=4) for at in range(2)]
+    while any(req.num_output == 0 for req in longs):
+        bench.step()
+    assert [req.num_retractions for req in longs] == [0, 0]
+
+
+def test_a_step_has_no_more_tokens_for_a_prompt_beside_its_own_tenants_answers() -> None:
+    bench = wide()
+    flood(bench, 1, "other", first=900, max_new_tokens=1000)
+    bench.step()
+    first = bench.submit(prompt(1, 700), tenant="one", cache_salt="one", max_new_tokens=1)
+    while first.finish is None:
+        bench.step()
+    answers = flood(bench, 14, "one", first=10, max_new_tokens=400)
+    while any(req.num_output == 0 for req in answers):
+        bench.step()
+    bench.clock.now_s += 2 * EASE_S
+    bench.submit(prompt(1, 700) + prompt(70, 28), tenant="one", cache_salt="one", max_new_tokens=4)
+    plan = bench.step()
+    assert isinstance(plan, ExtendPlan)
+    assert (plan.num_prompt_tokens, plan.num_decode) == (20, 15)
+
+
+def test_who_has_credit_goes_before_a_debt_also_while_one_that_goes_first_cannot_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(policy="fcfs", max_running=64, num_pages=4096, context_len=2000, chunked_prefill_size=CHUNK)
+    shares = bench.scheduler.queues.waiting.shares
+    flood(bench, 60, "indebted", max_new_tokens=2)
+    for number, tenant in ((900, "first"), (901, "another")):
+        flood(bench, 1, tenant, first=number, max_new_tokens=1000)
+    (blocked,) = flood(bench, 1, "first", first=902)
+    monkeypatch.setattr(bench.kv, "waits_for_store", lambda req, now_s: req is blocked)
+    while shares.credit("indebted") > 0.0:
+        bench.step()
+    floods = flood(bench, 20, "flooding", first=100, max_new_tokens=2)
+    owed = shares.credit("indebted")
+    for _ in range(6):
+        bench.step()
+    assert sum(req.stamps.admitted_s is not None for req in floods) > 2
+    assert shares.credit("indebted") > owed - 2 * CHUNK  # what it had begun, it may end
+
+
 def test_one_long_prompt_is_no_flood() -> None:
     bench = wide()
     flood(bench, 1, "other", max_new_tokens=80)
