@@ -90,7 +90,7 @@ def next_batch(
     _extend_forced(batch, queues, kv, counters, limits, budget)
     if not others_begin:
         budget.lower(limits.line_len)
-    shares = queues.waiting.shares
+    shares, order = queues.waiting.shares, _in_turn(queues, now_s, others_begin=others_begin)  # it settles credits
     if queues.chunked is not None:
         _ease(budget, queues.chunked, shares.easing, limits, kv, now_s)
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
@@ -99,7 +99,7 @@ def next_batch(
     batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
     barrier = queues.prealloc.barrier
-    for req in _in_turn(queues, now_s, others_begin=others_begin):
+    for req in order:
         if barrier is not None and req.rank.from_s > barrier:
             refusal: Refusal | None = Refusal.OLDER_GRANT
         elif others_begin and shares.waits_out(req, batch.reqs[batch.num_forced :]):
