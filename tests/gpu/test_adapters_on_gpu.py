@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replicas.config import AdapterLimits
+from replicas.engine import adapters as adapters_module
 from replicas.engine.engine import Engine
 from replicas.errors import AdapterNotReadable
 from replicas.kernels import gpu as fused
@@ -300,7 +301,8 @@ def test_adapters_come_and_go_while_graphs_stay(
 def test_an_adapter_for_which_the_gpu_has_no_memory_is_answered_so(
     folder: Path, adapters: list[AdapterRef | None], gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next request for it is tried again."""
+    """And later it is tried again."""
+    monkeypatch.setattr(adapters_module, "REFUSED_S", 0.0)
     engine = start(str(folder), dtype="float32", cuda_graphs=False, adapters=AdapterLimits(max_rank=20))
     put = GpuLowRank.put
 
