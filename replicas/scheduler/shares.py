@@ -1,4 +1,4 @@
-"""Shares: whose requests go first where those of several tenants wait for one engine, and what steps leave out for it.
+"""Shares: whose requests go first where those of several tenants wait for one engine, and how steps ease for them.
 
 Owns:      the credit of each tenant: the tokens that may be computed for it until others go first.
 Never:     orders the requests of one tenant: the policy does (orders.py). Keeps a place or a token free for anybody.
@@ -11,14 +11,14 @@ Source:    Deficit Longest Prefix Match, Cao et al. 2025 (arXiv:2501.14312). The
 
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
-    one of these does not flood: it first (no flood uses up its first credit before others)
+    one of these does not flood: it goes first (no flood uses up its first credit before others)
     its last one begins: steps ease (Easing)
 """
 
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from replicas.request import Asked, Req, ReqState
 
@@ -143,29 +143,20 @@ class TenantShares:
             self._passed = []
             return order
         self._refill()
+        one_of = {req.asked.tenant: req for req in order}
+        precedence = {tenant: self.precedence(req) for tenant, req in one_of.items()}
         before, found = {req: at for at, req in enumerate(order)}, order
-        for least in (Precedence.FLOODS, Precedence.FIRST):
-            found = self._put_behind(found, least)
+        for least in sorted(set(precedence.values()))[1:]:
+            found = _put_behind(found, {tenant for tenant, each in precedence.items() if each < least})
         self._passed = [req for at, req in enumerate(found) if at > before[req]]
         return found
 
-    def _put_behind(self, order: Sequence[Req], least: Precedence) -> list[Req]:
-        """Put requests of tenants below ``least`` behind the last one of no lower priority whose tenant is not."""
-        able = [self.precedence(req) >= least for req in order]
-        newest = {req.rank.priority: at for at, req in enumerate(order) if able[at]}
-        behind, last = dict[int, int](), -1
-        for priority in sorted({req.rank.priority for req in order}, reverse=True):
-            behind[priority] = last = max(last, newest.get(priority, -1))
-        places = [at if able[at] else max(at, behind[req.rank.priority]) for at, req in enumerate(order)]
-        return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
-
     def check(self, waiting: Iterable[Req]) -> None:
         """Raise AssertionError if what waits is not what was counted."""
-        found = dict[str, tuple[int, int]]()
+        found = TenantShares(0)
         for req in waiting:
-            num, num_tokens = found.get(req.asked.tenant, (0, 0))
-            found[req.asked.tenant] = num + 1, num_tokens + req.num_tokens
-        assert found == self._waiting, f"{found} wait, {self._waiting} are counted"
+            found.waits(req)
+        assert found._waiting == self._waiting, f"{found._waiting} wait, {self._waiting} are counted"
 
     def _refill(self) -> None:
         """Give all that have no credit as many quanta as it takes until one that waits has some."""
@@ -176,6 +167,17 @@ class TenantShares:
         for tenant, credit in self._credits.items():
             if credit <= 0.0:
                 self._credits[tenant] = min(credit + more, self._quantum)
+
+
+def _put_behind(order: Sequence[Req], tenants: Container[str]) -> list[Req]:
+    """Put the requests of ``tenants`` behind the last one of no lower priority of any other."""
+    able = [req.asked.tenant not in tenants for req in order]
+    newest = {req.rank.priority: at for at, req in enumerate(order) if able[at]}
+    behind, last = dict[int, int](), -1
+    for priority in sorted({req.rank.priority for req in order}, reverse=True):
+        behind[priority] = last = max(last, newest.get(priority, -1))
+    places = [at if able[at] else max(at, behind[req.rank.priority]) for at, req in enumerate(order)]
+    return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
 
 
 class Easing:
