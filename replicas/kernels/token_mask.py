@@ -70,6 +70,8 @@ def mask_on_device(logits: Tensor, masks: Sequence[Words | None]) -> None:
     size = logits.shape[1]
     num_words = -(-size // WORD)
     rows = [r for r, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return
     packed = torch.from_numpy(np.stack([mask[:num_words] for mask in masks if mask is not None]))
     index = torch.tensor(rows)
     if logits.device.type == "cuda":

@@ -277,8 +277,8 @@ class Sampler:
 
         Args:    logits: [S, V] float32; changed only where a constraint forbids a token.
         Returns: token ids [S], BROKEN for a row whose logits hold NaN or inf or are all masked: one request's overflow
-                 must not end the others. logprobs [S], None for rows that did not ask (or are broken), or () if no row
-                 asked. Greedy ties go to the lowest id.
+                 must not end the others. logprobs [S], None for rows that did not ask (or are broken), or () if none
+                 has one. Greedy ties go to the lowest id.
         """
         self._check_shape(logits, len(rows))
         if not rows:
@@ -328,9 +328,9 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, token_ids: TokenIds, rows: Sequence[SampleRow]
     ) -> tuple[TokenLogprob | None, ...]:
-        if not any(row.return_logprobs for row in rows):
-            return ()
         asked = [i for i, row in enumerate(rows) if row.return_logprobs and token_ids[i] != BROKEN]
+        if not asked:  # all that ask may be broken
+            return ()
         chosen = logits if len(asked) == len(rows) else logits[torch.tensor(asked, device=logits.device)]
         found: list[TokenLogprob | None] = [None] * len(rows)
         made = token_logprobs(chosen, token_ids[asked], [rows[i].top_logprobs for i in asked])

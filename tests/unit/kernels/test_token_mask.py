@@ -48,6 +48,13 @@ def test_a_mask_longer_than_the_vocabulary_is_read_to_its_end_only() -> None:
         assert logits.isfinite().nonzero().tolist() == [[0, 0]]
 
 
+def test_rows_without_a_mask_stay_as_they_are() -> None:
+    for mask in (mask_tokens, mask_on_device):
+        logits = torch.ones(2, 40)
+        mask(logits, [None, None])
+        assert (logits == 1).all()
+
+
 def test_rows_of_a_wider_matrix_are_masked_where_they_lie() -> None:
     wide = torch.arange(3 * 64, dtype=torch.float32).view(3, 64)
     rows = wide[:, :40]

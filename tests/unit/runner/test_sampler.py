@@ -394,6 +394,15 @@ def test_a_row_without_any_possible_token_gets_none() -> None:
     assert tokens[0] != BROKEN
 
 
+def test_where_all_rows_that_ask_for_logprobs_are_broken_there_are_none() -> None:
+    """The index of no row once ended the engine."""
+    logits = torch.zeros(3, 10)
+    logits[0, 4] = float("nan")
+    rows = [row(return_logprobs=True), held([0], return_logprobs=True, top_logprobs=3), row(temperature=0.0)]
+    tokens, logprobs = Sampler(10, "cpu").sample(logits, rows)
+    assert (tokens.tolist(), logprobs) == ([BROKEN, BROKEN, 0], ())
+
+
 def test_logits_of_another_vocabulary_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"logits are \(1, 9\), wanted \(1, 10\)"):
         Sampler(10, "cpu").sample(torch.zeros(1, 9), [row()])
