@@ -4,8 +4,8 @@ when any of them failed.
 Tests that start Ray mostly wait for its processes, so they run beside the others, one application at a time; what they
 said is printed at the end. The others give way to them, which measure times, but not to all else: under `nice -n 19`
 two busy programs of the user leave a test so little time that its limit ends it. They share two processes: a hung test
-ends its process, with all stacks, since Hypothesis would run one that pytest fails again, with no limit, and xdist would
-give its file to the next process.
+ends its process, with all stacks, since Hypothesis would run one that pytest fails again, with no limit, and xdist
+would give its file to the next process.
 """
 
 import os
@@ -41,7 +41,7 @@ def run(which: str) -> int:
     with tempfile.TemporaryFile() as said:
         with_ray = subprocess.Popen(
             [*PYTEST, *files_that_say("serve"), "-m", f"serve and {MARKED[which]}"],
-            stdout=said, stderr=subprocess.STDOUT, env={**COMPILED_ONCE, "RAY_worker_niceness": "0"},  # Ray has them at 15
+            stdout=said, stderr=subprocess.STDOUT, env={**COMPILED_ONCE, "RAY_worker_niceness": "0"},  # not 15
         )  # fmt: skip
         try:
             files = files_that_say("slow") if which == "slow" else []
