@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import pytest
 
@@ -17,12 +18,15 @@ from tests.waiting import until_async
 
 
 class Draining(ScriptedReplica):
-    """Its lease fails once it has sent tokens, up to its pause."""
+    """Its lease fails once the router has the tokens that it sent, up to its pause."""
+
+    def __init__(self, replica_id: str, *, have_come: Callable[[], bool]) -> None:
+        super().__init__(replica_id)
+        self.have_come = have_come
 
     async def lease(self, router_id: str, rid: str) -> MantaError | None:
         generation = asyncio.ensure_future(super().lease(router_id, rid))
-        await until_async(lambda: not self.hold.is_set())
-        await asyncio.sleep(0.05)  # the tokens arrive
+        await until_async(lambda: not self.hold.is_set() and self.have_come())
         generation.cancel()
         raise ReplicaGone(f"replica {self.replica_id} drains")
 
@@ -85,7 +89,9 @@ async def test_a_lease_that_fails_after_the_first_tokens_moves_the_request_and_e
     house: House,
 ) -> None:
     """As where Serve drains the replica between the choice and the call: the request has begun there all the same."""
-    first, second = Draining("r0"), ScriptedReplica("r1")
+    running = house.dispatcher._running
+    first = Draining("r0", have_come=lambda: any(attempt._progress.num_delivered == 3 for attempt in running))
+    second = ScriptedReplica("r1")
     first.pause_at = 3
     await house.ready(first, second)
     assert ids(await house.collect(max_new_tokens=8)) == list(range(1000, 1008))
