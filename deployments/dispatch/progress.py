@@ -80,6 +80,11 @@ class Progress:
     def num_delivered(self) -> int:
         return sum(len(ids) for ids in self._ids)
 
+    @property
+    def longest(self) -> int:
+        """The tokens of its longest choice."""
+        return max(map(len, self._ids))
+
     def so_far(self) -> GenerateRequest:
         """Return the request with what was delivered as part of its prompt: a replica that caches this prefix continues
         from it. Of several choices, the longest that has not ended stands for all."""

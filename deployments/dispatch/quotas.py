@@ -3,12 +3,12 @@
 Owns:      the counts of a key's requests and tokens: this router's own, and those that the others have told; what the
            prompts of one HTTP request, which is one request of its key, count with together.
 Never:     asks another router on a request's way: each tells the others its own counts every TELL_S.
-Invariant: a request counts with an estimate from when it is sent, and with what it used from its end on. So at most
-           the requests that one router takes between two tellings go beyond a limit, and what estimates fall short.
+Invariant: a token counts from when it is delivered. Of a request that runs, the rest of its estimate counts as well. So
+           a limit is exceeded by at most what runs when it is reached, and what one router takes between two tellings.
 Thread:    the router's event loop.
 
 A minute is a sliding one: the count of this minute, and of the one before the part that is still within 60 s. It is
-exact if the minute before was used evenly.
+exact if the minute before was used evenly. What exceeds the limit of a minute is owed: it counts in the next minute.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import logging
 import math
 import operator
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -36,7 +36,9 @@ Kind = Literal["requests", "input_tokens", "output_tokens"]
 KINDS: tuple[Kind, ...] = ("requests", "input_tokens", "output_tokens")
 HEADERS = [tuple(f"x-ratelimit-{what}-{kind.replace('_', '-')}".encode() for what in ("limit", "remaining", "reset"))
            for kind in KINDS]  # fmt: skip
-FIRST_OUTPUT_LEN = 128.0  # assumed of a key's answers before any has ended
+FIRST_OUTPUT_LEN = 128.0  # of a key's first answer, which counts among its last ones: before it, there is none
+NUM_LENGTHS, QUANTILE = 64, 0.9  # a choice is expected to be as long as this part of a key's last ones were, at most
+REST_LIMITS = 2  # a request that another router ran before goes on until its key has used so many limits
 NOTHING = (0.0, 0.0, 0.0)
 Used = dict[str, list[float]]  # name of a key -> of each of KINDS
 
@@ -63,37 +65,49 @@ class Told:
     """What one router tells the others."""
 
     used: Mapping[int, Used]  # in this minute and the one before
+    expected: Mapping[str, Sequence[float]]  # of what runs there, beyond what it has used; by the key's name
     choices: Mapping[str, int]  # that run or wait there, by the key's name
 
 
-@dataclass(slots=True, kw_only=True)
+class SoFar(NamedTuple):
+    """What a request that runs has used so far."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    longest: int = 0  # of its choices, in tokens
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Reserved:
-    """What one request counts with until it ends."""
+    """What one request counts with while it runs: what it has used so far, and what is left of its estimate."""
 
     key: TenantKey
-    minute: int
-    requests: float = 0.0
-    input_tokens: float = 0.0
-    output_tokens: float = 0.0
+    minute: int  # in which it counts as a request
+    estimate: tuple[float, float, float]  # of each of KINDS
+    most: int  # tokens that a choice may have
+    so_far: Callable[[], SoFar] = SoFar
+    counted: tuple[int, int] = (0, 0)  # tokens, input and output, that stand in the minutes
 
 
 class LastMinute(NamedTuple):
     """What a key has used, at all routers, of each of KINDS."""
 
-    this: Sequence[float]  # minute
-    before: Sequence[float]  # in the minute before this one
+    this: Sequence[float]  # minute, with what is owed from those before and what is expected of requests that run
+    before: Sequence[float]  # in the minute before this one, without what is owed
     left: float  # the part of that one that is within 60 s
 
     def used(self, at: int) -> float:
-        """Count what is within 60 s of the kind at ``at``."""
+        """Count what is within 60 s, or owed, of the kind at ``at``."""
         return self.this[at] + self.before[at] * self.left
 
-    def wait_s(self, at: int, room: float) -> float:
+    def wait_s(self, at: int, room: float, limit: int) -> float:
         """Return how long it takes until no more than ``room`` counts, if nothing more comes."""
         this, before = self.this[at], self.before[at]
         if this <= room:
             return MINUTE_S * (self.left - (room - this) / before)
-        return MINUTE_S * self.left + MINUTE_S * (1 - room / this)
+        num = max(math.ceil((this - room) / limit), 1)  # minutes that begin until then: each pays a limit off
+        before = min(this - (num - 1) * limit, limit)
+        return MINUTE_S * (self.left + num - (room - max(this - num * limit, 0)) / before)
 
 
 @dataclass(slots=True)
@@ -106,7 +120,12 @@ class Quotas:
     _own: dict[int, Used] = field(default_factory=dict)
     _others: dict[str, Told] = field(default_factory=dict)
     _named: Sequence[str] = ()  # tenants by metrics: one is never dropped, so that no counter falls
-    _output_len: dict[str, float] = field(default_factory=dict)  # of a choice, by key: a running mean
+    _lengths: dict[str, deque[float]] = field(  # of the last choices, by key
+        default_factory=lambda: defaultdict(lambda: deque([FIRST_OUTPUT_LEN], NUM_LENGTHS))
+    )
+    _open: dict[str, list[Reserved]] = field(default_factory=lambda: defaultdict(list))  # by key
+    _owed: Mapping[str, Sequence[float]] = field(default_factory=dict)  # in the minute before ``_since``
+    _since: int = 0  # a minute; 0: nothing was asked yet
 
     def key_of(self, name: str) -> TenantKey | None:
         """Return the key of the caller ``name``; None for one that is not in the file."""
@@ -120,57 +139,64 @@ class Quotas:
         """Count what a key has used within a minute."""
         return self._last_minute(name).used(KINDS.index(kind))
 
-    def reserve(self, key: TenantKey, *, input_tokens: int, output_tokens: int, choices: int) -> Reserved:
-        """Count a request that is about to be sent. ``output_tokens``: the most that a choice may have.
+    def reserve(
+        self,
+        key: TenantKey,
+        *,
+        input_tokens: int,
+        output_tokens: int,
+        choices: int,
+        so_far: Callable[[], SoFar] = SoFar,
+        is_rest: bool = False,
+    ) -> Reserved:
+        """Count a request that is about to be sent. ``output_tokens``: the most that a choice may have. ``so_far``:
+        what it has used. ``is_rest``: of one that another router ran, which counted its beginning.
 
         Raises: OverQuota, and counts nothing, if the key may not; BeyondLimit if it never may.
         """
-        mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
-        most = key.limits.output_tokens  # an estimate alone never keeps out a key that has used nothing
-        output = min(min(float(output_tokens), mean) * choices, math.inf if most is None else most)
-        counts = (1.0, float(input_tokens), output)
-        window = self._last_minute(key.name)
+        window, most = self._last_minute(key.name), key.limits.output_tokens
+        lengths = sorted(self._lengths[key.name])
+        length = max(lengths[math.ceil(QUANTILE * len(lengths)) - 1], self._longest(key.name))
+        # an estimate alone never keeps out a key that has used nothing
+        output = min(min(float(output_tokens), length) * choices, math.inf if most is None else most)
+        counts = (0.0, 0.0, output) if is_rest else (1.0, float(input_tokens), output)
         for at, (limit, more) in enumerate(zip(key.limits.a_minute, counts, strict=True)):
-            if limit is not None and window.used(at) + more > limit:
+            if limit is not None and window.used(at) + more > limit * (REST_LIMITS if is_rest else 1):
                 raise _over(window, at, more, limit)
-        reserved = Reserved(key=key, minute=self._minute, requests=1.0, input_tokens=counts[1], output_tokens=output)
-        self._add(reserved.minute, key.name, counts)
+        reserved = Reserved(key=key, minute=self._minute, estimate=counts, most=output_tokens, so_far=so_far)
+        self._add(reserved.minute, key.name, (counts[0], 0.0, 0.0))
+        self._open[key.name].append(reserved)
         return reserved
 
-    def reserve_nothing(self, key: TenantKey) -> Reserved:
-        """Make what counts nothing until it is settled: the rest of a request that has been counted."""
-        return Reserved(key=key, minute=self._minute)
-
     def settle(self, reserved: Reserved, *, input_tokens: int, output_tokens: int, choices: int) -> None:
-        """Count in this minute what a request has used, in the place of its estimate."""
-        key = reserved.key
-        less = (0.0, -reserved.input_tokens, -reserved.output_tokens)
-        if reserved.minute == self._minute:
-            less = (0.0, less[1] + input_tokens, less[2] + output_tokens)
-        else:
-            self._add(self._minute, key.name, (0.0, float(input_tokens), float(output_tokens)))
-        self._add(reserved.minute, key.name, less)
-        if output_tokens:
-            mean = self._output_len.get(key.name, FIRST_OUTPUT_LEN)
-            self._output_len[key.name] = mean + (output_tokens / choices - mean) / 8
-        for kind, num in zip(KINDS, (round(reserved.requests), input_tokens, output_tokens), strict=True):
+        """Count what a request has used that has ended, and no more of its estimate."""
+        key, length = reserved.key, output_tokens / choices
+        self._count(reserved, input_tokens, output_tokens)
+        self._close(reserved)
+        if output_tokens and (length < reserved.most or length > max(self._lengths[key.name])):
+            self._lengths[key.name].append(length)  # what was cut says nothing of how long a longer one is
+        for kind, num in zip(KINDS, (round(reserved.estimate[0]), input_tokens, output_tokens), strict=True):
             self.totals[key.of, kind] += num
 
     def give_back(self, reserved: Reserved) -> None:
         """Count nothing for a request that has failed here before anything came of it."""
-        counts = (-reserved.requests, -reserved.input_tokens, -reserved.output_tokens)
-        self._add(reserved.minute, reserved.key.name, counts)
+        self._close(reserved)
+        self._add(reserved.minute, reserved.key.name, (-reserved.estimate[0], 0.0, 0.0))
 
     def told(self, choices: Mapping[str, int]) -> Told:
         """Return what to tell the other routers."""
-        return Told(used=self._own, choices=dict(choices))
+        expected = {name: self._expected(name) for name in [*self._open]}  # first: it counts what was delivered
+        return Told(used=self._own, expected=expected, choices=dict(choices))
 
     def hear(self, told: Mapping[str, Told]) -> None:
         """Take in what the other routers say, each under its id. Of one that says nothing, what it has used counts on
         while it is within a minute, and no request is open."""
+        self._carry()
         now = self._minute
         silent = {
-            router: Told(used=each.used, choices={}) for router, each in self._others.items() if router not in told
+            router: Told(used=each.used, expected={}, choices={})
+            for router, each in self._others.items()
+            if router not in told
         }
         recent = {router: each for router, each in silent.items() if max(each.used, default=0) >= now - 1}
         self._others = {**recent, **told}
@@ -219,7 +245,8 @@ class Quotas:
             if limit is None:
                 continue
             of_limit, of_remaining, of_reset = HEADERS[at]
-            free_s = MINUTE_S * (window.left + (window.this[at] > 0)) if window.this[at] or window.before[at] else 0.0
+            num = math.ceil(window.this[at] / limit)  # minutes that must begin to pay it off
+            free_s = MINUTE_S * (window.left + num) if window.this[at] or window.before[at] else 0.0
             left = max(0, int(limit - window.used(at)))
             shown += (of_limit, b"%d" % limit), (of_remaining, b"%d" % left), (of_reset, b"%.1fs" % free_s)
         return shown
@@ -231,7 +258,58 @@ class Quotas:
     def _last_minute(self, name: str) -> LastMinute:
         minute, passed_s = divmod(self.clock(), MINUTE_S)
         now = int(minute)
-        return LastMinute(self._sum(now, name), self._sum(now - 1, name), 1 - passed_s / MINUTE_S)
+        expected = self._expected(name)
+        for told in self._others.values():
+            expected = [*map(operator.add, expected, told.expected.get(name, NOTHING))]
+        self._carry()
+        owed, before = self._beyond(name, now - 1)
+        this = [sum(each) for each in zip(self._sum(now, name), owed, expected, strict=True)]
+        return LastMinute(this, before, 1 - passed_s / MINUTE_S)
+
+    def _carry(self) -> None:
+        """Note, once a minute has passed, what each key owed in it."""
+        now = self._minute
+        self._since = self._since or now
+        for minute in range(self._since - 1, now - 1):
+            found = {*self._owed, *(name for used in (self._own, *(each.used for each in self._others.values()))
+                                    for name in used.get(minute, ()))}  # fmt: skip
+            owed = {name: self._beyond(name, minute)[0] for name in found}
+            self._owed = {name: each for name, each in owed.items() if any(each)}
+        self._since = now
+
+    def _beyond(self, name: str, minute: int) -> tuple[Sequence[float], Sequence[float]]:
+        """Split what counts in ``minute``, which is the one behind which ``_owed`` is known, into what is beyond the
+        limits of a key and what is not."""
+        key = self.keys.by_name.get(name)
+        limits = (None,) * len(KINDS) if key is None else key.limits.a_minute
+        counts = [*map(operator.add, self._sum(minute, name), self._owed.get(name, NOTHING))]
+        within = [num if limit is None else min(num, limit) for num, limit in zip(counts, limits, strict=True)]
+        return [*map(operator.sub, counts, within)], within
+
+    def _expected(self, name: str) -> Sequence[float]:
+        """Count what the requests of a key have used so far; return what is left of their estimates."""
+        left = [0.0] * len(KINDS)
+        for reserved in self._open.get(name, ()):
+            so_far = reserved.so_far()
+            self._count(reserved, so_far.input_tokens, so_far.output_tokens)
+            for at, num in enumerate(reserved.counted, start=1):
+                left[at] += max(reserved.estimate[at] - num, 0.0)
+        return left
+
+    def _longest(self, name: str) -> int:
+        return max((each.so_far().longest for each in self._open.get(name, ())), default=0)
+
+    def _count(self, reserved: Reserved, input_tokens: int, output_tokens: int) -> None:
+        more = (0.0, float(input_tokens - reserved.counted[0]), float(output_tokens - reserved.counted[1]))
+        if any(more):
+            reserved.counted = (input_tokens, output_tokens)
+            self._add(self._minute, reserved.key.name, more)
+
+    def _close(self, reserved: Reserved) -> None:
+        name = reserved.key.name
+        self._open[name].remove(reserved)
+        if not self._open[name]:
+            del self._open[name]
 
     def _sum(self, minute: int, name: str) -> Sequence[float]:
         sums = self._own[minute].get(name, NOTHING) if minute in self._own else NOTHING
@@ -241,6 +319,7 @@ class Quotas:
         return sums
 
     def _add(self, minute: int, name: str, counts: tuple[float, float, float]) -> None:
+        self._carry()
         now = self._minute
         if minute < now - 1:
             return
@@ -270,9 +349,7 @@ class Charge:
             return
         if self._refusal is not None:
             raise self._refusal
-        if progress.num_restored:  # it was counted when it came
-            self._reserved = self.quotas.reserve_nothing(self.key)
-        elif self._reserved is None:
+        if self._reserved is None:
             samplings = [each.sampling for each in self.requests]
             try:
                 self._reserved = self.quotas.reserve(
@@ -280,6 +357,8 @@ class Charge:
                     input_tokens=uncached_len if self.uncached_len is None else self.uncached_len,
                     output_tokens=max(each.max_new_tokens for each in samplings),
                     choices=sum(each.n for each in samplings),
+                    so_far=self._so_far,
+                    is_rest=progress.num_restored > 0,  # it was counted when it came
                 )
             except MantaError as error:
                 self._refusal = error
@@ -297,8 +376,15 @@ class Charge:
         self.quotas.settle(
             self._reserved,
             input_tokens=sum(_spent(progress, uncached_len) for progress, uncached_len in counted),
-            output_tokens=sum(progress.num_delivered - progress.num_restored for progress, _ in counted),
+            output_tokens=self._so_far().output_tokens,
             choices=sum(progress.request.sampling.n for progress, _ in counted),
+        )
+
+    def _so_far(self) -> SoFar:
+        return SoFar(
+            input_tokens=sum(_spent(progress, 0) for progress, _ in self._sent),
+            output_tokens=sum(progress.num_delivered - progress.num_restored for progress, _ in self._sent),
+            longest=max((progress.longest for progress, _ in self._sent), default=0),
         )
 
 
@@ -343,5 +429,5 @@ def _over(window: LastMinute, at: int, more: float, limit: int) -> MantaError:
     return OverQuota(
         f"this key has used {window.used(at):,.0f} of its {limit:,} {words} a minute, and the request needs "
         f"{more:,.0f}: try again later",
-        retry_after_s=window.wait_s(at, limit - more),
+        retry_after_s=window.wait_s(at, limit - more, limit),
     )

@@ -670,7 +670,7 @@ class KeyUse(AnswerBody):
 
     requests: int = Field(description="Requests sent.")
     input_tokens: int = Field(description="Prompt tokens that no cache had; of open requests an estimate.")
-    output_tokens: int = Field(description="Output tokens; of open requests an estimate.")
+    output_tokens: int = Field(description="Output tokens; of open requests an estimate, or what they have so far.")
     choices: int = Field(description="Choices that run or wait now.")
 
 

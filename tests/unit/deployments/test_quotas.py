@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from deployments.dispatch import quotas as quotas_module
-from deployments.dispatch.quotas import OverQuota, Quotas, Told
+from deployments.dispatch.progress import Progress
+from deployments.dispatch.quotas import Charge, OverQuota, Quotas, SoFar, Told
 from deployments.dispatch.rids import owned
 from deployments.http.http_app import make_app
 from deployments.settings.keys import read_keys
@@ -65,8 +66,8 @@ def key_of(**limits: int) -> TenantKey:
     return TenantKey(id="k", sha256=sha(HEAVY), limits=KeyLimits(**limits))
 
 
-def quotas_of(clock: Clock | None = None) -> Quotas:
-    return Quotas(TenantKeys(), clock=clock or Clock())
+def quotas_of(clock: Clock | None = None, key: TenantKey | None = None) -> Quotas:
+    return Quotas(TenantKeys(by_name={} if key is None else {key.name: key}), clock=clock or Clock())
 
 
 @pytest.mark.parametrize(
@@ -125,24 +126,88 @@ def test_a_router_that_starts_has_the_keys_of_now_and_not_those_of_when_it_was_b
         built.read_anew()
 
 
-def test_an_answer_that_took_minutes_counts_in_the_minute_of_its_end() -> None:
+def test_tokens_count_in_the_minute_in_which_they_come_and_the_estimate_only_while_its_request_runs() -> None:
+    clock, key, so_far = Clock(), key_of(output_tokens=1000), [SoFar()]
+    quotas = quotas_of(clock, key)
+
+    def used() -> float:
+        return quotas.used(key.name, "output_tokens")
+
+    reserved = quotas.reserve(key, input_tokens=5, output_tokens=20_000, choices=1, so_far=lambda: so_far[0])
+    assert used() == 128
+    so_far[0] = SoFar(5, 100, 100)
+    assert used() == 128
+    so_far[0] = SoFar(5, 600, 600)
+    assert used() == 600
+    clock.now_s += 90
+    so_far[0] = SoFar(5, 700, 700)
+    assert used() == 600 / 2 + 100  # class 15: what came in the minute before slides away, though it runs
+    with pytest.raises(OverQuota, match="the request needs 700"):  # as long as the one that runs
+        quotas.reserve(key, input_tokens=5, output_tokens=20_000, choices=1)
+    quotas.settle(reserved, input_tokens=5, output_tokens=720, choices=1)
+    assert (used(), quotas.totals["k", "output_tokens"]) == (600 / 2 + 120, 720)
+
+
+def test_what_exceeds_a_minute_is_owed_and_paid_off_at_the_limits_rate() -> None:
+    """Class 15: 15,200 tokens of 1,000 a minute were forgotten after two minutes."""
     clock, key = Clock(), key_of(output_tokens=1000)
-    quotas = quotas_of(clock)
-    reserved = quotas.reserve(key, input_tokens=5, output_tokens=20_000, choices=1)
-    clock.now_s += 125
-    quotas.settle(reserved, input_tokens=5, output_tokens=20_000, choices=1)
-    assert quotas.used(key.name, "output_tokens") == 20_000
+    quotas = quotas_of(clock, key)
+
+    def ask(num: int) -> None:
+        reserved = quotas.reserve(key, input_tokens=5, output_tokens=num, choices=1)
+        quotas.settle(reserved, input_tokens=5, output_tokens=num, choices=1)
+
+    ask(15_200)
+    with pytest.raises(OverQuota) as refused:
+        ask(200)
+    assert refused.value.retry_after_s == 15 * 60 + 24  # 1,200 are left then, of which 1,000 slide away
+    for minute in range(1, 15):
+        clock.now_s = NOW_S + 60 * minute
+        assert quotas.used(key.name, "output_tokens") == 15_200 - 1000 * (minute - 1)
+    clock.now_s = NOW_S + refused.value.retry_after_s - 1
     with pytest.raises(OverQuota):
-        quotas.reserve(key, input_tokens=5, output_tokens=1, choices=1)
+        ask(200)
+    clock.now_s += 2
+    ask(200)
+    clock.now_s += 3600
+    assert quotas.used(key.name, "output_tokens") == 0
 
 
-def test_a_key_whose_answers_were_longer_than_its_minute_may_go_on_once_the_minute_is_over() -> None:
-    clock, key = Clock(), key_of(output_tokens=100)
-    quotas = quotas_of(clock)
-    for _ in range(3):
-        reserved = quotas.reserve(key, input_tokens=5, output_tokens=8000, choices=4)
-        quotas.settle(reserved, input_tokens=5, output_tokens=8000, choices=4)
-        clock.now_s += 180
+def test_what_is_owed_is_kept_while_nobody_asks_for_it_and_by_the_other_router_too() -> None:
+    clock, key = Clock(), key_of(output_tokens=1000)
+    one, other = quotas_of(clock, key), quotas_of(clock, key)
+    other.hear({"one": one.told({})})
+    reserved = one.reserve(key, input_tokens=5, output_tokens=9_000, choices=1)
+    one.settle(reserved, input_tokens=5, output_tokens=9_000, choices=1)
+    for _ in range(5):
+        other.hear({"one": copy.deepcopy(one.told({}))})
+        clock.now_s += 60
+    assert [each.used(key.name, "output_tokens") for each in (one, other)] == [5000, 5000]
+
+
+def test_short_answers_do_not_open_the_way_for_long_ones() -> None:
+    """Class 15: 40 answers of one token made two requests of 7,600 pass a limit of 1,000."""
+    key = key_of(output_tokens=1000)
+    quotas = quotas_of(key=key)
+    for _ in range(40):  # cut by what they asked for
+        quotas.settle(
+            quotas.reserve(key, input_tokens=1, output_tokens=1, choices=1), input_tokens=1, output_tokens=1, choices=1
+        )
+    quotas.reserve(key, input_tokens=1, output_tokens=1900, choices=4)
+    assert quotas.used(key.name, "output_tokens") == 40 + 4 * 128
+    with pytest.raises(OverQuota):
+        quotas.reserve(key, input_tokens=1, output_tokens=1900, choices=4)
+
+
+def test_a_router_counts_what_runs_at_the_others_too() -> None:
+    key, so_far = key_of(output_tokens=1000), [SoFar()]
+    one, other = quotas_of(key=key), quotas_of(key=key)
+    one.reserve(key, input_tokens=1, output_tokens=1900, choices=4, so_far=lambda: so_far[0])
+    so_far[0] = SoFar(1, 400, 100)
+    other.hear({"one": one.told({})})
+    assert other.used(key.name, "output_tokens") == 512
+    other.hear({})  # it has gone, and what it had left to do
+    assert other.used(key.name, "output_tokens") == 400
 
 
 def test_a_key_is_in_one_place_alone(tmp_path: Path) -> None:
@@ -190,7 +255,8 @@ def test_no_count_of_a_tenant_falls_when_the_file_of_keys_changes(
 
     def used(*keys: TenantKey) -> None:
         for key in keys:
-            quotas.settle(quotas.reserve_nothing(key), input_tokens=1, output_tokens=1, choices=1)
+            reserved = quotas.reserve(key, input_tokens=1, output_tokens=1, choices=1)
+            quotas.settle(reserved, input_tokens=1, output_tokens=1, choices=1)
 
     def seen() -> dict[str, float]:
         return {labels["tenant"]: value for _, labels, value in quotas.figures() if labels.get("kind") == "output"}
@@ -219,10 +285,16 @@ def test_a_request_counts_with_an_estimate_and_then_with_what_it_used() -> None:
         quotas.reserve(key, input_tokens=401, output_tokens=1, choices=1)
     quotas.settle(reserved, input_tokens=50, output_tokens=16, choices=2)
     assert [quotas.used(key.name, kind) for kind in ("requests", "input_tokens", "output_tokens")] == [1, 50, 16]
-    mean = 128 + (8 - 128) / 8  # what a choice is assumed to have next
+    for _ in range(9):
+        again = quotas.reserve(key, input_tokens=1, output_tokens=5000, choices=1)
+        assert quotas.used(key.name, "output_tokens") == 16 + 128
+        quotas.settle(again, input_tokens=0, output_tokens=0, choices=1)
+    for _ in range(9):
+        again = quotas.reserve(key, input_tokens=1, output_tokens=5000, choices=1)
+        quotas.settle(again, input_tokens=0, output_tokens=8, choices=1)
     quotas.reserve(key, input_tokens=1, output_tokens=5000, choices=1)
-    assert quotas.used(key.name, "output_tokens") == 16 + mean
-    assert quotas.totals == {("k", "requests"): 1, ("k", "input_tokens"): 50, ("k", "output_tokens"): 16}
+    assert quotas.used(key.name, "output_tokens") == 16 + 9 * 8 + 8  # one of eleven was as long as 128
+    assert quotas.totals == {("k", "requests"): 19, ("k", "input_tokens"): 50, ("k", "output_tokens"): 88}
 
 
 def test_a_request_that_alone_is_too_much_is_told_what_to_change_and_not_to_come_again() -> None:
@@ -555,6 +627,37 @@ async def test_of_a_request_that_another_router_ran_only_what_is_new_counts_and_
     quotas = dispatcher.quotas
     assert quotas is not None
     assert quotas.totals["bulk", "requests"] == 4
+
+
+async def test_what_is_delivered_of_a_request_counts_before_it_ends_and_its_key_waits_for_no_more_than_that() -> None:
+    """Class 15, over the counts of the dispatcher: two choices that are longer than their estimate."""
+    key = key_of(output_tokens=1000)
+    quotas, request = quotas_of(key=key), ask(rid="r", n=2, max_new_tokens=1900)
+    progress, charge = Progress(request), Charge([request], quotas, key)
+    charge.sends(progress, 3)
+    for index, num in ((0, 300), (1, 650)):
+        usage = Usage(prompt_tokens=3, completion_tokens=num, cached_tokens=1)
+        progress.accept(TokenDelta(rid="r", index=index, token_ids=(7,) * num, usage=usage), None)
+    assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 3, 950]
+    with pytest.raises(OverQuota):
+        quotas.reserve(key, input_tokens=1, output_tokens=60, choices=1)
+    charge.end(failed=True)  # its replica: what was delivered counts
+    assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 2, 950]
+
+
+@pytest.mark.model
+async def test_runs_of_one_cut_stream_again_and_again_do_not_pass_the_limit(served: Served) -> None:
+    """Class 15: a resumed request was never refused, so one id of an event was worth any number of answers."""
+    dispatcher, outcomes = served.house.dispatcher, list[bool]()
+    for number in range(8):
+        rid = owned(f"0123456789abcdef.{number}-again", served_name("heavy"))
+        try:
+            deltas = [_ async for _ in dispatcher.stream(ask(rid=rid, max_new_tokens=42), made={0: [1000, 1001]})]
+            outcomes.append(bool(deltas))
+        except OverQuota:
+            outcomes.append(False)
+    assert outcomes == [True] * 4 + [False] * 4  # 160 tokens of 100, which may be twice as many for what was cut
+    dispatcher.check()
 
 
 @pytest.mark.model
