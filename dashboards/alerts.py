@@ -101,15 +101,19 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """A gauge is above the bound."""
+    """A gauge is above the bound, by its average over the last ``minutes`` where they are given: one that goes up and
+    down with each step would begin its alert anew each time."""
 
     source: str
     bound: float
     by: tuple[str, ...] = REPLICA
+    minutes: int = 0
 
     @property
     def promql(self) -> str:
-        return f"max by ({', '.join(self.by)}) ({SOURCES[self.source]}) > {self.bound:g}"
+        gauge = SOURCES[self.source]
+        value = f"avg_over_time({gauge}[{_window(self.minutes)}])" if self.minutes else gauge
+        return f"max by ({', '.join(self.by)}) ({value}) > {self.bound:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,15 @@ def _burn(slo: str, title: str, comment: str = "") -> Alert:
     )  # fmt: skip
 
 
+def _kind(kind: str) -> str:
+    """Return the PromQL of a number of replicas of each role, as the autoscaler has it."""
+    return f'max by (model, target_role) (manta_autoscaler_replicas{{kind="{kind}"}})'
+
+
+AT_MOST = (  # as many as there may be, and too few
+    "max by (model, target_role) (manta_autoscaler_pressure_ratio) > 1\nand on (model, target_role)\n"
+    f"{_kind('running')}\n>= {_kind('maximum')}\n"
+)
 PENDING, SEEN, FIRING = "pending", "seen", "firing"  # seen: pending, but told `at_once`
 ALERTS = (
     Alert(name="NoRouter", severity="critical", for_s=60,
@@ -221,15 +234,18 @@ ALERTS = (
           "month's is spent in five days. The hour says that it is not a moment, the five minutes that it goes on."),
     _burn("itl", "ITL"),
     Alert(name="AutoscalerAtMaximum", severity="warning", for_s=600, figure="queue",
-          when=Stands(reading="at_maximum", promql=(
-              "max by (model, target_role) (manta_autoscaler_pressure_ratio) > 1\n"
-              "and on (model, target_role)\n"
-              'max by (model, target_role) (manta_autoscaler_replicas{kind="running"})\n'
-              '>= max by (model, target_role) (manta_autoscaler_replicas{kind="maximum"})')),
+          when=Stands(reading="at_maximum", promql=f'{AT_MOST}and on (model, target_role)\n{_kind("maximum")}\n'
+                      f'> {_kind("minimum")}'),
           summary="The {target_role} replicas of {model} are at their maximum, and the load asks for more."),
-    Alert(name="KvPoolNearlyFull", severity="warning", for_s=120, when=Over(source="pool_used", bound=0.95),
-          figure="kv", summary="{share} of the KV pool of {replica} cannot be taken by new requests."),
-    Alert(name="AdmissionBlocked", severity="warning", for_s=60, when=Over(source="pool_blocks", bound=0), figure="kv",
+    Alert(name="TooFewReplicas", severity="warning", for_s=600, figure="queue",
+          when=Stands(reading="too_few", promql=f'{AT_MOST}and on (model, target_role)\n{_kind("maximum")}\n'
+                      f'<= {_kind("minimum")}'),
+          summary="The {target_role} replicas of {model} are too few for the load, and their number is fixed{detail}."),
+    Alert(name="KvPoolNearlyFull", severity="warning", for_s=120, figure="kv",
+          when=Over(source="pool_used", bound=0.95, minutes=2),
+          summary="{share} of the KV pool of {replica} cannot be taken by new requests."),
+    Alert(name="AdmissionBlocked", severity="warning", for_s=60, figure="kv",
+          when=Over(source="pool_blocks", bound=0.5, minutes=2),
           summary="Requests wait for room in the KV pool of {replica}."),
     Alert(name="RetractionsHigh", severity="warning", for_s=300, figure="kv",
           when=Share(part="retracted", of="tokens", bound=0.1, by=REPLICA),

@@ -48,10 +48,11 @@ def pool(labels: str, values: str) -> Series:
     return {f'manta_kv_pool_capacity_tokens{{{labels},tier="L1"}}': values}
 
 
-def scaled(running: int) -> Series:
+def scaled(running: int, least: int = 1) -> Series:
     name = f'manta_autoscaler_replicas{{{OBSERVATORY},target_role="decode"'
     return {
         f'{name},kind="running"}}': f"{running}x20",
+        f'{name},kind="minimum"}}': f"{least}x20",
         f'{name},kind="maximum"}}': "4x20",
         f'manta_autoscaler_pressure_ratio{{{OBSERVATORY},target_role="decode",signal="queue"}}': "1.5x20",
     }
@@ -116,12 +117,20 @@ CASES = (
          labels={"model": "m", "target_role": "decode"},
          summary="The decode replicas of m are at their maximum, and the load asks for more."),
     Case(alert="AutoscalerAtMaximum", series=scaled(running=3), quiet_at="20m"),
+    Case(alert="AutoscalerAtMaximum", series=scaled(running=4, least=4), quiet_at="20m"),
+    Case(alert="TooFewReplicas", series=scaled(running=4, least=4), quiet_at="9m", fires_at="10m",
+         labels={"model": "m", "target_role": "decode"},
+         summary="The decode replicas of m are too few for the load, and their number is fixed."),
+    Case(alert="TooFewReplicas", series=scaled(running=4), quiet_at="20m"),
+    Case(alert="TooFewReplicas", series=scaled(running=3, least=4), quiet_at="20m"),  # one is being replaced
     Case(alert="KvPoolNearlyFull", series={f'manta_kv_pool_utilization_ratio{{{A},tier="L1"}}': "0.5 0.97x9"},
-         quiet_at="2m", fires_at="3m", labels=IN_A,
+         quiet_at="4m", fires_at="5m", labels=IN_A,
          summary="97% of the KV pool of a cannot be taken by new requests."),
     Case(alert="AdmissionBlocked", series={f'manta_admission_blocked{{{A},reason="pool"}}': "0 0 1x9",
                                            f'manta_admission_blocked{{{B},reason="slots"}}': "1x12"},
          quiet_at="2m", fires_at="4m", labels=IN_A, summary="Requests wait for room in the KV pool of a."),
+    Case(alert="AdmissionBlocked", series={f'manta_admission_blocked{{{A},reason="pool"}}': "1 0 1 0 0 1 0 0 1 0"},
+         quiet_at="9m"),
     Case(alert="RetractionsHigh",
          series={f"manta_scheduler_retracted_tokens_total{{{A}}}": "0+20x30",
                  f'manta_scheduler_tokens_total{{{A},kind="decode"}}': "0+100x30"},

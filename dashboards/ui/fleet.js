@@ -27,9 +27,10 @@ export const Fleet = once(({ mode, replicas, ended, routers, links, autoscaling,
   const groups = roles.map((role) => [role, worstFirst(split ? replicas.filter((each) => each.role === role) : replicas)]);
   const many = replicas.length > MOST_CARDS;
   const hosts = new Set(replicas.map((each) => each.node).filter(Boolean)).size > 1; // else all are on one: it is not said
-  const missing = wantedOf({ replicas, autoscaling }) - replicas.length;
+  const wanted = wantedOf({ replicas, autoscaling });
+  const missing = wanted - replicas.filter((each) => each.state !== "draining").length;
   const ready = readyOf(replicas);
-  const note = replicas.length > 0 && html`<span class=${ready < replicas.length ? "warn" : ""}>${count(ready)} of ${count(replicas.length)} ready</span>`;
+  const note = replicas.length > 0 && html`<span class=${ready < wanted ? "warn" : ""}>${count(ready)} of ${count(Math.max(wanted, ready))} ready</span>`;
   return html`<${Panel} id="fleet" title="Replicas" note=${note}>
     ${!ready && html`<${Waiting} replicas=${replicas} routers=${routers} />`}
     ${replicas.length > 0 && html`<div class=${split ? "groups split" : "groups"}>

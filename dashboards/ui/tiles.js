@@ -40,13 +40,13 @@ function Tile({ figure, history, time, at, open, onChoose }) {
   const word = wordOf(first, figure);
   const told = toldOf(more ?? {}, unit === "tokens/s" ? count : write, [word, figure.name]);
   if (objective != null) told.unshift(met == null ? `objective ${format(objective)}` : `${percent(met)} within ${format(objective)}`);
-  const below = at === null ? told.join(" · ") : at === 0 ? "now" : `${at} s ago`;
+  const below = at === null ? told : [at === 0 ? "now" : `${at} s ago`];
   const name = title + (word && (/^p\d/.test(word) ? ` ${word}` : `, ${word}`));
   return html`<button type="button" class=${`tile ${level}`} aria-pressed=${open} onClick=${onChoose} title=${told.join("\n")}
       aria-label=${`${name}: ${write(value)}${told.length ? `, ${told.join(", ")}` : ""}${level === "ok" || level === "idle" ? "" : `; ${level}`}`}>
     <span class="name">${name}</span>
     <span class="value">${beyond(shown)}${number}<span class="unit">${rest.join(" ")}</span></span>
-    <span class="more">${below}</span>
+    <span class="more">${below.map((each, index) => html`<span>${each}${index < below.length - 1 ? " ·" : ""}</span> `)}</span>
     <${Spark} times=${times} points=${points} upper=${more?.p95 === undefined ? null : all[second]} time=${time} objective=${objective} at=${at} />
   </button>`;
 }

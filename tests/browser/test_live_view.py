@@ -267,6 +267,7 @@ def test_the_strip_tells_three_things_and_how_many_ready_and_the_others_on_deman
     fleet.state["alerts"] = [SHED | since | {"state": "firing", "name": f"Shed{number}"} for number in range(5)]
     page.open(f"{served.url}/worse/?snapshot=1")
     page.says(".health", "2 of 3 replicas ready")
+    page.says("#fleet .panel-head", "2 of 3 ready")
     assert len(page.all(".health .finding")) == 4  # three alerts, and how many are ready
     more = page.one(".health > button")
     assert more.text == "and 2 more"

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.browser.chromium import Page
+from tests.fake_fleet import FakeFleet
 from tests.fake_observatory import FakeObservatory
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -86,6 +87,28 @@ def test_each_state_is_told_at_once_at_any_width_and_axe_finds_nothing(
         assert page.all(seen) != []
         assert page.axe() == []
         page.picture(f"{state}_{width}_{theme}")
+
+
+@pytest.mark.parametrize("width", [1024, 1101, 1279, 1280, 1440, 1920])
+def test_no_word_of_a_tile_is_cut_where_there_is_a_desktop(page: Page, served: FakeObservatory, width: int) -> None:
+    """The longest words that there are: of an overload whose requests wait for room, with p95 beyond its histogram."""
+    served.fleets["worst"] = worst = FakeFleet(unified=2, requests_per_tick=3, ticks=40, overloaded=True, slow=True)
+    for figure in worst.state["figures"]:
+        if figure["objective"] is not None:
+            figure["more"] = {"p50": 2.45, "p95": 60.0, "p99": 60.0}
+            figure |= {"value": 2.45, "most": 60.0, "met": 0.87}
+        if figure["name"] == "kv":
+            figure["more"] |= {"mean": 0.953, "without_room": 128}
+    page.open(f"{served.url}/worst/?snapshot=1", width=width)
+    page.says(".tile .more", "87 % within 2.00 s · p95 > 60.0 s · p99 > 60.0 s")
+    page.says(".tile .more", "128 wait for room")
+    cut = """return [...document.querySelectorAll(".tile .more, .tile .more > *")]
+        .filter((each) => each.offsetWidth && (each.scrollWidth > each.clientWidth
+            || each.scrollHeight > each.clientHeight
+            || each.getBoundingClientRect().right > each.closest(".tile").getBoundingClientRect().right))
+        .map((each) => each.innerText)"""
+    assert page.js(cut) == []
+    page.picture(f"worst_{width}")
 
 
 def test_on_a_phone_a_chosen_request_scrolls_to_its_answer(page: Page, served: FakeObservatory) -> None:

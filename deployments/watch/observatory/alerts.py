@@ -1,14 +1,14 @@
 """Which alerts hold, by the conditions of dashboards/alerts.py, without another server.
 
 Owns:      what a condition reads of reports, and since when each holds.
-Invariant: an alert fires once its condition has held for as long as its rule wants, as in Prometheus. Prometheus looks
-           every 15 s: a condition that was not true for less than that goes on. Until then it is pending or, where
-           it is shown without waiting for that time (`Alert.at_once`), seen.
+Invariant: an alert fires once its condition has held for as long as its rule wants, as in Prometheus, and ends with its
+           condition. Until it fires it is pending or, where it is shown without waiting (`Alert.at_once`), seen.
 Thread:    the observatory's event loop.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dashboards.alerts import ALERTS, FIGURES, FIRING, PENDING, REPLICA, SEEN, Alert, Grew, Over, Share, Stands
@@ -18,7 +18,6 @@ from deployments.watch.observatory.events import Names, short_name
 from deployments.watch.observatory.figures import Growth
 from replicas.types import EngineStats
 
-CLEAR_S = 15.0  # a condition that was last true this long ago is over
 OBJECTIVE_OF = {figure.name: figure.objective for figure in FIGURES if figure.objective}
 SEVERITIES = ("critical", "warning")  # the worst first
 
@@ -75,7 +74,9 @@ def fleet_readings(
     for target in targets:
         pressure = max((each for each in target["pressure"].values() if each is not None), default=0.0)
         if pressure > 1 and target["running"] >= target["maximum"]:
-            found.setdefault("at_maximum", {})[target["role"]] = Reading(labels={"target_role": target["role"]})
+            is_fixed = target["minimum"] >= target["maximum"]
+            labels = {"target_role": target["role"], "detail": f" at {target['maximum']} (replicas.count)"}
+            found.setdefault("too_few" if is_fixed else "at_maximum", {})[target["role"]] = Reading(labels=labels)
     return found
 
 
@@ -98,13 +99,12 @@ def replica_readings(seen: SeenReplica, age_s: float | None, name: str) -> dict[
     return found
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A condition that holds: since when, by both clocks, and when it was last true."""
+    """A condition that holds, and since when by both clocks."""
 
     since_s: float
     since_time: float
-    true_s: float
     reading: Reading
 
 
@@ -117,23 +117,18 @@ class Alerts:
         self._fleet = fleet
         self._replicas = replicas
         self._standing: dict[tuple[Alert, str], Standing] = {}
+        self._averaged: dict[tuple[str, str], deque[tuple[float, float]]] = {}  # source, subject -> when, value
 
     def judge(self, readings: Readings, now_s: float, time_s: float) -> None:
         """Look at every condition once. ``time_s``: seconds since 1970, for what is shown."""
+        before, self._standing = self._standing, {}
         for alert in ALERTS:
             for subject, reading in self._true(alert, readings, now_s):
-                held = self._standing.get((alert, subject))
-                since_s, since_time = (now_s, time_s) if held is None else (held.since_s, held.since_time)
-                self._standing[alert, subject] = Standing(
-                    since_s=since_s, since_time=since_time, true_s=now_s, reading=reading
-                )
-        for key, held in list(self._standing.items()):
-            if now_s - held.true_s >= CLEAR_S:
-                del self._standing[key]
+                held = before.get((alert, subject)) or Standing(since_s=now_s, since_time=time_s, reading=reading)
+                self._standing[alert, subject] = replace(held, reading=reading)
 
     def body(self, labels: Mapping[str, str], now_s: float) -> list[dict[str, Any]]:
-        """Return the alerts as the state shows them, the worst first; one that is pending only while its condition is
-        true. ``labels``: of the whole application."""
+        """Return the alerts as the state shows them, the worst first. ``labels``: of the whole application."""
         rows = [
             {
                 "name": alert.name,
@@ -146,7 +141,6 @@ class Alerts:
                 "replica": None if subject in ("", *ROLES) else subject,
             }
             for (alert, subject), held in self._standing.items()
-            if held.true_s == now_s or now_s - held.since_s >= alert.for_s
         ]
         return sorted(rows, key=lambda row: (row["state"] == PENDING, SEVERITIES.index(row["severity"]), row["since"]))
 
@@ -161,11 +155,26 @@ class Alerts:
                 if grown > 0:
                     yield subject, Reading(value=grown)
         elif isinstance(when, Over):
-            for subject, reading in readings.get(when.source, {}).items():
+            for subject, reading in self._means(when, readings.get(when.source, {}), now_s):
                 if reading.value > when.bound:
                     yield subject, reading
         elif isinstance(when, Stands) and when.reading is not None:
             yield from readings.get(when.reading, {}).items()
+
+    def _means(self, when: Over, readings: Mapping[str, Reading], now_s: float) -> Iterable[tuple[str, Reading]]:
+        """Return the readings, each with its average over the window where ``when`` has one."""
+        if not when.minutes:
+            return readings.items()
+        for key in [key for key in self._averaged if key[0] == when.source and key[1] not in readings]:
+            del self._averaged[key]
+        means = {}
+        for subject, reading in readings.items():
+            values = self._averaged.setdefault((when.source, subject), deque())
+            values.append((now_s, reading.value))
+            while now_s - values[0][0] > when.minutes * 60:
+                values.popleft()
+            means[subject] = replace(reading, value=sum(value for _, value in values) / len(values))
+        return means.items()
 
     def _shares(self, when: Share, now_s: float) -> Iterator[tuple[str, Reading]]:
         growth = self._replicas if when.by == REPLICA else self._fleet

@@ -54,6 +54,14 @@ def bucket_quantile(bounds: Sequence[float], counts: Sequence[float], share: flo
     return None
 
 
+def bucket_share(bounds: Sequence[float], counts: Sequence[float], most: float) -> float | None:
+    """Return the share of values that are ``most`` or less, in the way of `bucket_quantile`; None without values."""
+    within = 0.0
+    for low, high, count in zip((0.0, *bounds), bounds, counts, strict=False):
+        within += count * min(max((most - low) / (high - low), 0.0), 1.0)
+    return within / sum(counts) if any(counts) else None
+
+
 class Growth:
     """What counters of several sources have grown by in all, and over the last seconds.
 
@@ -181,14 +189,30 @@ class Recent:
             while events and events[0][0] <= since_s:
                 events.popleft()
         ttfts = sorted(ttft_s for at_s, ttft_s in self._firsts if at_s > since_s)
-        bounds = self._grown[-1][1] if self._grown else ()
-        gaps = [sum(each) for each in zip(*(grown for _, of, grown in self._grown if of == bounds), strict=True)]
+        bounds, gaps = self._counted_gaps
         prompt_tokens, cached_tokens = self.tokens
         return {
             **{f"ttft_{name}": quantile(ttfts, share) for name, share in QUANTILES.items()},
             **{f"itl_{name}": bucket_quantile(bounds, gaps, share) for name, share in QUANTILES.items()},
             "hit": cached_tokens / prompt_tokens if prompt_tokens else None,
         }
+
+    def met(self, objectives: Mapping[str, float], now_s: float) -> dict[str, float | None]:
+        """Return by figure the share that met the objective, of the events whose quantiles `values` has."""
+        ttfts, found = [ttft_s for at_s, ttft_s in self._firsts if at_s > now_s - WINDOW_S], dict[str, float | None]()
+        if ttfts and (ttft_s := objectives.get("ttft_objective_s")) is not None:
+            found["ttft"] = sum(each <= ttft_s for each in ttfts) / len(ttfts)
+        if (itl_s := objectives.get("itl_objective_s")) is not None:
+            found["itl"] = bucket_share(*self._counted_gaps, itl_s)
+        return found
+
+    @property
+    def _counted_gaps(self) -> tuple[tuple[float, ...], list[int]]:
+        """The bounds of the gaps' buckets, and how many are in each."""
+        bounds = self._grown[-1][1] if self._grown else ()
+        return bounds, [
+            sum(each) for each in zip(*(grown for _, of, grown in self._grown if of == bounds), strict=True)
+        ]
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -239,8 +263,9 @@ def figures_body(
     levels: Mapping[str, str],
     met: Mapping[str, float | None],
 ) -> list[dict[str, Any]]:
-    """Return the figures as the state shows them. ``more``, ``levels``, ``met`` (the share of the requests that met the
-    objective): by figure, where there is some. A figure with an objective has the level of the value that it shows."""
+    """Return the figures as the state shows them. ``more``, ``levels``, ``met`` (the share of what the value is of that
+    met the objective): by figure, where there is some. A figure with an objective has the level of the value that it
+    shows."""
     found = []
     for each in FIGURES:
         value, objective = _shortened(values[each.series[0]]), objectives.get(each.objective or "")

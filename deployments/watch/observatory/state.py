@@ -246,7 +246,7 @@ class State:
             "started": details.started_s,
             "api": details.route_prefix,
             "facts": self._body["facts"] | _facts(seen),
-            "figures": figures_body(values, more, objectives, levels, self._met(now_s)),
+            "figures": figures_body(values, more, objectives, levels, self._recent.met(objectives, now_s)),
             "alerts": alerts,
             "routers": self.merged.routers,
             "batches": self.merged.batches,
@@ -353,15 +353,6 @@ class State:
             },
         }
         return values, more
-
-    def _met(self, now_s: float) -> dict[str, float | None]:
-        """Return the share of the requests of the last seconds that met each objective, by figure."""
-        found: dict[str, float | None] = {}
-        for slo in ("ttft", "itl"):
-            judged = self._fleet_growth.over(f"{slo}_judged", WINDOW_S, now_s)
-            missed = self._fleet_growth.over(f"{slo}_missed", WINDOW_S, now_s)
-            found[slo] = 1 - missed / judged if judged else None
-        return found
 
     def _feed(
         self, replicas: list[dict[str, Any]], seen: Seen, details: ServeDetails, now_s: float, time_s: float

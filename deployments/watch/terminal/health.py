@@ -70,13 +70,18 @@ def troubles(state: State) -> list[str]:
 
 def warnings(state: State) -> list[str]:
     """Return a sentence for each thing that is not trouble yet, such as a replica that is being replaced."""
-    replicas, requests = state["replicas"], state["requests"][:RECENT]
-    ready, again = sum(each["state"] == "accepting" for each in replicas), sum(row["tries"] > 1 for row in requests)
-    targets = state["autoscaling"]["targets"]
-    wanted = sum(each["desired"] for each in targets) if targets else len(replicas)
+    requests, (ready, wanted) = state["requests"][:RECENT], ready_of(state)
+    again = sum(row["tries"] > 1 for row in requests)
     found = [each["summary"] for each in state["alerts"] if each["state"] == PENDING]
     found += [f"{ready} of {wanted} replicas accept requests"] if ready < wanted else []
     return found + ([f"{again} of the last {len(requests)} requests were tried again elsewhere"] if again else [])
+
+
+def ready_of(state: State) -> tuple[int, int]:
+    """Return how many replicas accept requests, and how many are wanted."""
+    replicas, targets = state["replicas"], state["autoscaling"]["targets"]
+    ready = sum(each["state"] == "accepting" for each in replicas)
+    return ready, sum(each["desired"] for each in targets) if targets else len(replicas)
 
 
 def used_ratio(replica: State) -> float | None:

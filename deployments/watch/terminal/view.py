@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dashboards.catalog import FAILED
-from deployments.watch.terminal.health import figures, merged, troubles, used_ratio, waiting, warnings
+from deployments.watch.terminal.health import figures, merged, ready_of, troubles, used_ratio, waiting, warnings
 from deployments.watch.terminal.table import seconds, sparkline
 from deployments.watch.terminal.tables import elapsed_s, link_table, names_of, replica_table, request_table
 from deployments.watch.terminal.words import LEGEND, STAGE_LEGEND, TROUBLE, WARNING
@@ -242,7 +242,9 @@ def heading(state: Row) -> str:
     replicas, routers = state["replicas"], state["routers"]
     up = f", up {seconds(state['time'] - state['started'])}" if state["started"] else ""  # 0: Serve has not told
     model = state["model"] or "no model yet"
-    counted = f"{many(replicas, 'replica')}, {many(routers, 'router')}"
+    ready, wanted = ready_of(state)
+    there = many(replicas, "replica") if ready >= wanted else f"{ready} of {wanted} replicas ready"
+    counted = f"{there}, {many(routers, 'router')}"
     return f"{model}, {state['mode']}: {counted}{up}  {at:%H:%M:%S}"
 
 

@@ -95,7 +95,7 @@ def reloading(second: int) -> list[RouterView]:
 
 
 def asking(second: int) -> list[RouterView]:
-    rule = {"unified": {"min_replicas": 1.0, "max_replicas": 1.0, "ttft_objective_s": 5.0, "pool_high": 0.85,
+    rule = {"unified": {"min_replicas": 0.0, "max_replicas": 1.0, "ttft_objective_s": 5.0, "pool_high": 0.85,
                         "running_high": 0.9, "slack": 0.7}}  # fmt: skip
     return [view("one", seen("a", waiting_uncached_tokens=18_000, prefill_tokens_per_s=2000.0), autoscaling=rule)]
 
@@ -116,6 +116,8 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "ItlObjectiveBurn": (counting(itl_judged=20, itl_missed=9), 120, "45 % of the requests to tiny miss the ITL "
                          "objective of 100 ms."),
     "AutoscalerAtMaximum": (asking, 600, "The unified replicas of tiny are at their maximum"),
+    "TooFewReplicas": (lambda second: [replace(asking(second)[0], autoscaling={})], 600, "The unified replicas of tiny "
+                       "are too few for the load, and their number is fixed at 1 (replicas.count)."),
     "KvPoolNearlyFull": (replica(used_pages=10), 120, "100 % of the KV pool of replica 1 (a) cannot be taken by"),
     "AdmissionBlocked": (replica(blocked="pool", num_waiting=7), 60, "Requests wait for room in the KV pool of repl"),
     "RetractionsHigh": (retracting, 300, "replica 1 (a) gives up 20 % as many tokens as it computes"),
@@ -157,15 +159,17 @@ def test_an_alert_is_pending_for_as_long_as_its_rule_wants_and_then_fires(name: 
 
 
 def test_a_tile_has_the_colour_of_its_value_and_says_who_met_the_objective() -> None:
-    """A median of 10 s is a warning in its first second; one of 0.5 s is none while the hour's burn still fires."""
-    rows = lambda ttft_s: (row("r", time=5000.0, ttft_s=ttft_s, total_s=ttft_s),)  # noqa: E731
-    for ttft_s, level in ((10.0, "warning"), (0.5, "ok")):
-        make = lambda second, ttft_s=ttft_s: [  # noqa: E731
-            view("one", seen("a"), rows=rows(ttft_s), counts={"ttft_judged": 20 * second, "ttft_missed": 15 * second})
+    """A median of 10 s is a warning in its first second; one of 0.5 s is none while the hour's burn still fires. Value
+    and share are of the same first tokens, whatever the requests that ended have met."""
+    for ttfts, met, level in (((10.0, 0.5, 10.0), 0.333, "warning"), ((0.5, 0.5, 10.0), 0.667, "ok")):
+        rows = tuple(row(str(each), time=5000.0, ttft_s=ttft_s, total_s=None, outcome="running")
+                     for each, ttft_s in enumerate(ttfts))  # fmt: skip
+        make = lambda second, rows=rows: [  # noqa: E731
+            view("one", seen("a"), rows=rows, counts={"ttft_judged": 20 * second, "ttft_missed": 0})
         ]
         watching = Watching().go_on(2 * STEP_S, make)
         found = watching.figure("ttft")
-        assert (found["value"], found["objective"], found["met"], found["level"]) == (ttft_s, 2.0, 0.25, level)
+        assert (found["value"], found["objective"], found["met"], found["level"]) == (ttfts[0], 2.0, met, level)
     watching.go_on(300, counting(ttft_judged=20, ttft_missed=9))
     assert watching.alerts["TtftObjectiveBurn"][0] == "firing"
     assert watching.figure("ttft")["level"] == "idle"
@@ -239,18 +243,37 @@ def test_nothing_is_wrong_with_a_fleet_that_works() -> None:
     assert {each["level"] for each in watching.state.since()["figures"]} <= {"ok", "idle"}
 
 
-def test_a_moment_in_which_a_condition_does_not_hold_is_passed_over_and_a_quarter_of_a_minute_ends_it() -> None:
-    full, free = replica(used_pages=10), replica(used_pages=1)
-    watching = Watching().go_on(60, full).go_on(10, free)
-    assert watching.alerts == {}  # nothing is pending that is not so
-    watching.go_on(60, full)
-    assert watching.alerts["KvPoolNearlyFull"][0] == "firing"
-    assert watching.go_on(15, free).alerts == {}
-    assert watching.go_on(60, full).alerts["KvPoolNearlyFull"][0] == "pending"
+@pytest.mark.parametrize(("make", "name"), [(mute, "ReplicaSilent"), (sick, "ReplicaUnhealthy"),
+                                            (replica(age_s=31.0), "RouterReportsOld")])  # fmt: skip
+@pytest.mark.parametrize("lasted_s", [5, 60])
+def test_an_alert_of_a_state_ends_with_it_and_grows_no_older_afterwards(make: Make, name: str, lasted_s: int) -> None:
+    """A replica that was silent for two seconds was said to be so, as critical, for 15 s after it had gone on."""
+    watching = Watching().go_on(lasted_s, make)
+    assert name in watching.alerts
+    for _ in range(6):
+        assert watching.go_on(STEP_S, replica()).alerts == {}
+    assert watching.go_on(STEP_S, make).alerts[name][0] == ("firing" if name == "ReplicaUnhealthy" else "seen")
+
+
+@pytest.mark.parametrize(("name", "bad", "good"), [
+    ("AdmissionBlocked", replica(blocked="pool", num_waiting=7), replica()),
+    ("KvPoolNearlyFull", replica(used_pages=10), replica(used_pages=7)),
+])  # fmt: skip
+def test_a_pool_that_frees_a_page_now_and_then_is_judged_by_its_average(name: str, bad: Make, good: Make) -> None:
+    """Each such moment began the alert anew, so that it never fired; and now and then a full moment is no alert."""
+    watching = Watching()
+    for _ in range(20):
+        watching.go_on(45, bad).go_on(STEP_S, good if name == "AdmissionBlocked" else bad)
+    assert watching.alerts[name][0] == "firing"
+    rare = Watching()
+    for _ in range(20):
+        rare.go_on(STEP_S, bad).go_on(15, good)
+    assert rare.alerts == {}
 
 
 def test_each_role_that_is_at_its_maximum_is_told() -> None:
-    targets = [{"role": role, "pressure": {"queue": 1.5}, "running": 2, "maximum": 2} for role in ("prefill", "decode")]
+    full = {"pressure": {"queue": 1.5}, "running": 2, "minimum": 1, "maximum": 2}
+    targets = [full | {"role": role} for role in ("prefill", "decode")]
     readings = fleet_readings({"prefill", "decode"}, routers=[{"id": "r", "answering": True}], targets=targets)
     alerts = Alerts(Growth(step_s=1.0, kept_s=60.0), Growth(step_s=1.0, kept_s=60.0))
     alerts.judge(readings, 10.0, 1000.0)
