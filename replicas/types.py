@@ -82,6 +82,7 @@ class SamplingParams:
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # until then eos and stop ids are masked out
+    min_holds_stops: bool = False  # nor does a stop string end it before (vLLM's min_tokens)
     temperature: float = 1.0  # 0 means greedy
     top_k: int | None = None  # keep the k most likely; None keeps all
     top_p: float = 1.0

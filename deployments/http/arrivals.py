@@ -217,18 +217,11 @@ class Generations:
 
 def made_before(request: GenerateRequest, choice: int, ids: Sequence[int], tokenizer: Tokenizer) -> TokenDelta:
     """Make the delta of ``ids``, what ``choice`` of ``request`` has made elsewhere; text follows from ids alone."""
-    sampling = request.sampling
-    detokenizer = Detokenizer(
-        tokenizer,
-        stop=sampling.stop,
-        include_stop=sampling.include_stop,
-        skip_special_tokens=sampling.skip_special_tokens,
-    )
     return TokenDelta(
         rid=request.rid,
         index=choice,
         token_ids=tuple(ids),
-        text=detokenizer.push(ids).text,
+        text=Detokenizer.of(request.sampling, tokenizer).push(ids).text,
         usage=Usage(prompt_tokens=len(request.token_ids), completion_tokens=len(ids), cached_tokens=0),
     )
 

@@ -267,7 +267,7 @@ PresencePenalty = Annotated[Penalty | None, about("Subtracted from the logits of
 FrequencyPenalty = Annotated[
     Penalty | None, about("Subtracted from a token's logit once for each time it is in the output.")
 ]
-MinTokens = Annotated[UpToContext | None, about("No token ends the answer before this many.")]
+MinTokens = Annotated[UpToContext | None, about("No token and no `stop` text ends the answer before this many.")]
 KeptTokens = Annotated[int, shown(minimum=-1, limit="context", **{"not": {"const": 0}})]
 Keep = Annotated[
     KeptTokens | None,
@@ -465,7 +465,7 @@ class NativeSampling(Sampling):
     max_new_tokens: UpToContext | None = said(
         "The most output tokens. Without it: what the context leaves, at most 128."
     )
-    min_new_tokens: MinTokens = None
+    min_new_tokens: UpToContext | None = said("No token ends the answer before this many; a `stop` text may.")
     sampling_seed: Seed | None = said("SGLang's name for `seed`.")
     truncate: KeptTokens | None = said("TGI's name for `truncate_prompt_tokens`.")
     do_sample: bool | None = said("TGI's; false: the most likely token.")

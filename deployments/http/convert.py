@@ -161,6 +161,7 @@ def openai_sampling(
         form,
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
+        min_holds_stops=True,
         temperature=_or(fields.temperature, 1.0),
         seed=_seed(fields.seed),
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),

@@ -31,12 +31,7 @@ class Choice:
     ) -> "Choice":
         """Make choice ``index`` of ``request``, in state WAITING."""
         req = Req.make(request, index=index, now_s=now_s, eos_ids=eos_ids)
-        detokenizer = Detokenizer(
-            tokenizer,
-            stop=req.sampling.stop,
-            include_stop=req.sampling.include_stop,
-            skip_special_tokens=req.sampling.skip_special_tokens,
-        )
+        detokenizer = Detokenizer.of(req.sampling, tokenizer)
         due: tuple[TokenLogprob, ...] | None = None
         if request.prompt_logprobs_from is not None:
             first = TokenLogprob(token_id=int(request.token_ids[0]), logprob=None)  # nothing precedes it

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 from replicas.errors import InvalidConfig
-from replicas.types import TokenIds
+from replicas.types import SamplingParams, TokenIds
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -112,7 +112,9 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_ids: int = 0,
     ) -> None:
+        """``min_ids``: a stop string that these first ids complete does not end the text."""
         self._pieces = tokenizer.pieces(skip_special_tokens)
         self._strip_next = tokenizer.strips_leading_space  # the first character is dropped if it is a space
         self._utf8 = _new_utf8_decoder(errors="replace")
@@ -121,6 +123,18 @@ class Detokenizer:
         self._state = 0
         self._held = ""  # decoded and not emitted: the longest end of the text that begins a stop string
         self._matched: str | None = None
+        self._ids_left = min_ids  # negative once a stop string may end the text
+
+    @staticmethod
+    def of(sampling: SamplingParams, tokenizer: Pieces) -> "Detokenizer":
+        """Make the detokenizer of a choice that is sampled with ``sampling``."""
+        return Detokenizer(
+            tokenizer,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            min_ids=sampling.min_new_tokens if sampling.min_holds_stops else 0,
+        )
 
     def push(self, ids: Sequence[int] | TokenIds) -> DetokDelta:
         """Add ``ids``; returns the text that is now certain. Not to be called after a match or a flush."""
@@ -128,6 +142,7 @@ class Detokenizer:
         pieces, decode, size = self._pieces, self._utf8.decode, len(self._pieces)
         emitted = []
         for count, token_id in enumerate(ids, start=1):
+            self._ids_left -= 1
             fresh = decode(pieces[token_id]) if 0 <= token_id < size else ""
             if fresh:
                 emitted.append(self._take(fresh))
@@ -156,7 +171,7 @@ class Detokenizer:
         for end, char in enumerate(fresh, start=len(self._held) + 1):
             state = step(state, char)
             stop = match[state]
-            if stop is not None:
+            if stop is not None and self._ids_left < 0:
                 self._matched, self._held = stop, ""
                 return text[: end if self._include_stop else end - len(stop)]
         self._state = state

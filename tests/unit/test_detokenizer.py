@@ -12,6 +12,7 @@ from tokenizer_folders import byte_fallback_folder, byte_level_folder
 
 from replicas.text.detokenizer import Detokenizer, token_texts
 from replicas.text.tokenizer import Tokenizer
+from replicas.types import SamplingParams
 
 SMOL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 
@@ -60,6 +61,29 @@ def test_the_texts_of_tokens_join_to_the_text_and_no_character_is_cut() -> None:
     pieces = Spelling(b"a\xf0", b"\x9f", b"\x99\x82b", "<|end|>", b"\xe2")
     assert token_texts(pieces, [0, 1, 2, 3, 4]) == ["a", "", "\U0001f642b", "<|end|>", "\ufffd"]
     assert token_texts(pieces, []) == []
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_string_ends_no_text_before_its_least_ids(include_stop: bool) -> None:
+    """vLLM's min_tokens: what the first ids complete is text, what a later id completes ends it, wherever it began."""
+    spelling = Spelling("a", "bc", "x", "ab", "c", "z")
+    for min_ids, shown, used in ((0, "", 2), (1, "", 2), (2, "abcx", 5), (4, "abcx", 5), (5, "abcxabcz", 6)):
+        for cut in range(1, 7):
+            sampling = SamplingParams(
+                stop=("abc",), include_stop=include_stop, min_new_tokens=min_ids, min_holds_stops=True
+            )
+            detok, text, num_used, matched = Detokenizer.of(sampling, spelling), "", 0, None
+            for ids in (range(6)[:cut], range(6)[cut:]):
+                if ids and matched is None:
+                    delta = detok.push(list(ids))
+                    detok.check()
+                    text, num_used, matched = text + delta.text, num_used + delta.num_ids_used, delta.matched_stop
+            assert (text + detok.flush(), num_used) == (shown + "abc" * (include_stop and matched is not None), used)
+
+
+def test_sglangs_least_leaves_stop_strings_alone() -> None:
+    sampling = SamplingParams(stop=("b",), min_new_tokens=4)
+    assert Detokenizer.of(sampling, Spelling("a", "b")).push([0, 1, 0]).matched_stop == "b"
 
 
 def test_an_unfinished_character_is_held_back_and_given_whole() -> None:

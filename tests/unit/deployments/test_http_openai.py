@@ -180,6 +180,15 @@ async def test_a_stop_string_ends_and_is_trimmed_unless_asked_for(client: httpx.
     assert choice["text"] == " four, five, six"
 
 
+async def test_a_stop_text_waits_for_min_tokens_and_not_for_min_new_tokens(client: httpx.AsyncClient) -> None:
+    """The first is vLLM's field, the second SGLang's; each means what it means there."""
+    body = {"prompt": "One, two, three,", "max_tokens": 12, "temperature": 0, "stop": [" five"]}
+    [choice] = (await post(client, TEXT, **body, min_tokens=8))["choices"]
+    assert choice["text"].startswith(" four, five, six")
+    sampling = {"max_new_tokens": 12, "min_new_tokens": 8, "temperature": 0, "stop": [" five"]}
+    assert (await post(client, "/generate", text="One, two, three,", sampling_params=sampling))["text"] == " four,"
+
+
 async def test_echo_with_logprobs_is_what_lm_eval_reads(client: httpx.AsyncClient) -> None:
     """Trap: token_logprobs has prompt + 1 entries, the first null; greedy is the key with the highest value."""
     body = await post(client, TEXT, prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1, echo=True)
