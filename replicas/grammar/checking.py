@@ -68,7 +68,8 @@ _BLAME = (
 )
 # what llguidance says of a grammar that compiles, or of an output in it, and what that means
 _MEANINGS = (
-    ("NoExtensionBias", "nothing can come here: a $ref, or a rule, leads back to itself before any value or text"),
+    ("NoExtensionBias", "nothing can come here: no text fits an expression of it, or a $ref, or a rule, leads back to "
+                        "itself before any value or text"),
     ("Too many items", "the grammar can be read in too many ways here: make it unambiguous, as by [a-z]+ instead of "
                        "s ::= s s | [a-z]"),
 )  # fmt: skip
@@ -82,6 +83,10 @@ _TRIED_ALONE = frozenset({
 _IDENTITIES = frozenset({
     "$id", "id", "$schema", "$vocabulary", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$comment", "default",
 })  # fmt: skip
+
+# an escape; the beginning of a class, with what is no operator there; plain characters; any other
+_REGEX_PARTS = re.compile(r"\\.?|\[\^?(?:\]|-+)?|[^\\\[\]()|^$/-]+|.", re.DOTALL)
+_ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 
 ErrorOf = Callable[[str], str]  # what llguidance says of a grammar; empty if it compiles
 
@@ -113,10 +118,22 @@ def grammar_of(constraint: Constraint) -> str:
     """
     check_text(constraint.text, MAX_TEXT if constraint.kind == "regex" else MAX_SCHEMA)
     if constraint.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(constraint.text))
+        return str(LLMatcher.grammar_from_regex(_in_ascii(constraint.text)))
     if constraint.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(constraint.text))
+        return str(LLMatcher.grammar_from_lark(_in_ascii(constraint.text)))
     return _grammar(read_schema(constraint.text))
+
+
+def _in_ascii(text: str) -> str:
+    r"""Write \d and \w of an expression, or of those of a grammar, as what they are in a schema's ``pattern``: ASCII.
+
+    At the end of a range, as in [+-\d], they stay what they are: an error.
+    """
+    made, in_class, before = list[str](), False, ""
+    for part in _REGEX_PARTS.findall(text):
+        made.append(part if in_class and before == "-" else _ASCII.get(part, part))
+        in_class, before = part[0] == "[" or (in_class and part != "]"), part
+    return "".join(made)
 
 
 def _grammar(schema: dict[str, Any]) -> str:
@@ -202,7 +219,9 @@ def examine(kind: Literal["json_schema", "regex", "lark", "gbnf", "choice"], tex
         schema = read_schema(text)
         brought = _bring_in(schema)
         found = _leave_out(schema, error_of, brought)
-        left = json.dumps(schema, ensure_ascii=False) if found or brought else text
+        if moved := _move_patterns(schema, error_of):
+            found += _leave_out(schema, error_of, brought)
+        left = json.dumps(schema, ensure_ascii=False) if found or brought or moved else text
         return Examined(constraint=Constraint(kind="json_schema", text=left), problems=tuple(found))
     if kind == "gbnf":
         try:
@@ -237,6 +256,46 @@ def _bring_in(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
                 schema["$defs"][uri] = copy.deepcopy({name: meta[name] for name in meta.keys() - _IDENTITIES})
                 left.append((schema["$defs"][uri], uri, brought[uri]))
     return brought
+
+
+def _move_patterns(schema: dict[str, Any], error_of: ErrorOf) -> bool:
+    """Move a pattern of patternProperties that fits named properties alone to those: else the grammar offers a comma
+    behind the last of them, and no name can follow it. Returns: whether there was such a pattern."""
+
+    def is_empty(terminal: str) -> bool:
+        return "NoExtensionBias" in error_of(str(LLMatcher.grammar_from_lark(f"start: A\nA: {_in_ascii(terminal)}")))
+
+    moved = False
+    for node, keyword, patterns, _ in list(keywords_of(schema)):
+        named = node.get("properties")
+        if keyword != "patternProperties" or not isinstance(patterns, dict) or not isinstance(named, dict):
+            continue
+        of_name = {name: _literal(name).replace("/", r"\/") for name in named}
+        for pattern, asked in list(patterns.items()):
+            whole = _without_anchors(pattern)
+            if whole is None or not is_empty(f"/{whole}/ & ~/{'|'.join(of_name.values())}/"):
+                continue
+            moved = True
+            del patterns[pattern]
+            for name, literal in of_name.items():
+                if named[name] != asked and not is_empty(f"/{whole}/ & /{literal}/"):
+                    named[name] = {"allOf": [named[name], asked]}
+    return moved
+
+
+def _without_anchors(pattern: str) -> str | None:
+    """Return ``pattern`` in Lark without ^ and $; None if an alternative lacks them, and so fits names without end."""
+    ways, depth, in_class = list[list[str]]([[]]), 0, False
+    for part in _REGEX_PARTS.findall(pattern):
+        in_class = part[0] == "[" or (in_class and part != "]")
+        depth += 0 if in_class else (part == "(") - (part == ")")
+        if part == "|" and not depth and not in_class:
+            ways.append([])
+        else:
+            ways[-1].append(r"\/" if part == "/" else part)
+    if not all(way[:1] == ["^"] and way[-1:] == ["$"] for way in ways):
+        return None
+    return "|".join("".join(way[1:-1]) for way in ways)
 
 
 def _published(uri: str) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ SCHEMA = {
     "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "object"}},
     "required": ["a"],
 }
+INT = {"type": "integer"}
 DOCUMENT = {"a": [1, 2], "b": {"x": [1, {"y": "z"}]}}
 
 
@@ -32,6 +33,15 @@ def takes(grammar: str, text: str, *, parse_special: bool = False) -> bool:
     assert not matcher.is_error(), matcher.get_error()
     tokens = tokenizer().tokenize_str(text, parse_special=parse_special)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def begins(grammar: str, text: str) -> bool:
+    """Whether the grammar takes every token of ``text``, and then has one more or ends."""
+    matcher = LLMatcher(tokenizer(), grammar, log_level=0)
+    tokens = tokenizer().tokenize_str(text)
+    taken = matcher.try_consume_tokens(tokens) == len(tokens)
+    matcher.compute_bitmask()
+    return taken and not matcher.is_error()
 
 
 def of_schema(schema: object) -> str:
@@ -62,6 +72,31 @@ def test_a_regular_expression_spans_the_whole_output() -> None:
     assert takes(grammar, "a/b")
     assert takes(grammar, "c\nd")
     assert not takes(grammar, "xa/b")
+
+
+@pytest.mark.parametrize(("pattern", "ascii_only", "wider"), [
+    (r"\d", "7", "\u0667\U0001fbf8"), (r"\w", "aZ_0", "\xe9\u6f22"), (r"[^\d]", "a\u0667", "7"), (r"\D", "\u0667", "0"),
+    (r"\W", "\xe9-", "a"), (r"[\d-]", "7-", "\u0667"), (r"[-\w.]", "-a.", "\xe9"), (r"[]\d]", "]7", "\u0667"),
+    (r"[\D7]", "7\u0667", "8"), (r"[^]\w]", "\xe9-", "]a"),
+])  # fmt: skip
+def test_classes_of_an_expression_are_ascii_as_in_a_schema(pattern: str, ascii_only: str, wider: str) -> None:
+    """Peers and ECMA-262 mean ASCII; a grammar's expressions and a schema's patterns mean the same here."""
+    for text in ascii_only + wider:
+        taken = [
+            takes(grammar_of(Constraint(kind="regex", text=pattern)), text),
+            takes(grammar_of(Constraint(kind="lark", text=f"start: /{pattern}/")), text),
+            takes(of_schema({"pattern": f"^{pattern}$"}), json.dumps(text, ensure_ascii=False)),
+        ]
+        assert taken == [text in ascii_only] * 3, text
+
+
+def test_an_escaped_backslash_begins_no_class_and_a_range_ends_in_none() -> None:
+    for pattern, text in ((r"\\d", "\\d"), (r"\d{3}-\d{4}", "123-4567"), (r"\\\d[\[\-]\d", "\\1-2")):
+        assert takes(grammar_of(Constraint(kind="regex", text=pattern)), text)
+    with pytest.raises(InvalidRequest, match="range"):
+        examine("regex", r"[+-\d]", error_of)
+    nested = grammar_of(Constraint(kind="lark", text=r'start: %json {"pattern": "^\\d$"} "\\d"'))
+    assert takes(nested, '"7"\\d')
 
 
 def test_a_grammar_in_lark_is_taken_as_it_is() -> None:
@@ -172,6 +207,30 @@ def test_an_error_in_the_midst_of_an_output_says_what_to_do() -> None:
     assert "leads back to itself" in str(matcher.error)
     said = "parser error: Too many items (limit 50000; mask); try avoiding single-byte/short lexemes"
     assert "make it unambiguous" in explained(said)
+
+
+@pytest.mark.parametrize(("patterns", "left", "good", "bad"), [
+    ({"^a$": INT}, {}, '{"a":1}', '{"a":1,"a"'), ({"^a$|^b/$": INT, "^c": INT}, {"^c": INT}, '{"a":1,"b/":2}', '{"a":"x"'),
+    ({"^(a|b/)$": {"minimum": 3}}, {}, '{"a":3}', '{"a":2}'), ({"^[ab]$": INT}, {"^[ab]$": INT}, '{"b":1}', '{"b":"x"'),
+    ({"a$": INT}, {"a$": INT}, '{"ca":1}', '{"c"'), (dict.fromkeys(("^a$", "^b/$"), INT), {}, '{"b/":1}', '{"b/":1,"'),
+])  # fmt: skip
+def test_a_pattern_that_fits_named_properties_alone_is_asked_of_them(
+    patterns: dict[str, object], left: dict[str, object], good: str, bad: str
+) -> None:
+    """As it is, llguidance allows a comma behind the last property, where no name can come."""
+    closed = {"type": "object", "additionalProperties": False}
+    schema = closed | {"properties": {"a": INT, "b/": INT}, "patternProperties": patterns}
+    found = examine("json_schema", json.dumps({"items": schema}), error_of)
+    assert (found.problems, json.loads(found.constraint.text)["items"]["patternProperties"]) == ((), left)
+    grammar = grammar_of(found.constraint)
+    assert takes(grammar, f"[{good}]")
+    assert not begins(grammar, f"[{bad}")
+
+
+def test_an_expression_that_no_text_fits_is_not_said_to_lead_back_to_itself_alone() -> None:
+    for kind, text in (("regex", r"[^\s\S]"), ("lark", "start: A\nA: /a/ & /b/")):
+        with pytest.raises(InvalidRequest, match="no text fits an expression of it"):
+            examine(kind, text, error_of)  # type: ignore[arg-type]
 
 
 def test_what_asks_for_nothing_is_no_problem() -> None:
