@@ -276,13 +276,15 @@ Keep = Annotated[
 TopLogprobs = Annotated[UpTo20 | None, about("Also of this many most likely tokens in its place.")]
 SingleCall = Annotated[bool | None, about("false: at most one call.")]
 TemplateVariables = Annotated[Object | None, about("Variables for the chat template, such as `enable_thinking`.")]
-# forms of the output (constraints.py), or what asks for nothing
-ASKS_NOTHING = {"enum": NOTHING}
+# forms of the output (constraints.py), or what asks for none; an empty text or list is an error: it would allow nothing
+NO_FORM = [each for each in NOTHING if each not in ("", [])]
+ASKS_NOTHING = {"enum": NO_FORM}
+_SOME_TEXT = {**TEXT, "minLength": 1}
 Schema = Annotated[
-    Any, about("A JSON schema that the output must fit.", anyOf=[TEXT, {"type": "object"}, ASKS_NOTHING])
+    Any, about("A JSON schema that the output must fit.", anyOf=[_SOME_TEXT, {"type": "object"}, ASKS_NOTHING])
 ]
-Regex = Annotated[Any, about("A regular expression that the output must match.", anyOf=[TEXT, ASKS_NOTHING])]
-Grammar = Annotated[Any, about("A grammar that the output must follow.", anyOf=[TEXT, ASKS_NOTHING])]
+Regex = Annotated[Any, about("A regular expression that the output must match.", anyOf=[_SOME_TEXT, ASKS_NOTHING])]
+Grammar = Annotated[Any, about("A grammar that the output must follow.", anyOf=[_SOME_TEXT, ASKS_NOTHING])]
 
 
 class StreamOptions(WireType):
@@ -325,7 +327,7 @@ class Sampling(WireType):
     regex: Regex = None
     ebnf: Grammar = None
     structural_tag: Any = said(
-        "SGLang's: forms that hold between tags.", anyOf=[TEXT, {"type": "object"}, ASKS_NOTHING]
+        "SGLang's: forms that hold between tags.", anyOf=[_SOME_TEXT, {"type": "object"}, ASKS_NOTHING]
     )
 
 
@@ -346,7 +348,7 @@ class SamplingFields(Sampling):
     guided_json: Schema = None
     guided_regex: Regex = None
     guided_choice: Any = said(
-        "The output is one of these texts.", anyOf=[{"type": "array", "items": TEXT}, ASKS_NOTHING]
+        "The output is one of these texts.", anyOf=[{"type": "array", "items": TEXT, "minItems": 1}, ASKS_NOTHING]
     )
     guided_grammar: Grammar = None
     structured_outputs: Any = said(

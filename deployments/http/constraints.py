@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 
 from deployments.http.access import caller_of
-from deployments.http.bodies import FORM_TYPES, NOTHING, WireType
+from deployments.http.bodies import FORM_TYPES, NO_FORM, WireType
 from deployments.http.convert import FORM_FIELDS
 from deployments.http.service import LONG_TEXT, service_of
 from deployments.http.streaming import until_gone
@@ -133,7 +133,7 @@ def _wishes(fields: WireType) -> Iterator[_Wish]:
     given = vars(fields) | (fields.model_extra or {})
     for name in FORM_FIELDS:
         value: Any = given.get(name)
-        if value in NOTHING:
+        if value in NO_FORM or (name == "grammar" and value == ""):  # which clients of llama.cpp send always
             continue
         if name == "response_format":
             yield from _of_response_format(value)
@@ -184,7 +184,7 @@ def _of_structured_outputs(asked: Any) -> Iterator[_Wish]:
     if not isinstance(asked, dict):
         raise InvalidRequest(f"{name}: must be an object", param=name)
     for key, kind in _KINDS.items():
-        if asked.get(key) not in NOTHING:
+        if asked.get(key) not in NO_FORM:
             yield _Wish(f"{name}.{key}", kind, asked[key])
     if asked.get("json_object"):
         yield _Wish(f"{name}.json_object", "json_schema", _ANY_OBJECT)
@@ -195,9 +195,11 @@ def _text(wish: _Wish) -> str:
     value = wish.value
     if wish.kind == "tags":
         return ""
+    if value == "" or value == []:
+        raise InvalidRequest("is empty, and would allow no output; leave it out to ask for no form")
     if wish.kind == "choice":
-        if not (isinstance(value, list) and value and all(isinstance(each, str) for each in value)):
-            raise InvalidRequest("must be a list of strings, and not empty")
+        if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise InvalidRequest("must be a list of strings")
         return json.dumps(value)
     if wish.kind == "json_schema" and isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)

@@ -155,7 +155,7 @@ async def test_a_stream_says_at_its_end_what_holds(client: httpx.AsyncClient, ro
 
 
 async def test_what_asks_for_no_form_has_no_header(client: httpx.AsyncClient) -> None:
-    for asked in ({}, {"response_format": {"type": "text"}}, {"regex": "", "guided_json": None, "guided_choice": []}):
+    for asked in ({}, {"response_format": {"type": "text"}}, {"guided_json": None, "regex": False, "grammar": ""}):
         answer = await post(client, CHAT, asked, max_tokens=1)
         assert answer.status_code == 200, answer.text
         assert "x-manta-schema" not in answer.headers
@@ -173,6 +173,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # what is asked, the field that 
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
     ({"guided_regex": "(a)\\1"}, "guided_regex", "backreferences"),
     ({"guided_regex": ["a"]}, "guided_regex", "must be a string"),
+    ({"guided_choice": []}, "guided_choice", "is empty"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "is empty"),
+    ({"regex": ""}, "regex", "is empty"),
+    ({"guided_grammar": ""}, "guided_grammar", "is empty"),
+    ({"response_format": {"type": "regex", "pattern": ""}}, "response_format", "is empty"),
     ({"guided_choice": "a"}, "guided_choice", "list of strings"),
     ({"guided_choice": [1]}, "guided_choice", "list of strings"),
     ({"guided_grammar": "root ::= (("}, "guided_grammar", "GBNF"),
