@@ -84,7 +84,10 @@ class ChoiceBody(AnswerBody):
 class CompletionLogprobsBody(AnswerBody):
     """The log probabilities of a text completion, token by token."""
 
-    tokens: list[str] = Field(description="Texts of the tokens.")
+    tokens: list[str] = Field(
+        description="Texts of the tokens. The part of a character, and a second token of one text, is `bytes:` and its "
+        "bytes, as `bytes:\\xe6\\xbc`."
+    )
     token_logprobs: list[float | None] = Field(description="Natural logarithm of each one's probability.")
     top_logprobs: list[dict[str, float | None] | None] | None = Field(
         description="The most likely tokens in its place."
@@ -134,7 +137,7 @@ class CompletionBody(OpenAIAnswerBody):
 class TokenLogprobBody(AnswerBody):
     """One token and its log probability."""
 
-    token: str = Field(description="The token's text.")
+    token: str = Field(description="The token's text; with return_tokens_as_token_ids `token_id:N`.")
     logprob: Logprob
     bytes: list[int] | None = Field(description="The token's bytes.")
 

@@ -253,7 +253,11 @@ TopP = Annotated[
     about("Choose among the most likely tokens that together have this probability. Without it: 1."),
 ]
 TopK = Annotated[
-    Annotated[int, shown(minimum=-1)] | None, about("Choose among this many of the most likely tokens; -1 or 0: all.")
+    Annotated[int, shown(minimum=-1)] | None,
+    about(
+        "Choose among this many of the most likely tokens; -1 or 0: all. `top_p` counts among all tokens, not among "
+        "these, as in SGLang."
+    ),
 ]
 MinP = Annotated[
     Annotated[float, shown(minimum=0, maximum=1)] | None,
@@ -305,7 +309,9 @@ class Sampling(WireType):
     seed: Seed | None = said(
         "The same seed, prompt and settings give the same answer; any number of 64 bits with a sign."
     )
-    stop: Annotated[str, shown(maxLength=1024)] | StopTexts | None = said(STOPS)
+    stop: Annotated[str, shown(maxLength=1024)] | StopTexts | None = said(
+        f"{STOPS} That of a special token ends it only with `skip_special_tokens: false`; else use `stop_token_ids`."
+    )
     stop_token_ids: Annotated[Items[Token], shown(maxItems=256)] | None = said("Tokens that end the answer.")
     ignore_eos: bool | None = said("The model's own end tokens do not end the answer.")
     no_stop_trim: bool | None = said("SGLang's name for `include_stop_str_in_output`.")
@@ -370,6 +376,9 @@ class GeneratingFields(SamplingFields):
         "null for the first. Not in a stream."
     )
     return_token_ids: bool | None = said("Choices carry the ids of their tokens.")
+    return_tokens_as_token_ids: bool | None = said(
+        "vLLM's: logprobs name a token `token_id:N` instead of by its text, which two tokens may share."
+    )
     response_format: Annotated[Object, WithJsonSchema(_FORMAT)] | None = said(
         "`type`: `text`, `json_object`, `json_schema`, or SGLang's `regex`, `grammar`, `structural_tag`; beside it the "
         "schema, pattern or grammar."

@@ -124,7 +124,8 @@ class ChatForm(OpenAIForm):
         return made
 
     def logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
-        return chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.body.top_logprobs or 0)
+        num_top, by_id = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=num_top, by_id=by_id)
 
     def beside_choices(self, choices: Sequence[Change]) -> dict[str, Any]:
         num_top = self.body.prompt_logprobs
@@ -284,7 +285,7 @@ def tools_of(body: TemplateFields) -> ToolUse | None:
 
 
 def _refuse(body: ChatRequest) -> None:
-    refuse_unsupported(body, "lora_path", echo=None, best_of=1, add_special_tokens=None)
+    refuse_unsupported(body, "lora_path", "return_tokens_as_token_ids", echo=None, best_of=1, add_special_tokens=None)
     if body.modalities not in (None, ["text"]):
         raise InvalidRequest(f"modalities: {body.modalities} is not supported; supported: ['text']", param="modalities")
     if body.top_logprobs and not body.logprobs:

@@ -88,6 +88,7 @@ class CompletionForm(OpenAIForm):
             num_top=self.body.logprobs or 0,
             offsets=(offsets.of_prompt([each.token_id for each in prompt]) if prompt else [])
             + offsets.of_output([each.token_id for each in delta.logprobs]),
+            by_id=bool(self.body.return_tokens_as_token_ids),
         )
 
     def _offsets(self, number: int) -> TextOffsets:
@@ -142,7 +143,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
 
 
 def _refuse(body: CompletionRequest) -> None:
-    refuse_unsupported(body, "lora_path", suffix=None)
+    refuse_unsupported(body, "lora_path", "return_tokens_as_token_ids", suffix=None)
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, 1, n):
         raise InvalidRequest(f"best_of: {body.best_of} is not supported; leave it out or give {n}", param="best_of")

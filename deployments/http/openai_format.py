@@ -151,24 +151,37 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int, offsets: list[int]
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int, offsets: list[int], by_id: bool = False
 ) -> dict[str, Any]:
-    """Write logprobs in the form of completions. ``offsets``: [len(logprobs)] of `TextOffsets`."""
+    """Write logprobs in the form of completions, where a token is named by its text, or ``by_id``.
+
+    Args: offsets: [len(logprobs)] of `TextOffsets`.
+    """
+    names = [
+        _names(tokenizer, [*(token for token, _ in each.top[:num_top]), each.token_id], by_id) for each in logprobs
+    ]
     return {
-        "tokens": [tokenizer.token_text(each.token_id) for each in logprobs],
+        "tokens": [of[each.token_id] for of, each in zip(names, logprobs, strict=True)],
         "token_logprobs": [finite(each.logprob) for each in logprobs],
-        "top_logprobs": [_top_by_text(tokenizer, each, num_top) for each in logprobs] if num_top else None,
+        "top_logprobs": list(map(_top_by_name, names, logprobs)) if num_top else None,
         "text_offset": offsets,
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int) -> dict[str, Any]:
-    """Write logprobs in the form of chat."""
+def chat_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int, by_id: bool = False
+) -> dict[str, Any]:
+    """Write logprobs in the form of chat, where a token is named by its text, or ``by_id``."""
+
+    def entry(token: int, value: float | None) -> dict[str, Any]:
+        name = _by_id(token) if by_id else tokenizer.token_text(token)
+        return {"token": name, "logprob": finite(value), "bytes": list(tokenizer.token_bytes(token))}
+
     return {
         "content": [
             {
-                **_token(tokenizer, each.token_id, each.logprob),
-                "top_logprobs": [_token(tokenizer, token, value) for token, value in each.top[:num_top]],
+                **entry(each.token_id, each.logprob),
+                "top_logprobs": [entry(token, value) for token, value in each.top[:num_top]],
             }
             for each in logprobs
         ]
@@ -193,23 +206,28 @@ def prompt_logprobs_body(
     return [entries(each) for each in logprobs]
 
 
-def _top_by_text(tokenizer: Tokenizer, each: TokenLogprob, num_top: int) -> dict[str, float | None] | None:
-    """The ``num_top`` alternatives by text, most likely first, the chosen token always among them; None without a
-    context.
+def _names(tokenizer: Tokenizer, token_ids: Sequence[int], by_id: bool) -> dict[int, str]:
+    """Name the tokens of one place, each otherwise than the others: by its text, else by its bytes, else by its id.
 
-    Two tokens of one text (parts of characters) keep the likelier one's value.
+    The part of a character has no text, and a vocabulary may have two tokens of one text.
     """
+    names: dict[int, str] = {}
+    for token in dict.fromkeys(token_ids):
+        text, raw = tokenizer.token_text(token), tokenizer.token_bytes(token)
+        shown = "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
+        ways = ([text] if text.encode() == raw else []) + [f"bytes:{shown}"]  # as OpenAI wrote it
+        free = [] if by_id else [way for way in ways if way not in names.values()]
+        names[token] = free[0] if free else _by_id(token)
+    return names
+
+
+def _by_id(token: int) -> str:
+    return f"token_id:{token}"  # as vLLM writes it
+
+
+def _top_by_name(names: dict[int, str], each: TokenLogprob) -> dict[str, float | None] | None:
+    """The alternatives that have ``names``, most likely first, the chosen token among them; None without a context."""
     if each.logprob is None:
         return None
-    top: dict[str, float | None] = {}
-    for token, value in (*each.top[:num_top], (each.token_id, each.logprob)):
-        top.setdefault(tokenizer.token_text(token), finite(value))
-    return top
-
-
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+    values = {token: finite(value) for token, value in (*each.top, (each.token_id, each.logprob))}
+    return {name: values[token] for token, name in names.items()}

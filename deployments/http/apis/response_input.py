@@ -107,6 +107,7 @@ class ResponsesRequest(SamplingFields):
     max_tokens: Any = said("Refused: use `max_output_tokens`.", enum=bodies.NOTHING)
     prompt_logprobs: bodies.Refused = None
     return_token_ids: bodies.Refused = None
+    return_tokens_as_token_ids: bodies.Refused = None
 
     def includes(self, name: str) -> bool:
         """Whether the answer is to have a part that it lacks otherwise."""

@@ -205,6 +205,30 @@ async def test_echo_with_logprobs_is_what_lm_eval_reads(client: httpx.AsyncClien
     assert [len(top) in (1, 2) for top in logprobs["top_logprobs"][1:]] == [True] * 5
 
 
+async def test_no_token_of_a_completions_logprobs_hides_another(client: httpx.AsyncClient) -> None:
+    """Parts of characters have one text, U+FFFD; lm-eval asks whether the likeliest key is the token's own."""
+    prompt = "漢字🦜漢字"
+    ids = Tokenizer(MODEL).encode(prompt).tolist()
+    body = {"prompt": prompt, "max_tokens": 0, "logprobs": 5, "echo": True}
+    [choice] = (await post(client, TEXT, **body))["choices"]
+    by_text = choice["logprobs"]
+    assert any(token.startswith("bytes:\\x") for token in by_text["tokens"])
+    [choice] = (await post(client, TEXT, **body, return_tokens_as_token_ids=True))["choices"]
+    by_id = choice["logprobs"]
+    assert by_id["tokens"] == [f"token_id:{token}" for token in ids]
+    for found in (by_text, by_id):
+        rows = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+        for token, value, top in list(rows)[1:]:
+            assert len(top) - (value < sorted(top.values())[1]) == 5
+            assert top[token] == value
+    assert [list(top.values()) for top in by_text["top_logprobs"][1:]] == [
+        list(top.values()) for top in by_id["top_logprobs"][1:]
+    ]
+    chat = await post(client, CHAT, **ASK, logprobs=True, top_logprobs=1, max_tokens=1, return_tokens_as_token_ids=True)
+    [first] = chat["choices"][0]["logprobs"]["content"]
+    assert first["token"] == first["top_logprobs"][0]["token"] == f"token_id:{Tokenizer(MODEL).encode('The')[0]}"
+
+
 async def test_echo_without_output_scores_the_prompt_alone(client: httpx.AsyncClient) -> None:
     """lm-eval: some set max_tokens 0."""
     body = await post(client, TEXT, prompt=PROMPT, max_tokens=0, logprobs=1, echo=True)

@@ -210,7 +210,8 @@ def test_an_error_in_the_midst_of_an_output_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(("patterns", "left", "good", "bad"), [
-    ({"^a$": INT}, {}, '{"a":1}', '{"a":1,"a"'), ({"^a$|^b/$": INT, "^c": INT}, {"^c": INT}, '{"a":1,"b/":2}', '{"a":"x"'),
+    ({"^a$": INT}, {}, '{"a":1}', '{"a":1,"a"'),
+    ({"^a$|^b/$": INT, "^c": INT}, {"^c": INT}, '{"a":1,"b/":2}', '{"a":"x"'),
     ({"^(a|b/)$": {"minimum": 3}}, {}, '{"a":3}', '{"a":2}'), ({"^[ab]$": INT}, {"^[ab]$": INT}, '{"b":1}', '{"b":"x"'),
     ({"a$": INT}, {"a$": INT}, '{"ca":1}', '{"c"'), (dict.fromkeys(("^a$", "^b/$"), INT), {}, '{"b/":1}', '{"b/":1,"'),
 ])  # fmt: skip
