@@ -4,13 +4,13 @@ A wrong page changes an answer, or fails an assertion of the fake device. Each p
 """
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvtransfer.stores.file import FileMedium
-from kvtransfer.stores.items import Buffer, StoreKey
+from kvtransfer.stores.items import Item, StoreKey
 from kvtransfer.stores.store import Store
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
@@ -65,15 +65,17 @@ class FaultyDisk(FileMedium):
         self.meanwhile()
         return super().contains(keys)
 
-    def read(self, key: StoreKey, into: Sequence[Buffer]) -> int:
-        self._disturb()
-        return super().read(key, into)
+    def read(self, wanted: Iterable[Item]) -> Iterator[int]:
+        for item in wanted:
+            self._disturb()
+            yield from super().read([item])
 
-    def write(self, key: StoreKey, item: Sequence[Buffer]) -> bool:
-        self._disturb()
-        if self.fault == "full":
-            raise OSError(errno.ENOSPC, "no space left")
-        return super().write(key, item)
+    def write(self, items: Iterable[Item]) -> Iterator[bool]:
+        for item in items:
+            self._disturb()
+            if self.fault == "full":
+                raise OSError(errno.ENOSPC, "no space left")
+            yield from super().write([item])
 
     def _disturb(self) -> None:
         if self.fault == "eio":

@@ -14,10 +14,10 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtransfer.stores.folder import Folder, create, item_name, open_own, touch
-from kvtransfer.stores.items import HEADER_BYTES, Buffer, StoreKey, num_bytes
+from kvtransfer.stores.items import HEADER_BYTES, Buffer, Item, StoreKey, num_bytes
 from kvtransfer.stores.store import DISK_FULL, Untrusted
 
 MOST_BUFFERS = 1024  # IOV_MAX of Linux
@@ -37,7 +37,18 @@ class FileMedium:
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         return [self._folder.has(key) for key in keys]
 
-    def read(self, key: StoreKey, into: Sequence[Buffer]) -> int:
+    def read(self, wanted: Iterable[Item]) -> Iterator[int]:
+        return (self._read(key, into) for key, into in wanted)
+
+    def write(self, items: Iterable[Item]) -> Iterator[bool]:
+        for key, item in items:
+            for _ in range(0 if self._folder.was_scanned else SCANS_PER_WRITE):
+                self._folder.scan_shard()
+            with self._folder.shard(key[0], make=True) as shard:
+                stored = self._write(key, shard, item)
+            yield stored
+
+    def _read(self, key: StoreKey, into: Sequence[Buffer]) -> int:
         try:
             with self._folder.shard(key[0]) as shard:
                 file = open_own(item_name(key), stat.S_IFREG, shard)
@@ -53,15 +64,8 @@ class FileMedium:
             raise
         return size
 
-    def write(self, key: StoreKey, item: Sequence[Buffer]) -> bool:
-        folder, size = self._folder, num_bytes(item)
-        for _ in range(0 if folder.was_scanned else SCANS_PER_WRITE):
-            folder.scan_shard()
-        with folder.shard(key[0], make=True) as shard:
-            return self._write(key, shard, item, size)
-
-    def _write(self, key: StoreKey, shard: int, item: Sequence[Buffer], size: int) -> bool:
-        folder, name = self._folder, item_name(key)
+    def _write(self, key: StoreKey, shard: int, item: Sequence[Buffer]) -> bool:
+        folder, name, size = self._folder, item_name(key), num_bytes(item)
         with contextlib.suppress(FileNotFoundError, Untrusted):  # what is no item of ours is replaced
             file = open_own(name, stat.S_IFREG, shard)
             try:

@@ -23,6 +23,7 @@ import xxhash
 
 StoreKey = bytes  # [16]
 Buffer = memoryview  # of uint8: one page, ``view[page].data``
+Item = tuple[StoreKey, Sequence[Buffer]]
 
 KEY_BYTES = 16
 LAYOUT_BYTES = 8

@@ -3,8 +3,9 @@
 Owns:      the client, the threads that wait for the service, and the bytes on their way.
 Never:     lets a request touch a page: each has bytes of its own, so that one that is late harms nothing; and never
            evicts, which is for the bucket's lifecycle rules.
-Invariant: a call ends within ``deadline_s``, whatever the service does; at most MOST_CONNECTIONS requests are open, and
-           those that hang end by their own timeouts, which botocore's retries included are a few times ``deadline_s``.
+Invariant: a call ends within ``deadline_s``, and one that reads or writes many items within that of each, whatever the
+           service does; at most MOST_CONNECTIONS requests are open, or read ahead, and those that hang end by their own
+           timeouts, which botocore's retries included are a few times ``deadline_s``.
 Thread:    the store's; each request runs on one of MOST_CONNECTIONS threads, and the store's waits for it.
 
 Why boto3 and not the OBJ plugin of NIXL 1.5.1, as measured: NIXL can delete no object; it reports a read that is longer
@@ -13,17 +14,19 @@ at all; and only the wheel for CUDA 12 has a plugin that loads without a CUDA li
 be imported by one process.
 """
 
+import collections
 import concurrent.futures
 import errno
 import functools
 import importlib
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvtransfer.stores.items import HEADER_BYTES, Buffer, StoreKey, num_bytes
+from kvtransfer.stores.items import HEADER_BYTES, Item, StoreKey, num_bytes
 
-MOST_CONNECTIONS = 8
+MOST_CONNECTIONS = 32
 ATTEMPTS = 3  # with botocore's back-off between them
 PRESENT_S = 60.0  # for so long what was found is not asked for again
 ABSENT_S = 1.0
@@ -78,36 +81,39 @@ class ObjectMedium:
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         now = self._clock()
         unknown = [key for key in keys if self._remembered.get(key, (None, now))[1] <= now]
-        sizes = self._answers([functools.partial(self._size, key) for key in unknown])
+        sizes = list(self._answers((functools.partial(self._size, key) for key in unknown), together=True))
         for key, size in zip(unknown, sizes, strict=True):
             self._remember(key, size)
         found = dict(zip(unknown, sizes, strict=True))
         return [(found[key] if key in found else self._remembered[key][0]) is not None for key in keys]
 
-    def read(self, key: StoreKey, into: Sequence[Buffer]) -> int:
-        (data,) = self._answers([lambda: self._get(key, num_bytes(into))])
-        if data is None:
-            self._remember(key, None)
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", self._name(key))
-        size, content = data
-        offset = 0
-        for buffer in into:
-            part = content[offset : offset + buffer.nbytes]
-            buffer[: len(part)] = part
-            offset += len(part)
-        self._remember(key, size)
-        return size
+    def read(self, wanted: Iterable[Item]) -> Iterator[int]:
+        of_gets, items = itertools.tee(wanted)
+        gets = (functools.partial(self._get, key, num_bytes(into)) for key, into in of_gets)
+        for (key, into), data in zip(items, self._answers(gets), strict=True):
+            if data is None:
+                self._remember(key, None)
+                raise FileNotFoundError(errno.ENOENT, "there is no such object", self._name(key))
+            size, content = data
+            offset = 0
+            for buffer in into:
+                part = content[offset : offset + buffer.nbytes]
+                buffer[: len(part)] = part
+                offset += len(part)
+            self._remember(key, size)
+            yield size
 
-    def write(self, key: StoreKey, item: Sequence[Buffer]) -> bool:
-        data = b"".join(item)
-        (stored,) = self._answers([lambda: self._put(key, data)])
-        self._remember(key, len(data))
-        if stored:
-            self._written[key] = len(data)
-        return stored
+    def write(self, items: Iterable[Item]) -> Iterator[bool]:
+        of_puts, each = itertools.tee(items)
+        puts = (functools.partial(self._put, key, b"".join(item)) for key, item in of_puts)
+        for (key, item), stored in zip(each, self._answers(puts), strict=True):
+            self._remember(key, num_bytes(item))
+            if stored:
+                self._written[key] = num_bytes(item)
+            yield stored
 
     def delete(self, key: StoreKey) -> None:
-        self._answers([lambda: self._client.delete_object(Bucket=self._bucket, Key=self._name(key))])
+        list(self._answers([lambda: self._client.delete_object(Bucket=self._bucket, Key=self._name(key))]))
         self._remember(key, None)
         self._written.pop(key, None)
 
@@ -135,12 +141,21 @@ class ObjectMedium:
             self._remembered.clear()
         self._remembered[key] = size, self._clock() + (ABSENT_S if size is None else PRESENT_S)
 
-    def _answers(self, requests: Sequence[Callable[[], Answer]]) -> list[Answer]:
-        """Run requests side by side. Raises: OSError for the first that failed, TimeoutError past the deadline."""
-        futures = [self._threads.submit(request) for request in requests]
+    def _answers(self, requests: Iterable[Callable[[], Answer]], *, together: bool = False) -> Iterator[Answer]:
+        """Run requests side by side, MOST_CONNECTIONS ahead of the answer that is wanted. Yields: answers, in order.
+
+        Raises: OSError for the first that failed; TimeoutError past the deadline of one answer, or of all ``together``.
+        """
+        to_come = map(self._threads.submit, requests)
+        futures = collections.deque(itertools.islice(to_come, MOST_CONNECTIONS))
         until = time.monotonic() + self._deadline_s
         try:
-            return [future.result(timeout=max(until - time.monotonic(), 0.0)) for future in futures]
+            while futures:
+                answer = futures[0].result(timeout=max(until - time.monotonic(), 0.0))
+                futures.popleft()
+                futures.extend(itertools.islice(to_come, 1))
+                yield answer
+                until = until if together else time.monotonic() + self._deadline_s
         except concurrent.futures.TimeoutError:
             raise TimeoutError(errno.ETIMEDOUT, f"{self._bucket} has not answered in {self._deadline_s} s") from None
         except Exception as error:  # botocore lets those of urllib3 through; they have no common root

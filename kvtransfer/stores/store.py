@@ -10,8 +10,9 @@ Thread:    one, except `Store.stats`, which any may call.
 import dataclasses
 import enum
 import errno
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from kvtransfer.stores.items import (
     LAYOUT_BYTES,
     NO_SECRET,
     Buffer,
+    Item,
     StoreKey,
     fault_of_header,
     fault_of_payload,
@@ -93,18 +95,19 @@ class StoreStats:
 
 class Medium(Protocol):
     """What keeps the bytes of items. Its calls raise OSError, Untrusted for one item's sake; an item's first buffer is
-    its header."""
+    its header. Reads and writes take many items, answer in their order, and end at the first that fails; what follows
+    it may have been read or written, if the medium works ahead."""
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]: ...
 
-    def read(self, key: StoreKey, into: Sequence[Buffer]) -> int:
-        """Fill ``into``, or at least its first buffer, as far as the item goes. Returns: the item's bytes.
+    def read(self, wanted: Iterable[Item]) -> Iterator[int]:
+        """Fill each item's buffers, or at least its first, as far as the item goes. Yields: the item's bytes.
 
-        Raises: FileNotFoundError when there is none.
+        No buffer of an item is touched after the iterator was closed. Raises: FileNotFoundError when there is none.
         """
 
-    def write(self, key: StoreKey, item: Sequence[Buffer]) -> bool:
-        """Returns: False when an item of that size was there. Raises: OSError, ENOSPC when it finds no room."""
+    def write(self, items: Iterable[Item]) -> Iterator[bool]:
+        """Yields: False when an item of that size was there. Raises: OSError, ENOSPC when it finds no room."""
 
     def delete(self, key: StoreKey) -> None: ...
 
@@ -157,57 +160,78 @@ class Store:
             self._stats.asked_s += self._clock() - started
         return found
 
-    def read(self, key: StoreKey, into: Sequence[Buffer]) -> ReadResult:
-        """Read the item ``key`` into its pages."""
+    def read(self, wanted: Sequence[Item]) -> Iterator[ReadResult]:
+        """Read items into their pages. Yields: how each ended, in order, to the first that is not OK."""
         if wait_s := self._reading.remaining_s():
-            return ReadResult(status=ReadStatus.ERROR, reason=f"a read failed; the next is tried in {wait_s:.1f} s")
-        started, stats = self._clock(), self._stats
-        try:
-            result = self._read(key, into)
-        except FileNotFoundError:
-            result = ReadResult(status=ReadStatus.MISSING, reason="there is no such item")
-        except Untrusted as error:
-            result = ReadResult(status=ReadStatus.CORRUPT, reason=str(error))
-        except OSError as error:
-            self._failed(self._reading)
-            return ReadResult(status=ReadStatus.ERROR, reason=str(error))
-        self._reading.worked()
-        if result.status is ReadStatus.OK:
-            stats.reads += 1
-            stats.read_bytes += num_bytes(into)
-            stats.read_s += self._clock() - started
-        elif result.status is ReadStatus.MISSING:
-            stats.missing += 1
-        else:
-            stats.corrupt += 1
-            self.delete(key)
-        return result
+            yield ReadResult(status=ReadStatus.ERROR, reason=f"a read failed; the next is tried in {wait_s:.1f} s")
+            return
+        stats = self._stats
+        headers = [bytearray(HEADER_BYTES) for _ in wanted]
+        whole = zip(wanted, headers, strict=True)
+        sizes = self._medium.read([(key, [memoryview(header), *into]) for (key, into), header in whole])
+        for (key, into), header in zip(wanted, headers, strict=True):
+            started = self._clock()  # what a medium that works ahead has done meanwhile costs nothing
+            try:
+                result = self._verify(key, next(sizes), header, into)
+            except FileNotFoundError:
+                result = ReadResult(status=ReadStatus.MISSING, reason="there is no such item")
+            except Untrusted as error:
+                result = ReadResult(status=ReadStatus.CORRUPT, reason=str(error))
+            except OSError as error:
+                self._failed(self._reading)
+                yield ReadResult(status=ReadStatus.ERROR, reason=str(error))
+                return
+            self._reading.worked()
+            if result.status is ReadStatus.OK:
+                stats.reads += 1
+                stats.read_bytes += num_bytes(into)
+                stats.read_s += self._clock() - started
+            elif result.status is ReadStatus.MISSING:
+                stats.missing += 1
+            else:
+                stats.corrupt += 1
+                self.delete(key)
+            yield result
+            if result.status is not ReadStatus.OK:
+                return
 
-    def write(self, key: StoreKey, pages: Sequence[Buffer]) -> WriteResult:
-        """Store ``pages`` as the item ``key``, unless one of that size is there."""
+    def write(self, items: Iterable[Item]) -> Iterator[WriteResult]:
+        """Store each item's pages, unless an item of that size is there. Yields: how each ended, in order, to the first
+        that is neither STORED nor PRESENT."""
         if wait_s := self._writing.remaining_s():
-            return WriteResult(status=WriteStatus.ERROR, reason=f"a write failed; the next is tried in {wait_s:.1f} s")
-        started, stats = self._clock(), self._stats
-        try:
-            header = pack_header(key, self._layout, pages, self._secret)
-            stored = self._medium.write(key, [memoryview(header), *pages])
-        except Untrusted as error:
-            stats.errors += 1
-            return WriteResult(status=WriteStatus.ERROR, reason=str(error))
-        except OSError as error:
-            if error.errno in DISK_FULL:
-                stats.full += 1
-                return WriteResult(status=WriteStatus.FULL, reason=str(error))
-            self._failed(self._writing)
-            return WriteResult(status=WriteStatus.ERROR, reason=str(error))
-        self._writing.worked()
-        if not stored:
-            stats.present += 1
-            return WriteResult(status=WriteStatus.PRESENT)
-        stats.writes += 1
-        stats.write_bytes += num_bytes(pages)
-        stats.write_s += self._clock() - started
-        return WriteResult(status=WriteStatus.STORED)
+            yield WriteResult(status=WriteStatus.ERROR, reason=f"a write failed; the next is tried in {wait_s:.1f} s")
+            return
+        stats = self._stats
+        for_medium, each = itertools.tee(items)
+        writes = self._medium.write(
+            (key, [memoryview(pack_header(key, self._layout, pages, self._secret)), *pages])
+            for key, pages in for_medium
+        )
+        for _, pages in each:
+            started = self._clock()
+            try:
+                stored = next(writes)
+            except Untrusted as error:
+                stats.errors += 1
+                yield WriteResult(status=WriteStatus.ERROR, reason=str(error))
+                return
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    stats.full += 1
+                    yield WriteResult(status=WriteStatus.FULL, reason=str(error))
+                    return
+                self._failed(self._writing)
+                yield WriteResult(status=WriteStatus.ERROR, reason=str(error))
+                return
+            self._writing.worked()
+            if not stored:
+                stats.present += 1
+                yield WriteResult(status=WriteStatus.PRESENT)
+                continue
+            stats.writes += 1
+            stats.write_bytes += num_bytes(pages)
+            stats.write_s += self._clock() - started
+            yield WriteResult(status=WriteStatus.STORED)
 
     def delete(self, key: StoreKey) -> None:
         try:
@@ -234,9 +258,7 @@ class Store:
         """Raises: AssertionError where the medium's books contradict themselves."""
         self._medium.check()
 
-    def _read(self, key: StoreKey, into: Sequence[Buffer]) -> ReadResult:
-        buffer = bytearray(HEADER_BYTES)
-        size = self._medium.read(key, [memoryview(buffer), *into])
+    def _verify(self, key: StoreKey, size: int, buffer: bytearray, into: Sequence[Buffer]) -> ReadResult:
         header = bytes(buffer[:size])
         if fault := fault_of_header(header, key, self._layout, self._secret):
             return ReadResult(status=ReadStatus.CORRUPT, reason=fault)

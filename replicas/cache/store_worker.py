@@ -9,6 +9,7 @@ Thread:    its own; the scheduler's adds jobs and reads how far they are. Reads 
 
 import collections
 import enum
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from replicas.cache.node import NO_PAGES, TreeNode
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
 
+PROBES = 16  # keys that a look asks for at once
 CLOSE_S = 5.0  # how long `close` waits for a store that hangs
 
 
@@ -180,22 +182,33 @@ class Worker:
             busy = self._store.idle()
 
     def _look(self, fetch: Fetch) -> None:
-        """Count the pages from ``first`` on that the store has without a hole; most often it has none."""
+        """Find how many pages from ``first`` on the store has; most often none.
+
+        A hole is rare: some keys between one that is there and one that is not are asked for, and then those between
+        two of them. A hole that was stepped over ends the read.
+        """
         keys = self._keys(fetch.token_ids, fetch.salt)[fetch.first :]
-        self._called_s = self._clock()
-        has = [] if fetch.unwanted else self._store.contains(keys[:1])
-        if has == [True]:
+        there, gone = -1, len(keys)  # key ``there`` is in the store, ``gone`` is not
+        probes = [0] if keys else []
+        while probes and not fetch.unwanted:
             self._called_s = self._clock()
-            has += self._store.contains(keys[1:])
-        fetch.keys = keys[: has.index(False) if False in has else len(has)]
+            has = [*self._store.contains([keys[at] for at in probes]), False]
+            found = has.index(False)
+            there, gone = [there, *probes][found], [*probes, gone][found]
+            step = -(-(gone - there) // PROBES)
+            probes = sorted({*range(there + step, gone, step), gone - 1} - {there})
+        fetch.keys = keys[: there + 1]
         fetch.stage = FetchStage.FOUND
 
     def _read(self, fetch: Fetch) -> None:
-        for key, page in zip(fetch.keys, fetch.host_pages.tolist(), strict=True):
+        pages = fetch.host_pages.tolist()
+        wanted = [(key, [self._memory.view[page].data]) for key, page in zip(fetch.keys, pages, strict=True)]
+        results = self._store.read(wanted)
+        for page in pages:
             if fetch.unwanted or self._closing:
                 return
             self._called_s = self._clock()
-            if self._store.read(key, [self._memory.view[page].data]).status is not ReadStatus.OK:
+            if next(results).status is not ReadStatus.OK:
                 return
             self._memory.seal(page)
             fetch.num_read += 1
@@ -203,16 +216,16 @@ class Worker:
     def _write(self, put: Put) -> None:
         """Write each page that is as it was copied; one that is not is found when it is loaded."""
         keys = self._keys(put.token_ids, put.node.salt)[put.first :]
-        for key, page in zip(keys, put.host_pages.tolist(), strict=True):
-            if self._closing:
-                return
-            if not self._memory.intact(page):
-                return
-            self._called_s = self._clock()
-            status = self._store.write(key, [self._memory.view[page].data]).status
-            if status not in (WriteStatus.STORED, WriteStatus.PRESENT):
+        pages = zip(keys, put.host_pages.tolist(), strict=True)
+        intact = itertools.takewhile(lambda page: self._memory.intact(page[1]), pages)
+        self._called_s = self._clock()
+        for result in self._store.write((key, [self._memory.view[page].data]) for key, page in intact):
+            if result.status not in (WriteStatus.STORED, WriteStatus.PRESENT):
                 return
             put.num_stored += 1
+            if self._closing:
+                return
+            self._called_s = self._clock()
 
     def _keys(self, token_ids: TokenIds, salt: str) -> list[StoreKey]:
         return page_chain_keys(token_ids, self._page_size, page_chain(self._fingerprint, salt))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from replicas.cache.store_tier import MAX_LEFT
+from replicas.cache.store_worker import Fetch
 from replicas.request import Req
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason
@@ -50,6 +51,27 @@ def test_what_another_replica_computed_is_read_and_not_computed(tmp_path: Path) 
     stats = bench.store_tier.stats(bench.tiers.stats())
     assert (stats.store_read_tokens, stats.store_written_tokens, stats.store_wrong_pages) == (36, 0, 0)
     bench.finish()
+
+
+def test_a_look_finds_the_end_of_what_is_there_in_few_rounds(tmp_path: Path) -> None:
+    """Of 256 pages some are stored; nearly all that are asked for lie around the end of those."""
+    bench = TieredBench(tmp_path)
+    ids = np.arange(256 * 4, dtype=np.int32)
+    keys = bench.worker._keys(ids, "")
+    rounds: list[int] = []
+    bench.disk.meanwhile = lambda: rounds.append(1)
+    page = memoryview(bytes(8))
+    num_stored = 0
+    for there in (0, 1, 2, 15, 16, 17, 18, 100, 255, 256):
+        list(bench.store.write((key, [page]) for key in keys[num_stored:there]))
+        num_stored = there
+        rounds.clear()
+        before = bench.store.stats().asked
+        fetch = Fetch(ids, "", 0, 0.0)
+        bench.worker._look(fetch)
+        assert fetch.keys == keys[:there]
+        assert len(rounds) <= (3 if there else 1)
+        assert bench.store.stats().asked - before <= (35 if there else 1)
 
 
 def test_a_store_that_never_has_anything_costs_no_step(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from routing.policies import POLICIES
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import client_of
+from tests.unit.kvtransfer.test_store_protocol import only
 from tests.unit.output.outputs import read
 
 TABLES: tuple[MutableMapping[str, Any], ...] = (
@@ -166,7 +167,7 @@ def test_a_store_of_a_package_keeps_pages(toys: AppConfig) -> None:
     assert toys.cache.store is not None
     store = open_store(toys.cache.store, layout_digest=b"12345678", capacity_bytes=1 << 20)
     key, page = b"k" * 16, memoryview(bytearray(b"page" * 16))
-    assert store.write(key, [page]).status is WriteStatus.STORED
-    assert store.read(key, [page]).status is ReadStatus.OK
+    assert only(store.write([(key, [page])])).status is WriteStatus.STORED
+    assert only(store.read([(key, [page])])).status is ReadStatus.OK
     store.check()
     store.close()

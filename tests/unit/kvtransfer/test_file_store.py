@@ -17,7 +17,7 @@ from kvtransfer.stores.file import FileMedium
 from kvtransfer.stores.folder import NUM_SHARDS, ROUND_S
 from kvtransfer.stores.items import HEADER_BYTES
 from kvtransfer.stores.store import ReadStatus, Store, Untrusted, WriteStatus
-from tests.unit.kvtransfer.test_store_protocol import LAYOUT, PAGE_BYTES, key_of, run_of_pages, views
+from tests.unit.kvtransfer.test_store_protocol import LAYOUT, PAGE_BYTES, key_of, only, run_of_pages, views
 
 ITEM_BYTES = HEADER_BYTES + PAGE_BYTES
 
@@ -36,13 +36,13 @@ def open_store(root: Path, capacity_bytes: int = 10**9, clock: Clock | None = No
 
 
 def put(store: Store, number: int) -> WriteStatus:
-    return store.write(key_of(number), views(run_of_pages(1, seed=number))).status
+    return only(store.write([(key_of(number), views(run_of_pages(1, seed=number)))])).status
 
 
 def holds(store: Store, number: int) -> bool:
     """Whether an item can be read; what is read is as it was written."""
     into = np.zeros((1, PAGE_BYTES), dtype=np.uint8)
-    status = store.read(key_of(number), views(into)).status
+    status = only(store.read([(key_of(number), views(into))])).status
     assert status in (ReadStatus.OK, ReadStatus.MISSING)
     assert status is not ReadStatus.OK or np.array_equal(into, run_of_pages(1, seed=number))
     return status is ReadStatus.OK
@@ -105,7 +105,7 @@ def test_a_full_store_is_trimmed_to_nine_tenths_when_idle(tmp_path: Path) -> Non
 def test_an_item_larger_than_the_capacity_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path, capacity_bytes=2 * ITEM_BYTES)
     put(store, 1)
-    result = store.write(key_of(2), views(run_of_pages(3, seed=2)))
+    result = only(store.write([(key_of(2), views(run_of_pages(3, seed=2)))]))
     assert result.status is WriteStatus.FULL
     assert result.reason.endswith(f"an item of {HEADER_BYTES + 3000} bytes finds no room in {2 * ITEM_BYTES}")
     assert holds(store, 1)
@@ -226,7 +226,7 @@ def test_a_failing_disk_is_left_alone_for_a_while_and_tried_again(
         into = views(run_of_pages(1, seed=1))
         for _ in range(100):
             assert put(store, 2) is WriteStatus.ERROR
-            assert store.read(key_of(1), into).status is ReadStatus.ERROR
+            assert only(store.read([(key_of(1), into)])).status is ReadStatus.ERROR
             assert store.contains([key_of(1)]) == [False]
             clock.now += 0.1
         assert len(tries) == 2 * 5  # at 0, 0.5, 1.5, 3.5, 7.5 s of 10
@@ -243,10 +243,10 @@ def test_a_file_limit_is_an_error_of_the_kernel_and_leaves_nothing(tmp_path: Pat
     program = (
         "import resource, sys, numpy as np\n"
         "from pathlib import Path\n"
-        "from tests.unit.kvtransfer.test_file_store import open_store, run_of_pages, views, key_of\n"
+        "from tests.unit.kvtransfer.test_file_store import open_store, only, run_of_pages, views, key_of\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
         "store = open_store(Path(sys.argv[1]))\n"
-        "print([store.write(key_of(n), views(run_of_pages(n, seed=n))).status.value for n in (2, 4)])\n"
+        "print([only(store.write([(key_of(n), views(run_of_pages(n, seed=n)))])).status.value for n in (2, 4)])\n"
         "print(store.stats().errors)\n"
     )
     run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300)
@@ -297,7 +297,7 @@ def test_what_stands_in_an_items_place_and_is_not_ours_is_a_miss_and_is_counted(
     monkeypatch.chdir(tmp_path)  # a socket's path is short
     put_in_place(file_of(Path("store"), 1), what)
     into = np.zeros((1, PAGE_BYTES), dtype=np.uint8)
-    result = store.read(key_of(1), views(into))
+    result = only(store.read([(key_of(1), views(into))]))
     assert (result.status, into.any()) == (ReadStatus.CORRUPT, False)
     assert result.reason.startswith(file_of(tmp_path, 1).name)
     assert holds(store, 2)  # no silence: the medium is not broken
@@ -350,7 +350,7 @@ def test_a_shard_that_is_not_ours_alone_is_neither_read_nor_written(tmp_path: Pa
 
 
 def reads(store: Store, number: int) -> bool:
-    status = store.read(key_of(number), views(run_of_pages(1, seed=0))).status
+    status = only(store.read([(key_of(number), views(run_of_pages(1, seed=0)))])).status
     assert status in (ReadStatus.OK, ReadStatus.CORRUPT)
     return status is ReadStatus.OK
 
@@ -382,7 +382,7 @@ def test_a_root_that_is_not_ours_alone_is_refused_and_one_that_becomes_so_is_a_m
             root.chmod(0o1777)
     with pytest.raises(Untrusted, match=f"{root} {fault}"):
         open_store(root)
-    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.CORRUPT
+    assert only(store.read([(key_of(1), views(run_of_pages(1, seed=1)))])).status is ReadStatus.CORRUPT
     assert put(store, 2) is WriteStatus.ERROR
     scan(store)
     assert len(list(root.glob("*/*.kv"))) == 1
@@ -398,7 +398,7 @@ def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
             raise PermissionError(errno.EACCES, "Permission denied")
 
         monkeypatch.setattr(os, "open", refuse)
-    result = store.read(key_of(1), views(run_of_pages(1, seed=1)))
+    result = only(store.read([(key_of(1), views(run_of_pages(1, seed=1)))]))
     assert result.status is ReadStatus.ERROR
     assert "Permission denied" in result.reason
 
@@ -430,10 +430,11 @@ def test_whatever_two_stores_do_in_one_folder_a_read_is_right_or_none(tmp_path: 
         clock.now += draw.random()
         pages = run_of_pages(1, seed=number)
         if what < 7:
-            assert store.write(key_of(number), views(pages)).status in (WriteStatus.STORED, WriteStatus.PRESENT)
+            status = only(store.write([(key_of(number), views(pages))])).status
+            assert status in (WriteStatus.STORED, WriteStatus.PRESENT)
         elif what < 14:
             into = np.zeros_like(pages)
-            status = store.read(key_of(number), views(into)).status
+            status = only(store.read([(key_of(number), views(into))])).status
             assert status is not ReadStatus.ERROR
             assert status is not ReadStatus.OK or np.array_equal(into, pages)
             num_read += status is ReadStatus.OK
@@ -516,13 +517,13 @@ def test_killed_at_each_of_50_points_of_a_write_an_item_is_whole_or_absent(tmp_p
 WRITER = """
 import random, sys
 from pathlib import Path
-from tests.unit.kvtransfer.test_file_store import ITEM_BYTES, WriteStatus, key_of, open_store, run_of_pages, views
+from tests.unit.kvtransfer.test_file_store import ITEM_BYTES, WriteStatus, key_of, only, open_store, run_of_pages, views
 store = open_store(Path(sys.argv[1]), capacity_bytes=50 * ITEM_BYTES)
 print("writing", flush=True)
 draw = random.Random(int(sys.argv[2]))
 while True:
     number = draw.randrange(100)
-    result = store.write(key_of(number), views(run_of_pages(1, seed=number)))
+    result = only(store.write([(key_of(number), views(run_of_pages(1, seed=number)))]))
     assert result.status in (WriteStatus.STORED, WriteStatus.PRESENT), result
     store.idle()
 """

@@ -1,19 +1,21 @@
 """What every store does, whatever keeps its bytes: a folder, and a bucket of a real server that speaks S3 (moto)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.stores.items import HEADER_BYTES, pack_header, page_chain, page_chain_keys, store_secret
+from kvtransfer.stores.items import HEADER_BYTES, Item, pack_header, page_chain, page_chain_keys, store_secret
 from kvtransfer.stores.store import Medium, ReadStatus, Store, WriteStatus
 from kvtransfer.stores.urls import BACKENDS, parsed
 
 LAYOUT = bytes.fromhex("0011223344556677")
 PAGE_BYTES = 1000
+Result = TypeVar("Result")
 Pages = npt.NDArray[np.uint8]  # [n, PAGE_BYTES]
 
 
@@ -23,6 +25,12 @@ def run_of_pages(num_pages: int, seed: int) -> Pages:
 
 def key_of(number: int) -> bytes:
     return page_chain("layout", f"item {number}")
+
+
+def only(results: Iterable[Result]) -> Result:
+    """Return how a call of one item ended."""
+    (result,) = results
+    return result
 
 
 def views(pages: Pages) -> list[memoryview]:
@@ -52,57 +60,93 @@ def store(medium: Medium) -> Iterator[Store]:
 
 def test_what_was_written_is_read_into_pages_that_lie_anywhere(store: Store) -> None:
     written = run_of_pages(3, seed=1)
-    assert store.write(key_of(1), views(written)).status is WriteStatus.STORED
+    assert only(store.write([(key_of(1), views(written))])).status is WriteStatus.STORED
     host = np.zeros((9, PAGE_BYTES), dtype=np.uint8)
-    result = store.read(key_of(1), [host[7].data, host[2].data, host[5].data])
+    result = only(store.read([(key_of(1), [host[7].data, host[2].data, host[5].data])]))
     assert (result.status, result.reason) == (ReadStatus.OK, "")
     assert np.array_equal(host[[7, 2, 5]], written)
     assert not host[[0, 1, 3, 4, 6, 8]].any()
 
 
+def batch(pages: Pages) -> list[Item]:
+    """Items 0, 1, ... of a page each."""
+    return [(key_of(number), [page.data]) for number, page in enumerate(pages)]
+
+
+def test_many_items_are_written_and_read_in_order(store: Store) -> None:
+    written = run_of_pages(100, seed=1)
+    store.delete(key_of(7))
+    only(store.write(batch(written)[40:41]))
+    results = [result.status for result in store.write(batch(written))]
+    assert results == [WriteStatus.PRESENT if number == 40 else WriteStatus.STORED for number in range(100)]
+    into = np.zeros_like(written)
+    for number, result in enumerate(store.read(batch(into))):
+        assert result.status is ReadStatus.OK
+        assert np.array_equal(into[: number + 1], written[: number + 1])  # what has been said to be there is
+    assert (store.stats().reads, store.stats().writes, store.stats().errors) == (100, 100, 0)
+
+
+@pytest.mark.parametrize("wrong", ["gone", "damaged"])
+def test_a_batch_ends_at_the_item_that_is_not_right(store: Store, medium: Medium, wrong: str) -> None:
+    """Item 50 of 100; those before it are read, and it alone is deleted."""
+    written = run_of_pages(100, seed=1)
+    list(store.write(batch(written)))
+    store.delete(key_of(50))
+    if wrong == "damaged":
+        only(medium.write([(key_of(50), [memoryview(bytes(HEADER_BYTES + PAGE_BYTES))])]))
+    into = np.zeros_like(written)
+    statuses = [result.status for result in store.read(batch(into))]
+    bad = ReadStatus.CORRUPT if wrong == "damaged" else ReadStatus.MISSING
+    assert statuses == [ReadStatus.OK] * 50 + [bad]
+    assert np.array_equal(into[:50], written[:50])
+    assert not into[51:].any()
+    assert store.contains([key_of(number) for number in range(100)]) == [number != 50 for number in range(100)]
+    assert (store.stats().reads, store.stats().corrupt) == (50, int(wrong == "damaged"))
+
+
 def test_an_item_that_was_never_written_is_missing(store: Store) -> None:
     assert store.contains([key_of(1), key_of(2)]) == [False, False]
-    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.MISSING
+    assert only(store.read([(key_of(1), views(run_of_pages(1, seed=1)))])).status is ReadStatus.MISSING
     stats = store.stats()
     assert (stats.asked, stats.missing, stats.errors, stats.corrupt) == (2, 1, 0, 0)
 
 
 def test_contains_knows_what_was_written_and_what_was_deleted(store: Store) -> None:
     for number in (1, 2):
-        store.write(key_of(number), views(run_of_pages(1, seed=number)))
+        only(store.write([(key_of(number), views(run_of_pages(1, seed=number)))]))
     assert store.contains([key_of(1), key_of(3), key_of(2)]) == [True, False, True]
     store.delete(key_of(1))
     store.delete(key_of(3))  # never there: nothing happens
     assert store.contains([key_of(1), key_of(2)]) == [False, True]
-    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.MISSING
+    assert only(store.read([(key_of(1), views(run_of_pages(1, seed=1)))])).status is ReadStatus.MISSING
     assert store.stats().errors == 0
 
 
 def test_a_second_write_finds_the_item_present(store: Store) -> None:
     pages = views(run_of_pages(2, seed=1))
-    results = [store.write(key_of(1), pages).status for _ in range(3)]
+    results = [only(store.write([(key_of(1), pages)])).status for _ in range(3)]
     assert results == [WriteStatus.STORED, WriteStatus.PRESENT, WriteStatus.PRESENT]
     stats = store.stats()
     assert (stats.writes, stats.present, stats.write_bytes) == (1, 2, 2 * PAGE_BYTES)
 
 
 def test_an_item_of_another_length_is_a_miss_and_is_replaced_by_a_write(store: Store) -> None:
-    store.write(key_of(1), views(run_of_pages(2, seed=1)))
+    only(store.write([(key_of(1), views(run_of_pages(2, seed=1)))]))
     three = run_of_pages(3, seed=2)
-    result = store.read(key_of(1), views(np.zeros_like(three)))
+    result = only(store.read([(key_of(1), views(np.zeros_like(three)))]))
     assert result.status is ReadStatus.MISSING
     assert result.reason == "it holds 2 pages of 2000; 3 of 3000 bytes together are wanted"
     assert store.contains([key_of(1)]) == [True]  # it is whole: somebody else may want it
-    assert store.write(key_of(1), views(three)).status is WriteStatus.STORED
+    assert only(store.write([(key_of(1), views(three))])).status is WriteStatus.STORED
     into = np.zeros_like(three)
-    assert store.read(key_of(1), views(into)).status is ReadStatus.OK
+    assert only(store.read([(key_of(1), views(into))])).status is ReadStatus.OK
     assert np.array_equal(into, three)
 
 
 def test_an_item_of_another_layout_is_never_read(store: Store, medium: Medium) -> None:
     pages = run_of_pages(1, seed=1)
-    Store(medium, layout_digest=bytes(8)).write(key_of(1), views(pages))
-    result = store.read(key_of(1), views(pages))
+    only(Store(medium, layout_digest=bytes(8)).write([(key_of(1), views(pages))]))
+    result = only(store.read([(key_of(1), views(pages))]))
     assert result.status is ReadStatus.CORRUPT
     assert result.reason == "layout 0000000000000000, 0011223344556677 is wanted"
     assert store.contains([key_of(1)]) == [False]
@@ -111,17 +155,18 @@ def test_an_item_of_another_layout_is_never_read(store: Store, medium: Medium) -
 
 def test_any_flipped_bit_of_header_and_payload_is_found_and_the_item_deleted(store: Store, medium: Medium) -> None:
     pages = run_of_pages(1, seed=1)
-    store.write(key_of(1), views(pages))
+    only(store.write([(key_of(1), views(pages))]))
     item = bytearray(HEADER_BYTES + PAGE_BYTES)
-    assert medium.read(key_of(1), [memoryview(item)[:HEADER_BYTES], memoryview(item)[HEADER_BYTES:]]) == len(item)
+    into = [memoryview(item)[:HEADER_BYTES], memoryview(item)[HEADER_BYTES:]]
+    assert only(medium.read([(key_of(1), into)])) == len(item)
     assert bytes(item[HEADER_BYTES:]) == pages.tobytes()
     places = [*range(HEADER_BYTES), HEADER_BYTES, len(item) // 2, len(item) - 1]
     for number, place in enumerate(places, start=1):
         flipped = bytearray(item)
         flipped[place] ^= 1 << place % 8
         store.delete(key_of(1))
-        medium.write(key_of(1), [memoryview(flipped)])
-        result = store.read(key_of(1), views(np.zeros_like(pages)))
+        only(medium.write([(key_of(1), [memoryview(flipped)])]))
+        result = only(store.read([(key_of(1), views(np.zeros_like(pages)))]))
         assert result.status is ReadStatus.CORRUPT, f"byte {place}: {result}"
         assert store.contains([key_of(1)]) == [False]
         assert store.stats().corrupt == number
@@ -130,22 +175,22 @@ def test_any_flipped_bit_of_header_and_payload_is_found_and_the_item_deleted(sto
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, HEADER_BYTES + 1999])
 def test_a_truncated_item_is_found_and_deleted(store: Store, medium: Medium, length: int) -> None:
     pages = run_of_pages(2, seed=1)
-    store.write(key_of(1), views(pages))
+    only(store.write([(key_of(1), views(pages))]))
     item = bytearray(HEADER_BYTES + 2 * PAGE_BYTES)
-    medium.read(key_of(1), [memoryview(item)])
+    only(medium.read([(key_of(1), [memoryview(item)])]))
     store.delete(key_of(1))
-    medium.write(key_of(1), [memoryview(item)[:length]])
-    assert store.read(key_of(1), views(pages)).status is ReadStatus.CORRUPT
+    only(medium.write([(key_of(1), [memoryview(item)[:length]])]))
+    assert only(store.read([(key_of(1), views(pages))])).status is ReadStatus.CORRUPT
     assert store.contains([key_of(1)]) == [False]
 
 
 def test_items_that_changed_places_are_found(store: Store, medium: Medium) -> None:
     pages = run_of_pages(1, seed=1)
-    store.write(key_of(1), views(pages))
+    only(store.write([(key_of(1), views(pages))]))
     item = bytearray(HEADER_BYTES + PAGE_BYTES)
-    medium.read(key_of(1), [memoryview(item)])
-    medium.write(key_of(2), [memoryview(item)])
-    result = store.read(key_of(2), views(pages))
+    only(medium.read([(key_of(1), [memoryview(item)])]))
+    only(medium.write([(key_of(2), [memoryview(item)])]))
+    result = only(store.read([(key_of(2), views(pages))]))
     assert (result.status, result.reason) == (ReadStatus.CORRUPT, f"it is the item of {key_of(1).hex()}")
 
 
@@ -155,11 +200,11 @@ def test_with_a_key_only_what_was_written_with_it_is_read(medium: Medium) -> Non
     assert len({ours, theirs, store_secret("k" * 33)}) == 3
     store = Store(medium, layout_digest=LAYOUT, secret=ours)
     written, into = run_of_pages(2, seed=1), run_of_pages(2, seed=2)
-    store.write(key_of(1), views(written))
-    assert store.read(key_of(1), views(into)).status is ReadStatus.OK
+    only(store.write([(key_of(1), views(written))]))
+    assert only(store.read([(key_of(1), views(into))])).status is ReadStatus.OK
     assert np.array_equal(into, written)
     item = bytearray(HEADER_BYTES + 2 * PAGE_BYTES)
-    medium.read(key_of(1), [memoryview(item)])
+    only(medium.read([(key_of(1), [memoryview(item)])]))
     payload = views(run_of_pages(2, seed=3))
     forged = [
         pack_header(key_of(1), LAYOUT, payload) + b"".join(payload),
@@ -170,20 +215,20 @@ def test_with_a_key_only_what_was_written_with_it_is_read(medium: Medium) -> Non
     forged += [bytes([*item[:at], item[at] ^ 1, *item[at + 1 :]]) for at in places]
     for number, each in enumerate(forged, start=1):
         store.delete(key_of(1))
-        medium.write(key_of(1), [memoryview(each)])
-        assert store.read(key_of(1), views(into)).status is ReadStatus.CORRUPT, number
+        only(medium.write([(key_of(1), [memoryview(each)])]))
+        assert only(store.read([(key_of(1), views(into))])).status is ReadStatus.CORRUPT, number
         assert store.contains([key_of(1)]) == [False]
     assert store.stats().corrupt == len(forged)
-    store.write(key_of(1), views(written))
-    result = Store(medium, layout_digest=LAYOUT).read(key_of(1), views(into))
+    only(store.write([(key_of(1), views(written))]))
+    result = only(Store(medium, layout_digest=LAYOUT).read([(key_of(1), views(into))]))
     assert (result.status, result.reason) == (ReadStatus.CORRUPT, "version 2, 1 is wanted")
 
 
 def test_the_counts_are_those_of_the_calls(store: Store) -> None:
     pages = run_of_pages(4, seed=1)
     for number in range(3):
-        store.write(key_of(number), views(pages))
-        store.read(key_of(number), views(pages))
+        only(store.write([(key_of(number), views(pages))]))
+        only(store.read([(key_of(number), views(pages))]))
     stats = store.stats()
     assert (stats.writes, stats.write_bytes, stats.reads, stats.read_bytes) == (3, 12_000, 3, 12_000)
     assert stats.write_s > 0

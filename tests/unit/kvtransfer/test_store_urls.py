@@ -9,15 +9,15 @@ import pytest
 from kvtransfer.stores.store import ReadStatus, WriteStatus
 from kvtransfer.stores.urls import name_of, open_store
 from tests.s3_server import BUCKET
-from tests.unit.kvtransfer.test_store_protocol import LAYOUT, key_of, run_of_pages, views
+from tests.unit.kvtransfer.test_store_protocol import LAYOUT, key_of, only, run_of_pages, views
 
 
 def test_a_folder_and_a_bucket_are_opened_by_url(tmp_path: Path, s3_server: str) -> None:
     for url in (f"file://{tmp_path}/a%20b", f"s3://{BUCKET}/urls/deep?endpoint={s3_server}&region=eu-1&timeout_s=9"):
         store = open_store(url, layout_digest=LAYOUT, capacity_bytes=10**6)
         pages = views(run_of_pages(1, seed=1))
-        assert store.write(key_of(1), pages).status is WriteStatus.STORED
-        assert store.read(key_of(1), pages).status is ReadStatus.OK
+        assert only(store.write([(key_of(1), pages)])).status is WriteStatus.STORED
+        assert only(store.read([(key_of(1), pages)])).status is ReadStatus.OK
         store.check()
         store.close()
     assert len(list((tmp_path / "a b").glob("*/*.kv"))) == 1
@@ -45,7 +45,7 @@ def test_a_url_that_names_no_store_says_what_to_do(url: str, message: str) -> No
 def test_a_folder_may_lie_in_the_users_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     store = open_store("file://~/.cache/manta/store", layout_digest=LAYOUT, capacity_bytes=10**6)
-    assert store.write(key_of(1), views(run_of_pages(1, seed=1))).status is WriteStatus.STORED
+    assert only(store.write([(key_of(1), views(run_of_pages(1, seed=1)))])).status is WriteStatus.STORED
     assert [path.stat().st_mode & 0o777 for path in (tmp_path / ".cache/manta/store").glob("**")] == [0o700] * 2
 
 
