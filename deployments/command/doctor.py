@@ -16,6 +16,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import stat
 import subprocess
 import sys
 import time
@@ -117,6 +119,20 @@ def proxy(problem: str) -> Finding:
     return Finding("HAProxy", problem, Level.WARNING, "Serve's own proxy serves then, with more CPU a token")
 
 
+def ray_session(folder: Path) -> Iterator[Finding]:
+    """Look at a session of Ray that lives, if ``folder`` is one: who can write there can stop it, or read its logs."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            lives = asking.connect_ex(str(folder / "sockets" / "plasma_store")) == 0
+        except OSError:  # a path too long for a socket's
+            lives = False
+    real = folder.resolve()
+    reached = all(each.stat().st_mode & stat.S_IXOTH for each in real.parents)
+    if lives and reached and real.stat().st_mode & stat.S_IWOTH:
+        advice = "start that Ray anew with RAY_TMPDIR set to a folder of mode 700, as `manta serve` does by itself"
+        yield Finding("Ray's folder", f"every user of this machine can write to {real}", Level.WARNING, advice)
+
+
 def clock(time_s: float, newest_file_s: float, *, is_synchronised: bool) -> Finding:
     """``newest_file_s``: of Manta's own files."""
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_s))
@@ -194,6 +210,8 @@ def examine(config: Given) -> Iterator[Finding]:
     yield memory(available_ram(), weights or 0, gpus_wanted=wanted)
     yield shared_memory(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None)
     yield proxy(haproxy.unusable(haproxy.found(os.environ), host=host))
+    temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # in Ray's order
+    yield from ray_session(Path(temporary, "ray", "session_latest"))
     newest_file_s = max(each.stat().st_mtime for each in Path(__file__).parent.glob("*.py"))
     yield clock(time.time(), newest_file_s, is_synchronised=_clock_is_synchronised())
     yield from gpu(torch_cuda(), *_gpus(), shutil.which("nvcc"), wanted=wanted)

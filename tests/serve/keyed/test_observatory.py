@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from deployments.command import haproxy
 from tests.serve.keyed.conftest import API_KEY, KEY, SHOWN
 from tests.serve.running import HTTP, Running
 
@@ -135,7 +136,8 @@ def test_the_key_is_asked_for_and_stands_in_no_log(app: Running) -> None:
     for headers, status in (({}, 401), ({"Accept": "text/html"}, 303), (SHOWN, 200)):
         assert HTTP.get(f"{app.url}/manta/api/state", headers=headers, timeout=30).status_code == status
     assert KEY not in json.dumps(app.info())
-    logs = [file for file in Path(tempfile.gettempdir(), "ray", "session_latest", "logs").rglob("*") if file.is_file()]
+    folder = haproxy.private_folder(Path(tempfile.gettempdir())) / "ray" / "session_latest" / "logs"
+    logs = [file for file in folder.rglob("*") if file.is_file()]
     assert any("asks for the admin key" in file.read_text(errors="replace") for file in logs)
     assert any("Importing application 'observatory'" in file.read_text(errors="replace") for file in logs)
     texts = {file.name: file.read_text(errors="replace") for file in logs}

@@ -6,6 +6,8 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,26 @@ def test_gpus_are_asked_of_nvidia_smi_and_its_failure_is_told(tmp_path: Path, mo
     found = findings(settings(tmp_path, port=1, model="nobody/nothing", gpus=1))
     assert found["GPU"].level is FAULT
     assert found["model"].text == "nobody/nothing, of the Hugging Face hub"
+
+
+def test_a_session_of_ray_that_others_can_write_to_is_named(short_folder: Path) -> None:
+    """Class 12: Ray gives it the mode 777; a private folder above it is enough."""
+    session = short_folder / "session_latest"
+    (session / "sockets").mkdir(parents=True)
+    session.chmod(0o777)
+    short_folder.chmod(0o755)
+    assert list(doctor.ray_session(session)) == []  # nobody listens: it has ended
+    with socket.socket(socket.AF_UNIX) as raylet:
+        raylet.bind(str(session / "sockets" / "plasma_store"))
+        raylet.listen()
+        [found] = doctor.ray_session(session)
+        assert (found.level, str(session) in found.text) == (WARNING, True)
+        short_folder.chmod(0o700)
+        assert list(doctor.ray_session(session)) == []
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder near the root: the path of a socket has a bound."""
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir="/tmp") as folder:
+        yield Path(folder)

