@@ -63,21 +63,55 @@ class NotAllowed(KeyNeeded):
     http_status = 403
 
 
+class Turns:
+    """Begins requests one by one, callers by turns: a caller that sends thousands at once does not delay another one's.
+
+    Each begins in a pass of the event loop of its own, between whose passes what has begun goes on.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, in the order of their next turns
+
+    async def wait(self, caller: str) -> None:
+        """Return when the next request of ``caller`` may begin."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._give)
+        turn = loop.create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        await turn
+
+    def _give(self) -> None:
+        caller = next(iter(self._waiting))
+        turns = self._waiting.pop(caller)
+        turn = turns.popleft()
+        if turns:
+            self._waiting[caller] = turns
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._give)
+        if not turn.done():  # its client may have left
+            turn.set_result(None)
+
+
 class KeyCheck:
-    """ASGI middleware: if API keys exist, answers a request without one before its body is read."""
+    """ASGI middleware: if API keys exist, answers a request without one before its body is read. The others begin by
+    turns."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyDigests, quotas: Quotas | None = None) -> None:
         self._app = app
         self._keys = keys
         self._quotas = quotas
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             caller = self._keys.caller(headers)
-            if caller is None and path_of(scope) not in OPEN:
-                await error_response(_key_needed(headers), scope)(scope, receive, send)
-                return
+            if path_of(scope) not in OPEN:
+                if caller is None:
+                    await error_response(_key_needed(headers), scope)(scope, receive, send)
+                    return
+                await self._turns.wait(caller.name)
             scope.setdefault("state", {})["caller"] = caller = caller or ANYBODY
             CALLER.set(caller.name)
             if caller.key is not None and self._quotas is not None:

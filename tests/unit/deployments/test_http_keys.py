@@ -12,9 +12,11 @@ import httpx
 import openai
 import pytest
 from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from deployments import app
 from deployments.dispatch.rids import client_rid, owner_of
+from deployments.http.access import KeyCheck
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import MESSAGES, OLLAMA
 from deployments.http.service import Service
@@ -393,3 +395,29 @@ async def test_a_key_with_too_many_forms_is_told_when_to_come_again(
     body = {"prompt": "x", "max_tokens": 1, "regex": "a+"}
     answer = await http.post("/v1/completions", json=body, headers=bearer(ONE))
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+
+
+async def test_a_key_that_sends_many_requests_at_once_does_not_delay_the_first_of_another_key() -> None:
+    """Class 74: 3,000 new streams of one key delayed another's answers by 16 s. A probe waits for nobody."""
+    begun: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["state"]["caller"].name or scope["path"])
+
+    check = KeyCheck(app, keys=KEYS)
+
+    def send(key: str, path: str = "/v1/completions") -> asyncio.Task[None]:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        return asyncio.create_task(check(scope, None, None))  # type: ignore[arg-type]
+
+    flood = [send(ONE) for _ in range(300)]
+    await asyncio.sleep(0)  # each waits for its turn
+    flood[7].cancel()
+    others = [send(OTHER), send(OTHER), send("nobody", "/health")]
+    await asyncio.gather(*flood, *others, return_exceptions=True)
+    one, other = (KEYS.caller(Headers(bearer(key))) for key in (ONE, OTHER))
+    assert one is not None
+    assert other is not None
+    assert (begun.count(one.name), begun.count(other.name), begun.count("/health")) == (299, 2, 1)
+    assert max(index for index, name in enumerate(begun) if name != one.name) <= 8
