@@ -152,10 +152,13 @@ def _serve_or_check(command: str, config: Given) -> int:
         return refuse(config, error)
     haproxy.prepare_ray(host=host)
     if command == "serve":
-        with haproxy.prepared(os.environ, host=host, warn=_warn, routes=file.routes):
-            from deployments.command import serve
+        try:
+            with haproxy.prepared(os.environ, host=host, warn=_warn, routes=file.routes):
+                from deployments.command import serve
 
-            status = serve.run(config)
+                status = serve.run(config)
+        except InvalidConfig as error:
+            return refuse(config, error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # at Python's own end Ray would ask processes that have ended, which takes long

@@ -699,7 +699,7 @@ class KeysBody(AnswerBody):
 
 
 class HealthBody(AnswerBody):
-    """The answer while replicas are ready."""
+    """The answer while replicas are ready. HAProxy gives `status` alone in the place of a router that is busy."""
 
     status: Literal["ok"]
     replicas_ready: int = Field(description="How many replicas take requests.")

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from deployments.command import haproxy
+from deployments.settings.places import ROOT
 from replicas.errors import InvalidConfig
 
 ENABLE, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -527,6 +528,14 @@ def test_with_few_open_files_the_start_says_how_many_connections_it_takes_or_is_
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 600))
     with pytest.raises(InvalidConfig, match="ulimit -n: 600 open files"):
         haproxy.prepared({BINARY: works}, host="127.0.0.1", warn=print).__enter__()
+    command = f"ulimit -n 600; exec {sys.executable} -m deployments serve {ROOT}/serve_config.yaml"
+    start = subprocess.run(
+        ["bash", "-c", command], env={**os.environ, BINARY: works}, capture_output=True, text=True, check=False
+    )
+    assert start.returncode != 0
+    assert "serve_config.yaml cannot be served:\n" in start.stderr
+    assert "HAProxy takes 35 connections" in start.stderr
+    assert "Traceback" not in start.stderr
 
 
 def test_rays_sessions_are_in_a_folder_that_no_other_user_reaches(
