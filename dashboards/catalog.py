@@ -181,6 +181,8 @@ _REPLICA = [
     Metric(REPLICA, COUNTER, "scheduler_retractions_total",
             "Running requests retracted to the queue because the pool was full."),
     Metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V was freed by retractions."),
+    Metric(REPLICA, COUNTER, "scheduler_failed_steps_total", "Steps that failed with an error and did not end the "
+            "replica: requests that fail alone too end, with 500; the others have their tokens."),
     Metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by outcome; "
             "cancelled: by the client, by the router, or at their deadline.",
             {"outcome": ("ok", "cancelled", "error")}),
@@ -323,7 +325,8 @@ _ROUTING = [
             "draining", "released", "silent", "unhealthy")}, unit="replicas"),
     Metric(ROUTER, COUNTER, "router_retries_total",
             "Attempts that failed and were retried on another replica, by error.",
-            {"reason": ("replica_gone", "replica_hangs", "engine_dead", "overloaded", "prefill_lost")}),
+            {"reason": ("replica_gone", "replica_hangs", "engine_dead", "died_in_step", "step_failed", "overloaded",
+            "prefill_lost")}),
     Metric(ROUTER, COUNTER, "requests_moved_total", "Requests that waited and went to a replica that begins them "
             "sooner: join: it has come since; freed: it is free; silent, behind: the other one says nothing, or is "
             "slower than was estimated.", {"reason": ("join", "freed", "silent", "behind")}),

@@ -8,7 +8,9 @@ MantaError                     500
 ├── RequestAborted             499   the client went away, or asked for the abort
 ├── Overloaded                 503   retryable: the waiting queue is full
 │   └── AdapterNotReadable     503   retryable: this machine cannot read an adapter's folder, or finds another one there
-├── EngineDead                 503   retryable: a step crashed or a rank died; the replica is being replaced
+├── StepFailed                 500   retryable once: a step failed with this request alone; the engine goes on
+├── EngineDead                 503   retryable: no step works any more, or a rank died; the replica is being replaced
+│   └── DiedInStep             503   retryable once: the request was in the step that ended the engine
 ├── InvalidConfig              500   a setting is impossible; says which, why, and what is allowed
 │   └── UnsupportedModel       500   architecture not known; lists those that are
 ├── PagesExhausted             500   internal: an allocation was short; the scheduler evicts or retracts on it
@@ -109,11 +111,27 @@ class AdapterNotReadable(Overloaded):
     """A folder that held an adapter (LoRA) cannot be read here, or holds another one: elsewhere it may be there."""
 
 
+class StepFailed(MantaError):
+    """A step failed with this request alone, and the engine went on without it. One other engine may try it."""
+
+    retryable = True
+    code = "step_failed"
+
+
 class EngineDead(MantaError):
-    """A step crashed or a rank died; every open request gets this and the replica becomes unhealthy."""
+    """No step works any more or a rank died; every open request gets this and the replica becomes unhealthy. ``rids``:
+    the requests of the step that ended it."""
 
     http_status = 503
     retryable = True
+
+    def __init__(self, message: str, *, rids: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.rids = rids
+
+
+class DiedInStep(EngineDead):
+    """The request was in the step that ended its engine. One other engine may try it."""
 
 
 class InvalidConfig(MantaError):

@@ -34,6 +34,10 @@ class FinishReason(enum.Enum):
     HANDED_OFF = "handed_off"  # of a prefill leg: another replica has its K/V and goes on with it
 
 
+# step_failed: the engine went on without it; died_in_step: that step ended the engine
+RetryAs = Literal["overloaded", "engine_dead", "taken_back", "step_failed", "died_in_step"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """Why a request ended, and what matched."""
@@ -43,7 +47,7 @@ class Finish:
     message: str | None = None  # for ABORT and ERROR: one sentence that says what happened
     http_status: int = 200  # what a client that has received nothing yet should get
     # an end that another replica may mend; taken back: the router asked for it before it was admitted
-    retry_as: Literal["overloaded", "engine_dead", "taken_back"] | None = None
+    retry_as: RetryAs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -578,6 +582,7 @@ class EngineStats:
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
     blocked: str = ""  # what keeps waiting requests from starting: pool, slots; "" if nothing does
     failed_checks: int = 0  # of the idle pool, which found pages lost
+    failed_steps: int = 0  # that the engine outlived
     late_uncached_tokens: int = 0  # of the queued ones, of late requests, before which one goes that can be in time
     late_factor: float = 0.0  # of scheduler.policy on_time; 0 under the other orders
     # lines of batches; no other count of waiting requests has those that wait here

@@ -72,11 +72,12 @@ LOST = Row("Evictions and retractions", (
         "{{replica}} retracted": rate("scheduler_retractions_total", "replica"),
         "{{replica}} failed": rate("kv_pool_alloc_failures_total", "replica"),
         "{{replica}} lost": rate("kv_pool_failed_checks_total", "replica"),
+        "{{replica}} failed step": rate("scheduler_failed_steps_total", "replica"),
     }, Unit.PER_S,
-        "Running requests retracted to the queue, allocations that failed even after eviction, and looks at an idle "
-          "pool that found pages lost.",
-        "Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool. lost: see the "
-          "runbook, PagesLost."),
+        "Running requests retracted to the queue, allocations that failed even after eviction, looks at an idle "
+          "pool that found pages lost, and steps that failed.",
+        "Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool. lost, failed "
+          "step: see the runbook, PagesLost and StepsFail."),
     Panel("Admission blocked", gauge("admission_blocked", "replica", "reason"), Unit.NUMBER,
         "1 while waiting requests of a replica cannot start: pool: no room for the next one; slots: as many run as "
           "may.",

@@ -25,6 +25,7 @@ from pydantic_core import from_json, to_json
 
 from deployments.batches.store import OPEN, BatchStore, Line, LineEntry, Row, entry_text, not_run
 from deployments.dispatch.route_log import RequestWatch, tell
+from replicas.errors import StepFailed
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +275,8 @@ class BatchRunner:
             status, request_id, body = await self._answer(batch, line, data, replica)
         finally:
             self._count_running(-1)
-        if status in PASSING or (status in FAILED and line.num_failed + 1 < MOST_FAILED):
+        refused = status in FAILED and from_json(body).get("error", {}).get("code") == StepFailed.code
+        if status in PASSING or (status in FAILED and not refused and line.num_failed + 1 < MOST_FAILED):
             await asyncio.sleep(min(LAST_WAIT_S, FIRST_WAIT_S * 2**line.num_passed))
             is_failed = status in FAILED
             return line._replace(num_failed=line.num_failed + is_failed, num_passed=line.num_passed + 1), None

@@ -5,8 +5,8 @@ Never:     chooses a replica or starts another try (dispatcher.py).
 Invariant: however a try ends, nothing of it is left open but leases about to return, its outcome is noted, and its
            decision is reported done; so is the second one of `ask_back`, unless it is for the next try. At most
            ``max_tries`` tries fail in a row that each brought fewer than GOES_ON tokens of one choice: an answer
-           outlives any number of replicas, and a request that kills each replica before it decodes kills
-           ``max_tries``.
+           outlives any number of replicas. A request that was in the step of two replicas that failed has no other try,
+           whatever it brought; those beside it there have theirs.
 Thread:    the router's event loop.
 """
 
@@ -22,7 +22,7 @@ from deployments.dispatch.leases import LeaseHolder, ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
 from deployments.dispatch.route_log import Try
-from replicas.errors import EngineDead, MantaError, Overloaded
+from replicas.errors import DiedInStep, EngineDead, MantaError, Overloaded, StepFailed
 from replicas.types import GenerateRequest, HandOffReport, TokenDelta
 from routing.moves import Move
 from routing.router import Router
@@ -32,6 +32,7 @@ from routing.types import Ending, RouteOutcome
 # the prefill of what was delivered: a request that ends each replica in its next decode step brings one in every try.
 # A grammar may force many tokens after one, so of a constrained request deltas count; merged ones as one.
 GOES_ON = 2
+MOST_AT_FAULT = 2  # replicas in whose failed steps a request may have been
 
 
 class TakenBack(MantaError):
@@ -74,6 +75,7 @@ class Tries:
         self._max_tries = max_tries
         self.number = 0  # of the try; rids of tries differ by it
         self.excluded: frozenset[str] = frozenset()
+        self.at_fault: list[str] = []  # replicas that it was in a failed step of: one of them may have gone on
         self._num_failed = 0  # since the last try that went on
         self._brought: dict[tuple[str, int], int] = {}  # tokens, or deltas, of this try, by choice: its rid and index
         self._went_on = False
@@ -98,8 +100,24 @@ class Tries:
         """Note that this try ended with nothing wrong and nothing brought."""
         self.number += 1
 
-    def failed(self, replica_id: str, error: MantaError) -> bool:
-        """Note that this try failed at ``replica_id``. Returns: whether there is another one."""
+    def was_in_failed_step(self, replica_id: str) -> None:
+        """Note that a step of ``replica_id`` failed with the request in it; a prefill leg's too."""
+        if replica_id not in self.at_fault:
+            self.at_fault.append(replica_id)
+
+    def _refusal(self, rid: str) -> StepFailed:
+        """Say to the client of ``rid`` that a step failed with it; the errors themselves are for logs."""
+        return StepFailed(
+            f"request {rid} was in a step of the model that failed, on replica {' and on '.join(self.at_fault)}: it is "
+            "tried on no other. Report it with this id to those who run the server: the logs of the replicas name the "
+            "error and the fields of the request"
+        )
+
+    def failed(self, replica_id: str, error: MantaError, rid: str) -> tuple[MantaError, bool]:
+        """Note that this try failed at ``replica_id``. Returns: the error for the client of ``rid``, should it be the
+        last, as where no other replica is there; and whether there is another one."""
+        if isinstance(error, StepFailed | DiedInStep):
+            self.was_in_failed_step(replica_id)
         if self._went_on:
             self._num_failed, self.excluded = 0, frozenset()
         if not isinstance(error, ReplicaHangs):  # fleet.py leaves out one that hangs
@@ -107,7 +125,12 @@ class Tries:
         self._num_failed += 1
         self.number += 1
         self._brought, self._went_on = {}, False
-        return self._num_failed < self._max_tries
+        refused = len(self.at_fault) >= MOST_AT_FAULT
+        failure = self._refusal(rid) if refused or isinstance(error, StepFailed) else error
+        return failure, self._num_failed < self._max_tries and not refused
+
+
+_ERRORS = {"engine_dead": EngineDead, "step_failed": StepFailed, "died_in_step": DiedInStep}
 
 
 class Attempt:
@@ -157,7 +180,10 @@ class Attempt:
             stream.straight = lambda delta: self._send(delta, saw, straight)
         prefill: PrefillLeg | None = None
         if self._prefill is not None:
-            prefill = PrefillLeg(self._holder, self._noted, self._prefill, decode=stream, on_end=self._prefill_done)
+            prefill = PrefillLeg(
+                self._holder, self._noted, self._prefill, decode=stream, on_end=self._prefill_done,
+                on_fault=self._tries.was_in_failed_step,
+            )  # fmt: skip
         ending = Ending.CANCELLED
         try:
             while not self._progress.done:
@@ -237,7 +263,7 @@ class Attempt:
             raise TakenBack(f"replica {self._decision.replica_id} gave it back before it began", self.move)
         if finish.retry_as == "overloaded":
             raise Overloaded(finish.message or "the replica's waiting queue is full")
-        raise EngineDead(finish.message or "the engine died")
+        raise _ERRORS[finish.retry_as](finish.message or "the engine died")
 
     def _send(self, delta: TokenDelta, saw: Callable[[TokenDelta], object], straight: StraightWay) -> bool:
         """Do with ``delta`` as `run` does, if it is text alone and the client takes it. Returns: whether it was."""

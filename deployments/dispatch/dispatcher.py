@@ -30,12 +30,12 @@ from deployments.dispatch.leases import LeaseHolder, ReplicaGone
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress, left_after
 from deployments.dispatch.quotas import BeyondLimit, Charge, Quotas
-from deployments.dispatch.rids import owner_of, with_try
+from deployments.dispatch.rids import client_rid, owner_of, with_try
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
 from deployments.dispatch.timeline import Arrival
 from kvtransfer.pages import PageKey
 from kvtransfer.types import PeerAddress
-from replicas.errors import MantaError, Overloaded
+from replicas.errors import MantaError, Overloaded, StepFailed
 from replicas.types import GenerateRequest, TokenDelta
 from routing.moves import LOOK_S, Waiting, moves
 from routing.router import Router
@@ -215,12 +215,12 @@ class Dispatcher:
                     if not error.retryable:
                         raise
                     following.failed()
-                    failure = error
                     lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
                     assert lost is not None
                     self._record(request, tries.number, lost, error, progress)
-                    if not tries.failed(lost, error):
-                        raise
+                    failure, again = tries.failed(lost, error, client_rid(request.rid))
+                    if not again:
+                        raise failure from None
                 finally:
                     del self._running[attempt]
 
@@ -393,7 +393,7 @@ class Dispatcher:
                 if failure is None:
                     if self._clock() - began_s >= MEET_S or not self._expects_one():
                         raise
-                elif isinstance(failure, Overloaded) or self._clock() > give_up_s:
+                elif isinstance(failure, Overloaded | StepFailed) or self._clock() > give_up_s:
                     raise failure from error
             await asyncio.sleep(LOOK_AGAIN_S)
 

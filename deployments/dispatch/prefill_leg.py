@@ -13,7 +13,8 @@ Thread:    the router's event loop.
                                 ├─ refused, its replica gone or crashed ─> noted; unless the decode side has reported
                                 │                                          the hand-off, its leg is failed with
                                 │                                          `PrefillLost`
-                                └─ ended by the engines themselves ──────> noted; the decode side knows, and goes on
+                                └─ ended by the engines themselves ──────> noted; the decode side knows, and goes on;
+                                                                           so if its step failed and its engine did not
 """
 
 import asyncio
@@ -62,9 +63,11 @@ class PrefillLeg:
         *,
         decode: Stream,
         on_end: Callable[[], object],
+        on_fault: Callable[[str], object],
     ) -> None:
         """``decode``: the stream of the decode leg; this leg waits for a replica that hangs if that one does.
-        ``on_end``: called when this leg has ended.
+        ``on_end``: called when this leg has ended. ``on_fault``: called with its replica, where it was in a step that
+        failed there.
         """
         assert noted.decision.prefill_id is not None
         self._channel = holder.channel
@@ -72,6 +75,7 @@ class PrefillLeg:
         self._replica_id = noted.decision.prefill_id
         self._decode = decode
         self._on_end = on_end
+        self._on_fault = on_fault
         self._stream, [self.lease] = holder.begin(self._replica_id, [part], stays=decode.stays)
         self._watch = asyncio.create_task(self._wait())
 
@@ -87,6 +91,8 @@ class PrefillLeg:
         try:
             finish = await self._finish()
             error = _lost(finish)
+            if finish.retry_as in ("step_failed", "died_in_step"):
+                self._on_fault(self._replica_id)
             self._end("handed off" if finish.reason is FinishReason.HANDED_OFF else _words(finish))
         except MantaError as raised:
             error = raised
@@ -111,7 +117,7 @@ class PrefillLeg:
 
 def _lost(finish: Finish) -> MantaError | None:
     """Return the error of an end that the decode side may not learn of; the engines exchange every other end."""
-    if finish.retry_as is None:
+    if finish.retry_as in (None, "step_failed"):
         return None
     kind = Overloaded if finish.retry_as == "overloaded" else EngineDead
     return kind(finish.message or "the engine gave it up")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from replicas.request import Req, stage_times
-from replicas.scheduler.tokens import NewToken, stop_reason
+from replicas.scheduler.tokens import NewToken, at_fault, stop_reason
 from replicas.text.detokenizer import Detokenizer
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason, GenerateRequest, StageTimes, TokenDelta, TokenLogprob
@@ -82,7 +82,10 @@ class Choice:
             prompt_logprobs = (*self.prompt_logprobs_due, *req.prompt_logprobs)
             self.prompt_logprobs_due = None
         if req.finish is not None and not isinstance(req.finish.matched, str):
-            text += self.detokenizer.flush()
+            try:
+                text += self.detokenizer.flush()
+            except BaseException as error:  # noqa: BLE001
+                req.finish = at_fault(req, error)
         report = None
         if req.leg is not None:
             report, req.leg.report = req.leg.report, None
@@ -133,7 +136,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._choices: dict[str, list[Choice]] = {}  # all of each request of which one is open
-        self._by_req: dict[Req, Choice] = {}  # the same choices, for a lookup per token
+        self.by_req: dict[Req, Choice] = {}  # the same choices, for a lookup per token
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -148,11 +151,11 @@ class OpenRequests:
     def add(self, rid: str, choices: Sequence[Choice]) -> None:
         assert rid not in self._choices, f"request {rid} is open"
         self._choices[rid] = list(choices)
-        self._by_req.update((choice.req, choice) for choice in choices)
+        self.by_req.update((choice.req, choice) for choice in choices)
 
     def choices(self, rid: str) -> list[Choice]:
         """List the open choices of a request; none if it is not open."""
-        return [choice for choice in self._choices.get(rid, ()) if choice.req in self._by_req]
+        return [choice for choice in self._choices.get(rid, ()) if choice.req in self.by_req]
 
     def unadmitted(self, rid: str) -> list[Choice]:
         """List the open choices of a request none of which was ever admitted; none for any other request."""
@@ -163,15 +166,11 @@ class OpenRequests:
         """Return choice ``index`` of an open request."""
         return next((choice.req for choice in self.choices(rid) if choice.req.index == index), None)
 
-    def of(self, req: Req) -> Choice:
-        """Return the open choice of ``req``."""
-        return self._by_req[req]
-
     def take_delta(self, choice: Choice, token: NewToken | None = None, text: str = "") -> TokenDelta:
         """Make the next delta of an open choice; a choice that has ended leaves with it."""
         delta = choice.delta(token, text)
         if delta.finish is not None:
-            del self._by_req[choice.req]
+            del self.by_req[choice.req]
             if not self.choices(choice.req.rid):
                 del self._choices[choice.req.rid]
         return delta

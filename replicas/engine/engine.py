@@ -38,16 +38,17 @@ from replicas.distributions import Distributions
 from replicas.engine.adapters import HeldAdapters
 from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.compiling import Grammars
+from replicas.engine.failed_steps import Launch
 from replicas.engine.occupation import Occupation
 from replicas.engine.sinks import failed
-from replicas.engine.stepping import Launch, Stepping, snapshot
+from replicas.engine.stepping import Stepping, snapshot
 from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded, PromptTooLong
 from replicas.grammar.matcher import Matcher
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.drafts import MOST_ROWS, Drafts
 from replicas.scheduler.scheduler import Scheduler
-from replicas.scheduler.tokens import NewToken
+from replicas.scheduler.tokens import NewToken, at_fault
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
@@ -299,8 +300,11 @@ class Engine:
             self._open.add(request.rid, choices)
         done = []
         for choice in choices:
-            refused = None if matcher is None else self.grammars.guide(choice.req, matcher)
-            finish = choice.replay() or refused
+            try:
+                refused = None if matcher is None else self.grammars.guide(choice.req, matcher)
+                finish = choice.replay() or refused
+            except BaseException as error:  # noqa: BLE001
+                finish = at_fault(choice.req, error)
             if finish is not None:
                 done.append(self._end(choice, finish))
         self._settle()
@@ -342,7 +346,8 @@ class Engine:
         return [*started, *self._poll_hand_offs()]
 
     def _poll_hand_offs(self) -> list[TokenDelta]:
-        return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
+        made = self._hand_offs.poll() if self._hand_offs is not None else []
+        return [delta for token in made for delta in self._push(token)]
 
     def _start_compiled(self) -> list[TokenDelta]:
         """Start the requests whose grammar is compiled. Returns: as `accept`, and the ends of those that have none."""
@@ -467,7 +472,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Take a snapshot of the statistics; engine thread only."""
-        stats = snapshot(self.scheduler, self.kv.store, self.steps.times, now_s=self._clock())
+        stats = snapshot(self.scheduler, self.kv.store, self.steps, now_s=self._clock())
         if self.executor.adapters is not None:
             stats = replace(stats, adapters=self.executor.adapters.stats())
         if self._hand_offs is None:
@@ -493,9 +498,9 @@ class Engine:
         """Schedule a step and launch it, if there is one. Returns: the last deltas of requests that the scheduler
         ended."""
         plan = self.scheduler.schedule()
-        deltas = [self._open.take_delta(self._open.of(req)) for req in self.scheduler.last.ended]
+        deltas = [self._open.take_delta(self._open.by_req[req]) for req in self.scheduler.last.ended]
         for req, error in self.executor.adapters.end_look() if self.executor.adapters is not None else []:
-            deltas.append(self._end(self._open.of(req), failed(error)))
+            deltas.append(self._end(self._open.by_req[req], failed(error)))
         if self._hand_offs is not None:
             self._hand_offs.before_step()
         if plan is not None:
@@ -504,24 +509,34 @@ class Engine:
 
     def _apply(self, *, ahead: bool) -> list[TokenDelta]:
         """Take in the step under way; ``ahead``: the next one may be launched before that."""
-        step, tokens = self.steps.end(ahead=ahead)
+        step, tokens = self.steps.end(ahead=ahead, again=self.config.parallel.tp == 1)
         if self._hand_offs is not None:
             tokens = self._hand_offs.after_step(tokens)
-        deltas = [self._push(token) for token in tokens]
+        deltas = [delta for token in tokens for delta in self._push(token)]
         if observe.enabled():
             self._observer.after_step(step.plan, tokens)
         self.steps.count(step, tokens)
         return deltas
 
-    def _push(self, token: NewToken) -> TokenDelta:
-        """Turn a token into the delta of its choice; a stop string found here ends the request."""
-        choice, text = self._open.of(token.req), ""
-        if token.token_id is not None:
-            token, text, finish = choice.push_run(token) if token.more else (token, *choice.push(token.token_id))
-            if finish is not None:
-                self.scheduler.finish(token.req, finish)
-                token.req.finish = finish  # a stop string wins over the length limit reached by the same token
-        return self._open.take_delta(choice, token, text)
+    def _push(self, token: NewToken) -> list[TokenDelta]:
+        """Turn a token into the delta of its choice; a stop string found here ends the request. A choice that is at
+        fault ends the others of its request."""
+        req, text, finish = token.req, "", None
+        choice = self._open.by_req.get(req)
+        if choice is None:
+            return []  # another choice has ended it in this step
+        try:
+            if token.token_id is not None:
+                token, text, finish = choice.push_run(token) if token.more else (token, *choice.push(token.token_id))
+        except BaseException as error:  # noqa: BLE001
+            token, finish = NewToken(req, None, None), at_fault(req, error)
+        if finish is not None:
+            self.scheduler.finish(req, finish)
+            req.finish = finish  # a stop string, or a fault, wins over the length limit reached by the same token
+        deltas = [self._open.take_delta(choice, token, text)]
+        if req.finish is not None and req.finish.retry_as == "step_failed":
+            deltas += [self._end(other, req.finish) for other in self._open.choices(req.rid)]
+        return deltas
 
     def _end(self, choice: Choice, finish: Finish) -> TokenDelta:
         """End an open choice. Returns: its last delta."""

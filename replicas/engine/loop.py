@@ -224,9 +224,11 @@ class EngineLoop:
                         self.engine.kv.check_idle()
                         self._stats = self.engine.stats()
                         self._wait(IDLE_WAIT_S)
-        except Exception as error:
+        except BaseException as error:  # a panic of llguidance is no Exception
             log.exception("the engine thread died")
-            self._die(f"a step failed with {type(error).__name__}: {error}")
+            if not isinstance(error, EngineDead):
+                error = EngineDead(f"a step failed with {type(error).__name__}: {error}")
+            self._die(error)
 
     def _step(self) -> None:
         self._step_started_s = time.monotonic()
@@ -276,8 +278,8 @@ class EngineLoop:
         if time.monotonic() - self._stats.time_s >= STATS_PERIOD_S:
             self._stats = self.engine.stats()
 
-    def _die(self, message: str) -> None:
-        self.error = self._sinks.close(EngineDead(message))
+    def _die(self, error: EngineDead) -> None:
+        self.error = self._sinks.close(error)
         self._fail_commands()
         self._sinks.answer_all(self.error)
 
@@ -286,10 +288,13 @@ class EngineLoop:
         limit_s, pulse = self.engine.config.scheduler.watchdog_s, self.engine.steps.pulse
         while not self._stopping.is_set() and self.error is None:
             if self.step_age_s > limit_s:
-                self._die(f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)")
+                steps = list(self.engine.scheduler.queues.under_way.steps)
+                rids = frozenset(req.rid for reqs in steps for req in reqs)
+                why = f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)"
+                self._die(EngineDead(why, rids=rids))
             dead = self.engine.executor.dead_rank()
             if dead is not None:
-                self._die(dead)
+                self._die(EngineDead(dead))
             pulse.beat()
             self._stopping.wait(min(BEAT_S, limit_s / 4))
 

@@ -11,10 +11,9 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
-from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
+from replicas.errors import DiedInStep, EngineDead, InvalidRequest, MantaError, Overloaded
+from replicas.types import Finish, FinishReason, GenerateRequest, RetryAs, TokenDelta, Usage
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Sinks:
 
     def answer_all(self, error: EngineDead) -> None:
         for rid in self.rids():
-            self.answer(rid, error)
+            self.answer(rid, DiedInStep(str(error)) if rid in error.rids else error)
 
     def check(self) -> None:
         """Raise AssertionError if a request is open whose choices have all ended."""
@@ -125,7 +124,9 @@ def failed(error: MantaError) -> Finish:
     )
 
 
-def _retry_as(error: MantaError) -> Literal["overloaded", "engine_dead"] | None:
+def _retry_as(error: MantaError) -> RetryAs | None:
     if isinstance(error, Overloaded):
         return "overloaded"
+    if isinstance(error, DiedInStep):
+        return "died_in_step"
     return "engine_dead" if isinstance(error, EngineDead) else None

@@ -10,6 +10,7 @@ Thread:    engine thread only; `end` waits for the device.
 """
 
 import collections
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +18,17 @@ from dataclasses import dataclass, replace
 from replicas.cache.kv import KvCache
 from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
+from replicas.engine.failed_steps import MOST_IN_A_ROW, FailedSteps, Launch, run_again, try_idle
+from replicas.errors import EngineDead
 from replicas.request import ReqState
 from replicas.scheduler.admission import least_prompt_tokens
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, PendingStep, StepPlan
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingStep, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler
-from replicas.scheduler.tokens import Counters, NewToken
+from replicas.scheduler.tokens import Counters, NewToken, at_fault, require_fault
 from replicas.types import EngineStats, PoolStats, TierStats
+
+log = logging.getLogger(__name__)
 
 SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
 RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
@@ -41,20 +46,20 @@ class Pulse:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._beat_s: float | None = None
         self._resumed_s = float("-inf")  # end of the last stop that was noticed
 
     def beat(self) -> None:
         """Note that this process runs; called every fraction of STOOD_STILL_S."""
-        now_s = self._clock()
+        now_s = self.clock()
         if self._stopped_at(now_s):
             self._resumed_s = now_s
         self._beat_s = now_s
 
     def stopped_since(self, since_s: float) -> bool:
         """Return whether the process stood still at some time after ``since_s``; False where nothing beats."""
-        return self._resumed_s > since_s or self._stopped_at(self._clock())
+        return self._resumed_s > since_s or self._stopped_at(self.clock())
 
     def _stopped_at(self, now_s: float) -> bool:
         return self._beat_s is not None and now_s - self._beat_s > STOOD_STILL_S
@@ -133,9 +138,9 @@ def _smooth(old: float, new: float) -> float:
     return new if old == 0.0 else old + SMOOTHING * (new - old)
 
 
-def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s: float) -> EngineStats:
+def snapshot(scheduler: Scheduler, store: PageStore, stepping: "Stepping", *, now_s: float) -> EngineStats:
     """Collect the statistics of scheduler, pages and steps; the caller adds those of hand-offs."""
-    counters, queues = scheduler.counters, scheduler.queues
+    counters, queues, steps = scheduler.counters, scheduler.queues, stepping.times
     chunked = queues.chunked
     parked = queues.away.in_state(ReqState.WAITING)
     # a parked prefill leg waits for pages of its receiver, not for this engine, so it does not count as queued
@@ -175,6 +180,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         decode_s=steps.decode_s,
         alloc_failures=store.alloc_failures,
         failed_checks=store.failed_checks,
+        failed_steps=stepping.failed.num,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         rate_step_tokens=steps.rate_step_tokens,
         decode_step_s=steps.decode_step_s,
@@ -208,9 +214,6 @@ def _tier_stats(kv: KvCache, counters: Counters) -> TierStats | None:
     return replace(stats, host_hit_tokens=counters.host_tokens, store_hit_tokens=counters.store_tokens)
 
 
-Launch = Callable[[StepPlan], PendingStep]  # starts a plan on all ranks
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """A step that was launched and not applied."""
@@ -218,6 +221,10 @@ class Launched:
     plan: StepPlan
     pending: PendingStep
     launched_s: float
+
+    @property
+    def num_reqs(self) -> int:
+        return self.plan.num_requests if isinstance(self.plan, DecodePlan) else len(self.plan.rows)
 
 
 class Stepping:
@@ -235,11 +242,11 @@ class Stepping:
         self.launch = launch  # of a plan, on all ranks
         self._scheduler = scheduler
         self._distributions = distributions
-        self._clock = clock
         self._under_way: Launched | None = None
         self._counted_s = clock()
         self.pulse = Pulse(clock)
         self.times = StepClock(chunk_size=chunk_size)
+        self.failed = FailedSteps()
 
     @property
     def under_way(self) -> bool:
@@ -249,25 +256,76 @@ class Stepping:
         assert self._under_way is None, "end the step under way first"
         self._under_way = self._launched(plan)
 
-    def end(self, *, ahead: bool) -> tuple[Launched, list[NewToken]]:
+    def end(self, *, ahead: bool, again: bool) -> tuple[Launched, list[NewToken]]:
         """Wait for the step under way and apply it. With ``ahead`` the next decode step, if it can be planned, is
-        launched before that, and is then under way. Returns: the step that is over, for `count`, and its tokens."""
+        launched before that, and is then under way.
+
+        Args:    again: a step that fails may run again: no other rank would be a step ahead or behind.
+        Returns: the step that is over, for `count`, and its tokens, those first that say why their request is at fault.
+        Raises:  EngineDead with the requests of a step that nothing but the engine's end is left for.
+        """
         step = self._under_way
         assert step is not None, "no step is under way"
-        plan = self._scheduler.schedule_ahead() if ahead else None
-        self._under_way = self._launched(plan) if plan is not None else None
-        tokens = self._scheduler.apply(step.plan, step.pending.result())
+        rids = frozenset(req.rid for req in self._scheduler.queues.under_way.steps[0])
+        try:
+            ahead = ahead and not isinstance(step.pending, FailedStep)
+            plan = self._scheduler.schedule_ahead() if ahead else None
+            self._under_way = self._launched(plan) if plan is not None else None
+            step, result, ended = self._outcome(step, again=again)
+            tokens = self._scheduler.apply(step.plan, result)
+            if isinstance(step.pending, FailedStep):
+                self._scheduler.check()
+        except EngineDead:
+            raise
+        except Exception as error:
+            raise EngineDead(f"a step failed with {type(error).__name__}: {error}", rids=rids) from error
         if plan is not None:
             self._begin_masks()  # of the step that is under way: they follow from the tokens
-        return step, tokens
+        return step, [*ended, *tokens]
+
+    def _outcome(self, step: Launched, *, again: bool) -> tuple[Launched, StepResult, list[NewToken]]:
+        """Wait for ``step``. If it fails, its requests run again in parts, and those that fail alone end.
+
+        Returns: the step, `FailedStep` if it did; its result; and the requests that ended, as `end` does.
+        """
+        try:
+            return step, step.pending.result(), []
+        except BaseException as error:
+            require_fault(error)
+            if not again:
+                raise
+            failed = FailedStep(error)
+        reqs = list(self._scheduler.queues.under_way.steps[0])
+        log.error("a step of %d requests failed with %r: they run again in parts", len(reqs), failed.error)
+        result, faults = run_again(step.plan, reqs, self.launch)
+        if len(faults) == sum(req.finish is None for req in reqs):
+            if self.failed.in_a_row >= MOST_IN_A_ROW:
+                failed.result()
+            try:
+                try_idle(self.launch, self._scheduler.max_running)
+            except BaseException as unsound:
+                raise failed.error from unsound
+        for req, fault in faults.items():
+            self._scheduler.finish(req, at_fault(req, fault))
+        if self._under_way is not None:  # it follows tokens that were sampled anew
+            self._under_way = replace(self._under_way, pending=failed)
+        return replace(step, pending=failed), result, [NewToken(req, None, None) for req in faults]
 
     def count(self, step: Launched, tokens: Sequence[NewToken]) -> None:
         """Record the time of ``step``, which is over and made ``tokens``: from its launch, or from the end of the step
-        before if later."""
-        started_s, self._counted_s = max(step.launched_s, self._counted_s), self._clock()
+        before if later. That of a step that failed says nothing."""
+        started_s, self._counted_s = max(step.launched_s, self._counted_s), self.pulse.clock()
+        ends = [token.req.finish for token in tokens if token.req.finish is not None]
+        num_faults = sum(end.retry_as == "step_failed" for end in ends)
+        failed = isinstance(step.pending, FailedStep)
+        if failed or num_faults or self.failed.in_a_row:
+            all_at_fault = num_faults > 0 and num_faults == step.num_reqs
+            self.failed = self.failed.after(failed=failed or num_faults > 0, all_at_fault=all_at_fault)
+        if failed:
+            return
         plan, step_s = step.plan, self._counted_s - started_s
         is_extend = isinstance(plan, ExtendPlan)
-        num_reqs = plan.num_requests if isinstance(plan, DecodePlan) else len(plan.rows)
+        num_reqs = step.num_reqs
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
         queues = self._scheduler.queues
@@ -293,10 +351,18 @@ class Stepping:
         """Compute the masks of the newest step beside its forward."""
         guides = [req.guide for req in self._scheduler.queues.under_way.newest if req.guide is not None]
         if guides:
-            guides[0].begin_masks(guides[1:])
+            try:
+                guides[0].begin_masks(guides[1:])
+            except BaseException as error:  # noqa: BLE001 - each computes its own when it is sampled, and may fail
+                require_fault(error)
 
     def _launched(self, plan: StepPlan) -> Launched:
-        launched_s = self._clock()
+        launched_s = self.pulse.clock()
         if not isinstance(plan, DecodePlan) or plan.follows is None:
             self._begin_masks()
-        return Launched(plan=plan, pending=self.launch(plan), launched_s=launched_s)
+        try:
+            pending = self.launch(plan)
+        except BaseException as error:  # noqa: BLE001
+            require_fault(error)
+            pending = FailedStep(error)
+        return Launched(plan=plan, pending=pending, launched_s=launched_s)

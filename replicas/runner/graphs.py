@@ -23,8 +23,7 @@ from torch import Tensor
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.layers.tp_group import TpGroup
 from replicas.runner.batch import DeviceBatch, DeviceTable, Staging, build_decode, decode_arrays, places
-from replicas.runner.warm_up import idle_decode
-from replicas.scheduler.plan import DecodePlan, StepPlan
+from replicas.scheduler.plan import DecodePlan, StepPlan, idle_decode
 
 log = logging.getLogger(__name__)
 

@@ -42,17 +42,20 @@ from replicas.runner.device import device_bytes, free_device_bytes
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
 from replicas.runner.model_files import load_model_config
 from replicas.runner.sampler import Sampler
-from replicas.runner.warm_up import idle_decode, idle_extend, run_largest_step
+from replicas.runner.warm_up import run_largest_step
 from replicas.runner.weights import load_weights, weight_bytes
 from replicas.scheduler.plan import (
     DecodePlan,
     DoneStep,
     ExtendPlan,
+    FailedStep,
     PendingStep,
     PrefixGroup,
     SampleRow,
     StepPlan,
     StepResult,
+    idle_decode,
+    idle_extend,
 )
 from replicas.types import TokenLogprob
 
@@ -350,9 +353,13 @@ class LateSampling:
         self._pending: PendingStep | None = None
 
     def sample(self) -> PendingStep:
-        """Start the sampling, unless that is done."""
+        """Start the sampling, unless that is done. An error is this step's, whose result raises it: the launch of the
+        next one, which comes here too, goes on."""
         if self._pending is None:
-            self._pending = self._runner.sample_late(self)
+            try:
+                self._pending = self._runner.sample_late(self)
+            except Exception as error:  # noqa: BLE001 - `result` raises it
+                self._pending = FailedStep(error)
         return self._pending
 
     def result(self) -> StepResult:

@@ -1,6 +1,7 @@
 """Reads out of a step what a request asks for in place of text: logprobs of labels, and pooled hidden states.
 
-Owns:      the sums over the chunks of prompts that are pooled by their mean.
+Owns:      the sums over the chunks of prompts that are pooled by their mean: after the last chunk, and before it, since
+           a step that failed is run again.
 Never:     runs the model; a request that reads nothing out does not come here.
 Invariant: the sum of a row begins with the chunk that has no prefix: such a prompt takes nothing from the cache.
 Thread:    engine thread of rank 0.
@@ -20,7 +21,7 @@ class Readouts:
     """The readouts of one engine."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, Tensor] = {}  # [hidden] fp64, by row of the ReqToTokenPool
+        self._sums: dict[int, dict[int, Tensor]] = {}  # [hidden] fp64, by row of the ReqToTokenPool and by tokens
 
     def pooled(self, plan: ExtendPlan, hidden: Tensor) -> dict[int, tuple[float, ...]]:
         """Pool ``hidden`` [T, hidden], the states of all tokens of a step. Returns: by index into plan.rows, for the
@@ -30,12 +31,12 @@ class Readouts:
             start, end = end, end + len(row.token_ids)
             pooling = None if row.readout is None else row.readout.pooling
             if pooling == "mean":
-                total = hidden[start:end].double().sum(dim=0)
-                total += self._sums.pop(row.row) if row.prefix_len else 0.0
+                total, num_tokens = hidden[start:end].double().sum(dim=0), row.prefix_len + len(row.token_ids)
+                before = {row.prefix_len: self._sums[row.row][row.prefix_len]} if row.prefix_len else {}
+                total += before.get(row.prefix_len, 0.0)
+                self._sums[row.row] = {**before, num_tokens: total}
                 if row.sample:
-                    found[index] = tuple((total / (row.prefix_len + len(row.token_ids))).tolist())
-                else:
-                    self._sums[row.row] = total
+                    found[index] = tuple((total / num_tokens).tolist())
             elif pooling == "last" and row.sample:
                 found[index] = tuple(hidden[end - 1].tolist())
         return found

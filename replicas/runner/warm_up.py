@@ -4,44 +4,22 @@ Never:     writes outside the dummy page.
 Thread:    the one that loads the model.
 
 After the largest step, everything that libraries choose, specialise and allocate for a chunk of full size is there, and
-the chunk is known to fit beside the pool: an allocation that fails in service ends the engine for every request.
+the chunk is known to fit beside the pool: an allocation that fails in service costs the step.
 """
 
 import logging
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from replicas.config import EngineConfig
 from replicas.errors import InvalidConfig
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, PrefixGroup
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, idle_decode, idle_extend
 
 log = logging.getLogger(__name__)
 
 TIMED_ROWS = (1, 2, 4, 8, 16, 32)
-
-
-def idle_extend(row: int, num_tokens: int) -> ExtendPlan:
-    """Plan a prompt of ``num_tokens``, all in the sink; ``row`` of the table is zeros."""
-    zeros = np.zeros(num_tokens, dtype=np.int32)
-    whole = ExtendRow(row=row, token_ids=zeros, prefix_len=0, slots=zeros, sample=True)
-    return ExtendPlan(table_writes=(), rows=(whole,), sampling=())
-
-
-def idle_decode(size: int, *, row: int = 0, seq_len: int = 1, groups: tuple[PrefixGroup, ...] = ()) -> DecodePlan:
-    """Plan a decode step of ``size`` requests that read and write the sink alone; ``row`` of the table is zeros."""
-    zeros = np.zeros(size, dtype=np.int32)
-    return DecodePlan(
-        table_writes=(),
-        rows=zeros + np.int32(row),
-        token_ids=zeros,
-        seq_lens=zeros + np.int32(seq_len),
-        slots=zeros,
-        sampling=(),
-        prefix_groups=groups,
-    )
 
 
 def time_decode(

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replicas.cache.kv import KvCache
-from replicas.request import Req
+from replicas.request import Guide, Req
 from replicas.scheduler.decode import DecodeRows, sample_row
 from replicas.scheduler.plan import DecodePlan, SampleRow, StepPlan
 from replicas.scheduler.shares import TenantShares
-from replicas.scheduler.tokens import SOURCES, Counters, NewToken
+from replicas.scheduler.tokens import SOURCES, Counters, NewToken, require_fault
 from replicas.types import TokenIds
 
 MIN_MATCH, MAX_MATCH = 3, 8  # tokens of the suffix that a guess follows; longer matches are as good as the longest
@@ -154,7 +154,7 @@ class Drafts:
         draft_rows, sampling = list[range](), list[SampleRow]()
         for request, token_ids in enumerate(self.choose(reqs)):
             req, first = reqs[request], len(rows.rows)
-            places = None if req.guide is None else req.guide.along(token_ids.tolist())
+            places = None if req.guide is None else _along(req.guide, token_ids)
             num_allowed = len(token_ids) if places is None else len(places)
             if num_allowed and len(slots := self._kv.extend_draft(req, num_allowed)):
                 req.ids[req.num_tokens : req.num_tokens + num_allowed] = token_ids[:num_allowed]
@@ -285,6 +285,15 @@ class Drafts:
 
     def _share(self, kind: GuessKind) -> HitShare:
         return self._of_kinds.setdefault(kind, HitShare())
+
+
+def _along(guide: Guide, token_ids: TokenIds) -> Sequence[Guide]:
+    """Return as `Guide.along`; nothing is guessed where that raises: the next token shows what is wrong."""
+    try:
+        return guide.along(token_ids.tolist())
+    except BaseException as error:  # noqa: BLE001
+        require_fault(error)
+        return ()
 
 
 def _smooth(old: float, new: float) -> float:

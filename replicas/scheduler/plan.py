@@ -116,6 +116,27 @@ class DecodePlan:
 StepPlan = ExtendPlan | DecodePlan
 
 
+def idle_extend(row: int, num_tokens: int) -> ExtendPlan:
+    """Plan a prompt of ``num_tokens``, all in the sink; ``row`` of the table is zeros."""
+    zeros = np.zeros(num_tokens, dtype=np.int32)
+    whole = ExtendRow(row=row, token_ids=zeros, prefix_len=0, slots=zeros, sample=True)
+    return ExtendPlan(table_writes=(), rows=(whole,), sampling=())
+
+
+def idle_decode(size: int, *, row: int = 0, seq_len: int = 1, groups: tuple[PrefixGroup, ...] = ()) -> DecodePlan:
+    """Plan a decode step of ``size`` requests that read and write the sink alone; ``row`` of the table is zeros."""
+    zeros = np.zeros(size, dtype=np.int32)
+    return DecodePlan(
+        table_writes=(),
+        rows=zeros + np.int32(row),
+        token_ids=zeros,
+        seq_lens=zeros + np.int32(seq_len),
+        slots=zeros,
+        sampling=(),
+        prefix_groups=groups,
+    )
+
+
 class SampleRow(NamedTuple):
     """What the sampler needs for one token; only rank 0 reads it. A tuple: one is made for every token.
 
@@ -150,6 +171,16 @@ class PendingStep(Protocol):
     def result(self) -> StepResult:
         """Wait until the step's tokens are on the host, and return them. To be called once, in the order of launch."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStep:
+    """A step whose launch or sampling failed, or that is to be run again: its result is the error."""
+
+    error: BaseException
+
+    def result(self) -> StepResult:
+        raise self.error
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ from replicas.scheduler.tokens import (
     Counters,
     Drawn,
     NewToken,
+    at_fault,
     count_computed,
     end_without_token,
     sampled,
@@ -397,7 +398,15 @@ class Scheduler:
                 self.last.made_progress = True
 
     def _take_run(self, req: Req, run: Sequence[Drawn]) -> NewToken:
-        """Give ``req`` its next token, made here or elsewhere, and what ``run`` has behind it; end it at its last."""
+        """Give ``req`` its next token, made here or elsewhere, and what ``run`` has behind it; end it at its last, or
+        where its own grammar raises."""
+        try:
+            return self._taken(req, run)
+        except BaseException as error:  # noqa: BLE001
+            self.finish(req, at_fault(req, error))
+            return NewToken(req, None, None)
+
+    def _taken(self, req: Req, run: Sequence[Drawn]) -> NewToken:
         token_id, logprob = run[0]
         if req.stamps.first_token_s is None:
             req.stamps.first_token_s = self._clock()

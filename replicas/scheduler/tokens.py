@@ -7,15 +7,18 @@ Invariant: a request of the step gets one sampled token, or none, and behind it 
 Thread:    scheduler thread only.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import BROKEN, DecodePlan, ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
-from replicas.types import Finish, FinishReason, TokenLogprob
+from replicas.types import Constraint, Finish, FinishReason, Readout, TokenLogprob
+
+log = logging.getLogger(__name__)
 
 SOURCES = ("tree", "text")  # of drafts: what the cache keeps behind a request's tokens; its own prompt and output
 
@@ -164,6 +167,39 @@ def end_without_token(req: Req) -> Finish:
     if req.guide is not None:
         return not_allowed(req.guide.error or NOTHING_ALLOWED)
     return Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500)
+
+
+def require_fault(error: BaseException) -> None:
+    """Raise ``error`` again if it is about this process, and no fault. A panic of llguidance is no Exception either."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+
+
+def at_fault(req: Req, error: BaseException) -> Finish:
+    """Tell why ``req`` ends, with which alone a step failed by ``error``, and log what it asks for."""
+    require_fault(error)
+    why, asked = f"a step failed with {type(error).__name__}: {error}", _asked(req)
+    log.error("request %s, choice %d, ends: %s; it asks for %s", req.rid, req.index, why, asked, exc_info=error)
+    return Finish(reason=FinishReason.ERROR, message=why, http_status=500, retry_as="step_failed")
+
+
+def _asked(req: Req) -> str:
+    """List what ``req`` asks for without any text or token of it: of these only how many there are."""
+    names = ("prompt_len", "num_output", "num_resumed", "return_logprobs", "top_logprobs", "prompt_logprobs_from")
+    asked: dict[str, object] = {name: getattr(req, name) for name in names}
+    asked |= {"leg": req.leg and req.leg.role.value, "adapter": req.asked.adapter and req.asked.adapter.identity}
+    for each in fields(req.sampling):
+        value = getattr(req.sampling, each.name)
+        if value == each.default:
+            continue
+        if isinstance(value, Constraint):
+            value = value.kind
+        elif isinstance(value, Readout):
+            value = value.pooling or f"{len(value.labels)} labels"
+        elif isinstance(value, tuple):
+            value = len(value)
+        asked[each.name] = value
+    return ", ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
 
 
 def not_allowed(message: str) -> Finish:

@@ -35,7 +35,7 @@ START_TIMES = {"load_weights": 1.0, "warm_up": 2.0, "total": 3.5}
 QUIET = {
     "scheduler_retractions_total", "scheduler_retracted_tokens_total", "scheduler_mixed_steps_total",
     "scheduler_constrained_requests_total", "scheduler_forced_tokens_total", "scheduler_draft_tokens_total",
-    "kv_pool_alloc_failures_total", "kv_pool_failed_checks_total",
+    "kv_pool_alloc_failures_total", "kv_pool_failed_checks_total", "scheduler_failed_steps_total",
     "router_retries_total", "requests_moved_total", "router_cache_event_gaps_total",
     "router_streams_resumed_total", "router_streams_expired_total",  # test_resumed_streams.py
     "tenant_requests_total", "tenant_tokens_total",  # test_quotas.py

@@ -16,7 +16,7 @@ from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
 from replicas.layers import linear
 from replicas.layers.embedding import Rotation
-from replicas.runner.warm_up import idle_decode
+from replicas.scheduler.plan import idle_decode
 from tests.gpu import fake_cuda
 from tests.gpu.device_steps import DEVICE, device_step
 from tests.gpu.rigs import engine_config, make_rig

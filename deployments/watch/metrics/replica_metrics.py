@@ -143,6 +143,7 @@ def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
     yield from _each("scheduler_tokens_total", "kind", kinds)
     yield "scheduler_retractions_total", {}, stats.num_retractions
     yield "scheduler_retracted_tokens_total", {}, stats.retracted_tokens
+    yield "scheduler_failed_steps_total", {}, stats.failed_steps
     ended = {"ok": stats.num_finished, "cancelled": stats.num_aborted, "error": stats.num_errors}
     yield from _each("scheduler_finished_requests_total", "outcome", ended)
 

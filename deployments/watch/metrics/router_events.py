@@ -21,7 +21,7 @@ from deployments.dispatch.prefill_leg import PrefillLost
 from deployments.dispatch.route_log import RequestWatch, Try, predicted_tokens
 from deployments.dispatch.timeline import Timeline
 from deployments.watch.metrics.emitter import Emitter, Value
-from replicas.errors import AdapterNotReadable, EngineDead, Overloaded
+from replicas.errors import AdapterNotReadable, DiedInStep, EngineDead, Overloaded, StepFailed
 from routing.moves import CAUSES, Cause
 from routing.types import Decision
 
@@ -29,6 +29,8 @@ RETRIES: Mapping[type, str] = {
     ReplicaGone: "replica_gone",
     ReplicaHangs: "replica_hangs",
     EngineDead: "engine_dead",
+    DiedInStep: "died_in_step",
+    StepFailed: "step_failed",
     Overloaded: "overloaded",
     AdapterNotReadable: "overloaded",  # there; another replica may read it
     PrefillLost: "prefill_lost",

@@ -52,6 +52,7 @@ def growing_of(stats: EngineStats) -> dict[str, int]:
         "retracted": stats.retracted_tokens,
         "damaged": 0 if transfer is None else transfer.digest_mismatches,
         "failed_checks": stats.failed_checks,
+        "failed_steps": stats.failed_steps,
         "wrong_pages": 0 if tiers is None else tiers.host_wrong_pages + tiers.store_wrong_pages,
     }
 

@@ -93,7 +93,7 @@ class HandOffReplica(ScriptedReplica):
         await self.prefill_hold.wait()
         self._die_if_dead()
         finish = self.leg_ends or Finish(reason=FinishReason.HANDED_OFF)
-        if finish.retry_as is None:  # of an engine that crashed, its peer hears nothing
+        if finish.retry_as in (None, "step_failed"):  # of an engine that crashed, its peer hears nothing
             self.desks.settle(room, came=finish.reason is FinishReason.HANDED_OFF)
         client.sink([end(request, finish)])
 
@@ -117,7 +117,7 @@ class HandOffReplica(ScriptedReplica):
             if position == self.die_at:
                 self.die()
                 self._die_if_dead()
-            finish = Finish(reason=FinishReason.LENGTH) if position == wanted - 1 else None
+            finish = self.finish if position == wanted - 1 else None
             made = token(request, 0, position, finish)
             client.sink([dataclasses.replace(made, hand_off=report if came and position == first else None)])
             await asyncio.sleep(0)

@@ -37,7 +37,7 @@ from deployments.http.lines import line_answers
 from deployments.http.service import Service
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.watch.terminal import batches as terminal
-from replicas.errors import InvalidConfig, InvalidRequest, MantaError, Overloaded
+from replicas.errors import InvalidConfig, InvalidRequest, MantaError, Overloaded, StepFailed
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -455,6 +455,10 @@ async def test_a_line_waits_while_others_would_be_late_and_runs_later(tokenizer:
             assert watch.ran == {"repeated": 2, "failed": 1}
             [told] = await entries(sdk, done.error_file_id)
             assert told["response"]["status_code"] == 500
+            watch.ran.clear()
+            replica.refuse = StepFailed("no such index")
+            await ended(sdk, await begun(sdk, [line(0)]))
+            assert watch.ran == {"failed": 1}
 
 
 class Lines(RequestWatch):

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +11,8 @@ import pytest
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
-from replicas.errors import InvalidRequest, MantaError, Overloaded
-from replicas.types import FinishReason, GenerateRequest
+from replicas.errors import InvalidRequest, MantaError, Overloaded, StepFailed
+from replicas.types import Finish, FinishReason, GenerateRequest, RetryAs
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask, ids
@@ -123,6 +125,56 @@ async def test_a_request_that_ends_each_replica_after_one_token_is_tried_max_tri
     with pytest.raises(ReplicaGone):
         await house.collect(max_new_tokens=22)
     assert house.dispatcher.num_retries == 3
+
+
+class Failing(ScriptedReplica):
+    """A step of it fails with each request called "bad", at the end of its tokens: ``retry_as`` tells how. The engine
+    dies of it ("died_in_step"), or goes on."""
+
+    def __init__(self, replica_id: str, retry_as: RetryAs) -> None:
+        super().__init__(replica_id)
+        self.retry_as = retry_as
+
+    async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
+        bad = request.rid.endswith("-bad")
+        retry_as: RetryAs = "engine_dead" if self.retry_as == "died_in_step" and not bad else self.retry_as
+        fails = Finish(reason=FinishReason.ERROR, message="IndexError: a secret", http_status=500, retry_as=retry_as)
+        done = Finish(reason=FinishReason.LENGTH)
+        self.finish = fails if bad or retry_as == "engine_dead" else done
+        await super()._generate(client, request)
+
+
+KINDS: tuple[RetryAs, RetryAs] = ("step_failed", "died_in_step")
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)))
+async def test_a_request_that_was_in_the_failed_step_of_two_replicas_is_refused_and_never_given_to_a_third(
+    house: House, kinds: tuple[RetryAs, RetryAs]
+) -> None:
+    """Though it brought tokens each time. Those that only shared the engines have their third try."""
+    replicas = [*(Failing(f"r{number}", kind) for number, kind in enumerate(kinds)), ScriptedReplica("r2")]
+    await house.ready(*replicas)
+    with pytest.raises(StepFailed) as refused:
+        await house.collect(rid="a1.0-bad", max_new_tokens=4)
+    assert (refused.value.http_status, refused.value.code) == (500, "step_failed")
+    told = str(refused.value)
+    assert re.search("request bad was in a step .* on replica r0 and on r1: .* Report it with this id", told)
+    assert "secret" not in told
+    assert [retry.replica_id for retry in house.dispatcher.retries] == ["r0", "r1"]
+    assert "IndexError: a secret" in house.dispatcher.retries[0].reason
+    assert replicas[2].requests == []
+    assert ids(await house.collect(rid="a2.0-good", max_new_tokens=4)) == [1000, 1001, 1002, 1003]
+
+
+async def test_where_no_other_replica_is_there_a_request_that_fails_alone_is_refused_at_once(house: House) -> None:
+    await house.ready(Failing("r0", "step_failed"))
+    with pytest.raises(StepFailed, match=r"request bad was in a step .* on replica r0: "):
+        await house.collect(rid="a1.0-bad")
+
+
+async def test_a_request_that_one_replica_failed_with_goes_on_at_another(house: House) -> None:
+    await house.ready(Failing("r0", "step_failed"), ScriptedReplica("r1"))
+    assert ids(await house.collect(rid="a1.0-bad", max_new_tokens=4)) == [1000, 1001, 1002, 1003]
 
 
 async def test_a_resumed_request_waits_for_a_replacement(house: House) -> None:

@@ -545,18 +545,18 @@ def test_tries_are_counted_since_the_last_that_brought_two_tokens_of_one_choice(
         tries.brought(token(asked, 0, 0, None), constrained=constrained)
         tries.brought(token(asked, 0, 1, None), constrained=constrained)
         assert not tries.is_last
-        assert tries.failed(f"r{number}", gone)
+        assert tries.failed(f"r{number}", gone, "me")[1]
         assert tries.excluded == {f"r{number}"}
     tries.brought(token(asked, 0, 2, None), constrained=constrained)
     tries.brought(token(asked, 1, 0, None), constrained=constrained)  # one token of each choice: both come from prefill
     assert tries.is_last
-    assert not tries.failed("r9", gone)
+    assert not tries.failed("r9", gone, "me")[1]
 
 
 def test_tokens_that_a_grammar_may_have_forced_count_as_one() -> None:
     """Those of one delta: they came from the prefill of what was delivered, without a decode step."""
     tries, run = Tries(2), replace(token(ask(), 0, 0, None), token_ids=(1, 2, 3, 4))
-    assert tries.failed("r0", ReplicaGone("gone"))
+    assert tries.failed("r0", ReplicaGone("gone"), "me")[1]
     tries.brought(run, constrained=True)
     tries.brought(replace(run, token_ids=()), constrained=True)
     assert tries.is_last
@@ -566,8 +566,8 @@ def test_tokens_that_a_grammar_may_have_forced_count_as_one() -> None:
 
 def test_a_replica_that_hung_may_be_tried_again() -> None:
     tries = Tries(3)
-    assert tries.failed("r0", ReplicaHangs("silent"))
-    assert tries.failed("r1", ReplicaGone("gone"))
+    assert tries.failed("r0", ReplicaHangs("silent"), "me")[1]
+    assert tries.failed("r1", ReplicaGone("gone"), "me")[1]
     assert tries.excluded == {"r1"}
 
 

@@ -67,6 +67,8 @@ FINISHES = [
     Finish(reason=FinishReason.HANDED_OFF),
     Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="overloaded"),
     Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="engine_dead"),
+    Finish(reason=FinishReason.ERROR, message="no", http_status=500, retry_as="step_failed"),
+    Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="died_in_step"),
     Finish(reason=FinishReason.ABORT, message="aborted", http_status=499),
 ]
 TRANSFER = TransferStats(rooms_receiving=2, sent_bytes=1 << 40, oldest_drain_s=1.5)

@@ -20,8 +20,8 @@ from deployments.dispatch.route_forms import hand_off_body, pair_body, record_bo
 from deployments.dispatch.route_log import Try
 from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
-from replicas.errors import Overloaded
-from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, TokenDelta
+from replicas.errors import Overloaded, StepFailed
+from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, RetryAs, TokenDelta
 from routing.moves import Move, Waiting
 from routing.types import Ending, NoReplica, Pair, PairReason, Role, RouteOutcome
 from tests.harness import Clock
@@ -208,6 +208,20 @@ async def test_a_prefill_engine_that_gives_up_does_not_end_the_try(pairs: Pairs)
     )  # fmt: skip
     assert only.outcome is not None
     assert only.outcome.hand_off_failed
+
+
+@pytest.mark.parametrize("retry_as", ["step_failed", "died_in_step"])
+async def test_a_prompt_that_fails_on_the_prefill_side_and_on_the_decode_side_is_not_tried_on_a_third(
+    pairs: Pairs, retry_as: RetryAs
+) -> None:
+    """Where the prefill engine goes on, the decode side computes the prompt in the same try; else another try does."""
+    fails = Finish(reason=FinishReason.ERROR, message="no such index", http_status=500, retry_as=retry_as)
+    p, d, third = pairs.prefill(leg_ends=fails), pairs.decode(), pairs.decode("d1")
+    d.finish = third.finish = fails
+    await pairs.add(p, d, third)
+    with pytest.raises(StepFailed, match="on replica p0 and on d"):
+        await pairs.collect()
+    assert len(pairs.tries) == (1 if retry_as == "step_failed" else 2)
 
 
 async def test_a_prefill_engine_that_crashes_ends_the_try(pairs: Pairs) -> None:

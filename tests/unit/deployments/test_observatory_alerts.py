@@ -127,6 +127,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
         "replica 1 (a) received K/V that differs"),
     "WrongPages": (wrong, 0, "replica 1 (a) read back a page from a lower tier"),
     "PagesLost": (lambda second: [view("one", seen("a", failed_checks=2 * second))], 0, "replica 1 (a) is idle, and"),
+    "StepsFail": (lambda second: [view("one", seen("a", failed_steps=second))], 0, "Steps of replica 1 (a) have fail"),
     "StoreOff": (
         replica(tiers=TierStats(host_pages=1, host_used_pages=0, store="file", store_error="it hangs")), 0,
         "replica 1 (a) does not use its store: it hangs."),

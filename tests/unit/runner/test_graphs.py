@@ -7,8 +7,7 @@ import torch
 from replicas.attention.base import BatchMeta
 from replicas.runner.batch import DeviceTable, Staging, decode_arrays
 from replicas.runner.graphs import BYTES_PER_GRAPH, DecodeGraphs, graph_bytes, graph_size, graph_sizes
-from replicas.runner.warm_up import idle_decode
-from replicas.scheduler.plan import DecodePlan
+from replicas.scheduler.plan import DecodePlan, idle_decode
 
 CPU = torch.device("cpu")
 
