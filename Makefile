@@ -17,6 +17,9 @@ LOCK := constraints.txt
 UV := uv==0.13.9
 # not in it: PyTorch, whose builds for a CPU and for CUDA differ under one version, and what only the latter needs
 UNLOCKED := ^(torch|triton|nvidia-|cuda-)
+# PyTorch's build: cpu; cuda or keep, the one of pip's own index; empty: cpu where no GPU is seen (tools/torch.sh)
+TORCH :=
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
 BENCHES := kernels engine hand_off overhead serving
 # what kernels that are kept on disk are made of
@@ -46,6 +49,7 @@ $(VENV)/.installed: pyproject.toml $(LOCK)
 	@test -z "$(LOCK)" || $(INSTALL) "Installing what $(LOCK) lists" $(VENV)/install-locked.log --no-deps --require-hashes \
 		--only-binary :all: -r $(LOCK) || { echo "Not all of $(LOCK) can be had for this machine, or a file is not the one that it \
 	lists. To take the newest that pyproject.toml allows, unchecked: make $(MAKECMDGOALS) LOCK=" >&2; exit 1; }
+	@sh tools/torch.sh $(BIN)/python $(VENV)/install-torch.log '$(TORCH)' '$(TORCH_INDEX)'
 	@$(INSTALL) "Installing Manta into $(VENV)" $(VENV)/install.log \
 		$(if $(LOCK),--no-build-isolation) --editable .
 	@touch $@

@@ -9,6 +9,8 @@ Never: loads the model. Impossible settings are refused here, before a replica s
 
 import logging
 import math
+import shlex
+import sys
 from typing import Any
 
 import ray
@@ -125,7 +127,7 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
         "ray_actor_options": {
             "num_cpus": replicas.cpus,
             "num_gpus": replicas.gpus,
-            "runtime_env": {"env_vars": environment},
+            "runtime_env": {"env_vars": environment, **_python_quoted()},
         },
         **logs.options(config.observability.log_format),
     }
@@ -138,6 +140,13 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
     else:
         options["num_replicas"] = num_replicas(config)
     return options
+
+
+def _python_quoted() -> dict[str, str]:
+    """Quote the path of Python where bash would split or change it: of a worker with a runtime_env Ray makes one line
+    of bash, in which this path alone is not quoted. Plain paths are left to each node, which may have another."""
+    quoted = shlex.quote(sys.executable)
+    return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:

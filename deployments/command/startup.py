@@ -56,6 +56,8 @@ class ReplicaLogs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._raylet = folder.with_name("raylet.err")  # Ray starts the replicas' processes; what fails there is here
+        self._told_bytes = self._raylet.stat().st_size if self._raylet.is_file() else 0
         self._old = {file.name for file in self._files()}
         self._read: dict[str, int] = {}  # bytes, by file
         self._phases: dict[str, str] = {}  # by file, in order of the latest change
@@ -76,6 +78,13 @@ class ReplicaLogs:
             if name.startswith(start)
         }
         return {replica_id: phase for replica_id, phase in found.items() if "_" not in replica_id}
+
+    def no_worker(self) -> str:
+        """Return the last line that Ray has written since construction on what it cannot start; "" if none."""
+        with contextlib.suppress(OSError), self._raylet.open("rb") as opened:
+            opened.seek(self._told_bytes)
+            return opened.read().decode(errors="replace").strip().rpartition("\n")[2][:_SAID_CHARS]
+        return ""
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("replica_*.log"))
@@ -117,7 +126,7 @@ def lines(application: str, deployments: Mapping[str, Deployment], logs: Replica
     if not deployments:
         return {application: DeploymentProgress(name=application, text="being built", phases=("being built",))}
     return {
-        f"{application}/{name}": _far(f"{application}: {name}", each, logs.phases(application, name))
+        f"{application}/{name}": _far(f"{application}: {name}", each, logs.phases(application, name), logs.no_worker())
         for name, each in deployments.items()
     }
 
@@ -172,10 +181,10 @@ class StartProgress:
         return self._clock() - self._started_s
 
 
-def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> DeploymentProgress:
+def _far(name: str, deployment: Deployment, phases: Mapping[str, str], no_worker: str) -> DeploymentProgress:
     states = deployment.replica_states
     num, starting = sum(states.values()), states.get("STARTING", 0)
-    said = _message(deployment)
+    said = _message(deployment, no_worker)
     if not num:
         waits = "waiting for Serve to start it"
         phases_said = (waits, said) if said else (waits,)
@@ -197,12 +206,15 @@ def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> Deploy
     return DeploymentProgress(name=name, text=text, phases=(*reached, *([said] if said else [])))
 
 
-def _message(deployment: Deployment) -> str:
-    """Shorten the message of Serve: that it finds no place for a replica, or that one failed, and why."""
+def _message(deployment: Deployment, no_worker: str) -> str:
+    """Shorten the message of Serve: that it finds no place for a replica, or that one failed, and why. ``no_worker``:
+    what Ray has written meanwhile: it takes the place of a process that it cannot start, and tries for ever."""
     no_place = _NO_PLACE.search(deployment.message)
     if no_place is not None:
         count = f"{no_place[1]} replica{'' if no_place[1] == '1' else 's'}"
-        return f"no place yet for {count}: each needs {no_place[2]}, and Ray has {no_place[3]} free"
+        return f"no place yet for {count}: each needs {no_place[2]}, and Ray has {no_place[3]} free" + (
+            f"; Ray's raylet.err: {no_worker}" if no_worker else ""
+        )
     first = deployment.message.strip().partition("\n")[0].removesuffix(" Error:")
     if "to initialize" in first:
         return ""  # "takes longer than 30 s", which the time shows

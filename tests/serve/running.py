@@ -77,13 +77,15 @@ class Running:
         haproxy: bool = True,
         admin_key: str = "",
         import_path: str = "",
+        python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
         **changes: dict[str, Any],
     ) -> None:
         """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
         ``haproxy``: False has Serve's own proxy serve; ``admin_key``: what `info` and `states` show; ``import_path``:
-        in the place of the first application's; ``environment``: beside ours; ``changes``: settings by group."""
-        self._haproxy = haproxy
+        in the place of the first application's; ``python``: by another path;
+        ``environment``: beside ours; ``changes``: settings by group."""
+        self._haproxy, self._python = haproxy, python
         self._environment = environment or {}
         self._shown = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.port, self._stats_port = free_port(), free_port()
@@ -125,7 +127,7 @@ class Running:
             environment["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deployments", "serve", str(self.config)],
+                [self._python, "-m", "deployments", "serve", str(self.config)],
                 stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
 

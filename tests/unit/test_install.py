@@ -2,16 +2,21 @@
 wheel holds all that a Manta outside a checkout needs."""
 
 import contextlib
+import functools
 import json
 import os
 import pty
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
 from fnmatch import fnmatch
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +27,8 @@ from packaging.utils import canonicalize_name
 from deployments.settings.places import VERSION
 
 ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def test_the_lock_lists_all_that_the_project_asks_for_by_hash_and_names_no_place() -> None:
@@ -35,25 +42,25 @@ def test_the_lock_lists_all_that_the_project_asks_for_by_hash_and_names_no_place
         [pin] = requirement.specifier
         assert (pin.operator, requirement.url) == ("==", None)
         locked[canonicalize_name(requirement.name)].append(pin.version)
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())
     unlocked = re.compile(re.search(r"^UNLOCKED := (\S+)$", (ROOT / "Makefile").read_text(), re.M)[1])  # type: ignore[index]
     assert [name for name in locked if unlocked.match(name)] == []
-    for wanted in map(Requirement, [*asked["project"]["dependencies"], *asked["build-system"]["requires"]]):
+    for wanted in map(Requirement, [*PROJECT["dependencies"], *PYPROJECT["build-system"]["requires"]]):
         if not unlocked.match(wanted.name):
             assert locked[canonicalize_name(wanted.name)], f"{wanted.name} is not locked"
             assert all(wanted.specifier.contains(version) for version in locked[canonicalize_name(wanted.name)]), wanted
 
 
-def installing(tmp_path: Path, pip: str) -> subprocess.CompletedProcess[str]:
-    """What `make install` gives, without a terminal; ``pip`` is the shell script that stands in for it."""
+def installing(tmp_path: Path, pip: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """What `make install` gives, without a terminal; ``pip`` is the shell script that stands in for it,
+    ``settings`` are variables of make's."""
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     python = tmp_path / "venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exit 99\n{pip}\n')
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n[ "$2" = pip ] || exit 99\n{pip}\n')
     python.chmod(0o755)
     of_another_make = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # under which make says which folder it enters
     env = {name: value for name, value in os.environ.items() if name not in of_another_make}
     return subprocess.run(
-        ["make", "install", f"VENV={tmp_path / 'venv'}"],
+        ["make", "install", f"VENV={tmp_path / 'venv'}", *settings],
         capture_output=True, text=True, timeout=60, check=False, env=env,
     )  # fmt: skip
 
@@ -79,6 +86,65 @@ def test_an_installation_that_fails_shows_the_end_of_its_log_and_stops(tmp_path:
     assert done.returncode == 2
     assert "To take the newest that pyproject.toml allows, unchecked: make install LOCK=" in done.stderr
     assert not (tmp_path / "venv" / ".installed").exists()
+
+
+NO_TORCH = 'case "$*" in *show*torch) exit 1;; esac; echo "$@"'
+
+
+@contextlib.contextmanager
+def serving_files(folder: Path) -> Iterator[str]:
+    """Serve ``folder``. Yields: its address."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def with_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Have an nvidia-smi that ends with ``status``: 0 where it sees a GPU."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nexit {status}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="a GPU is here")
+def test_without_a_gpu_pytorchs_cpu_build_is_installed_before_manta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_nvidia_smi(tmp_path, monkeypatch, 9)  # its driver is missing
+    (tmp_path / "torch").mkdir()
+    with serving_files(tmp_path) as index:
+        done = installing(tmp_path, NO_TORCH, f"TORCH_INDEX={index}")
+    assert done.returncode == 0, done.stderr
+    assert "Installing PyTorch's CPU build: done" in done.stdout.splitlines()
+    asked = (tmp_path / "venv" / "install-torch.log").read_text()
+    torch = next(each for each in PROJECT["dependencies"] if each.startswith("torch=="))
+    assert asked.strip().endswith(f"--no-deps --index-url {index} {torch}")
+
+
+@pytest.mark.parametrize(
+    ("torch", "status", "says"),
+    [
+        ("cpu", 0, "does not answer: pip takes the build of its own index instead"),
+        ("", 0, "Installing Manta into"),
+        ("cuda", 0, "Installing Manta into"),
+        ("keep", 0, "Installing Manta into"),
+        ("gpu", 2, "TORCH=gpu: allowed are cpu, cuda and keep"),
+    ],
+)
+def test_another_build_or_an_index_that_is_silent_leaves_torch_to_pip(
+    torch: str, status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_nvidia_smi(tmp_path, monkeypatch, 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
+        index = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = installing(tmp_path, NO_TORCH, f"TORCH={torch}", f"TORCH_INDEX={index}")
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert ("does not answer" in done.stdout) == (torch == "cpu")
+    assert not (tmp_path / "venv" / "install-torch.log").exists()
 
 
 def test_on_a_terminal_pips_newest_line_is_drawn_in_place(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import dataclasses
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +427,29 @@ def test_replicas_without_gpus_see_none_of_their_machines() -> None:
 
     assert environment(0) == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert environment(1) == {"OMP_NUM_THREADS": "1"}
+
+
+WORKER = """
+import os, sys
+from ray._private.runtime_env.context import RuntimeEnvContext
+from ray.core.generated.common_pb2 import Language
+from deployments.app import replica_options
+from deployments.settings.schema import parse
+options = replica_options(parse({"model": {"path": "MODEL"}, "replicas": {"count": 1}}))
+environment = options["ray_actor_options"]["runtime_env"]
+context = RuntimeEnvContext(env_vars=environment["env_vars"], py_executable=environment.get("py_executable"))
+context.exec_worker(["-c", "import sys; print(sys.executable)"], Language.PYTHON)
+"""
+
+
+def test_a_worker_starts_by_the_python_of_its_path_whatever_that_is_called(tmp_path: Path) -> None:
+    """Through Ray's own line of bash, which ended at the first space: no replica ever got a place."""
+    place = tmp_path / "J\u00f6rg's \"$HOME\" `id`; (1) & *"
+    place.symlink_to(sys.prefix)
+    python = str(place / "bin" / "python")
+    command = [python, "-c", WORKER.replace("MODEL", MODEL)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == [python], done.stderr
 
 
 @pytest.mark.parametrize("name", ["min_replicas", "initial_replicas"])

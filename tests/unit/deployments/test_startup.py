@@ -137,6 +137,14 @@ def test_what_a_replica_without_a_place_lacks_is_said_whole(tmp_path: Path) -> N
         "manta: ModelReplica: 0 of 1 ready; 1 starting "
         '(no place yet for 1 replica: each needs {"CPU": 1.0, "GPU": 1.0}, and Ray has {"CPU": 1.5} free)'
     )
+    (tmp_path / "raylet.err").write_text("bash: line 1: old: No such file\n")
+    logs = ReplicaLogs(tmp_path / "serve")
+    assert "raylet.err" not in model(logs, STARTING=1, message=waits)  # of an earlier start
+    with (tmp_path / "raylet.err").open("a") as file:
+        file.write("bash: line 1: /home/me/my: No such file\n" * 2)
+    assert model(logs, STARTING=1, message=waits).endswith(
+        'Ray has {"CPU": 1.5} free; Ray\'s raylet.err: bash: line 1: /home/me/my: No such file)'
+    )
 
 
 def test_settings_that_are_impossible_end_a_start_and_what_may_pass_does_not() -> None:
