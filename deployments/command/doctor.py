@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,16 @@ def ray_session(folder: Path) -> Iterator[Finding]:
         yield Finding("Ray's folder", f"every user of this machine can write to {real}", Level.WARNING, advice)
 
 
+def ray_token(environ: Mapping[str, str], current: Path) -> Iterator[Finding]:
+    """Look at whether Ray's commands show a cluster its token. ``current``: a file that is there while a Ray runs that
+    `ray start` has started here."""
+    file = Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path(environ.get("HOME", "/"), ".ray", "auth_token"))
+    has_token = bool(environ.get("RAY_AUTH_TOKEN")) or file.is_file()
+    if ("RAY_ADDRESS" in environ or current.exists()) and has_token and environ.get("RAY_AUTH_MODE") != "token":
+        advice = "export RAY_AUTH_MODE=token: without it `serve deploy` and `ray status` fail with AuthenticationError"
+        yield Finding("Ray's token", "there is one, and no command shows it", Level.WARNING, advice)
+
+
 def clock(time_s: float, newest_file_s: float, *, is_synchronised: bool) -> Finding:
     """``newest_file_s``: of Manta's own files."""
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_s))
@@ -212,6 +222,7 @@ def examine(config: Given) -> Iterator[Finding]:
     yield proxy(haproxy.unusable(haproxy.found(os.environ), host=host))
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # in Ray's order
     yield from ray_session(Path(temporary, "ray", "session_latest"))
+    yield from ray_token(os.environ, Path(temporary, "ray", "ray_current_cluster"))
     newest_file_s = max(each.stat().st_mtime for each in Path(__file__).parent.glob("*.py"))
     yield clock(time.time(), newest_file_s, is_synchronised=_clock_is_synchronised())
     yield from gpu(torch_cuda(), *_gpus(), shutil.which("nvcc"), wanted=wanted)

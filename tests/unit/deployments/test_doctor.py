@@ -181,3 +181,21 @@ def short_folder() -> Iterator[Path]:
     """A folder near the root: the path of a socket has a bound."""
     with tempfile.TemporaryDirectory(prefix="doctor-", dir="/tmp") as folder:
         yield Path(folder)
+
+
+def test_a_token_of_ray_that_no_command_shows_is_named(tmp_path: Path) -> None:
+    """`ray start --head` makes it, and `serve deploy` fails with AuthenticationError."""
+    running, token = tmp_path / "ray_current_cluster", tmp_path / ".ray" / "auth_token"
+    home = {"HOME": str(tmp_path)}
+    here, there = {**home, "RAY_AUTH_MODE": "token"}, {**home, "RAY_ADDRESS": "10.0.0.1:6379"}
+    assert list(doctor.ray_token(there, running)) == []  # no token: the cluster asks for none, or for another's
+    token.parent.mkdir()
+    token.write_text("0f")
+    assert list(doctor.ray_token(home, running)) == []  # no cluster
+    (told,) = doctor.ray_token(there, running)
+    assert "export RAY_AUTH_MODE=token" in told.advice
+    running.touch()
+    assert list(doctor.ray_token(home, running)) == [told]
+    assert list(doctor.ray_token(here, running)) == []
+    elsewhere = {"HOME": "/nowhere", "RAY_AUTH_TOKEN": "0f"}
+    assert list(doctor.ray_token(elsewhere, running)) == [told]
