@@ -7,8 +7,11 @@ not while speed counts.
 """
 
 import contextlib
+import itertools
 import logging
 import os
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -23,6 +26,8 @@ OURS = ("deployments", "replicas", "routing", "kvtransfer")
 CLOCKWORK = ("CALL observe OK", "CALL lease OK")
 ACCESS = {"serve_access_log": True}  # extra of a line about each request: Serve's enable_access_log: false drops it
 WAITS_FOR_REPLICA = "waiting for the first model replica"  # said by the router, read by startup.py
+SELDOM_S = 1.0  # between two equal warnings of Serve
+MOST_KEPT, MOST_CHARS = 256, 60  # warnings that are told apart, by so much of each: the id of a request comes later
 ACTIVITY_S = 10.0  # from one line about what a replica does to the next; none while it does nothing
 _REQUEST: ContextVar[str | None] = ContextVar("request", default=None)  # what the client calls it
 _RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it (rids.py)
@@ -31,6 +36,7 @@ _RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it 
 def into_serve() -> None:
     """Send our loggers to Serve's handlers; call once in each Serve replica, after Serve has set up its logging."""
     serve = logging.getLogger("ray.serve")
+    serve.addFilter(Seldom())
     for handler in serve.handlers:
         handler.addFilter(_named)  # after Serve's, which would name the request as its proxy does
     for name in OURS:
@@ -67,6 +73,34 @@ def _named(record: logging.LogRecord) -> bool:
         if value is not None:
             setattr(record, attribute, value)
     return True
+
+
+class Seldom(logging.Filter):
+    """Lets one line in SELDOM_S pass of each place in Serve's code that warns, and has that line count the others: for
+    a replica that cannot be reached Serve writes one for each try of each request, some 90 a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._said: dict[tuple[str, int, str], tuple[float, itertools.count[int]]] = {}  # when, and those left out
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        now_s, key = (
+            self._clock(),
+            (record.pathname, record.lineno, re.sub(r"\d+", "", record.getMessage())[:MOST_CHARS]),
+        )
+        said_s, left_out = self._said.get(key, (-SELDOM_S, itertools.count()))
+        if now_s - said_s < SELDOM_S:
+            next(left_out)
+            return False
+        if more := next(left_out):
+            record.msg, record.args = f"{record.getMessage()} ({more} more such lines)", ()
+        if len(self._said) >= MOST_KEPT:
+            self._said.clear()
+        self._said[key] = (now_s, itertools.count())
+        return True
 
 
 class ActivityLog:

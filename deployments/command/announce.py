@@ -36,6 +36,7 @@ ANSWER_S = 2.0
 OPENS_S = 15.0
 LOOK_S = 0.25
 EVENTS_S = 1.0  # between two questions for events
+HELD = 5  # questions for which an event waits until the number of its requests is known
 # the last three: an answer of an unexpected form, such as that of another server at the address
 UNANSWERED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
 
@@ -110,10 +111,15 @@ class Observatories:
 
 
 class EventLines:
-    """Prints what happens to the replicas, as the observatories tell, on a thread of its own until the process ends."""
+    """Prints what happens to the replicas, as the observatories tell, on a thread of its own until the process ends.
+
+    An event that counts requests waits until the count stands still, and those behind it with it: which requests go on
+    elsewhere is known a second or more after a death.
+    """
 
     def __init__(self, urls: Iterable[str], out: TextIO) -> None:
         self._seen: dict[str, int | None] = dict.fromkeys(urls)  # number of the last event; None: it has not answered
+        self._held: dict[str, list[str]] = {}  # url -> how the event that waits there was told at each question
         self._out = out
 
     def start(self) -> None:
@@ -125,12 +131,26 @@ class EventLines:
             asked = _with_key(f"{url}/api/events?since={seen or 0}")
             try:
                 with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
-                    lines = [(each["seq"], _event_line(each)) for each in json.load(answer)["events"]]
+                    events = json.load(answer)["events"]
+                    lines = [(each["seq"], _event_line(each)) for each in events]
             except UNANSWERED:
                 continue
             if seen is not None:
+                lines = lines[: self._known(url, events)]
                 print(*(line for _, line in lines), sep="\n", end="\n" * bool(lines), file=self._out, flush=True)
             self._seen[url] = max([seen or 0, *(seq for seq, _ in lines)])
+
+    def _known(self, url: str, events: list[dict[str, Any]]) -> int:
+        """Return how many of the first ``events`` need not wait."""
+        for index, each in enumerate(events):
+            if each.get("requests") is None:
+                continue
+            held = self._held.get(url, []) if index == 0 else []
+            if len(held) < HELD and not (each["requests"] and held[-1:] == [each["text"]]):
+                self._held[url] = [*held, each["text"]]
+                return index
+            del self._held[url]
+        return len(events)
 
     def _go_on(self) -> None:
         while True:
@@ -189,7 +209,7 @@ def _replicas(url: str) -> list[dict[str, Any]]:
 
 
 def _event_line(event: Mapping[str, Any]) -> str:
-    return f"[{time.strftime('%H:%M:%S', time.localtime(event['time']))}] {event['text']}"
+    return f"[{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(event['time']))} UTC] {event['text']}"
 
 
 def _with_key(url: str) -> urllib.request.Request:

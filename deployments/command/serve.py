@@ -232,7 +232,7 @@ def _until_running(
 def _why(application: ApplicationStatusOverview) -> str:
     """Explain a failed start: by our own errors if there are any, else by all that Serve reports."""
     whole = _messages(application)
-    return "\n".join(startup.our_errors(whole)) or whole
+    return "\n".join(serve_details.our_errors(whole)) or whole
 
 
 def _messages(application: ApplicationStatusOverview) -> str:

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deployments.logs import WAITS_FOR_REPLICA
+from deployments.watch.observatory.serve_details import our_errors
 from deployments.watch.terminal.keyboard import on_terminal
 
 READY = "ready"
@@ -39,7 +40,6 @@ _NO_PLACE = re.compile(
     r"has (\d+) replicas that have taken .* to be scheduled.*required for each replica: (.*), total resources "
     r"available: (.*?)\. Use"
 )
-_OUR_ERROR = re.compile(r"^replicas\.errors\.(\w+: .*(?:\n[a-z][\w.]*(?: = .*|: .*))*)", re.MULTILINE)
 
 
 class Deployment(Protocol):
@@ -100,11 +100,6 @@ class ReplicaLogs:
             if phase is not None:
                 self._phases.pop(file.name, None)
                 self._phases[file.name] = phase
-
-
-def our_errors(text: str) -> list[str]:
-    """Extract our own errors from a message of Serve, each once; some have several lines."""
-    return list(dict.fromkeys(_OUR_ERROR.findall(text)))
 
 
 def hopeless(text: str) -> bool:

@@ -72,7 +72,9 @@ class Observatory:
             state=self._state,
             on_poll=self._polled,
             on_view=self._serve_metrics,
+            keep=functools.partial(serve_details.write_kept, settings.application),
         )
+        watch.restore(await asyncio.to_thread(serve_details.read_kept, settings.application))
         self._watching = asyncio.create_task(watch.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:

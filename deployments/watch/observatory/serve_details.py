@@ -7,21 +7,26 @@ Thread: `Looks` is for any thread, and blocks, as `listens_on` does. `LiveView` 
 
 import asyncio
 import contextlib
+import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 from ray.serve.context import _get_global_client
 
 from deployments.settings.capacity import Capacity
 from deployments.settings.roles import DEPLOYMENTS
 
 ROUTER = "router"
+CONTROLLER = "controller"
+_OUR_ERROR = re.compile(r"^replicas\.errors\.(\w+: .*(?:\n[a-z][\w.]*(?: = .*|: .*))*)", re.MULTILINE)
 _ROLES = {name: role.value for role, name in DEPLOYMENTS.items()} | {"Router": ROUTER}
 
 
@@ -33,6 +38,7 @@ class Listed:
     role: str  # unified, prefill, decode, router
     node_id: str
     state: str  # as Serve names it: STARTING, RUNNING, STOPPING, ...
+    actor_id: str = ""
     actor: str = ""  # its name in Ray
     address: str = ""  # of its node
     pid: int | None = None  # None until it has started
@@ -41,9 +47,25 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Helper:
+    """A process beside the model replicas: a router, a node's HAProxy with its manager, or Serve's controller."""
+
+    name: str  # in a sentence
+    place: str  # the next process of this place stands in for it
+    actor_id: str
+    leaves: bool = False  # Serve stops it
+    starts: bool = False  # or a new controller has not asked it yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeDetails:
     """The replicas of one application, and how many are wanted."""
 
+    helpers: Mapping[str, Helper] = field(default_factory=dict)  # by id of the process; empty: Serve did not tell
+    ends: Mapping[str, str] = field(
+        default_factory=dict
+    )  # process -> Ray's reason (WORKER_DIED, ...), of the last ones
+    failure: str = ""  # of the last deploy
     replicas: tuple[Listed, ...] = ()
     desired: Mapping[str, int] = field(default_factory=dict)  # role -> replicas wanted, of model replicas only
     started_s: float = 0.0  # when the application was deployed, seconds since 1970; 0: not known
@@ -72,6 +94,7 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
                 role=role,
                 node_id=each.get("node_id") or "",
                 state=str(getattr(each["state"], "value", each["state"])),
+                actor_id=each.get("actor_id") or "",
                 actor=each.get("actor_name") or "",
                 address=each.get("node_ip") or "",
                 pid=each.get("pid"),
@@ -81,6 +104,8 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
             for each in deployment["replicas"]
         ]
     return ServeDetails(
+        helpers=_helpers(details, replicas),
+        failure=_failure(found) if found.get("status") == "DEPLOY_FAILED" else "",
         replicas=tuple(replicas),
         desired=desired,
         started_s=float(found.get("last_deployed_time_s") or 0.0),
@@ -88,7 +113,59 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
     )
 
 
+def _helpers(details: Mapping[str, Any], replicas: Iterable[Listed]) -> dict[str, Helper]:
+    controller, found = details.get("controller_info") or {}, dict[str, Helper]()
+    if life := controller.get("worker_id"):
+        found[life] = Helper(name="Serve's controller", place=CONTROLLER, actor_id="")  # it has the same one for ever
+    what = "HAProxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "Serve's proxy"
+    for node_id, proxy in (details.get("proxies") or {}).items():
+        status = str(getattr(proxy["status"], "value", proxy["status"]))
+        if actor_id := proxy.get("actor_id"):
+            name = f"{what} on {proxy.get('node_ip') or node_id[:8]}"
+            found[actor_id] = Helper(name=name, place=node_id, actor_id=actor_id, leaves=status.startswith("DRAIN"),
+                                     starts=status == "STARTING")  # fmt: skip
+    for each in replicas:
+        if each.role == ROUTER and each.state in ("RUNNING", "STOPPING"):
+            name = f"router {each.replica_id.rpartition('#')[2]}"
+            leaves = each.state == "STOPPING"
+            found[each.replica_id] = Helper(name=name, place=ROUTER, actor_id=each.actor_id, leaves=leaves)
+    return found
+
+
+def _failure(application: Mapping[str, Any]) -> str:
+    """Return why a deploy failed, in a line: our own errors, else the last line of Serve's message."""
+    message = str(application.get("message") or "").strip()
+    return " ".join(" ".join(our_errors(message)).split() or message.rpartition("\n")[2].split())[:MOST_CHARS]
+
+
+def our_errors(text: str) -> list[str]:
+    """Extract our own errors from a message of Serve, each once; some have several lines."""
+    return list(dict.fromkeys(_OUR_ERROR.findall(text)))
+
+
 ANSWER_S = 5.0
+MOST_CHARS = 300
+KEPT_UNDER, NAMESPACE = "observatory:{}", b"manta"
+
+
+def end_of(actor_id: str) -> str:
+    """Return Ray's reason for the end of an actor; "" where it has none, or does not tell."""
+    try:
+        actor = ray._private.state.actors(actor_id)
+        cause = actor["DeathCause"].actor_died_error_context
+        return str(cause.Reason.Name(cause.reason)) if actor["State"] == "DEAD" else ""
+    except (RayError, KeyError, ValueError, AttributeError):
+        return ""
+
+
+def read_kept(application: str) -> bytes:
+    """Read what an observatory of ``application`` has kept in the Ray cluster, which outlives it; b"" if nothing."""
+    kept: bytes | None = internal_kv._internal_kv_get(KEPT_UNDER.format(application).encode(), namespace=NAMESPACE)
+    return kept or b""
+
+
+def write_kept(application: str, kept: bytes) -> None:
+    internal_kv._internal_kv_put(KEPT_UNDER.format(application).encode(), kept, overwrite=True, namespace=NAMESPACE)
 
 
 def listens_on() -> str:
@@ -176,10 +253,12 @@ class Looks:
         application: str,
         *,
         ask: Callable[[], Mapping[str, Any]] = ask_all,
+        end_of: Callable[[str], str] = end_of,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application = application
         self._ask = ask
+        self._end_of = end_of
         self._clock = clock
         self._details = ServeDetails()
         self._failure: RayError | None = None  # of the last time it was asked
@@ -211,6 +290,17 @@ class Looks:
         details = replace(details, replicas=tuple(map(self._whole, details.replicas)))
         here = {each.replica_id: each for each in details.replicas if each.role != ROUTER}
         gone = [each for each in self._known.items() if each[0] not in here]
+        before, ends = self._details.helpers, dict(self._details.ends)
+        if details.helpers:
+            ended = (each for each in before if each not in details.helpers and before[each].actor_id)
+            ends |= {each: self._end_of(before[each].actor_id) for each in ended}
+        # while its application is built anew, Serve tells no actor's id
+        helpers = {
+            each: before[each] if each in before and not it.actor_id else it
+            for each, it in details.helpers.items()
+            if each in before or not it.starts
+        }
+        details = replace(details, helpers=helpers, ends=dict(list(ends.items())[-MOST_GONE:]))
         self._details, self._known = details, dict(gone[-MOST_GONE:]) | here
 
     def _whole(self, listed: Listed) -> Listed:

@@ -227,6 +227,7 @@ class State:
         self._requests.lose(self.merged.router_ids, version=version)
         self._count(views, seen, now_s)
         if details_are_new:
+            self.feed.look(details, now_s, time_s)
             self._look_at_scaling(seen, details, time_s)
         replicas = self._replica_rows(seen, details)
         self._feed(replicas, seen, details, now_s, time_s)

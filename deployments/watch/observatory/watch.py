@@ -6,6 +6,7 @@ Thread:    the observatory's event loop; Serve is asked on another thread, and t
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -104,16 +105,19 @@ class Watch:
         state: State,
         on_poll: Callable[[float], None] = lambda took_s: None,
         on_view: Callable[[RouterView], None] = lambda view: None,
+        keep: Callable[[bytes], None] = lambda kept: None,
         clock: Callable[[], float] = time.monotonic,
         calendar: Callable[[], float] = time.time,
     ) -> None:
-        """``look`` blocks. ``on_poll`` gets the duration of each poll, ``on_view`` the newest answer.
+        """``look`` and ``keep``, which gets what outlives this observatory, block. ``on_poll`` gets the duration of
+        each poll, ``on_view`` the newest answer.
         ``clock`` is for ages, ``calendar`` for what is shown."""
         self._routers = routers
         self._look = look
         self._state = state
         self._on_poll = on_poll
         self._on_view = on_view
+        self._keep = keep
         self._clock = clock
         self._calendar = calendar
         self._details = ServeDetails()
@@ -121,14 +125,15 @@ class Watch:
         self._failing = ""
 
     async def run(self) -> None:
-        looking = asyncio.create_task(self._look_forever())
+        beside = [asyncio.create_task(each) for each in (self._look_forever(), self._keep_forever())]
         try:
             while True:
                 started_s = time.monotonic()
                 await self.poll()
                 await asyncio.sleep(max(PERIOD_S - (time.monotonic() - started_s), 0.05))
         finally:
-            looking.cancel()
+            for each in beside:
+                each.cancel()
 
     async def poll(self) -> None:
         """Ask all routers once."""
@@ -152,6 +157,28 @@ class Watch:
             if self._failing != repr(error):
                 log.warning("Serve did not say which replicas there are: %r", error)
             self._failing = repr(error)
+
+    def restore(self, kept: bytes) -> None:
+        """Go on with what an observatory before this one kept; what cannot be read is left out."""
+        try:
+            zero_s, feed = json.loads(kept) if kept else (0.0, None)
+            if feed is not None:
+                self._state.feed.restore(feed, self._calendar() - self._clock() - zero_s)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            log.warning("what an observatory before this one kept cannot be read: %r", error)
+
+    async def _keep_forever(self) -> None:
+        last = ""
+        while True:
+            kept = json.dumps(self._state.feed.kept())
+            if kept != last:
+                zero_s = self._calendar() - self._clock()
+                try:
+                    await asyncio.to_thread(self._keep, f"[{zero_s}, {kept}]".encode())
+                    last = kept
+                except Exception as error:  # noqa: BLE001  # Ray's errors have no common base; it is tried again
+                    log.warning("the events are not kept: %r", error)
+            await asyncio.sleep(PERIOD_S)
 
     async def _look_forever(self) -> None:
         while True:

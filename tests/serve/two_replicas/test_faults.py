@@ -186,6 +186,25 @@ def test_what_goes_through_a_killed_process_is_cut_at_once_and_a_retry_has_the_s
     assert dead_s < SERVES_AGAIN_S + SLACK_S
     app.until(lambda: app.serves_with(2), 60)
     assert [stream.ids for stream in load(app)] == undisturbed
+    told = {"HAProxy": r"HAProxy on \S+", "its manager": r"the manager of HAProxy on \S+", "router": r"router \w+"}
+    is_told(app, told[what])
+
+
+def is_told(app: Running, who: str) -> None:
+    """Wait until the console of `serve` says that somebody has died, and that another one is in the place."""
+    story = re.compile(rf"\] {who} has died.*\] .*(stands in|there again)", re.DOTALL)
+    app.until(lambda: bool(story.search(app.log.read_text())), 60)
+
+
+def test_the_death_of_serves_controller_is_told_and_nothing_else_ends(app: Running) -> None:
+    before = app.processes()
+    [pid] = [pid for pid, command in before.items() if "ray::ServeController" in command]
+    os.kill(pid, signal.SIGKILL)
+    is_told(app, "Serve's controller")
+    app.until(lambda: app.serves_with(2), 60)
+    marks = ("Router", "ModelReplica", "HAProxyManager")
+    kept = {pid for pid, command in before.items() if any(mark in command for mark in marks)}
+    assert kept <= app.processes().keys()
 
 
 def test_documents_calls_and_their_logprobs_go_on_when_a_replica_is_killed(app: Running) -> None:

@@ -49,10 +49,10 @@ def config(log_format: str) -> AppConfig:
 def loggers() -> Iterator[None]:
     """All loggers are as before afterwards."""
     found = [logging.getLogger(name) for name in ("ray.serve", *logs.OURS)]
-    before = [(each, each.handlers[:], each.level, each.propagate) for each in found]
+    before = [(each, each.handlers[:], each.filters[:], each.level, each.propagate) for each in found]
     yield
-    for logger, handlers, level, propagate in before:
-        logger.handlers, logger.propagate = handlers, propagate
+    for logger, handlers, filters, level, propagate in before:
+        logger.handlers, logger.filters, logger.propagate = handlers, filters, propagate
         logger.setLevel(level)
 
 
@@ -478,3 +478,30 @@ def test_each_port_leads_to_its_own_logs_after_the_end_too(
     log_files.remember(8000, "/elsewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     log_files.remember(8000, "/elsewhere")  # no home, no harm
+
+
+def test_serve_says_that_a_replica_is_away_once_a_second_however_often_it_is_tried(
+    loggers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kill gave 206 equal lines, a start that hung 90 a second; and the last word names the ones left out."""
+    out, now_s, serve = io.StringIO(), [0.0], logging.getLogger("ray.serve")
+    handler = logging.StreamHandler(out)
+    serve.handlers, serve.propagate = [handler], False
+    monkeypatch.setattr(logs.Seldom.__init__, "__defaults__", (lambda: now_s[0],))
+    logs.into_serve()
+    for step in range(300):  # 100 a second
+        now_s[0] = step / 100
+        for replica in ("Replica(id='2zcjnwgx')", "Replica(id='7qpwmr1d')"):
+            serve.warning(f"{replica} is temporarily unavailable.")
+        serve.warning(f"Failed to route request after {step} attempts over {step}.0s. Retrying. Request ID: r{step}.")
+        log.warning("one of ours")
+        serve.info("one that does not warn")
+    told = out.getvalue().splitlines()
+    assert told.count("one of ours") == told.count("one that does not warn") == 300
+    seldom = [line for line in told if "one" not in line.split()]
+    assert len(seldom) == 9
+    assert seldom[-3:] == [
+        "Replica(id='2zcjnwgx') is temporarily unavailable. (99 more such lines)",
+        "Replica(id='7qpwmr1d') is temporarily unavailable. (99 more such lines)",
+        "Failed to route request after 200 attempts over 200.0s. Retrying. Request ID: r200. (99 more such lines)",
+    ]

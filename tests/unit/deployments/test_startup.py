@@ -14,9 +14,10 @@ from typing import TextIO
 import pytest
 
 from deployments.command.announce import _engines, show_box
-from deployments.command.startup import DeploymentProgress, ReplicaLogs, StartProgress, hopeless, lines, our_errors
+from deployments.command.startup import DeploymentProgress, ReplicaLogs, StartProgress, hopeless, lines
 from deployments.logs import WAITS_FOR_REPLICA
 from deployments.settings.schema import parse
+from deployments.watch.observatory.serve_details import our_errors
 
 
 @dataclass
