@@ -20,6 +20,7 @@ from routing.terms import CANDIDATE, DECODE_REPLICA
 OPERATE = pathlib.Path("docs/operate.md").read_text()
 SETTINGS = pathlib.Path("docs/settings.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()
+SPECIFICATION = pathlib.Path("docs/specification.md")
 
 
 def tracked(*patterns: str) -> list[pathlib.Path]:
@@ -101,6 +102,22 @@ def test_links_between_documents_lead_somewhere() -> None:
             if heading not in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}:
                 dead.append(f"{page}: {link}")
     assert not dead
+
+
+def test_each_row_of_the_specification_has_a_test_that_exists_and_each_row_that_is_cited_is_there() -> None:
+    """docs/specification.md; K1 to K14 are in docs/architecture.md."""
+    found = re.findall(r"^\| ([A-L]\d\d) \| .* \| (`.*`) \|[^|]*\|$", SPECIFICATION.read_text(), flags=re.MULTILINE)
+    rows = {row: re.findall(r"`([\w/]+\.py)::(\w+)`", tests) for row, tests in found}
+    assert len(rows) == len(found) == len(re.findall(r"^\| [A-L]\d\d ", SPECIFICATION.read_text(), flags=re.MULTILINE))
+    named = {(pathlib.Path("tests") / file, test) for tests in rows.values() for file, test in tests}
+    texts = {file: file.read_text() for file, _ in named}
+    defined = r"^(?:(?:async )?def {}\(|{} = )"
+    assert [test for file, test in named if not re.search(defined.format(test, test), texts[file], re.MULTILINE)] == []
+    named_in_code = re.compile(r"SPEC ((?:[A-L]\d+(?:, | and |/)?)+)")
+    elsewhere = re.findall(r"^\| (K\d+) \|", pathlib.Path("docs/architecture.md").read_text(), flags=re.MULTILINE)
+    code = "".join(file.read_text() for file in tracked("*.py"))
+    cited = re.findall(r"[A-L]\d+", " ".join(named_in_code.findall(code)))
+    assert {*cited} <= {*rows, *elsewhere}
 
 
 def test_every_document_is_in_the_index() -> None:
