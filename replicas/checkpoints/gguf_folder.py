@@ -25,8 +25,39 @@ from replicas.errors import InvalidConfig
 
 LINK = "model.gguf"
 MADE_OF = "gguf.json"  # what the folder was made of, and how the file stores weights
-VERSION = 1  # of what is made
+VERSION = 2  # of what is made
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# How the text is split before its bytes are merged, by `tokenizer.ggml.pre`: what Transformers does not read. Each rule
+# is a list of expressions, applied one after the other; the last is ByteLevel's own (GPT-2's) where it says GPT2.
+GPT2 = "gpt2"
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!-/:-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((
+        "default", "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "modern-bert", "roberta-bpe", "mpt", "olmo",
+        "jais", "trillion", "granite-docling", "exaone4",
+    ), (GPT2,)),
+    **dict.fromkeys((
+        "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+    ), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), (_QWEN2,)),
+    **dict.fromkeys(("chatglm-bpe", "glm4"), (_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+}  # fmt: skip
+# where a piece of text that is a token of its own is that token, whatever the merges would make of it
+WHOLE_FIRST = frozenset({
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
+})  # fmt: skip
+SAMPLING = {  # in generation_config.json, and behind `general.sampling.`
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"
+}  # fmt: skip
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -123,7 +154,11 @@ def _write(file: GgufFile, folder: Path) -> None:
     config = config_of(file)
     _write_json(folder / "config.json", config)
     eos = sorted({each for each in (config["eos_token_id"], _token(file, "eot")) if each is not None})
-    _write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
+    ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos}
+    found = {ours: f"general.sampling.{theirs}" for ours, theirs in SAMPLING.items()}
+    # in fp32, as the epsilon
+    said = {ours: float(f"{file.real(field):.6g}") for ours, field in found.items() if field in file.metadata}
+    _write_json(folder / "generation_config.json", {**ends, **said})
     _write_tokenizer(file, folder)
 
 
@@ -206,19 +241,38 @@ def _llama3_factors(theta: float, head_dim: int, scaling: dict[str, Any]) -> Any
 
 
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write the tokenizer that Transformers makes of the metadata."""
-    from tokenizers import pre_tokenizers
+    """Write the tokenizer that Transformers makes of the metadata, with the split that the file names.
+
+    Raises: InvalidConfig for a file without a tokenizer, or a split that neither Transformers nor `SPLITS` knows.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     except Exception as error:  # Transformers' and the Rust library's, which raises just that
         raise InvalidConfig(f"model: no tokenizer can be made of the metadata of {file.path}: {error}") from error
-    if file.metadata.get("tokenizer.ggml.pre") == "smollm":  # digits singly, which Transformers does not know
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2":
+        _split_as(str(file.metadata.get("tokenizer.ggml.pre", "default")), tokenizer.backend_tokenizer, file.path)
     tokenizer.save_pretrained(str(folder))
+
+
+def _split_as(name: str, tokenizer: Any, path: Path) -> None:
+    """Make ``tokenizer``, as Transformers made it, split text as ``name`` says. Raises: InvalidConfig."""
+    from tokenizers import Regex, pre_tokenizers
+
+    rules = SPLITS.get(name)
+    was_read = isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Sequence)  # else it is GPT-2's, which any name gets
+    if rules is None and not was_read:
+        raise InvalidConfig(
+            f"model: {path} splits text by the rule tokenizer.ggml.pre = {name!r}, which is not known here: its tokens "
+            f"would be wrong. Known: {', '.join(sorted(SPLITS))}, and those of Transformers. Serve the safetensors"
+        )
+    if rules is not None:
+        steps = [pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in rules if rule != GPT2]
+        by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=GPT2 in rules)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, by_bytes])
+    if name in WHOLE_FIRST:
+        tokenizer.model.ignore_merges = True
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

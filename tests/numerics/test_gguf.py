@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedModel
 
 from deployments.settings.places import local_path, shown_path
 from replicas.checkpoints.gguf_file import GgufFile
+from replicas.checkpoints.gguf_folder import folder_of
 from replicas.errors import InvalidConfig
 from replicas.runner.model_files import load_model_config, model_folder, model_identity
 from replicas.text.tokenizer import Tokenizer
@@ -57,8 +59,12 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def write(file: Path, family: str, kind: str, *, rope_freqs: np.ndarray | None = None) -> PreTrainedModel:
-    """Writes a tiny model with its matrices in ``kind``. Returns: Transformers' model of what they stand for."""
+def write(
+    file: Path, family: str, kind: str, *, rope_freqs: np.ndarray | None = None, pre: str = "smollm"
+) -> PreTrainedModel:
+    """Writes a tiny model with its matrices in ``kind``. Returns: Transformers' model of what they stand for.
+
+    Its vocabulary merges "20", and has "1a" as a token that no merge leads to."""
     file.parent.mkdir(parents=True, exist_ok=True)
     arch, _, tied = family.partition("-")
     model = tiny.save(arch, file.parent / "source", **SHAPE, tie_word_embeddings=bool(tied))
@@ -75,10 +81,11 @@ def write(file: Path, family: str, kind: str, *, rope_freqs: np.ndarray | None =
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     letters = list(gguf_alphabet())
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(["<|end|>", *letters, "Ġa", *(f"<|{i}|>" for i in range(288 - 2 - len(letters)))])
-    writer.add_token_types([3, *[1] * (len(letters) + 1), *[3] * (286 - len(letters))])
-    writer.add_token_merges(["Ġ a"])
+    writer.add_tokenizer_pre(pre)
+    writer.add_float32("general.sampling.temp", 0.6)
+    writer.add_token_list(["<|end|>", *letters, "Ġa", "20", "1a", *(f"<|{i}|>" for i in range(288 - 4 - len(letters)))])
+    writer.add_token_types([3, *[1] * (len(letters) + 3), *[3] * (284 - len(letters))])
+    writer.add_token_merges(["Ġ a", "2 0"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     if rope_freqs is not None:
@@ -168,6 +175,54 @@ def test_a_files_tokenizer_splits_digits_singly_and_knows_its_ends(tmp_path: Pat
     letters = gguf_alphabet()
     assert tokenizer.encode("10 a<|end|>").tolist() == [1 + letters.index("1"), 1 + letters.index("0"), 257, 0]
     assert tokenizer.eos_ids == {0}
+
+
+@pytest.mark.parametrize(
+    ("family", "pre", "text", "pieces"),
+    [
+        # Transformers knows none of these, and would split as GPT-2 does: digits together
+        *[("llama", pre, "in 2024", "2|0|2|4") for pre in ("smollm", "starcoder", "refact", "command-r", "exaone")],
+        ("llama", "deepseek-coder", "x 2024\n\n", "x| |2|0|2|4|\n|\n"),
+        ("qwen2", "deepseek-v3", "x 12345漢字", "x| |123|45|漢字"),
+        ("llama", "stablelm2", "x20 y", "2|0| y"),
+        ("llama", "glm4", "12345 y", "123|45| y"),
+        # as GPT-2 indeed
+        *[("llama", pre, "in 2024", " 2024") for pre in ("gpt-2", "default", "olmo", "exaone4")],
+        # these Transformers knows
+        ("llama", "llama-bpe", "12345 y", "123|45| y"),
+        ("qwen2", "qwen2", "2024 y", "2|0|2|4| y"),
+        ("llama", "tekken", "2024 y", "2|0|2|4| y"),
+    ],
+)
+def test_text_is_split_as_the_file_names_it(family: str, pre: str, text: str, pieces: str, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", family, "F32", pre=pre)
+    rust = RustTokenizer.from_file(str(folder_of(tmp_path / "tiny.gguf") / "tokenizer.json"))
+    shown = "|".join(piece for piece, _ in rust.pre_tokenizer.pre_tokenize_str(text))
+    assert shown.endswith(spelt(pieces)), shown
+    assert rust.model.ignore_merges == (pre in ("llama-bpe", "tekken"))
+    if pre == "llama-bpe":  # a token of its own, though no merge leads to it, as in Llama 3's own tokenizer
+        assert "".join(rust.encode("1a", add_special_tokens=False).tokens) == "1a"
+
+
+def spelt(text: str) -> str:
+    """``text`` in the letters that stand for bytes; the bars stay."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    return "|".join("".join(letters[byte] for byte in piece.encode()) for piece in text.split("|"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_split_that_nobody_knows_is_refused_by_its_name(family: str, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", family, "F32", pre="no-such-thing")
+    with pytest.raises(InvalidConfig, match=r"tokenizer.ggml.pre = 'no-such-thing', which is not known here: .*refact"):
+        folder_of(tmp_path / "tiny.gguf")
+
+
+def test_what_a_file_says_of_sampling_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", "llama", "F32")
+    folder = folder_of(tmp_path / "tiny.gguf")
+    assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.6
 
 
 def test_llama_3s_frequencies_are_found_and_others_refused(tmp_path: Path) -> None:
