@@ -280,6 +280,10 @@ ALERTS = (
     Alert(name="KeysFileFailed", severity="warning", for_s=60,
           when=Stands(promql="max by (model, role, replica) (manta_router_keys_file_failed) > 0"),
           summary="Router {replica} of {model} cannot use its file of keys: those from before stay in force."),
+    Alert(name="BatchesStalled", severity="warning", for_s=10,
+          when=Stands(promql="max by (model, role, replica) (manta_router_batches_stalled) > 0",
+                      reading="batches_stalled"),
+          summary="Router {replica} of {model} cannot keep what lines of batches became{detail}: their batches wait."),
 )  # fmt: skip
 
 BOUNDS = {alert.name: alert.when.bound for alert in ALERTS if isinstance(alert.when, Share | Over)}  # for the boards

@@ -344,6 +344,8 @@ _ROUTING = [
             "tokens; others: of all tenants but the first 100.", {"tenant": OPEN, "kind": ("input", "output")}),
     Metric(ROUTER, GAUGE, "router_batch_lines_running", "Lines of batches that this router has begun and that have no "
             "answer yet; no other count of requests has them."),
+    Metric(ROUTER, GAUGE, "router_batches_stalled", "Batches that wait because router.batch_folder cannot keep what "
+            "their lines became, or cannot be read; where it cannot be looked into, one more."),
     Metric(ROUTER, COUNTER, "router_batch_lines_total", "Lines of batches that ran: completed, failed (an entry of the "
             "error file), or repeated: there was no room for it, and it is run again.", {"outcome": LINES}),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",

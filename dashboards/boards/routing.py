@@ -95,6 +95,7 @@ DECISIONS = Row("Decisions", (
         "Seconds of a load far above the others': the folder is on a slow disk."),
     Panel("Lines of batches", {
         "running": gauge("router_batch_lines_running", over="sum"),
+        "batches that wait for their folder": gauge("router_batches_stalled", over="sum"),
         "{{outcome}} per second": rate("router_batch_lines_total", "outcome"),
     }, Unit.NUMBER,
         "Lines of batches that run in the gaps that other requests leave, and what became of those that ran.",

@@ -8,7 +8,7 @@ import { once } from "./panel.js";
 const RECENT_S = 600;
 const MOST_EVENTS = 3;
 const MOST_FINDINGS = 3; // the others on demand
-const BAD = ["lost", "silent", "unhealthy", "shedding", "died", "deploy_failed"];
+const BAD = ["lost", "silent", "unhealthy", "shedding", "died", "deploy_failed", "stalled"];
 
 export const Health = once(({ state, choose }) => {
   const [all, setAll] = useState(false);

@@ -1,10 +1,11 @@
 """Runs the batches that a router holds: each line as if a client had sent it, but in the gaps that others leave.
 
 Owns:      which lines of its batches run, and at which replica each begins.
-Never:     keeps a body: a line is read from its file when it begins, its entry goes to the store within KEEP_S.
+Never:     keeps a body: a line is read from its file when it begins, its entry goes to the store within KEEP_S. Where
+           the store cannot take it, the entry stays, no line is begun, and the store is tried again, ever later.
 Invariant: no more lines are open than there are places at the replicas. A line that found no room (`PASSING`) is run
            again, ever later, until the batch's time is over.
-Thread:    the router's event loop; the store's calls run on other threads.
+Thread:    the router's event loop; the store's calls run on its threads.
 
 The order of a batch is cut into as many runs of neighbours as there are replicas, and each replica takes its own run
 from the front, so that it computes a prefix once for all lines that begin with it. One that is through takes the second
@@ -15,29 +16,31 @@ import asyncio
 import contextlib
 import json
 import logging
+import sqlite3
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import from_json, to_json
 
-from deployments.batches.store import OPEN, BatchStore, Line, LineEntry, Row, entry_text, not_run
+from deployments.batches.store import OPEN, BatchStore, Line, LineEntry, Row, entry_text, not_run, why
 from deployments.dispatch.route_log import RequestWatch, tell
 from replicas.errors import StepFailed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINES = 50_000  # of a batch, as OpenAI's
 HOLD_S = 15.0  # how long a batch is held; when its router dies, another one takes it after so long
-SHOWN = ("id", "status", "total", "completed", "failed", "created_at", "expires_at")  # of a batch, to everybody
+SHOWN = ("id", "router", "status", "total", "completed", "failed", "created_at", "expires_at")  # of one, to everybody
 LOOK_S = 1.0  # between two looks for batches, cancellations and places
 KEEP_S = 0.5  # between two writes of entries
 SWEEP_S = 60.0
 MOST_BATCHES = 4  # that one router runs at a time; they share the places
-FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0  # before a line is run again, while it keeps its place
+FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0  # before a line is run again, while it keeps its place; before the store is tried
 PASSING = frozenset({429, 503})  # statuses after which it is run again as often as it takes
 FAILED = frozenset({500, 502})  # after these only so often in all: it may be the line that fails
 MOST_FAILED = 3
@@ -156,6 +159,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watch = watch if watch is not None else RequestWatch()
         self._num_running = 0  # lines
+        self._problems: dict[str, str] = {}  # why a batch does not go on; under "" why none can be looked for
 
     async def run_forever(self) -> None:
         """Run batches until cancelled; then leave them to other routers."""
@@ -166,9 +170,12 @@ class BatchRunner:
                     await self._look()
                     if time.monotonic() > swept_s + SWEEP_S:
                         swept_s = time.monotonic()
-                        await asyncio.to_thread(self._store.sweep)
-                except Exception:  # the edge: the folder may be back in a moment
-                    log.exception("the batches in %s cannot be read; trying again", self._store.folder)
+                        await self._store.run(self._store.sweep)
+                    self._note("", None)
+                except (OSError, sqlite3.Error) as error:  # the folder may be back in a moment
+                    self._note("", error)
+                except Exception:  # the edge: so may be what else it is
+                    log.exception("the batches in %s cannot be looked for; trying again", self._store.folder)
                 await asyncio.sleep(LOOK_S)
         finally:
             for task in self._tasks.values():
@@ -178,11 +185,13 @@ class BatchRunner:
 
     def progress(self) -> list[dict[str, Any]]:
         """Tell how far the batches are that this router runs, as of the last look."""
-        return [{name: row[name] for name in SHOWN} for row in self._held.values()]
+        problems = self._problems
+        return [{**{name: row[name] for name in SHOWN}, "problem": problems.get(row["id"], problems.get("", ""))}
+                for row in self._held.values()]  # fmt: skip
 
     async def _look(self) -> None:
         """Take batches, and let go of those that are not ours any more."""
-        rows = await asyncio.to_thread(self._store.claim, self._router_id, hold_s=HOLD_S, most=MOST_BATCHES)
+        rows = await self._store.run(self._store.claim, self._router_id, hold_s=HOLD_S, most=MOST_BATCHES)
         self._held = {row["id"]: row for row in rows}
         for batch_id, task in list(self._tasks.items()):
             if task.done():
@@ -194,26 +203,68 @@ class BatchRunner:
 
     async def _run(self, batch_id: str) -> None:
         """Bring a batch from where it is to its end."""
-        held = self._held[batch_id]
+        held, store = self._held[batch_id], self._store
         batch: Row | None = held
         try:
             while batch is not None and batch["status"] in OPEN and batch["router"] == self._router_id:
                 if batch["status"] == "validating" and time.time() >= batch["expires_at"]:
-                    await asyncio.to_thread(self._store.finish, batch, "expired")
+                    await self._kept(batch, store.finish, batch, "expired")
                 elif batch["status"] == "validating":
-                    await asyncio.to_thread(self._put_in_order, batch)
+                    await self._kept(batch, self._put_in_order, batch)
                 elif batch["status"] == "in_progress":
-                    lines = await asyncio.to_thread(self._store.to_run, batch_id)
+                    lines = await self._kept(batch, store.to_run, batch_id)
                     ends_as = await self._run_lines(batch, Runs(lines))
                     if ends_as is not None:
-                        await asyncio.to_thread(self._store.finish, batch, ends_as)
+                        await self._kept(batch, store.finish, batch, ends_as)
                 else:
-                    await asyncio.to_thread(self._store.write_files, batch)
-                batch = await asyncio.to_thread(self._store.batch, batch["owner"], batch_id)
+                    await self._kept(batch, store.write_files, batch)
+                batch = await self._kept(batch, store.batch, batch["owner"], batch_id)
         except FileNotFoundError:
-            await asyncio.to_thread(self._store.fail, held, "it is gone")
+            await self._kept(held, store.fail, held, "it is gone")
         except Exception:  # the edge: other batches go on, and this one is tried again
-            log.exception("batch %s cannot go on; trying again", batch_id)
+            log.exception("batch %s cannot go on; trying again in %g s", batch_id, LAST_WAIT_S)
+            await asyncio.sleep(LAST_WAIT_S)
+        finally:
+            self._note(batch_id, None)
+
+    async def _kept(self, batch: Row, call: Callable[..., T], *args: Any) -> T:
+        """Make a call of the store, again and again until it succeeds. Raises: FileNotFoundError for an input that is
+        gone."""
+        wait_s = FIRST_WAIT_S
+        while True:
+            try:
+                made = await self._store.run(call, *args)
+            except (OSError, sqlite3.Error) as error:
+                if isinstance(error, FileNotFoundError) and self._store.is_there:
+                    raise
+                await self._tell(batch, error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LAST_WAIT_S)
+            else:
+                if wait_s > FIRST_WAIT_S:
+                    await self._tell(batch, None)
+                return made
+
+    async def _tell(self, batch: Row, error: Exception | None) -> None:
+        """Say in the batch's ``errors``, if it is news, why it does not go on, or that it does."""
+        if self._note(batch["id"], error):
+            with contextlib.suppress(OSError, sqlite3.Error):
+                await self._store.run(self._store.tell, batch, self._problems.get(batch["id"]))
+
+    def _note(self, batch_id: str, error: Exception | None) -> bool:
+        """Note why a batch does not go on, or that it does. Returns: whether that is news."""
+        before = self._problems.pop(batch_id, None)
+        if error is not None:
+            self._problems[batch_id] = f"router.batch_folder {why(error)}"
+        if before == (now := self._problems.get(batch_id)):
+            return False
+        name = f"batch {batch_id}" if batch_id else "the look for batches"
+        if now is None:
+            log.warning("%s waits no more", name)
+        else:
+            log.error("%s waits: %s (%r); what lines became is kept in memory, and no line begins", name, now, error)
+        tell(self._watch.batches_stalled, len(self._problems))
+        return True
 
     def _put_in_order(self, batch: Row) -> None:
         path = self._store.path(batch["input_file_id"])
@@ -244,15 +295,16 @@ class BatchRunner:
                     outcome = "repeated" if entry is None else "completed" if entry.ok else "failed"
                     tell(self._watch.line_ran, outcome)
                 if entries and (time.monotonic() > kept_s + KEEP_S or not (len(runs) or running)):
-                    kept, entries, kept_s = entries, [], time.monotonic()
-                    await asyncio.to_thread(self._store.add_entries, batch, kept)
+                    await self._kept(batch, self._store.add_entries, batch, entries)
+                    entries, kept_s = [], time.monotonic()
             return "completed"
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             if entries:
-                await asyncio.to_thread(self._store.add_entries, batch, entries)
+                with contextlib.suppress(OSError, sqlite3.Error):  # they run again, at another router
+                    await self._store.run(self._store.add_entries, batch, entries)
 
     def _begin(self, batch: Row, runs: Runs, running: dict[Running, str]) -> None:
         """Begin as many lines as there are places; owners have equal shares of them, and so have an owner's batches."""
@@ -271,8 +323,13 @@ class BatchRunner:
         """Run one line, and after a failure that may pass wait. Returns: it, and its entry; None: it is run again."""
         self._count_running(1)
         try:
-            data = await asyncio.to_thread(self._read, batch, line)
+            data = await self._kept(batch, self._read, batch, line)
             status, request_id, body = await self._answer(batch, line, data, replica)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # the edge: one line's fault ends no other line
+            log.exception("line %d of batch %s failed", line.number, batch["id"])
+            status, request_id, body = 500, "", to_json({"error": {"message": type(error).__name__}})
         finally:
             self._count_running(-1)
         refused = status in FAILED and from_json(body).get("error", {}).get("code") == StepFailed.code

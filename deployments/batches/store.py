@@ -4,40 +4,55 @@
                      the entry of each line that has been answered
     files/ID         the content of each file
 
-Owns:      the folder; every status of a batch; which router runs it.
+Owns:      the folder, and the room in it; every status of a batch; which router runs it.
 Never:     reads a request; runs one. Holds a file in memory, or a transaction while it reads one.
 Invariant: a line has at most one entry, whoever runs it: the first that is written. A file that has a row is complete:
            the row is written behind it. The output of a batch, its row and its last status are one transaction.
-Thread:    any; each call has a connection of its own. Calls block: routers make them on other threads.
+Thread:    any; each call has a connection of its own. Calls block: routers make them on the store's threads (`run`), so
+           that a folder that hangs holds up nothing else.
 
 A batch belongs to the router in its row until a time in its row, which that router puts off again and again. When it is
 over, another router takes the batch, and runs the lines that have no entry. Nothing but entries says what was done. The
 journal is SQLite's rollback journal, which needs no shared memory: routers on several nodes may share the folder where
-its file system has locks.
+its file system has locks. The journal's file stays, so that a full disk lets files be deleted, and batches be told.
 
     validating ──lines are in order──> in_progress ──all have entries──> finalizing ──files are written──> completed
         │ no file or lines, or too many     ├── its time is over ──────────> finalizing ──────────────────> expired
         └──> failed                         └── its client ends it ──> cancelling ────────────────────────> cancelled
 """
 
+import asyncio
 import contextlib
+import errno
+import functools
 import json
+import logging
 import os
 import secrets
 import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvtransfer.stores.folder import open_own
 from replicas.errors import InvalidConfig, InvalidRequest, MantaError
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Row = dict[str, Any]
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 BUSY_S = 30.0  # how long a call waits for another one's transaction
 ORPHAN_S = 3600.0  # a file without a row is deleted after so long: its upload or its batch was cut off
+LEAST_BYTES = 4096  # that a file counts, and a batch beside its metadata
+MOST_FILES, MOST_OPEN = 10_000, 100  # of one key; open batches
+KEPT_S = 30 * 86_400  # a batch after its end, and its output
+JOURNAL_BYTES = 1 << 20  # that it keeps between two changes
+NUM_THREADS = 8
+LOG_S = 10.0  # between two log lines about the folder
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, filename TEXT NOT NULL,
@@ -56,7 +71,12 @@ CREATE TABLE IF NOT EXISTS lines (
 CREATE TABLE IF NOT EXISTS entries (
     batch TEXT NOT NULL, number INTEGER NOT NULL, ok INTEGER NOT NULL, entry TEXT NOT NULL,
     PRIMARY KEY (batch, number));
+CREATE TABLE IF NOT EXISTS rooms (
+    file TEXT PRIMARY KEY, owner TEXT NOT NULL, bytes INTEGER NOT NULL, until REAL NOT NULL);
 """
+_OWN = f"""
+SELECT owner, MAX(bytes, {LEAST_BYTES}) AS bytes FROM files UNION ALL SELECT owner, bytes FROM rooms
+"""  # beside the database
 
 
 class FolderFull(MantaError):
@@ -64,6 +84,23 @@ class FolderFull(MantaError):
 
     http_status = 413
     code = "files_full"
+
+
+class TooMany(MantaError):
+    """The key has as many files, or open batches, as one may have."""
+
+    http_status = 429
+    code = "too_many_kept"
+
+
+class FolderFails(MantaError):
+    """The folder cannot be read or written now: 507 where its disk is full."""
+
+    code = "batch_folder_fails"
+
+    def __init__(self, why: str, *, is_full: bool) -> None:
+        super().__init__(f"the folder of files and batches (router.batch_folder) {why}")
+        self.http_status = 507 if is_full else 503
 
 
 class FileInUse(MantaError):
@@ -100,29 +137,51 @@ class BatchStore:
         self.folder = folder
         self._max_bytes = max_bytes
         self._clock = clock
+        self._logged_s = 0.0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="manta-batches")
         for each in (folder, folder / "files"):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(open_own(str(each), stat.S_IFDIR))
         with self._open() as db:
             db.executescript(_SCHEMA)
 
+    async def run(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Make a call that blocks."""
+        work = functools.partial(call, *args, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a folder to look for files in."""
+        return (self.folder / "files").is_dir()
+
     def path(self, file_id: str) -> Path:
         """Return where the content of a file is; ``file_id`` is one of ours."""
         return self.folder / "files" / file_id
 
-    def new_file(self, owner: str, *, alone: bool) -> str:
-        """Make the id of a file that is about to be written. Unless ``owner`` is ``alone``, its files take at most what
-        the others' leave free beside them, so that none can fill the folder. Raises: FolderFull."""
-        query = "SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE owner = ?), 0) FROM files"
-        with self._open() as db:
-            held, own = db.execute(query, (owner,)).fetchone()
-        if held >= self._max_bytes or (not alone and own > self._max_bytes - held):  # how many all hold concerns no key
-            raise FolderFull("no more files are kept (router.batch_bytes): delete some, as DELETE /v1/files/ID does")
-        return f"file-{secrets.token_hex(12)}"
+    def new_file(self, owner: str, *, num_bytes: int, alone: bool) -> str:
+        """Make the id of a file that is about to be written, and keep room for ``num_bytes`` of it until `add_file` or
+        `drop_room`. Unless ``owner`` is ``alone``, what it has takes at most as much as is left free beside it, so that
+        none can fill the folder. Raises: FolderFull; TooMany."""
+        file_id, now = f"file-{secrets.token_hex(12)}", self._clock()
+        with self._change() as db:
+            db.execute("DELETE FROM rooms WHERE until < ?", (now,))
+            self._require_room(db, owner, max(num_bytes, LEAST_BYTES), alone=alone)
+            values = (file_id, owner, max(num_bytes, LEAST_BYTES), now + ORPHAN_S)
+            db.execute("INSERT INTO rooms VALUES (?, ?, ?, ?)", values)
+        return file_id
+
+    def drop_room(self, file_id: str) -> None:
+        """Keep no room for a file that does not come; where that cannot be noted, it ends by itself."""
+        with contextlib.suppress(sqlite3.Error), self._change() as db:
+            db.execute("DELETE FROM rooms WHERE file = ?", (file_id,))
 
     def add_file(self, file_id: str, *, owner: str, filename: str, purpose: str, kept_s: int | None) -> Row:
-        """Add the file that was written to `path`; ``kept_s``: until it is deleted, None: it stays."""
+        """Add the file that was written to `path`; ``kept_s``: until it is deleted, None: it stays. Raises: FolderFull,
+        if it took so long to come that its room was given up."""
         with self._change() as db:
+            if not db.execute("DELETE FROM rooms WHERE file = ?", (file_id,)).rowcount:
+                self._require_room(db, owner, self.path(file_id).stat().st_size, alone=True)
             self._insert_file(db, file_id, owner=owner, filename=filename, purpose=purpose, kept_s=kept_s)
         found = self.file(owner, file_id)
         assert found is not None
@@ -149,11 +208,24 @@ class BatchStore:
         return gone
 
     def add_batch(
-        self, *, owner: str, endpoint: str, input_file_id: str, window: str, window_s: float, metadata: Row | None
+        self,
+        *,
+        owner: str,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: float,
+        metadata: Row | None,
+        alone: bool = False,
     ) -> Row:
-        """Add a batch, which the next router that looks takes. Raises: InvalidRequest where its file is gone."""
+        """Add a batch, which the next router that looks takes. Raises: InvalidRequest where its file is gone;
+        FolderFull; TooMany."""
         batch_id, now = f"batch_{secrets.token_hex(12)}", int(self._clock())
         with self._change() as db:
+            self._require_room(db, owner, LEAST_BYTES + len(json.dumps(metadata)), alone=alone)
+            query = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status IN {OPEN}"
+            if db.execute(query, (owner,)).fetchone()[0] >= MOST_OPEN:
+                raise TooMany(f"this key has {MOST_OPEN} batches that have not ended: wait for one, or cancel one")
             added = db.execute(
                 "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, metadata, status, "
                 "created_at, expires_at) SELECT ?, owner, ?, id, ?, ?, 'validating', ?, ? FROM files "
@@ -244,7 +316,7 @@ class BatchStore:
             if not self._may_go_on(db, batch, "validating"):
                 return
             if problem is not None:
-                self._end(db, batch, "failed", errors=_told(problem))
+                self._end(db, batch, "failed", errors=_told("invalid_file", f"the input file cannot be run: {problem}"))
             else:
                 db.execute(
                     "INSERT INTO lines SELECT ?, ROW_NUMBER() OVER (ORDER BY key, number), number, start, size, "
@@ -262,7 +334,7 @@ class BatchStore:
         """End a batch whose input cannot be read."""
         with self._change() as db:
             if self._may_go_on(db, batch, "validating", "in_progress"):
-                self._end(db, batch, "failed", errors=_told(problem))
+                self._end(db, batch, "failed", errors=_told("invalid_file", f"the input file cannot be run: {problem}"))
 
     def to_run(self, batch_id: str) -> list[Line]:
         """List the lines of a batch that have no entry yet, in the order in which to run them."""
@@ -300,27 +372,51 @@ class BatchStore:
 
     def write_files(self, batch: Row) -> None:
         """End a batch: its entries become the output file and the error file, in the order of the input."""
-        made = {}
-        for column, ok in (("output_file_id", 1), ("error_file_id", 0)):
-            file_id = f"file-{secrets.token_hex(12)}"
-            if self._write_entries(batch["id"], ok, self.path(file_id)):
-                made[column] = file_id
+        made = dict[str, str]()
+        with contextlib.ExitStack() as undo:
+            for column, ok in (("output_file_id", 1), ("error_file_id", 0)):
+                file_id = f"file-{secrets.token_hex(12)}"
+                undo.callback(self.path(file_id).unlink, missing_ok=True)
+                if self._write_entries(batch["id"], ok, self.path(file_id)):
+                    made[column] = file_id
+            if self._end_with(batch, made):
+                undo.pop_all()
+
+    def _end_with(self, batch: Row, made: dict[str, str]) -> bool:
+        """End a batch with the files ``made``. Returns: whether it was its router's still."""
         with self._change() as db:
             if self._may_go_on(db, batch, "finalizing", "cancelling"):
                 for column, file_id in made.items():
                     name = f"{batch['id']}_{column.partition('_')[0]}.jsonl"
                     self._insert_file(
-                        db, file_id, owner=batch["owner"], filename=name, purpose="batch_output", kept_s=None
+                        db, file_id, owner=batch["owner"], filename=name, purpose="batch_output", kept_s=KEPT_S
                     )
-                self._end(db, batch, batch["ends_as"], **made)
-                return
-        for file_id in made.values():
-            self.path(file_id).unlink(missing_ok=True)
+                self._end(db, batch, batch["ends_as"], errors=None, **made)
+                return True
+        return False
+
+    def tell(self, batch: Row, problem: str | None) -> None:
+        """Write into an open batch why it does not go on; None: it does."""
+        with self._change() as db:
+            told = None if problem is None else _told("storage_failed", problem)
+            query = f"UPDATE batches SET errors = ? WHERE id = ? AND router = ? AND status IN {OPEN}"
+            db.execute(query, (told, batch["id"], batch["router"]))
+
+    def failure(self, error: Exception) -> FolderFails:
+        """Say in words for a client why a call has failed, and in one line for the log, unless it had one just now."""
+        if self._clock() >= self._logged_s + LOG_S:
+            self._logged_s = self._clock()
+            log.error("router.batch_folder: %s: %s: %s", self.folder, type(error).__name__, error)
+        return FolderFails(why(error), is_full=is_full(error))
 
     def sweep(self) -> None:
-        """Delete files whose time is over, and what was left of files that were cut off."""
+        """Delete what has been kept for its time, and what was left of files that were cut off."""
         now = self._clock()
         with self._change() as db:
+            ended = "COALESCE(completed_at, failed_at, expired_at, cancelled_at)"
+            db.execute(f"DELETE FROM batches WHERE status NOT IN {OPEN} AND {ended} < ?", (now - KEPT_S,))
+            older = "UPDATE files SET expires_at = created_at + ? WHERE purpose = 'batch_output' AND expires_at IS NULL"
+            db.execute(older, (KEPT_S,))  # of versions before this one
             used = f"SELECT input_file_id FROM batches WHERE status IN {OPEN}"
             db.execute(f"DELETE FROM files WHERE expires_at < ? AND id NOT IN ({used})", (now,))
             known = {file_id for (file_id,) in db.execute("SELECT id FROM files")}
@@ -334,6 +430,8 @@ class BatchStore:
         db = sqlite3.connect(self.folder / "batches.sqlite", timeout=BUSY_S, isolation_level=None)
         try:
             db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA journal_mode = PERSIST")
+            db.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
             yield db
         finally:
             db.close()  # what was not committed is undone
@@ -373,6 +471,25 @@ class BatchStore:
              None if kept_s is None else now + kept_s),
         )  # fmt: skip
 
+    def _require_room(self, db: sqlite3.Connection, owner: str, num_bytes: int, *, alone: bool) -> None:
+        """Raise TooMany or FolderFull, unless ``owner`` may have one thing more, of ``num_bytes``."""
+        num = sum(db.execute(f"SELECT COUNT(*) FROM {table} WHERE owner = ?", (owner,)).fetchone()[0]
+                  for table in ("files", "rooms"))  # fmt: skip
+        if num >= MOST_FILES:
+            raise TooMany(f"this key has {num:,} files, outputs of batches among them: delete some")
+        query = f"SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE owner = ?), 0) FROM ({_OWN})"
+        held, own = db.execute(query, (owner,)).fetchone()
+        query = f"SELECT COALESCE(SUM({LEAST_BYTES} + LENGTH(metadata)), 0) FROM batches WHERE owner = ?"
+        own += db.execute(query, (owner,)).fetchone()[0] + num_bytes
+        pages, free, page_bytes = (
+            db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        left = self._max_bytes - held - (pages - free) * page_bytes - num_bytes
+        if left < 0 or (not alone and own > left):  # how many all hold concerns no key
+            raise FolderFull(
+                "no more files are kept, and no batches (router.batch_bytes): delete some, as DELETE /v1/files/ID does"
+            )
+
     def _require_unused(self, db: sqlite3.Connection, file_id: str) -> None:
         query = f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {OPEN}"
         used = db.execute(query, (file_id,)).fetchone()
@@ -407,8 +524,8 @@ class BatchStore:
             path.unlink()
         return num > 0
 
-    def _end(self, db: sqlite3.Connection, batch: Row, status: str, **columns: str) -> None:
-        columns = {"status": status, **columns}
+    def _end(self, db: sqlite3.Connection, batch: Row, status: str, **columns: str | None) -> None:
+        columns |= {"status": status}
         assigned = ", ".join(f"{name} = ?" for name in columns)
         db.execute(
             f"UPDATE batches SET {assigned}, {status}_at = ?, router = '' WHERE id = ? AND router = ?",
@@ -434,9 +551,25 @@ def not_run(number: int, custom_id: str | None, code: str, message: str) -> Line
     return LineEntry(number, False, entry_text(custom_id, error=error))
 
 
-def _told(problem: str) -> str:
-    message = f"the input file cannot be run: {problem}"
-    return json.dumps([{"code": "invalid_file", "message": message, "line": None, "param": "input_file_id"}])
+def _told(code: str, message: str) -> str:
+    param = "input_file_id" if code == "invalid_file" else None
+    return json.dumps([{"code": code, "message": message, "line": None, "param": param}])
+
+
+def is_full(error: Exception) -> bool:
+    """Whether what failed had no room on its disk."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
+def why(error: Exception) -> str:
+    """Say what a folder is that made ``error``, without its name."""
+    if is_full(error):
+        return "has no room on its disk"
+    if isinstance(error, OSError):
+        return f"cannot be used: {error.strerror or type(error).__name__}"
+    return f"cannot be used: {error}"
 
 
 def entry_text(custom_id: str | None, *, response: str = "null", error: Row | None = None) -> str:

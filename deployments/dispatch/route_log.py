@@ -304,6 +304,9 @@ class RequestWatch:
     def lines_running(self, num: int) -> None:
         """Note how many lines of batches run now."""
 
+    def batches_stalled(self, num: int) -> None:
+        """Note how many batches do not go on now, as their folder cannot keep what lines became."""
+
     def line_ran(self, outcome: str) -> None:
         """Note what has become of a line of a batch: one of the catalogue's LINES."""
 

@@ -38,8 +38,9 @@ STATUSES = {
     429: "Too much waits; `Retry-After` says for how long",
     499: "The client left, or the request was aborted",
     500: "The server failed",
-    503: "No replica takes requests; `Retry-After` says for how long",
+    503: "No replica takes requests, or a folder fails; `Retry-After` says for how long",
     504: "The request's deadline passed",
+    507: "The disk for files and batches is full",
 }
 BODY = (400, 404, 408, 413, 415, 429, 499)  # of whatever reads a body and tokenises it
 RUN = (*BODY, 503, 504)

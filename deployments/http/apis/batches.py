@@ -10,15 +10,17 @@ import contextlib
 import json
 import os
 import re
+import sqlite3
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from deployments.batches.runner import ENDPOINTS
-from deployments.batches.store import BatchStore, FolderFull, Row
+from deployments.batches.store import BatchStore, FolderFails, FolderFull, Row, TooMany
 from deployments.http.access import caller_of, read_chunks
 from deployments.http.answer_bodies import BatchBody, BatchListBody, DeletedFileBody, FileBody, FileListBody
 from deployments.http.api_document import gives, shape
@@ -30,12 +32,14 @@ from replicas.errors import InvalidRequest, MantaError
 from replicas.types import MAX_DEADLINE_S
 
 router = APIRouter(route_class=Route)
-MOST_UPLOADS = 8  # at a time
+T = TypeVar("T")
+MOST_UPLOADS, MOST_OF_KEY = 8, 2  # at a time, in all and of one key of several
 FORM_BYTES = 64 << 10  # of a form beside its file
 LEAST_RATE = 64 << 10  # bytes a second of an upload on average, beyond router.body_timeout_s
 MOST_DRAINED, DRAIN_S = 8 << 20, 2.0  # bytes and time
+LATE_S = 40.0  # that a client waits for the folder, which may wait for another change for 30
 MOST_KEPT_S = 30 * 24 * 3600
-_uploads = asyncio.Semaphore(MOST_UPLOADS)
+_uploads = Counter[str]()  # those that run, by key
 _WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _TIMES = [
@@ -92,19 +96,46 @@ class NotThere(MantaError):
     code = "not_found"
 
 
-@router.post("/v1/files", openapi_extra=_FORM, **gives(FileBody, 400, 404, 408, 413, 429, 499))
+@router.post("/v1/files", openapi_extra=_FORM, **gives(FileBody, 400, 404, 408, 413, 429, 499, 503, 507))
 async def upload_file(request: Request) -> Response:
     """Keep a file, as it comes, for batches."""
     async with contextlib.aclosing(read_chunks(request, timeout_s=service_of(request).body_timeout_s)) as chunks:
         try:
             store, boundary = _store(request), boundary_of(request.headers.get("content-type", ""))
-            if _uploads.locked():
-                raise Busy(f"{MOST_UPLOADS} files are being uploaded: try again later")
-            async with _uploads, contextlib.aclosing(_bounded(request, chunks)) as bounded:
-                return JSONResponse(_file(await _kept(request, store, bounded, boundary)))
-        except (InvalidRequest, NoBatches, Busy, FolderFull):
+            with _counted(request):
+                async with contextlib.aclosing(_bounded(request, chunks)) as bounded:
+                    return JSONResponse(_file(await _kept(request, store, bounded, boundary)))
+        except (InvalidRequest, NoBatches, Busy, FolderFails, FolderFull, TooMany):
             await _drain(chunks)
             raise
+
+
+@contextlib.contextmanager
+def _counted(request: Request) -> Iterator[None]:
+    """Count an upload while it runs. Raises: Busy, where there are too many."""
+    owner = caller_of(request).name
+    if _uploads.total() >= MOST_UPLOADS or (_uploads[owner] >= MOST_OF_KEY and not _is_alone(request)):
+        raise Busy(f"{_uploads[owner]} files of this key are being uploaded, and others': try again later")
+    _uploads[owner] += 1
+    try:
+        yield
+    finally:
+        _uploads[owner] -= 1
+
+
+def _is_alone(request: Request) -> bool:
+    """Whether there are no other keys."""
+    return bool(request.app.state.keys.num <= 1)
+
+
+async def _call(request: Request, call: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Make a call of the store. Raises: FolderFails, and what it raises."""
+    store = _store(request)
+    try:
+        async with asyncio.timeout(LATE_S):  # TimeoutError is an OSError
+            return await store.run(call, *args, **named)
+    except (OSError, sqlite3.Error) as error:
+        raise store.failure(error) from error
 
 
 async def _bounded(request: Request, chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -120,12 +151,14 @@ async def _bounded(request: Request, chunks: AsyncIterator[bytes]) -> AsyncGener
 
 
 async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes], boundary: bytes) -> Row:
-    """Keep the file of a form. Raises: as `read_form`, InvalidRequest, FolderFull."""
-    owner = caller_of(request).name
-    file_id = await asyncio.to_thread(store.new_file, owner, alone=request.app.state.keys.num <= 1)
-    path = store.path(file_id)
+    """Keep the file of a form. Raises: as `read_form`, InvalidRequest, FolderFull, TooMany, FolderFails."""
+    owner, most = caller_of(request).name, service_of(request).max_file_bytes
+    announced = request.headers.get("content-length", "")
+    num_bytes = min(int(announced), most) if announced.isdecimal() else most
+    file_id = await _call(request, store.new_file, owner, num_bytes=num_bytes, alone=_is_alone(request))
+    path, is_kept = store.path(file_id), False
     try:
-        fields, filename = await read_form(chunks, boundary, path, max_bytes=service_of(request).max_file_bytes)
+        fields, filename = await read_form(chunks, boundary, path, max_bytes=most, run=store.run)
         if filename is None:
             raise InvalidRequest("file: the form has no file", param="file")
         purpose, kept_s, name = fields.get("purpose", "")[:64], _kept_s(fields), filename[:512]
@@ -137,10 +170,16 @@ async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes
                 os.fsync(file.fileno())
             return store.add_file(file_id, owner=owner, filename=name, purpose=purpose, kept_s=kept_s)
 
-        return await asyncio.to_thread(keep)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+        row = await store.run(keep)
+        is_kept = True
+        return row
+    except (OSError, sqlite3.Error) as error:
+        raise store.failure(error) from error
+    finally:
+        if not is_kept:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            await store.run(store.drop_room, file_id)
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
@@ -154,43 +193,43 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
                     return
 
 
-@router.get("/v1/files", openapi_extra={"parameters": [*_PAGE, *_OF_FILES]}, **gives(FileListBody, 400, 404))
+@router.get("/v1/files", openapi_extra={"parameters": [*_PAGE, *_OF_FILES]}, **gives(FileListBody, 400, 404, 503, 507))
 async def list_files(request: Request) -> Response:
     """List this key's files, the newest first."""
     given, store = request.query_params, _store(request)
     order = given.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order: must be asc or desc", param="order")
-    rows, has_more = await asyncio.to_thread(
-        store.files, caller_of(request).name, purpose=given.get("purpose"), after=given.get("after"),
+    rows, has_more = await _call(
+        request, store.files, caller_of(request).name, purpose=given.get("purpose"), after=given.get("after"),
         most=_limit(request, 10_000, 10_000), ascending=order == "asc",
     )  # fmt: skip
     return _list([_file(row) for row in rows], has_more=has_more)
 
 
-@router.get("/v1/files/{file_id}", **gives(FileBody, 404))
+@router.get("/v1/files/{file_id}", **gives(FileBody, 404, 503, 507))
 async def retrieve_file(request: Request, file_id: PathName) -> Response:
     """Show what is known of a file."""
     return JSONResponse(_file(await _file_row(request, file_id)))
 
 
-@router.get("/v1/files/{file_id}/content", response_class=FileContent, **gives(None, 404))
+@router.get("/v1/files/{file_id}/content", response_class=FileContent, **gives(None, 404, 503, 507))
 async def file_content(request: Request, file_id: PathName) -> Response:
     """Send a file's content."""
     row = await _file_row(request, file_id)
     return FileContent(_store(request).path(row["id"]), media_type=FileContent.media_type)
 
 
-@router.delete("/v1/files/{file_id}", **gives(DeletedFileBody, 404, 409))
+@router.delete("/v1/files/{file_id}", **gives(DeletedFileBody, 404, 409, 503, 507))
 async def delete_file(request: Request, file_id: PathName) -> Response:
     """Delete a file that no open batch reads."""
     store = _store(request)
-    if not await asyncio.to_thread(store.delete_file, caller_of(request).name, file_id):
+    if not await _call(request, store.delete_file, caller_of(request).name, file_id):
         raise _no(file_id, "file")
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-@router.post("/v1/batches", **gives(BatchBody, 400, 404, 408, 413, 415, 429, 499))
+@router.post("/v1/batches", **gives(BatchBody, 400, 404, 408, 413, 415, 429, 499, 503, 507))
 async def create_batch(request: Request, body: BatchRequest) -> Response:
     """Run the requests of a file in the gaps that others leave."""
     store, owner = _store(request), caller_of(request).name
@@ -202,40 +241,40 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
         raise InvalidRequest("completion_window: must be as 24h, and at most 7d", param="completion_window")
     if body.metadata is not None and len(json.dumps(body.metadata)) > 16 << 10:
         raise InvalidRequest("metadata: has more than 16 KiB", param="metadata")
-    file = await asyncio.to_thread(store.file, owner, body.input_file_id)
+    file = await _call(request, store.file, owner, body.input_file_id)
     if file is None or file["purpose"] != "batch":
         why = "there is no such file of this key" if file is None else f"its purpose is {file['purpose']}, not batch"
         raise InvalidRequest(f"input_file_id: {why}", param="input_file_id")
-    row = await asyncio.to_thread(
-        store.add_batch, owner=owner, endpoint=body.endpoint, input_file_id=body.input_file_id,
-        window=body.completion_window, window_s=window_s, metadata=body.metadata,
+    row = await _call(
+        request, store.add_batch, owner=owner, endpoint=body.endpoint, input_file_id=body.input_file_id,
+        window=body.completion_window, window_s=window_s, metadata=body.metadata, alone=_is_alone(request),
     )  # fmt: skip
     return JSONResponse(batch_body(row))
 
 
-@router.get("/v1/batches", openapi_extra={"parameters": _PAGE}, **gives(BatchListBody, 400, 404))
+@router.get("/v1/batches", openapi_extra={"parameters": _PAGE}, **gives(BatchListBody, 400, 404, 503, 507))
 async def list_batches(request: Request) -> Response:
     """List this key's batches, the newest first."""
     store, most = _store(request), _limit(request, 20, 100)
-    rows, has_more = await asyncio.to_thread(
-        store.batches, caller_of(request).name, after=request.query_params.get("after"), most=most
+    rows, has_more = await _call(
+        request, store.batches, caller_of(request).name, after=request.query_params.get("after"), most=most
     )
     return _list([batch_body(row) for row in rows], has_more=has_more)
 
 
-@router.get("/v1/batches/{batch_id}", **gives(BatchBody, 404))
+@router.get("/v1/batches/{batch_id}", **gives(BatchBody, 404, 503, 507))
 async def retrieve_batch(request: Request, batch_id: PathName) -> Response:
     """Show how far a batch is."""
-    row = await asyncio.to_thread(_store(request).batch, caller_of(request).name, batch_id)
+    row = await _call(request, _store(request).batch, caller_of(request).name, batch_id)
     if row is None:
         raise _no(batch_id, "batch")
     return JSONResponse(batch_body(row))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", **gives(BatchBody, 404))
+@router.post("/v1/batches/{batch_id}/cancel", **gives(BatchBody, 404, 503, 507))
 async def cancel_batch(request: Request, batch_id: PathName) -> Response:
     """End a batch, unless it has ended; what is answered becomes its output."""
-    row = await asyncio.to_thread(_store(request).cancel, caller_of(request).name, batch_id)
+    row = await _call(request, _store(request).cancel, caller_of(request).name, batch_id)
     if row is None:
         raise _no(batch_id, "batch")
     return JSONResponse(batch_body(row))
@@ -275,7 +314,7 @@ def _store(request: Request) -> BatchStore:
 
 
 async def _file_row(request: Request, file_id: str) -> Row:
-    row = await asyncio.to_thread(_store(request).file, caller_of(request).name, file_id)
+    row = await _call(request, _store(request).file, caller_of(request).name, file_id)
     if row is None:
         raise _no(file_id, "file")
     return row

@@ -2,14 +2,14 @@
 
 Never:     holds more of the file than a chunk.
 Invariant: what is written is what stands between the two boundaries, to the byte.
-Thread:    the router's event loop; a chunk is written in less time than a thread would take to.
+Thread:    the router's event loop; chunks are written on another thread, as a disk may be slow.
 
 No library does it, since python-multipart's parser calls back for each piece of a header and of a value: to put these
 together, within bounds, takes as much code as to find the boundaries.
 """
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from deployments.http.http_errors import BodyTooLarge
@@ -33,10 +33,11 @@ def boundary_of(content_type: str) -> bytes:
 
 
 async def read_form(
-    chunks: AsyncIterator[bytes], boundary: bytes, path: Path, *, max_bytes: int
+    chunks: AsyncIterator[bytes], boundary: bytes, path: Path, *, max_bytes: int, run: Callable[..., Awaitable[int]]
 ) -> tuple[dict[str, str], str | None]:
     """Write the form's file to ``path``. Returns: its other fields, and the file's name; None without a file.
 
+    Args:   run: makes a call that blocks.
     Raises: InvalidRequest for what is no such form; BodyTooLarge.
     """
     fields, filename, held, num_bytes = dict[str, str](), None, b"\r\n", 0
@@ -71,10 +72,11 @@ async def read_form(
         with path.open("wb") as out:
             while (at := held.find(boundary)) < 0:
                 sure = max(len(held) - len(boundary) + 1, 0)  # the rest may be the begin of a boundary
-                num_bytes += out.write(held[:sure])
+                num_bytes += await run(out.write, held[:sure])
                 _check_size(num_bytes, max_bytes)
                 held = held[sure:] + await _next(chunks)
-            _check_size(num_bytes + out.write(held[:at]), max_bytes)
+            _check_size(num_bytes + at, max_bytes)
+            await run(out.write, held[:at])
             held = held[at:]
 
 

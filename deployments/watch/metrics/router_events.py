@@ -82,7 +82,8 @@ class RouterEvents(RequestWatch):
         for how in ("kept", "again"):
             counter("router_streams_resumed_total", how=how)
         counter("router_streams_expired_total")
-        emitter.gauge("router_batch_lines_running")
+        for name in ("router_batch_lines_running", "router_batches_stalled"):
+            emitter.gauge(name)
         for outcome in LINES:
             counter("router_batch_lines_total", outcome=outcome)
         self._hand_offs = {}
@@ -168,6 +169,9 @@ class RouterEvents(RequestWatch):
 
     def lines_running(self, num: int) -> None:
         self._emitter.gauge("router_batch_lines_running").set(num)
+
+    def batches_stalled(self, num: int) -> None:
+        self._emitter.gauge("router_batches_stalled").set(num)
 
     def line_ran(self, outcome: str) -> None:
         self._emitter.counter("router_batch_lines_total", outcome=outcome).inc()

@@ -58,10 +58,14 @@ def growing_of(stats: EngineStats) -> dict[str, int]:
 
 
 def fleet_readings(
-    ready: Collection[str], *, routers: Sequence[Mapping[str, Any]], targets: Iterable[Mapping[str, Any]]
+    ready: Collection[str],
+    *,
+    routers: Sequence[Mapping[str, Any]],
+    targets: Iterable[Mapping[str, Any]],
+    batches: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, dict[str, Reading]]:
     """Return what is true of the fleet. ``ready``: roles that accept requests; ``routers``: as the state shows them;
-    ``targets``: the autoscaler's."""
+    ``targets``: the autoscaler's; ``batches``: that routers run."""
     found: dict[str, dict[str, Reading]] = {}
     if silent := [router["id"] for router in routers if not router["answering"]]:
         more = f" (and {len(silent) - 1} more)" if silent[1:] else ""
@@ -72,6 +76,10 @@ def fleet_readings(
         found["no_ready_replica"] = {"": Reading()}
     elif "decode" in ready and "prefill" not in ready:
         found["no_prefill_replica"] = {"": Reading()}
+    for batch in batches:
+        if problem := batch.get("problem"):
+            labels = {"replica": batch["router"], "detail": f" ({problem})"}
+            found["batches_stalled"] = {"": Reading(labels=labels)}
     for target in targets:
         pressure = max((each for each in target["pressure"].values() if each is not None), default=0.0)
         if pressure > 1 and target["running"] >= target["maximum"]:

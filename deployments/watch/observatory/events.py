@@ -14,6 +14,7 @@ Thread:    the observatory's event loop.
        └──> lost (its process or connection ended, or it hung) or drained (Serve stopped it)
     shedding ──> shed: nothing was refused for SHED_OVER_S
     died: a router, HAProxy, its manager or Serve's controller ──> stands_in       deploy_failed
+    stalled ──> went_on: batches whose folder fails, and works again
 """
 
 import itertools
@@ -117,6 +118,7 @@ class EventFeed:
         self._away: dict[str, tuple[str, float]] = {}  # place of a helper that died -> its name, ended when
         self._failure = ""  # of the last deploy
         self._has_looked = True  # at Serve, since `restore`
+        self._stalled = False  # whether batches are
         self._shed: tuple[float, float] | None = None  # since when requests are refused, and when one was last
 
     def take(
@@ -125,6 +127,7 @@ class EventFeed:
         gone: Collection[GoneReplica],
         *,
         unmet: Collection[str] = (),
+        stalled: str = "",
         shed: Callable[[float], float],
         went_on: Callable[[str], int],
         now_s: float,
@@ -133,8 +136,9 @@ class EventFeed:
         """Look once.
 
         Args: rows: of replicas that routers see, or that Serve starts or stops; gone: as routers told; unmet: those
-              that run by Serve's list alone: no router has met them yet, or none has them now; shed: requests refused
-              in the last so many seconds; went_on: requests of a replica that went on elsewhere.
+              that run by Serve's list alone: no router has met them yet, or none has them now; stalled: why batches
+              wait; shed: requests refused in the last so many seconds; went_on: a replica's requests that went on
+              elsewhere.
         """
         now, here = (now_s, time_s), {row["id"]: row for row in rows}
         for each in gone:
@@ -147,6 +151,10 @@ class EventFeed:
         for replica_id in self._followed.keys() - here.keys() - set(unmet) if self._has_looked else ():
             self._vanished(replica_id, now)
         self._look_at_shedding(shed, now)
+        if bool(stalled) != self._stalled:
+            self._stalled = bool(stalled)
+            kind, text = ("stalled", f"batches wait: {stalled}") if stalled else ("went_on", "batches wait no more")
+            self._say(kind, text, now)
         counted = Counter[str]()
         for event in self._events:
             if event.requests is not None and event.replica is not None:

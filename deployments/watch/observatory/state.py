@@ -364,6 +364,7 @@ class State:
             [row for row in replicas if row["id"] not in unmet],
             self.merged.gone(),
             unmet=unmet,
+            stalled=next((each["problem"] for each in self.merged.batches if each.get("problem")), ""),
             shed=lambda window_s: self._fleet_growth.over("shed", window_s, now_s),
             went_on=self._requests.went_on,
             now_s=now_s,
@@ -372,7 +373,9 @@ class State:
 
     def _readings(self, seen: Seen, replicas: list[dict[str, Any]], now_s: float) -> Readings:
         ready = {row["role"] for row in replicas if row["state"] == "accepting"}
-        found = fleet_readings(ready, routers=self.merged.routers, targets=self.scaling.targets)
+        found = fleet_readings(
+            ready, routers=self.merged.routers, targets=self.scaling.targets, batches=self.merged.batches
+        )
         for name, (each, age_s) in seen.items():
             for source, reading in replica_readings(each, age_s, self._names.name(name)).items():
                 found.setdefault(source, {})[name] = reading

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ import pytest
 from openai.types import Batch
 
 from deployments.batches import runner as runners
+from deployments.batches import store as stores
 from deployments.batches.runner import BatchRunner, Runs, keyed_lines
-from deployments.batches.store import BatchStore, FolderFull, Line, LineEntry, batch_store, entry_text
+from deployments.batches.store import BatchStore, FolderFull, Line, LineEntry, TooMany, batch_store, entry_text
 from deployments.dispatch.route_log import RequestWatch
 from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
@@ -47,6 +48,8 @@ from tests.waiting import until_async
 pytestmark = pytest.mark.model
 NAME = MODEL.rsplit("/", 1)[-1]
 CHAT = "/v1/chat/completions"
+FILE = 4096  # that a file counts at least
+EMPTY = 11 * 4096  # a database without rows
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +167,7 @@ async def test_a_batch_gives_the_answers_of_the_real_model(service: Service, sto
 async def test_a_key_may_fill_the_folder_where_it_is_the_only_one(
     tokenizer: Tokenizer, tmp_path: Path, keys: list[str], refused: bool
 ) -> None:
-    store = BatchStore(tmp_path / "batches", max_bytes=100)
+    store = BatchStore(tmp_path / "batches", max_bytes=EMPTY + 3 * FILE)
     async with House() as house, served(house.service(tokenizer, batches=store), *keys) as [sdk, *_]:
         await sdk.files.create(file=b"x" * 60, purpose="batch")
         expected = pytest.raises(openai.APIStatusError, match="no more files are kept")
@@ -196,7 +199,7 @@ async def test_files_are_kept_listed_in_pages_and_deleted(tokenizer: Tokenizer, 
 
 
 async def test_what_is_wrong_is_told_in_openais_form(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    full = BatchStore(tmp_path, max_bytes=100)
+    full = BatchStore(tmp_path, max_bytes=EMPTY + 2 * FILE)
     async with House() as house, served(house.service(tokenizer, batches=full, max_file_bytes=1000)) as [sdk]:
         with pytest.raises(openai.APIStatusError, match="more than 1,000 bytes") as too_large:
             await sdk.files.create(file=b"x" * 1001, purpose="batch")
@@ -467,7 +470,10 @@ class Lines(RequestWatch):
     def __init__(self) -> None:
         super().__init__()
         self.ran: Counter[str] = Counter()
-        self.running = 0
+        self.running = self.stalled = 0
+
+    def batches_stalled(self, num: int) -> None:
+        self.stalled = num
 
     def line_ran(self, outcome: str) -> None:
         self.ran[outcome] += 1
@@ -540,7 +546,7 @@ def test_the_order_is_that_of_the_prompts_trie(store: BatchStore, tmp_path: Path
 
 def kept(store: BatchStore, data: bytes, owner: str = "") -> str:
     """The id of a file of ``owner``'s, which is kept."""
-    file_id = store.new_file(owner, alone=not owner)
+    file_id = store.new_file(owner, num_bytes=len(data), alone=not owner)
     store.path(file_id).write_bytes(data)
     store.add_file(file_id, owner=owner, filename="f", purpose="batch", kept_s=None)
     return file_id
@@ -575,16 +581,198 @@ def test_each_owner_has_a_batch_run_before_another_one_has_its_second(store: Bat
 
 
 def test_one_keys_files_leave_room_for_others_and_without_keys_there_are_no_others(tmp_path: Path) -> None:
-    keyed, open_to_all = (BatchStore(tmp_path / name, max_bytes=100) for name in ("keyed", "open"))
-    for _ in range(3):
+    keyed, open_to_all = (BatchStore(tmp_path / name, max_bytes=EMPTY + 5 * FILE) for name in ("keyed", "open"))
+    for _ in range(2):
         kept(keyed, b"x" * 20, "greedy")
         kept(open_to_all, b"x" * 20)
     with pytest.raises(FolderFull, match="delete some"):
-        keyed.new_file("greedy", alone=False)
+        keyed.new_file("greedy", num_bytes=1, alone=False)
     kept(keyed, b"x" * 10, "modest")
-    kept(open_to_all, b"x" * 40)
+    kept(open_to_all, b"x" * 3 * FILE)
     with pytest.raises(FolderFull):
-        open_to_all.new_file("", alone=True)
+        open_to_all.new_file("", num_bytes=1, alone=True)
+
+
+def test_files_that_come_at_once_take_no_more_room_than_there_is_whichever_router_they_come_to(tmp_path: Path) -> None:
+    """Class 40: 8 uploads at once of 15 MiB passed a bound of 64."""
+    now = 1000.0
+    one, other = (BatchStore(tmp_path, max_bytes=64 << 20, clock=lambda: now) for _ in range(2))
+    taken = list[str]()
+    for number in range(8):
+        with contextlib.suppress(FolderFull):
+            taken.append((one, other)[number % 2].new_file("", num_bytes=15 << 20, alone=True))
+    assert len(taken) == 4
+    other.drop_room(taken[0])
+    one.new_file("", num_bytes=15 << 20, alone=True)
+    now += 3601  # their routers have died
+    for file_id in taken:
+        one.path(file_id).write_bytes(b"x" * (5 << 20))
+    kept(other, b"x" * (60 << 20))
+    with pytest.raises(FolderFull):  # it took so long that its room is another one's
+        one.add_file(taken[1], owner="", filename="f", purpose="batch", kept_s=None)
+
+
+def test_a_key_has_so_many_files_and_open_batches_and_what_batches_take_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class 41: 3,000 batches with 15 KB of metadata each, and 1,500 empty files, counted as nothing."""
+    monkeypatch.setattr(stores, "MOST_FILES", 4)
+    monkeypatch.setattr(stores, "MOST_OPEN", 2)
+    store = BatchStore(tmp_path, max_bytes=EMPTY + 80 * FILE)
+    made(store, b"{}", "a")
+    made(store, b"{}", "a")
+    with pytest.raises(TooMany, match="2 batches that have not ended") as refused:
+        made(store, b"{}", "a")
+    assert refused.value.http_status == 429
+    kept(store, b"", "a")
+    for call in (lambda: store.new_file("a", num_bytes=0, alone=False), lambda: made(store, b"{}", "a")):
+        with pytest.raises(TooMany, match="4 files"):
+            call()
+    file_id = kept(store, b"", "b")
+    monkeypatch.setattr(stores, "MOST_OPEN", 1000)
+    many = functools.partial(
+        store.add_batch, owner="b", endpoint=CHAT, input_file_id=file_id, window="24h", window_s=9,
+        metadata={"x": "y" * 15_000},
+    )  # fmt: skip
+    for _ in range(5):  # of five pages each, in a half of 80
+        many()
+    with pytest.raises(FolderFull):  # it leaves room for others
+        [many() for _ in range(5)]
+
+
+def test_ended_batches_and_their_outputs_are_swept_after_thirty_days(tmp_path: Path) -> None:
+    now = 1_000_000.0
+    store = BatchStore(tmp_path, max_bytes=1 << 30, clock=lambda: now)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(jsonl([line(0)]))
+    batch = claimed(store, source)
+    store.put_in_order(batch, keyed_lines(source, CHAT, max_bytes=1 << 20), max_lines=9)
+    store.add_entries(batch, [LineEntry(0, True, entry_text("line-0"))])
+    store.finish(batch, "completed")
+    store.write_files(batch | {"ends_as": "completed"})
+    still = made(store, b"{}")
+    now += 30 * 86_400 - 10
+    store.sweep()
+    assert len(store.files("", purpose="batch_output", after=None, most=9, ascending=True)[0]) == 1
+    now += 20
+    store.sweep()
+    assert [row["id"] for row in store.batches("", after=None, most=9)[0]] == [still]
+    assert store.files("", purpose="batch_output", after=None, most=9, ascending=True)[0] == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: Path, *, left: int = 0) -> Path:
+    """Fill its disk but for ``left`` bytes."""
+    filler = folder / "filler"
+    space = os.statvfs(folder)
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as out:
+        out.write(b"x" * max(space.f_bavail * space.f_frsize - left, 0))
+        while not left:
+            out.write(b"x")
+    return filler
+
+
+async def test_an_upload_to_a_full_disk_gets_507_and_a_line_in_the_log_and_files_can_be_deleted_there(
+    tokenizer: Tokenizer, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Class 43; on a disk that is read-only, or gone, it is 503."""
+    store = BatchStore(small_disk / "b", max_bytes=1 << 30)
+    async with House() as house, served(house.service(tokenizer, batches=store)) as [sdk]:
+        file = await sdk.files.create(file=b"x" * 50_000, purpose="batch")
+        fill(small_disk)
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError, match="has no room on its disk") as full:
+                await sdk.files.create(file=b"y" * 90_000, purpose="batch")
+            assert (full.value.status_code, full.value.code) == (507, "batch_folder_fails")
+        [told] = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert told.exc_info is None
+        assert (await sdk.files.delete(file.id)).deleted
+        assert list((store.folder / "files").iterdir()) == []
+        await sdk.files.create(file=b"y" * 20_000, purpose="batch")
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        with pytest.raises(openai.InternalServerError, match="cannot be used") as read_only:
+            await sdk.files.create(file=b"y", purpose="batch")
+        assert (read_only.value.status_code, "retry-after" in read_only.value.response.headers) == (503, True)
+        assert len((await sdk.files.list()).data) == 1  # reading goes on
+
+
+class Tried(BatchStore):
+    """Counts how often entries were to be kept."""
+
+    num_tried = 0
+
+    def add_entries(self, batch: Any, entries: Any) -> None:
+        self.num_tried += 1
+        super().add_entries(batch, entries)
+
+
+async def test_no_line_is_computed_twice_while_the_disk_is_full_and_it_is_told(
+    tokenizer: Tokenizer, small_disk: Path
+) -> None:
+    """Fault F2 of the fourth turn: 1,100 lines were computed for 100 in 35 s, and nobody was told."""
+    store = Tried(small_disk / "b", max_bytes=1 << 30)
+    async with House() as house:
+        service, watch = house.service(tokenizer, batches=store), Lines()
+        replica = ScriptedReplica("r0")
+        await house.ready(replica)
+        async with served(service) as [sdk]:
+            batch = await begun(sdk, [line(n, f"Tell me of {n}.") for n in range(100)])
+            filler = fill(small_disk, left=45_000)  # for their order, and for some entries
+            runner = runner_of(service, watch, most=8)
+            async with running(runner):
+                await until_async(lambda: watch.stalled == 1)
+                told = await sdk.batches.retrieve(batch.id)
+                assert told.errors is not None
+                assert told.errors.data is not None
+                assert told.errors.data[0].code == "storage_failed"
+                assert told.status == "in_progress"
+                assert "has no room on its disk" in runner.progress()[0]["problem"]
+                num = watch.ran["completed"]
+                tried = store.num_tried
+                await until_async(lambda: store.num_tried > tried + 3)
+                assert watch.ran["completed"] == num  # and those that ran wait to be kept
+                filler.unlink()
+                done = await ended(sdk, batch)
+            assert (done.status, done.errors, watch.stalled) == ("completed", None, 0)
+            found = await entries(sdk, done.output_file_id)
+        assert [each["custom_id"] for each in found] == [f"line-{n}" for n in range(100)]
+        assert (watch.ran, len(replica.requests)) == ({"completed": 100}, 100)
+
+
+async def test_a_line_whose_answer_fails_unforeseen_ends_alone(store: BatchStore) -> None:
+    """As F2: such a line ended the run of all, which began again each second."""
+    runs = Counter[int]()
+
+    async def answer(batch: Any, line: Line, body: bytes, replica: str) -> tuple[int, str, bytes]:
+        runs[line.number] += 1
+        if line.number == 1:
+            raise RuntimeError("unforeseen")
+        return 200, "r", b"{}"
+
+    batch_id = made(store, jsonl([line(n) for n in range(3)]))
+    runner = BatchRunner(store, answer, router_id="r", places=lambda: {"a": 4}, max_line_bytes=1 << 20)
+
+    def done() -> dict[str, Any]:
+        row = store.batch("", batch_id)
+        assert row is not None
+        return row
+
+    async with running(runner):
+        await until_async(lambda: done()["status"] == "completed")
+    assert (runs, done()["completed"], done()["failed"]) == ({0: 1, 1: 3, 2: 1}, 2, 1)
 
 
 def test_a_batch_is_one_routers_and_another_takes_it_when_its_time_is_over(tmp_path: Path) -> None:
@@ -623,7 +811,7 @@ def test_files_that_expire_and_uploads_that_were_cut_off_are_swept(tmp_path: Pat
     now = 1_000_000.0
     store = BatchStore(tmp_path, max_bytes=1 << 30, clock=lambda: now)
     for kept_s in (10, None):
-        file_id = store.new_file("", alone=True)
+        file_id = store.new_file("", num_bytes=1, alone=True)
         store.path(file_id).write_bytes(b"x")
         store.add_file(file_id, owner="", filename="f", purpose="batch", kept_s=kept_s)
     store.path("file-cut-off").write_bytes(b"x")

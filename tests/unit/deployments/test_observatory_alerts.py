@@ -100,6 +100,7 @@ def asking(second: int) -> list[RouterView]:
     return [view("one", seen("a", waiting_uncached_tokens=18_000, prefill_tokens_per_s=2000.0), autoscaling=rule)]
 
 
+STALLED = {"id": "batch_1", "router": "one", "problem": "router.batch_folder has no room on its disk", "created_at": 1}
 # alert -> what happens, seconds until it fires, its sentence
 FIRING: dict[str, tuple[Make, int, str]] = {
     "NoRouter": (lambda second: [], 60, "No router answers"),
@@ -134,6 +135,9 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "AdaptersReloaded": (reloading, 600, "replica 1 (a) loads an adapter for 60 % of its requests"),
     "QuarantineDoesNotEnd": (replica(transfer=TransferStats(oldest_drain_s=301.0)), 60, "of replica 1 (a) for 301 s."),
     "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
+    "BatchesStalled": (
+        lambda second: [view("one", seen("a"), batches=[STALLED])], 10,
+        "Router one of tiny cannot keep what lines of batches became (router.batch_folder has no room on its disk)"),
     "RouterReportsOld": (replica(age_s=31.0), 15, "The newest report of replica 1 (a) is 31 s old."),
 }  # fmt: skip
 

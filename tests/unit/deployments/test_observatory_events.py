@@ -181,6 +181,16 @@ def test_a_member_that_left_and_is_back_is_told_once() -> None:
     assert told.kinds == [("drains", "a")]
 
 
+def test_batches_that_wait_for_their_folder_are_told_once_and_when_they_go_on() -> None:
+    told = Told()
+    for problem in ("", "no room", "no room", ""):
+        batch = {"id": "b", "router": "one", "created_at": 1, "problem": problem}
+        told.go_on([view("one", seen("a"), batches=[batch])])
+    assert [(each["kind"], each["text"]) for each in told.state.feed.body()] == [
+        ("stalled", "batches wait: no room"), ("went_on", "batches wait no more"),
+    ]  # fmt: skip
+
+
 def test_shedding_begins_and_ends_with_the_number_of_those_refused() -> None:
     told = Told()
     for second in range(40):
