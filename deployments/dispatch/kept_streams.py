@@ -2,8 +2,9 @@
 
 Owns:      the events that a client may still lack, within bounds.
 Never:     knows HTTP or the JSON of an event; keeps anything for a client that did not ask (http/streaming.py).
-Invariant: a stream is found only by the key that opened it. At most MOST_STREAMS are kept, each with at most MOST_BYTES
-           of events that were sent or wait for a client that is away; while one reads slowly, half of that waits.
+Invariant: a stream is found only by the key that opened it. At most MOST_STREAMS + MOST_FIRST are kept, each
+           with at most MOST_BYTES of events that were sent or wait for a client that is away; while one reads slowly,
+           half of that waits.
 Thread:    the router's event loop.
 
     opened ──> read by a connection <──> detached, for ``reconnect_s`` at most ──> expired: its request is aborted
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from deployments.dispatch.event_ids import StreamGone
 from deployments.dispatch.route_log import RequestWatch, tell
 
-MOST_STREAMS = 256  # of one router
+MOST_STREAMS, MOST_FIRST = 256, 64  # of one router; and so many more, each the only one of its key
 MOST_BYTES = 512 << 10  # of one stream: some 2,000 events of text
 WAITED_LONG = f"more than {MOST_BYTES >> 10} KiB waited for this stream's client"
 MOST_GONE = 1000  # streams of which it is known that they were there
@@ -216,7 +217,8 @@ class KeptStreams:
 
     def has_room(self, key: Key) -> bool:
         """Whether one more can be kept. Where it is needed, the one that waits the longest, of the key with most, makes
-        room; a key with half of all has room only in the place of its own, unless there are no keys ("")."""
+        room; a key with half of all has room only in the place of its own, unless there are no keys (""). Where none
+        makes room, a key that has no stream has a place of its own."""
         owners = Counter(owner for owner, _ in self._streams)
         has_half = key[0] != "" and owners[key[0]] >= MOST_STREAMS // 2
         if key in self._streams or (len(self._streams) < MOST_STREAMS and not has_half):
@@ -224,7 +226,7 @@ class KeptStreams:
         names = {stream: each for each, stream in self._streams.items()}
         waiting = [names[each] for each in self._timers if not has_half or names[each][0] == key[0]]
         if not waiting:
-            return False
+            return key[0] != "" and not owners[key[0]] and len(self._streams) < MOST_STREAMS + MOST_FIRST
         self._drop(
             max(waiting, key=lambda each: (self._streams[each].is_delivered, owners[each[0]])),
             f"a router keeps {MOST_STREAMS} at a time, and others came",

@@ -27,7 +27,7 @@ from deployments.http.api_document import about, body_like, said, shape, shown
 from deployments.http.arrivals import last_event_of
 from deployments.http.service import service_of
 from deployments.output.tools import MAX_TOOLS
-from deployments.settings.groups import ADAPTER_NAME
+from deployments.settings.groups import ADAPTER_NAME, LONGEST_NAME
 from replicas.errors import InvalidRequest
 from replicas.text.control_tokens import ROLES
 from replicas.types import MAX_DEADLINE_S
@@ -540,7 +540,9 @@ class LoadAdapterRequest(WireType):
 
     model_config = body_like({"lora_name": "poet", "lora_path": "/adapters/poet"})
 
-    lora_name: Annotated[str, shown(pattern=ADAPTER_NAME)] = about("The name by which requests ask for it.")
+    lora_name: Annotated[str, shown(pattern=ADAPTER_NAME, maxLength=LONGEST_NAME)] = about(
+        "The name by which requests ask for it."
+    )
     lora_path: str = about("A folder below `adapters.roots`: absolute, or relative to one of them.")
     load_inplace: bool | None = said("The name may stand for something already, which new requests no longer get.")
     pinned: Refused = None

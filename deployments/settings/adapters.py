@@ -6,11 +6,13 @@ Never:     reads weights for a replica, or changes a request that runs: it carri
 Invariant: a name in ``adapters.names_folder`` is one file, which is replaced as a whole and looked at each time that a
            request names it; so all routers that share the folder agree, and one that starts again finds the same. What
            the settings name is fixed. A folder counts only if it and its files lie below ``adapters.roots``, links
-           followed, and is looked up again when its name's file has changed.
+           followed, and is looked up again when its name's file has changed. A name's file counts only if no other user
+           may have written it.
 Thread:    `find`, `of_folder` and `all` on that of ``looks``, `load` and `unload` on that of ``loads``.
 """
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -18,6 +20,7 @@ import math
 import os
 import re
 import secrets
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,8 +30,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from deployments.settings.groups import ADAPTER_NAME, AdapterSettings
+from deployments.settings.groups import ADAPTER_NAME, LONGEST_NAME, AdapterSettings
 from deployments.settings.places import local_path
+from deployments.settings.tenants import TAKEN
+from kvtransfer.stores.folder import open_own, read_own
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS, Shapes, identify
 from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, Overloaded, UnknownModel
 from replicas.types import AdapterRef
@@ -89,6 +94,8 @@ class Adapters:
         self._model = model
         self._limits = settings.limits
         self._sizes: dict[str, Size] = {}  # of what each name stands for, as last read
+        if settings.names_folder is not None and os.path.exists(settings.names_folder):
+            _require_own(settings.names_folder)
         self._fixed = {name: self._of_settings(name, path) for name, path in settings.names.items()}
         self._seen: dict[str, tuple[tuple[int, ...], AdapterRef]] = {}  # name -> its file as last read with success
         self._listed: list[AdapterRef] = []  # what each name stood for at ``_listed_s``
@@ -157,12 +164,14 @@ class Adapters:
         Raises: InvalidAdapter; InvalidRequest for a name that is not free.
         """
         file = self._file(name)
-        if name in self._fixed or name == self._model:
-            raise InvalidRequest(f"lora_name: {name!r} stands in the settings: give another one", param="lora_name")
+        if name in self._fixed or name == self._model or name in TAKEN:
+            why = TAKEN.get(name, "stands in the settings")
+            raise InvalidRequest(f"lora_name: {name!r} {why}: give another one", param="lora_name")
         folder = self._below_roots(path)
         info = identify(folder, self._limits, self._fits)
         ref = AdapterRef(identity=info.identity, path=str(folder), name=name)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_own(str(file.parent))
         new = file.with_name(f"{secrets.token_hex(8)}.new")
         try:
             new.write_text(json.dumps(asdict(ref) | {"rank": info.rank, "num_bytes": info.num_bytes}))
@@ -175,8 +184,11 @@ class Adapters:
                 f"lora_name: the adapter {name!r} has already been loaded; to replace it, set load_inplace to true",
                 param="lora_name",
             ) from error
+        except OSError as error:
+            raise _unwritable(error) from error
         finally:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
             self._changed_s = time.monotonic()
         log.warning("adapter %s: %s is loaded from %s", name, ref.identity[:12], ref.path)
         return ref
@@ -190,6 +202,8 @@ class Adapters:
             self._file(name).unlink()
         except FileNotFoundError as error:
             raise UnknownModel(f"the adapter {name[:200]!r} cannot be found") from error
+        except OSError as error:
+            raise _unwritable(error) from error
         self._changed_s = time.monotonic()
         log.warning("adapter %s is unloaded", name)
 
@@ -206,8 +220,9 @@ class Adapters:
         """Return the file of a name. Raises: InvalidRequest."""
         if self._settings.names_folder is None:
             raise InvalidRequest("adapters are not loaded here: adapters.roots and adapters.names_folder are not set")
-        if not re.fullmatch(ADAPTER_NAME, name):
-            raise InvalidRequest(f"lora_name: {name[:200]!r} must match {ADAPTER_NAME}", param="lora_name")
+        if len(name) > LONGEST_NAME or not re.fullmatch(ADAPTER_NAME, name):
+            wanted = f"must match {ADAPTER_NAME}, and have at most {LONGEST_NAME} characters"
+            raise InvalidRequest(f"lora_name: {name[:200]!r} {wanted}", param="lora_name")
         file = f"{quote(name, safe='')}{ENDING}"
         if len(file) > LONGEST:
             raise InvalidRequest(
@@ -224,9 +239,10 @@ class Adapters:
             try:
                 folder = Path(os.path.realpath(root / path))
                 files = [Path(os.path.realpath(folder / file)) for file in (CONFIG, WEIGHTS)]
-            except ValueError:  # a NUL
+                is_there = folder.is_dir()
+            except (ValueError, OSError):  # a NUL; too long
                 continue
-            if folder.is_dir() and all(any(each.is_relative_to(root) for root in roots) for each in (folder, *files)):
+            if is_there and all(any(each.is_relative_to(root) for root in roots) for each in (folder, *files)):
                 return folder
         raise InvalidAdapter(f"lora_path: {path[:200]!r} is no folder below adapters.roots")
 
@@ -235,7 +251,7 @@ class Adapters:
         try:
             if name == self._model:
                 raise InvalidAdapter("it has the name of the model, which answers to it")
-            kept: dict[str, Any] = json.loads(self._file(name).read_text())
+            kept: dict[str, Any] = json.loads(read_own(str(self._file(name))))
             folder = self._below_roots(kept["path"])
             ref = AdapterRef(identity=str(kept["identity"]), path=str(folder), name=name)
             self._sizes[name] = kept.get("rank"), kept.get("num_bytes")
@@ -248,6 +264,18 @@ class Adapters:
             return None
         self._told.pop(name, None)
         return ref
+
+
+def _require_own(folder: str) -> None:
+    """Raises: InvalidConfig for a folder of names that others may write to."""
+    try:
+        os.close(open_own(os.path.realpath(folder), stat.S_IFDIR))
+    except OSError as error:
+        raise InvalidConfig(f"adapters.names_folder: {error.strerror or error}") from error
+
+
+def _unwritable(error: OSError) -> Overloaded:
+    return Overloaded(f"adapters.names_folder cannot be written ({error.strerror}): try again later")
 
 
 def _put_where_none_is(new: Path, file: Path) -> None:

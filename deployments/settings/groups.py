@@ -209,14 +209,16 @@ class RoleSettings(Settings):
         return self
 
 
-ADAPTER_NAME = r"^[A-Za-z0-9._/@+=-]{1,128}$"
+_PART = r"\.*[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]*"  # no ".." or the like
+ADAPTER_NAME, LONGEST_NAME = rf"^{_PART}(/{_PART})*$", 128
+AdapterName = Annotated[str, StringConstraints(pattern=ADAPTER_NAME, max_length=LONGEST_NAME)]
 
 
 class AdapterSettings(Settings):
     """The group ``adapters``: fine-tunes (LoRA) of the model, of which a request names one."""
 
     # folder of each adapter by the name that requests use; every node has it at this path
-    names: dict[Annotated[str, StringConstraints(pattern=ADAPTER_NAME)], str] = Field(default_factory=dict)
+    names: dict[AdapterName, str] = Field(default_factory=dict)
     # absolute folders below which adapters may be loaded while Manta runs (POST /v1/load_lora_adapter); by default
     # nowhere
     roots: tuple[Annotated[str, StringConstraints(pattern="^/")], ...] = ()

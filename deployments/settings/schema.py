@@ -28,6 +28,7 @@ from deployments.settings.groups import (
 )
 from deployments.settings.keys import SECRET, CacheIsolation, KeyDigests, read_keys
 from deployments.settings.settings_file import BYTES, sentences, setting_of, shown
+from deployments.settings.tenants import TAKEN
 from kvtransfer.stores.urls import parsed
 from replicas.config import (
     Attention,
@@ -200,6 +201,8 @@ class AppConfig(Settings):
     def _names_differ(self) -> "AppConfig":
         if self.model.name in self.adapters.names:
             raise ValueError(f"adapters.names.{self.model.name}: is the name of the model; give another one")
+        for name in TAKEN.keys() & self.adapters.names.keys():
+            raise ValueError(f"adapters.names.{name}: {TAKEN[name]}; give another one")
         return self
 
     @model_validator(mode="after")

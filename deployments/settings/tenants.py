@@ -1,7 +1,8 @@
 """The file of keys with tenants (``router.keys_file``): what each key may do, and how much.
 
 Owns:      the reading of the file, at the start and whenever it changes. Each router reads it on its own node.
-Never:     holds a key: the file has their SHA-256. Drops keys that were valid because a new file is not.
+Never:     holds a key: the file has their SHA-256. Drops keys that were valid because a new file is not. Reads a file
+           that others than this user and root may write to: who can write it can be an admin.
 Invariant: ``error`` says why the file as it is now is not in force; "" if it is.
 Thread:    `refresh` on any, one at a time; a reader sees the keys of one file, old or new.
 
@@ -27,6 +28,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
+from kvtransfer.stores.folder import read_own
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger("ray.serve")
@@ -38,7 +40,7 @@ TAKEN = {
     OTHERS: "metrics call the rest of the tenants so",
     NOBODY: "manta key usage calls requests without a key so",
 }
-Number = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(ge=1, le=1 << 53)]
 HINT_LEN = 8  # bytes of a digest by which a key is looked up; the whole digest is then compared in constant time
 MOST_KEYS = 10_000
 
@@ -149,7 +151,7 @@ class TenantKeys:
 def parsed(path: str) -> list[TenantKey]:
     """Read and check a file of keys. Raises: InvalidConfig, which names the entry."""
     try:
-        content: Any = yaml.safe_load(Path(path).read_text())
+        content: Any = yaml.safe_load(read_own(path).decode())
         keys = _FILE.validate_python(content)
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error

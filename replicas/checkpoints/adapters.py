@@ -2,7 +2,8 @@
 
 Owns:      which adapters are read, their identity, and the bounds on them.
 Never:     reads other files than those two; knows more of a model than the shapes of its weights.
-Invariant: the identity is that of the very bytes that are checked and read. What is wrong with them is an
+Invariant: the identity is that of the very bytes that are checked and read. No message names more of a path than its
+           last part: clients see them. What is wrong with them is an
            `InvalidAdapter` that says what; that they are not to be had here, an `AdapterNotReadable`.
 Source:    Hu et al. 2021 (LoRA, arXiv:2106.09685); Kalajdzievski 2023 (rsLoRA, arXiv:2312.03732); names and settings
            are PEFT's.
@@ -89,6 +90,8 @@ def identify(folder: Path, limits: AdapterLimits = USUAL, fits: Shapes | None = 
     info, tensors = _parse(folder, _files(folder, limits), limits)
     if fits is not None:
         _require_fits(folder, info, tensors, fits)
+    for (layer, part), tensor in tensors.items():
+        _values(folder, layer, part, tensor, info.scale)
     return info
 
 
@@ -100,26 +103,18 @@ def load(folder: Path, identity: str, limits: AdapterLimits = USUAL) -> AdapterW
         raise AdapterNotReadable(str(error)) from error
     if files.identity != identity:
         raise AdapterNotReadable(
-            f"adapter: {folder} has changed: {identity[:12]} is wanted, it holds {files.identity[:12]}. Load it again "
-            "under its name: new requests get what it holds now"
+            f"adapter: {folder.name} has changed: {identity[:12]} is wanted, it holds {files.identity[:12]}. Load it "
+            "again under its name: new requests get what it holds now"
         )
     info, tensors = _parse(folder, files, limits)
     pairs: dict[str, list[Floats]] = {}
-    for (layer, part), (dtype, shape, data) in sorted(tensors.items()):  # A before B
-        values = _FLOATS[dtype](data).reshape(shape)
-        if part == "B":
-            with np.errstate(over="ignore"):
-                values = values * np.float32(info.scale)
-        if not np.isfinite(values).all():
-            raise InvalidAdapter(
-                f"adapter: the weights of {layer} in {folder} hold NaN or inf, B when it is scaled by {info.scale:g}: "
-                "train or fetch it anew"
-            )
-        pairs.setdefault(layer, []).append(values)
+    for (layer, part), tensor in sorted(tensors.items()):  # A before B
+        pairs.setdefault(layer, []).append(_values(folder, layer, part, tensor, info.scale))
     return AdapterWeights(info=info, pairs={layer: (a, b) for layer, (a, b) in pairs.items()})
 
 
-_Tensors = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]  # (layer, A or B) -> dtype, shape, bytes
+_Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
+_Tensors = dict[tuple[str, str], _Tensor]  # by layer, and A or B
 
 
 class _Files(NamedTuple):
@@ -165,13 +160,25 @@ def _parse(folder: Path, files: _Files, limits: AdapterLimits) -> tuple[AdapterI
     return info, tensors
 
 
+def _values(folder: Path, layer: str, part: str, tensor: _Tensor, scale: float) -> Floats:
+    """Read the numbers of a tensor, of B times the scale. Raises: InvalidAdapter for those that are none."""
+    dtype, shape, data = tensor
+    values = _FLOATS[dtype](data).reshape(shape)
+    if part == "B":
+        with np.errstate(over="ignore"):
+            values = values * np.float32(scale)
+    what = f"the weights of {layer} hold NaN or inf, B when it is scaled by {scale:g}: train or fetch it anew"
+    _require(folder, bool(np.isfinite(values).all()), what)
+    return values
+
+
 def _require_fits(folder: Path, info: AdapterInfo, tensors: _Tensors, fits: Shapes) -> None:
     made_for = f" (it says that it was made for {info.base[:100]!r})" if info.base else ""
     strange = sorted({layer for layer, _ in tensors} - fits.keys())
     if strange:
         can = f"of its blocks {', '.join(_last_names(fits))} can" if fits else "no layer of it can"
         problem = f"{strange[0]} ({len(strange)} in all) cannot be changed by an adapter in this model: {can}{made_for}"
-        raise InvalidAdapter(f"adapter: {folder}: {problem}")
+        raise InvalidAdapter(f"adapter: {folder.name}: {problem}")
     for layer in sorted({layer for layer, _ in tensors}):
         shape = tensors[layer, "B"][1][0], tensors[layer, "A"][1][1]
         problem = f"it has {layer} as {shape} (out, in), this model as {fits[layer]}: it is another model's{made_for}"
@@ -183,23 +190,26 @@ def _read(file: Path, most: int) -> bytes:
         size = file.stat().st_size if file.is_file() else -1
         if size < 0:
             raise InvalidAdapter(
-                f"adapter: {file.parent} has no {file.name}: save it with PEFT's save_pretrained, in safetensors"
+                f"adapter: {file.parent.name} has no {file.name}: save it with PEFT's save_pretrained, in safetensors"
             )
         if size > most:
-            raise InvalidAdapter(f"adapter: {file} has {size:,} bytes: at most {most:,} are read")
+            problem = f"{file.name} has {size:,} bytes: at most {most:,} are read"
+            raise InvalidAdapter(f"adapter: {file.parent.name}: {problem}")
         with file.open("rb") as opened:
             return opened.read(most)
     except ValueError as error:  # a NUL in its name
-        raise InvalidAdapter(f"adapter: {file} cannot be read: {error}") from error
+        raise InvalidAdapter(f"adapter: {file.parent.name!r} cannot be read: {error}") from error
     except OSError as error:
-        raise AdapterNotReadable(f"adapter: {file} cannot be read: {error}") from error
+        raise AdapterNotReadable(
+            f"adapter: {file.parent.name}: {file.name} cannot be read: {error.strerror}"
+        ) from error
 
 
 def _config(folder: Path, raw: bytes) -> dict[str, Any]:
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise InvalidAdapter(f"adapter: {folder / CONFIG} is no JSON: {error!r:.200}") from error
+        raise InvalidAdapter(f"adapter: {folder.name}: {CONFIG} is no JSON: {error!r:.200}") from error
     _require(folder, isinstance(config, dict) and config.get("peft_type") == "LORA", "peft_type must be LORA")
     for name, plain in _PLAIN.items():
         value = config.get(name)
@@ -223,7 +233,8 @@ def _tensors(folder: Path, raw: bytes) -> _Tensors:
     try:
         found = deserialize(raw)  # type: ignore[no-untyped-call]
     except (SafetensorError, ValueError, OverflowError) as error:
-        raise InvalidAdapter(f"adapter: {folder / WEIGHTS} is no safetensors file: {error}. Fetch it again") from error
+        problem = f"{WEIGHTS} is no safetensors file: {error}. Fetch it again"
+        raise InvalidAdapter(f"adapter: {folder.name}: {problem}") from error
     tensors: _Tensors = {}
     for name, spec in found:
         match, dtype = _NAME.fullmatch(name), spec["dtype"]
@@ -241,4 +252,4 @@ def _last_names(layers: Iterable[str]) -> tuple[str, ...]:
 
 def _require(folder: Path, fine: bool, problem: str) -> None:
     if not fine:
-        raise InvalidAdapter(f"adapter: {folder}: {problem}")
+        raise InvalidAdapter(f"adapter: {folder.name}: {problem}")

@@ -72,6 +72,7 @@ _MEANINGS = (
                         "itself before any value or text"),
     ("Too many items", "the grammar can be read in too many ways here: make it unambiguous, as by [a-z]+ instead of "
                        "s ::= s s | [a-z]"),
+    ("too many expressions", "a repetition in it, as a{1000000000}, is too large: ask for fewer, or for any number"),
 )  # fmt: skip
 _NEUTRAL = (("uniqueItems", False), ("minProperties", 0))  # ask for nothing
 _TRIED = frozenset({"oneOf", "minProperties", "maxProperties", "patternProperties", "$ref"})

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -21,12 +22,14 @@ from deployments.dispatch import route_log
 from deployments.http.http_app import make_app
 from deployments.http.service import adaptable_weights
 from deployments.replica.feasible import impossible
+from deployments.settings import adapters as adapters_module
 from deployments.settings.adapters import Adapters, FileThread
 from deployments.settings.groups import AdapterSettings
 from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.settings.schema import ModelSettings, parse
+from replicas.checkpoints import adapters as checkpoints
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS
-from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, UnknownModel
+from replicas.errors import AdapterNotReadable, InvalidAdapter, InvalidConfig, InvalidRequest, Overloaded, UnknownModel
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import AdapterRef, AdapterStats
 from tests.adapters import make_adapter
@@ -98,7 +101,7 @@ def test_a_name_that_could_be_misread_is_refused(tmp_path: Path, name: str) -> N
     assert not (tmp_path / "names").exists()
 
 
-@pytest.mark.parametrize("name", ["..", "../a", "/etc/x", ".", "%2e", "a/b"])
+@pytest.mark.parametrize("name", ["a/b", "%2e", ".a/..b", "a@b=c+d"])
 def test_a_name_is_one_file_in_the_folder_whatever_it_looks_like(tmp_path: Path, name: str) -> None:
     ref = adapter(tmp_path / "all" / "a")
     adapters = Adapters(settings(tmp_path))
@@ -114,12 +117,12 @@ def test_a_name_is_one_file_in_the_folder_whatever_it_looks_like(tmp_path: Path,
 def test_a_name_whose_file_no_file_system_takes_is_refused(tmp_path: Path) -> None:
     ref = adapter(tmp_path / "all" / "a")
     adapters = Adapters(settings(tmp_path))
-    longest = "/" * 61 + "x" * 67
+    longest = "a/" * 61 + "x" * 6
     assert load(adapters, longest, "a") == ref == adapters.find(longest)
     for asks in (lambda name: load(adapters, name, "a"), adapters.unload):
         with pytest.raises(InvalidRequest, match="makes a file's name of 257 characters; at most 255"):
-            asks("/" * 62 + "x" * 66)
-    assert adapters.find("/" * 62 + "x" * 66) is None
+            asks("a/" * 62 + "x" * 4)
+    assert adapters.find("a/" * 62 + "x" * 4) is None
 
 
 @pytest.mark.parametrize("kind", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
@@ -144,7 +147,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # no file gets longer, as on a full disk
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(Overloaded, match=r"names_folder cannot be written \(File too large\)"):
             load(adapters, "poet", "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -233,9 +236,7 @@ def test_an_adapter_of_another_model_is_refused_when_it_is_named(tmp_path: Path)
 def test_what_the_settings_name_is_looked_at_when_a_router_starts(tmp_path: Path) -> None:
     ref = adapter(tmp_path / "a")
     assert Adapters(AdapterSettings(names={"poet": str(tmp_path / "a")})).find("poet") == ref
-    with pytest.raises(
-        InvalidConfig, match=r"adapters.names.poet = '/none': adapter: /none has no adapter_config.json"
-    ):
+    with pytest.raises(InvalidConfig, match=r"adapters.names.poet = '/none': adapter: none has no adapter_config.json"):
         Adapters(AdapterSettings(names={"poet": "/none"}))
     (tmp_path / "a" / CONFIG).unlink()
     (tmp_path / "a" / CONFIG).symlink_to("/proc/self/mem")  # as of a disk with a fault
@@ -545,10 +546,8 @@ async def test_files_that_do_not_answer_delay_nothing_but_requests_for_adapters_
 ) -> None:
     ref = adapter(web.root / "all" / "a")
     load(Adapters(settings(web.root)), "poet", "a")
-    file = web.root / "names" / "poet.json"
-    text = file.read_text()
-    file.unlink()
-    os.mkfifo(file)  # whose reader waits for a writer, as that of a mount that hangs
+    answers, real = threading.Event(), adapters_module.read_own
+    monkeypatch.setattr(adapters_module, "read_own", lambda path: answers.wait() and real(path))  # a mount that hangs
     monkeypatch.setattr(web.adapters, "looks", FileThread("adapters", deadline_s=0.3))
     try:
         first = asyncio.create_task(web.http.post("/v1/chat/completions", json={**CHAT, "model": "poet"}))
@@ -562,9 +561,7 @@ async def test_files_that_do_not_answer_delay_nothing_but_requests_for_adapters_
         assert time.monotonic() - begun_s < 10 * 0.3
         assert (await web.asked())[1] is None
     finally:
-        file.rename(web.root / "pipe")
-        file.write_text(text)
-        os.close(os.open(web.root / "pipe", os.O_WRONLY | os.O_NONBLOCK))  # ends the wait of the reader
+        answers.set()
     await until_async(lambda: web.adapters.looks.is_free, 5)
     assert (await web.asked(model="poet"))[1] == ref
 
@@ -618,3 +615,71 @@ async def test_without_a_place_for_names_nothing_is_loaded(client: httpx.AsyncCl
     answer = await client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/"})
     assert answer.status_code == 400
     assert "adapters.roots and adapters.names_folder are not set" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "../../x", "a/../b", "/a", "a/", "/" * 60, "...", "others", "-", "x" * 129]
+)
+async def test_a_name_that_reads_as_a_path_or_that_metrics_use_is_refused(web: Client, name: str) -> None:
+    """Class 46."""
+    adapter(web.root / "all" / "a")
+    assert "lora_name" in await web.error("/v1/load_lora_adapter", lora_name=name, lora_path="a")
+    with pytest.raises(InvalidConfig):
+        parse({"model": {"path": MODEL}, "adapters": {"names": {name: str(web.root / "all" / "a")}}})
+
+
+async def test_a_folder_of_a_long_name_is_refused_in_words(web: Client) -> None:
+    """Class 44: 5,000 characters made a 500, and a traceback with all of them."""
+    for path in ("x" * 5000, "x/" * 5000, "\0"):
+        said = await web.error("/v1/load_lora_adapter", lora_name="poet", lora_path=path)
+        assert "is no folder below adapters.roots" in said
+        assert len(said) < 400
+
+
+async def test_weights_that_are_no_numbers_are_refused_when_they_are_loaded_and_no_message_has_the_servers_folder(
+    web: Client,
+) -> None:
+    """Class 45: such an adapter got its name, and each request for it 400 with the server's folder."""
+    folder = web.root / "all" / "a"
+    adapter(folder)
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[:-4] + b"\0\0\xc0\x7f")  # of an F32
+    said = await web.error("/v1/load_lora_adapter", lora_name="poet", lora_path="a")
+    assert ("hold NaN or inf" in said, str(web.root) in said) == (True, False)
+    (folder / WEIGHTS).write_bytes(whole)
+    ref = adapter(folder)
+    (folder / WEIGHTS).write_bytes(whole[:-4] + b"\0\0\0\0")
+    with pytest.raises(AdapterNotReadable, match="adapter: a has changed") as changed:
+        checkpoints.load(folder, ref.identity)
+    assert str(web.root) not in str(changed.value)
+
+
+def test_names_that_others_could_have_written_stand_for_nothing(tmp_path: Path) -> None:
+    """Class 64."""
+    adapter(tmp_path / "all" / "a")
+    adapters = Adapters(settings(tmp_path))
+    adapters.load("poet", "a", in_place=False)
+    [file] = Path(settings(tmp_path).names_folder or "").glob("*.json")
+    assert adapters.find("poet") is not None
+    file.chmod(0o666)
+    os.utime(file, ns=(1, 1))
+    assert adapters.find("poet") is None
+    file.chmod(0o600)
+    assert adapters.find("poet") is not None
+    file.parent.chmod(0o777)
+    with pytest.raises(InvalidConfig, match=r"adapters.names_folder: .* can be written by others \(mode 777\)"):
+        Adapters(settings(tmp_path))
+
+
+async def test_a_folder_of_names_that_cannot_be_written_is_told_as_503(web: Client) -> None:
+    adapter(web.root / "all" / "a")
+    names = Path(settings(web.root).names_folder or "")
+    names.mkdir(mode=0o700, exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=700", "tmpfs", names], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
+    try:
+        said = await web.error("/v1/load_lora_adapter", 503, lora_name="poet", lora_path="a")
+        assert said.startswith("adapters.names_folder cannot be written (Read-only file system)")
+    finally:
+        subprocess.run(["umount", "-l", names], check=True)

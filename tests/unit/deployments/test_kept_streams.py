@@ -201,6 +201,23 @@ async def test_the_key_with_most_streams_makes_room_and_those_that_are_read_do_n
     await until_async(lambda: sources[2].ended)
 
 
+async def test_a_key_without_a_stream_has_a_place_though_two_keys_hold_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Class 24."""
+    monkeypatch.setattr(kept_streams, "MOST_STREAMS", 4)
+    monkeypatch.setattr(kept_streams, "MOST_FIRST", 2)
+    streams = KeptStreams()
+    for owner in ("a", "b"):
+        for name in "12":
+            streams.add((owner, name), Source().stream())
+    for owner, more in (("c", False), ("d", False), ("e", None)):
+        assert streams.has_room((owner, "1")) == (more is not None)
+        if more is not None:
+            streams.add((owner, "1"), Source().stream())
+            assert streams.has_room((owner, "2")) == more
+    assert not streams.has_room(("", "1"))
+    streams.stop()
+
+
 async def test_a_key_with_half_of_all_streams_has_room_in_the_place_of_its_own_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def quotas_of(clock: Clock | None = None, key: TenantKey | None = None) -> Quota
         ([entry(HEAVY, "a b")], "0.id"),
         ([entry(HEAVY, "a", limits={"requests": 0})], "limits.requests"),
         ([entry(HEAVY, "a", limits={"rpm": 5})], "limits.rpm"),
+        ([entry(HEAVY, "a", limits={"requests": 10**400})], "limits.requests"),
         ([entry(HEAVY, "a", weight=0)], "0.weight"),
         ([entry(HEAVY, "a"), entry(HEAVY, "b")], "b has the sha256"),
         ([entry(HEAVY, "a"), entry(LIGHT, "a")], "a has the id"),
@@ -97,6 +99,29 @@ def test_a_file_of_keys_that_is_wrong_is_refused_with_the_entry_and_without_a_di
     with pytest.raises(InvalidConfig, match=why) as refused:
         TenantKeys.read(written(tmp_path / "keys.yaml", entries))
     assert sha(HEAVY)[:10] not in str(refused.value)
+
+
+def test_keys_that_others_could_have_written_are_not_in_force_and_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    """Classes 18 and 64: who can write the file can be an admin. A mounted secret is a link to a file of root's."""
+    path, fifo = tmp_path / "keys.yaml", tmp_path / "fifo"
+    (tmp_path / "secret.yaml").symlink_to(path)
+    keys = TenantKeys.read(written(path, ENTRIES) and str(tmp_path / "secret.yaml"))
+    path.chmod(0o664)
+    with pytest.raises(InvalidConfig, match=r"can be written by others \(mode 664\)"):
+        TenantKeys.read(str(path))
+    written(path, ENTRIES[:1])
+    keys.refresh()
+    assert ("can be written by others" in keys.error, len(keys.by_name)) == (True, len(ENTRIES))
+    path.chmod(0o640)
+    keys.refresh()
+    assert (keys.error, len(keys.by_name)) == ("", 1)
+    os.mkfifo(fifo, 0o600)
+    with pytest.raises(InvalidConfig, match="is no file"):
+        TenantKeys.read(str(fifo))
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+        with pytest.raises(InvalidConfig, match="belongs to user 65534"):
+            TenantKeys.read(str(path))
 
 
 def test_a_file_that_yaml_makes_no_sense_of_keeps_the_keys_and_is_read_again_though_its_stamp_stays(

@@ -61,6 +61,14 @@ def test_a_grammar_is_not_blamed_for_a_process_that_was_killed(
     assert examining.examine("regex", "a+").constraint.text == "a+"
 
 
+def test_a_repetition_that_is_too_large_is_refused_in_words_and_a_large_one_is_not(examining: Examiner) -> None:
+    """Class 56: it passed, and the answer then ended with "the grammar does not allow token 46880"."""
+    for text in ("a{1000000000}", "(ab){500000000}"):
+        with pytest.raises(InvalidRequest, match=r"a repetition in it, as .*, is too large"):
+            examining.examine("regex", text)
+    assert examining.examine("regex", "a{1000}").constraint.text == "a{1000}"
+
+
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGPROF, InvalidRequest), (signal.SIGKILL, Overloaded)])
 def test_only_a_child_that_ends_at_a_limit_blames_its_grammar(
     examining: Examiner, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[Exception]
