@@ -259,7 +259,7 @@ ALERTS = (
     Alert(name="WrongPages", severity="critical", for_s=0, when=Grew(source="wrong_pages", by=(*REPLICA, "tier")),
           summary="{replica} read back a page from {tier} that is not what was written. It was not used."),
     Alert(name="PagesLost", severity="warning", for_s=0, when=Grew(source="failed_checks"),
-          summary="{replica} is idle, and pages of its KV pool are not free: they are lost until it is restarted."),
+          summary="{replica} is idle, and pages or rows of its KV pool are not free: lost until it is restarted."),
     Alert(name="StepsFail", severity="warning", for_s=0, when=Grew(source="failed_steps"), figure="errors",
           summary="Steps of {replica} have failed. It went on; a request that fails each time has ended with 500."),
     Alert(name="StoreOff", severity="warning", for_s=0,

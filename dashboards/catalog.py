@@ -197,7 +197,7 @@ _REPLICA = [
     Metric(REPLICA, COUNTER, "kv_pool_alloc_failures_total", "Allocations that failed even after eviction.",
             {"tier": DEVICE}),
     Metric(REPLICA, COUNTER, "kv_pool_failed_checks_total", "Looks at an idle pool, about two a second, that found "
-            "pages which are neither free nor evictable: lost.", {"tier": DEVICE}),
+            "pages neither free nor evictable, or rows of the request table taken: lost.", {"tier": DEVICE}),
     Metric(REPLICA, COUNTER, "cache_lookup_tokens_total", "Prompt tokens looked up in the prefix cache."),
     Metric(REPLICA, COUNTER, "cache_hit_tokens_total", "Prompt tokens that were reused, by tier.", {"tier": TIERS}),
     Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left a tier of the prefix cache, by reason; "

@@ -581,7 +581,7 @@ class EngineStats:
     rate_step_tokens: float = 0.0  # smoothed prompt tokens of the steps that ``prefill_tokens_per_s`` comes from
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
     blocked: str = ""  # what keeps waiting requests from starting: pool, slots; "" if nothing does
-    failed_checks: int = 0  # of the idle pool, which found pages lost
+    failed_checks: int = 0  # of the idle pool, which found pages or rows lost
     failed_steps: int = 0  # that the engine outlived
     late_uncached_tokens: int = 0  # of the queued ones, of late requests, before which one goes that can be in time
     late_factor: float = 0.0  # of scheduler.policy on_time; 0 under the other orders

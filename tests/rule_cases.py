@@ -149,7 +149,7 @@ CASES = (
          summary="a read back a page from L3 that is not what was written. It was not used."),
     Case(alert="PagesLost", series={f'manta_kv_pool_failed_checks_total{{{A},tier="L1"}}': "0 0 0 90x9 90x9"},
          quiet_at="2m", fires_at="3m", labels=IN_A,
-         summary="a is idle, and pages of its KV pool are not free: they are lost until it is restarted."),
+         summary="a is idle, and pages or rows of its KV pool are not free: lost until it is restarted."),
     Case(alert="StepsFail", series={f"manta_scheduler_failed_steps_total{{{A}}}": "0 0 0 1x9"},
          quiet_at="2m", fires_at="3m", labels=IN_A,
          summary="Steps of a have failed. It went on; a request that fails each time has ended with 500."),

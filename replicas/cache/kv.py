@@ -381,9 +381,13 @@ class KvCache:
         return bool(self._holders or len(self.store.quarantine))
 
     def check_idle(self) -> None:
-        """Check that, where nothing uses pages, all are free or evictable. O(1); `audit` finds which are not."""
-        if self.store.held_pages and not self.in_use:
-            self.store.count_lost()
+        """Check, where no request is open, that all rows are free, and all pages free or evictable but for quarantine.
+
+        O(1): what an ended request still holds is seen; `audit` finds which pages.
+        """
+        num_rows = self._table.max_requests - self._table.num_free
+        if num_rows or (self.store.held_pages and not len(self.store.quarantine)):
+            self.store.count_lost(num_rows)
 
     def flush(self) -> None:
         """Empty the prefix cache. Raises: InvalidRequest with the rids while pages are in use."""

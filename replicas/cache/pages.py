@@ -128,14 +128,14 @@ class PageStore:
             quarantined_pages=quarantined,
         )
 
-    def count_lost(self) -> None:
-        """Count, and log the first time, that pages are held though no request and no peer has any (cache/kv.py)."""
+    def count_lost(self, num_rows: int) -> None:
+        """Count, and log the first time, that pages or rows are held though no request is open (cache/kv.py)."""
         if not self.failed_checks:
             pool = self.stats()
             log.error(
-                "%d of %d pages are lost: nothing uses the pool, and %d are free, %d evictable, %d protected; restart "
-                "this replica when it can be spared, and report this as a defect of Manta",
-                self.held_pages, pool.num_pages, pool.free_pages, pool.evictable_pages, pool.protected_pages,
+                "%d of %d pages and %d rows are lost: no request is open, and %d pages are free, %d evictable, %d "
+                "protected; restart this replica when it can be spared, and report this as a defect of Manta",
+                self.held_pages, pool.num_pages, num_rows, pool.free_pages, pool.evictable_pages, pool.protected_pages,
             )  # fmt: skip
         self.failed_checks += 1
 

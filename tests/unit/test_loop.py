@@ -108,7 +108,17 @@ async def test_a_page_that_is_lost_is_counted_while_the_engine_is_idle_and_said_
         await loop.run_on_engine(lambda engine: engine.kv.store.allocator.alloc(2, rid="a leak"))
         until(lambda: loop.stats().failed_checks >= 2)
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert told.startswith("2 of 64 pages are lost: nothing uses the pool, and 59 are free, 3 evictable, 0 protected")
+    assert told.startswith(
+        "2 of 64 pages and 0 rows are lost: no request is open, and 59 pages are free, 3 evictable, 0 protected"
+    )
+
+
+async def test_what_an_ended_request_still_holds_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPEC F01, D16: its end forgets to let go of its pages and its row."""
+    with running() as loop:
+        monkeypatch.setattr(loop.engine.kv, "release", lambda *_, **__: None)
+        assert [delta async for delta in loop.generate(ask("a", PROMPT))][-1].finish is not None
+        until(lambda: loop.stats().failed_checks >= 2)
 
 
 async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:
