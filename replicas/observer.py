@@ -57,7 +57,7 @@ class Observer:
             if token.token_id is None:
                 continue
             made = [token.token_id, *(token_id for token_id, _ in token.more)]
-            finish = token.req.finish.reason.value if token.req.finish is not None else None
+            finish = _end(token.req)
             for number, (next_token, (last, slot)) in enumerate(zip(made, run, strict=False)):
                 observe.decode_step(
                     rid=token.req.rid,
@@ -80,3 +80,15 @@ class Observer:
             row=req.holding.row,
             slots=self._kv.slots_of(req, first, req.num_tokens),
         )
+
+
+def _end(req: Req) -> str | None:
+    """Name the end of ``req``: eos, stop_id, stop_string, or the reason where no token and no text was matched."""
+    finish = req.finish
+    if finish is None:
+        return None
+    if isinstance(finish.matched, str):
+        return "stop_string"
+    if finish.matched is not None:
+        return "eos" if finish.matched in req.eos_ids else "stop_id"
+    return finish.reason.value

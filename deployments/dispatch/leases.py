@@ -72,7 +72,7 @@ class ReplicaInfo:
     moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier
     weights: str = ""  # of a quantised checkpoint: how it is stored, and how its weights are served
     host_bytes: int = 0  # of the host tier
-    filled_in: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # `EngineConfig.filled_in`
+    filled_in: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # settings that were left open: value, why
     tiers: Mapping[str, str] = field(default_factory=dict)  # with a host tier: its policies, and the store's address
     actor: str = ""  # its name in Ray
 

@@ -23,6 +23,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from deployments import logs
@@ -46,7 +47,8 @@ from deployments.replica.cache_moves import ReplicaMoves
 from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
 from replicas.cache.tree_view import CacheTree
-from replicas.config import CacheConfig
+from replicas.config import CacheConfig, EngineConfig
+from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta
@@ -425,7 +427,6 @@ class ServedEngine:
     def _info(self, moves: MoveAddress | None) -> ReplicaInfo:
         engine, config = self.loop.engine, self.loop.engine.config
         capacity = self.loop.stats().pool.total_tokens
-        cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
         return ReplicaInfo(
             replica_id=self.replica_id,
             node_id=self._node_id,
@@ -446,14 +447,43 @@ class ServedEngine:
             num_threads=config.num_threads,
             pool=engine.describe(),
             role=self._role,
-            page_bytes=config.cache.page_size * config.num_kv_parts * cell_bytes,
+            page_bytes=_page_bytes(config),
             transfer=engine.transfer_address,
             metrics=self._metrics_address,
             moves=moves,
             host_bytes=config.cache.host_memory_bytes,
-            filled_in=config.filled_in,
+            filled_in=filled_in(engine),
             tiers=_tiers(config.cache),
         )
+
+
+def filled_in(engine: Engine) -> dict[str, dict[str, Any]]:
+    """Return each setting that was left open: the value in force, and where it came from.
+
+    A rank decides some of them after the settings were resolved: how much memory and how many rows there are.
+    """
+    config, pool = engine.config, engine.kv.store
+    decided = {
+        "cache.kv_dtype": (config.cache.kv_dtype, config.kv_dtype, f"for weights in {config.model.dtype}"),
+        "cache.device_memory_bytes": (
+            config.cache.device_memory_bytes,
+            pool.num_pages * _page_bytes(config),
+            "the pool, in what the device had left",
+        ),
+        "scheduler.max_running_requests": (
+            config.scheduler.max_running_requests,
+            engine.scheduler.max_running,
+            "as many as this pool can keep busy",
+        ),
+    }
+    by_rank = {name: {"value": value, "why": why} for name, (given, value, why) in decided.items() if given is None}
+    return by_rank | config.filled_in
+
+
+def _page_bytes(config: EngineConfig) -> int:
+    """Return the bytes of a page of K and V, all ranks."""
+    cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
+    return config.cache.page_size * config.num_kv_parts * cell_bytes
 
 
 def _kernels(device: str) -> str:

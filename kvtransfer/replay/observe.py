@@ -10,7 +10,7 @@ Thread:    any.
     J01 prefill_before_send    prefill side, before the last pages go: what will have been sent
     J02 transfer_submit        prefill side, each write of each rank that has ended
     J03 decode_after_restore   decode side, once all is there and before it is used
-    J04 decode_step            each token of each request
+    J04 decode_step            each token of each request; its end: eos, stop_id, stop_string or length
 """
 
 import functools

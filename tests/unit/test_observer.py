@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from kvtransfer.replay import observe
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair
+from tests.told_drafts import Told
 
 pytestmark = pytest.mark.model
 PROMPT = list(range(100, 145))  # 45 tokens: 12 pages of 4
@@ -108,12 +110,30 @@ def test_a_step_that_was_made_ahead_when_observers_are_turned_on_is_left_out(
     assert told == [("b", i, made[i - 1], made[i]) for i in (4, 5, 6)]
 
 
-def test_a_stop_string_is_the_reason_of_the_step_that_completed_it(events: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("end", ["stop_string", "stop_id", "eos", "length"])
+def test_the_step_that_ends_an_answer_says_what_ended_it(events: pytest.LogCaptureFixture, end: str) -> None:
     engine, _ = fake_engine()
-    whole = engine.tokenizer.decode(continuation(PROMPT, 8), True)
-    engine.submit(ask("a", PROMPT, stop=(whole[8:12],)))
+    made = continuation(PROMPT, 8)
+    whole = engine.tokenizer.decode(made, True)
+    if end == "eos":
+        engine.config = replace(engine.config, model=replace(engine.config.model, eos_ids=(made[5],)))
+    stops = {"stop_string": {"stop": (whole[8:12],)}, "stop_id": {"stop_token_ids": (made[5],)}}
+    engine.submit(ask("a", PROMPT, **stops.get(end, {})))
     finish_all(engine)
-    assert [step["finish_reason"] for step in lines(events, "decode_step")][-1] == "stop"
+    ends = [step["finish_reason"] for step in lines(events, "decode_step")]
+    assert ends == [None] * (len(ends) - 1) + [end]
+
+
+def test_of_the_tokens_that_drafts_bring_in_one_step_the_last_has_the_end(events: pytest.LogCaptureFixture) -> None:
+    engine, _ = fake_engine()
+    made = continuation(PROMPT, 8)
+    engine.scheduler.drafts = Told(engine, {("a", 0): made})
+    engine.submit(ask("a", PROMPT))
+    finish_all(engine)
+    told = lines(events, "decode_step")
+    assert [step["next_token"] for step in told] == made[1:]
+    assert engine.scheduler.counters.accepted_tokens["text"] > 0
+    assert [step["finish_reason"] for step in told] == [None] * 6 + ["length"]
 
 
 def test_an_observation_that_fails_ends_no_step_and_is_said_once(events: pytest.LogCaptureFixture) -> None:

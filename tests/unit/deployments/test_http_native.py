@@ -216,6 +216,7 @@ async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) 
         assert state["replica"]["kernels"] == instruction_set()
         assert told["scheduler"]["cascade_saves"] == 256  # SPEC L04: nobody set it
         assert state["replica"]["filled_in"]["scheduler.cascade_saves"] == {"value": 256, "why": "default on cpu"}
+        assert told["cache"]["kv_dtype"] == "float32"
         assert told["tokenizer_path"] == MODEL
 
 

@@ -303,3 +303,26 @@ async def test_a_replica_that_drains_gets_nothing_new_ends_what_runs_and_has_ser
             await served.check_health()
         await other.check_health()
     await other.stop()
+
+
+def test_what_a_rank_decided_is_told_as_filled_in() -> None:
+    """SPEC L04, A08: on a GPU memory and rows are open until the rank has looked."""
+    engine, _ = fake_engine(num_pages=64, page_size=4, max_running=8)
+    open_ = dataclasses.replace(
+        engine.config,
+        cache=dataclasses.replace(engine.config.cache, device_memory_bytes=None),
+        scheduler=dataclasses.replace(engine.config.scheduler, max_running_requests=None),
+        origin={},
+    )
+    engine.config = open_
+    token_bytes = 2 * open_.model.num_layers * open_.model.num_kv_heads * open_.model.head_dim * 4
+    told = {name: each["value"] for name, each in served_engine.filled_in(engine).items()}
+    wanted = {
+        "cache.kv_dtype": "float32",
+        "cache.device_memory_bytes": 64 * 4 * token_bytes,
+        "scheduler.max_running_requests": 8,
+    }
+    assert told == wanted
+    given = dataclasses.replace(open_.cache, kv_dtype="int8", device_memory_bytes=1 << 20)
+    engine.config = dataclasses.replace(open_, cache=given)
+    assert list(served_engine.filled_in(engine)) == ["scheduler.max_running_requests"]
