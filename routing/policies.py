@@ -98,8 +98,8 @@ class HeldTokens:
 def held_tokens(reach: Reach, load: LoadEstimate[Floats], loading: Floats, *, page_size: int) -> HeldTokens:
     """Return what each candidate loads of what it has: the tokens of a tier if that is quicker than computing them.
 
-    Pages of the store can only follow those before them, so they are computed too where the host's are. They go
-    through the host.
+    Pages of the store can only follow those before them, and go through the host: where the host's pages are computed
+    since that is quicker, so are they.
 
     Args: loading: [3, n] seconds: a token from the host; a token from the store to the host; before the store's bytes.
     """
@@ -109,10 +109,8 @@ def held_tokens(reach: Reach, load: LoadEstimate[Floats], loading: Floats, *, pa
         return HeldTokens(device=device, host=no_tokens, store=no_tokens, load_s=none)
     host_s_per_token, store_s_per_token, latency_s = loading
     host, host_s = _quicker((reach.own - reach.device) * page_size, none, host_s_per_token, load)
-    follows = device + host == reach.own * page_size
-    store, store_s = _quicker(
-        np.where(follows, reach.store - reach.own, 0) * page_size, latency_s, store_s_per_token + host_s_per_token, load
-    )
+    behind = (reach.store - reach.own) * page_size
+    store, store_s = _quicker(behind, latency_s, store_s_per_token + host_s_per_token, load)
     return HeldTokens(device=device, host=host, store=store, load_s=host_s + store_s)
 
 

@@ -329,6 +329,8 @@ class Scheduler:
 
     def _accept(self, req: Req) -> None:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
+        if not self.has_work:
+            self._ratio.idle()
         if req.asked.offline:
             req.rank.priority = OFFLINE
             self.queues.lines.opened()

@@ -261,3 +261,16 @@ def test_a_range_with_a_hole_or_into_shared_pages_is_refused() -> None:
     other.kv.admit(blank)
     with pytest.raises(ValueError, match="must start within the 0 tokens that have slots"):
         restore_to_kvpool(other, blank, meta, payload)
+
+
+def test_a_restored_request_says_what_was_cached_for_it_where_it_began() -> None:
+    """20 of its 23 prompt tokens had been computed for another; here nothing is cached."""
+    engine = make()
+    engine.submit(ask("before", PROMPT))
+    finish_all(engine)
+    snapshot, _ = after(engine, ask("a", PROMPT), 3)
+    other = make()
+    restore(other, snapshot)
+    last = finish_all(other)[-1]
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (23, 20)

@@ -55,7 +55,7 @@ def pages(kv: KvCache) -> tuple[int, int, int, int, int]:
 
 
 def test_an_idle_check_counts_what_nobody_holds_and_nothing_else() -> None:
-    """SPEC D16: requests, what they decode, quarantine with and without a lock; then a lost page, and a lost lock."""
+    """SPEC D16: quarantine with and without a lock; a row, alone or with pages; a lost page, and a lost lock."""
     kv = make()
 
     def fails() -> bool:
@@ -68,12 +68,16 @@ def test_an_idle_check_counts_what_nobody_holds_and_nothing_else() -> None:
     receipts = []
     for locked in (True, False):
         req = prefilled(kv, "second", 11)
-        assert not fails()
+        assert fails()  # no request is open, says who calls
         receipts.append(kv.quarantine(req, locked=locked))
         assert not fails()
     for receipt in receipts:
         kv.release_quarantined(receipt)
         assert not fails()
+    row = kv._table.alloc()
+    assert fails()
+    kv._table.free(row)
+    assert not fails()
     page = kv.store.allocator.alloc(1, rid="a leak")
     assert fails()
     kv.store.allocator.free(page)
@@ -322,3 +326,39 @@ def test_a_receipt_is_given_back_once() -> None:
     kv.release_quarantined(receipt)
     with pytest.raises(AssertionError, match="have left quarantine before"):
         kv.release_quarantined(receipt)
+
+
+def test_a_whole_prefix_that_a_higher_priority_reused_outlives_what_came_after_it() -> None:
+    """``eviction: priority``; nothing was computed behind it, so its use alone raises it."""
+    kv = make(cache=CacheConfig(eviction="priority"))
+    first, other = list(range(8)), list(range(50, 58))
+    for number, (prompt, priority) in enumerate([(first, 0), (first, 5), (other, 0)]):
+        req = choice_of(f"r{number}", prompt, priority=priority)
+        kv.admit(req, whole=True)
+        kv.extend(req, 8)
+        req.computed_len = 8
+        kv.release(req, keep=True)
+    kv.store.make_room(6, "a test")
+    left = [kv.match(np.array(prompt, dtype=np.int32), "").prefix_len for prompt in (first, other)]
+    assert left == [8, 0]
+
+
+def test_a_row_that_walks_through_another_prefix_than_the_trees_is_noticed() -> None:
+    """SPEC B05: the pages are there, whole, and another prompt's."""
+    kv = make()
+    kv.release(prefilled(kv, "other", 9), keep=True)
+    wrong = kv.match(np.arange(4, dtype=np.int32), "").pages
+    kv.release(_computed(kv, "own", [70, 71, 72, 73, 74]), keep=True)
+    choice = choice_of("again", [70, 71, 72, 73, 75])
+    kv.admit(choice)
+    kv.check([choice])
+    assert choice.holding is not None
+    kv._table._slots[choice.holding.row, :4] = kv.store.allocator.pages_to_slots(wrong)
+    with pytest.raises(AssertionError, match="B05"):
+        kv.check([choice])
+
+
+def _computed(kv: KvCache, rid: str, prompt: list[int]) -> Req:
+    req = choice_of(rid, prompt)
+    prefill(kv, req)
+    return req

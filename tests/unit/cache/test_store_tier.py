@@ -3,12 +3,15 @@
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from replicas.cache.store_tier import MAX_LEFT
 from replicas.cache.store_worker import Fetch
+from replicas.engine.occupation import Occupation
+from replicas.errors import InvalidRequest
 from replicas.request import Req
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason
@@ -371,3 +374,66 @@ def test_a_host_that_loads_slower_than_it_computes_is_not_used(tmp_path: Path) -
     assert (quick.cached.host, bench.tiers.counters.slow_loads) == (36, 1)
     assert bench.device.num_computed == 2 * 41 + 4 + 1
     bench.finish()
+
+
+def test_a_host_page_that_is_wrong_is_met_once(tmp_path: Path) -> None:
+    """It leaves the tree with what is behind it: computed and copied anew, all nine pages are loaded."""
+    bench = TieredBench(tmp_path)
+    bench.kv.store_tier = None
+    ask(bench)
+    to_host(bench.kv)
+    hosts, _ = bench.tiers.where(np.array(PROMPT, dtype=np.int32), "", 0)
+    bench.host.view[hosts[3], 5] ^= 1
+    req, _ = ask(bench)
+    assert (req.cached.host, bench.tiers.counters.wrong_pages) == (12, 1)
+    to_host(bench.kv)
+    req, _ = ask(bench)
+    assert (req.cached.host, bench.tiers.counters.wrong_pages) == (36, 1)
+    bench.finish()
+
+
+def test_a_store_that_reads_slower_than_computing_is_not_waited_for(tmp_path: Path) -> None:
+    """A token took it 20 ms and computing takes 10: once it says what it has the prompt is computed."""
+    bench = filled(tmp_path, policy="expected", compute_s_per_token=0.01)
+    bench.store_tier._hit_share, bench.store_tier._s_per_token = 1.0, 0.02
+    bench.submit(PROMPT, max_new_tokens=1)
+    bench.step()  # looks, and takes host pages for what was found
+    assert bench.tiers.host.coming == 9
+    bench.hangs = True
+    assert bench.step() is not None
+    bench.hangs = False
+    bench.run()
+    assert bench.device.num_computed == 40
+    bench.finish()
+
+
+@pytest.mark.parametrize("write", ["write_through_selective", "adaptive"])
+def test_the_cache_is_on_the_host_after_its_memory_was_given_back(tmp_path: Path, write: str) -> None:
+    """The selective rule has copied nothing of what was used once."""
+    bench = TieredBench(tmp_path, write=write)
+    bench.kv.store_tier = None
+    ask(bench)
+    given: list[frozenset[str]] = []
+    occupation = Occupation(bench.kv, device="cpu", has_transfer=False, give_back=given.append)
+    occupation.release(frozenset({"kv_cache"}))
+    assert given == [frozenset({"kv_cache"})]
+    assert bench.kv.store.stats().free_pages == 12
+    occupation.resume(frozenset({"kv_cache"}))
+    req, _ = ask(bench)
+    assert req.cached.host == 36
+    bench.finish()
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"device": "cuda", "has_transfer": False}, "memory of a GPU cannot be given back: captured graphs"),
+        ({"device": "cpu", "has_transfer": True}, "where prefill and decode are apart: peers write into it"),
+    ],
+)
+def test_memory_that_others_have_the_address_of_is_not_given_back(tmp_path: Path, where: Any, said: str) -> None:
+    occupation = Occupation(TieredBench(tmp_path).kv, give_back=lambda parts: None, **where)
+    for tags in ([], ["kv_cache"], ["weights"]):
+        with pytest.raises(InvalidRequest, match=said):
+            occupation.parts_of(tags)
+    assert not occupation.released

@@ -125,3 +125,16 @@ def test_verbose_logging_does_not_turn_it_on(caplog: pytest.LogCaptureFixture) -
         assert not observe.enabled()
         observe.prefill_before_send(*some())
     assert lines(caplog) == []
+
+
+def test_a_write_whose_observation_fails_raises_nothing_on_the_thread_of_transfers(
+    events: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L10, J02: that thread would end with it, and every hand-off of the replica."""
+    monkeypatch.setattr(observe, "_emit", None)
+    for rid in "ab":
+        observe.transfer_submit(
+            rid=rid, room=1, rank=0, device="cpu", dtype="float16", buffers_bytes=[96], latency_s=0.1
+        )
+    (said,) = [record.getMessage() for record in events.records]
+    assert said == "transfer_submit failed; requests are not affected, its events are missing"

@@ -61,6 +61,11 @@ def test_the_states_of_the_pool_sum_to_its_capacity() -> None:
     assert seen.value("kv_pool_utilization_ratio", tier="L1") == pytest.approx(0.3)
 
 
+def test_looks_that_found_pages_lost_are_told() -> None:
+    """SPEC D16; the alert PagesLost reads it."""
+    assert scrape(dataclasses.replace(stats(), failed_checks=3)).value("kv_pool_failed_checks_total", tier="L1") == 3
+
+
 def test_tiers_are_told_with_what_they_hold_and_did() -> None:
     tiers = TierStats(
         host_pages=40, host_used_pages=10, clean_pages=3, store="disk", store_bytes=9000, store_items=7,

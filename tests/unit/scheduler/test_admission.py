@@ -2,8 +2,11 @@
 
 import pytest
 
-from replicas.request import Req
+from kvtransfer.types import PdTicket, PeerAddress
+from replicas.request import Leg, Req
 from replicas.scheduler.admission import CLIP_NEW_TOKENS, NewTokenRatio, StepBudget
+from replicas.scheduler.tokens import stop_reason
+from replicas.types import PdLeg, SamplingParams
 from tests.harness import choice_of
 
 
@@ -56,3 +59,18 @@ def test_the_ratio_decays_to_its_floor_and_jumps_after_a_retraction() -> None:
     assert ratio.value == pytest.approx(0.5)  # (30 + 20) of 100
     ratio.idle()
     assert ratio.value == 0.7
+
+
+def test_a_prefill_leg_reserves_nothing_for_the_output_that_another_replica_makes() -> None:
+    ticket = PdTicket(room=1, generation=0, prefill=PeerAddress(host="127.0.0.1", port=1, incarnation="a"))
+    ratio, asked = NewTokenRatio(initial=1.0, floor=0.0, decay=0.0), req(max_new_tokens=100)
+    for role, reserved in ((PdLeg.DECODE, 100), (PdLeg.PREFILL, 0)):
+        asked.leg = Leg(role=role, ticket=ticket)
+        assert ratio.reserve(asked) == reserved
+
+
+def test_a_stop_id_that_came_before_the_least_output_does_not_end_the_answer() -> None:
+    """It comes where nothing else is allowed, so that it could not be masked."""
+    sampling = SamplingParams(stop_token_ids=(2,), min_new_tokens=4)
+    ended = [choice_of("a", range(4), sampling=sampling, resumed_ids=(*range(10, 10 + n), 2)) for n in range(5)]
+    assert [stop_reason(req) is not None for req in ended] == [False, False, False, True, True]

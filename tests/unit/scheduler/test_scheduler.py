@@ -70,6 +70,27 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert bench.scheduler.counters.prefill_tokens == 65 + 3
 
 
+def test_equal_prompts_of_other_salts_do_not_wait_for_each_other() -> None:
+    """A wait would tell a tenant by the clock that another has sent its prompt: both run in the first step."""
+    bench = Bench(page_size=4, chunked_prefill_size=256, context_len=256, num_pages=128, in_batch_prefix_len=32)
+    for salt in "ab":
+        bench.submit(range(64), max_new_tokens=2, cache_salt=salt)
+    bench.step()
+    assert (bench.scheduler.counters.prefill_tokens, bench.scheduler.last.refusals) == (128, {})
+    bench.run()
+
+
+def test_what_was_reserved_for_output_is_reserved_again_after_a_pause() -> None:
+    """SPEC F11: 40 decode steps lower the share; nothing has decoded when the next request comes."""
+    bench = Bench(new_token_ratio=0.5, min_new_token_ratio=0.1)
+    bench.submit([1, 2, 3], max_new_tokens=41)
+    bench.run()
+    assert bench.scheduler._ratio.value < 0.5
+    bench.submit([4, 5, 6], max_new_tokens=41)
+    bench.step()
+    assert bench.scheduler._ratio.value == 0.5
+
+
 @pytest.mark.parametrize(("priorities", "retractions"), [("off", (0, 1)), ("on", (1, 0))])
 def test_a_full_pool_retracts_the_lowest_priority_then_the_least_output(
     priorities: str, retractions: tuple[int, int]
