@@ -53,7 +53,7 @@ from deployments.http.service import Service, adaptable_weights, read_face, toke
 from deployments.settings.adapters import Adapters
 from deployments.settings.groups import without_secrets
 from deployments.settings.keys import NO_KEYS, KeyDigests
-from deployments.settings.places import VERSION
+from deployments.settings.places import VERSION, ask_nodes_directly
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.router_metrics import RouterMetrics
@@ -80,6 +80,7 @@ class RouterIngress:
         self._tasks: list[asyncio.Task[None]] = []
         self._recorder: Recorder | None = None
         logs.into_serve()
+        ask_nodes_directly()
         self._config = config = parse(settings)
         self._keys = keys = keys.read_anew()
         context = ray.get_runtime_context()

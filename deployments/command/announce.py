@@ -29,6 +29,7 @@ from deployments.settings.places import VERSION
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import OBSERVATORY
+from deployments.watch.terminal.ask import opened
 from deployments.watch.terminal.keyboard import on_terminal
 from routing.types import Role
 
@@ -130,7 +131,7 @@ class EventLines:
         for url, seen in list(self._seen.items()):
             asked = _with_key(f"{url}/api/events?since={seen or 0}")
             try:
-                with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
+                with opened(asked, timeout_s=ANSWER_S, is_ours=True) as answer:
                     events = json.load(answer)["events"]
                     lines = [(each["seq"], _event_line(each)) for each in events]
             except UNANSWERED:
@@ -161,7 +162,7 @@ class EventLines:
 def _open_to(url: str) -> str:
     """Ask the observatory whether it needs a key. Returns: "" without an answer, as before Serve's proxy knows it."""
     try:
-        with urllib.request.urlopen(f"{url}/api/state", timeout=ANSWER_S):
+        with opened(urllib.request.Request(f"{url}/api/state"), timeout_s=ANSWER_S, is_ours=True):
             return " (asks for no key)"
     except urllib.error.HTTPError as error:
         return " (asks for the admin key)" if error.code == 401 else ""
@@ -174,7 +175,7 @@ def wait_open(url: str, *, pause: Callable[[float], None] = time.sleep) -> None:
     runs a second after Serve, and says until then that Manta starts (haproxy_no_splice.sh)."""
     for _ in range(round(OPENS_S / LOOK_S)):
         try:
-            urllib.request.urlopen(f"{url}/ping", timeout=ANSWER_S).close()
+            opened(urllib.request.Request(f"{url}/ping"), timeout_s=ANSWER_S, is_ours=True).close()
         except urllib.error.HTTPError as error:
             if error.code == 503:
                 pause(LOOK_S)
@@ -202,7 +203,7 @@ def counted(counts: Mapping[Role, int]) -> str:
 def _replicas(url: str) -> list[dict[str, Any]]:
     """Ask the API for the description of each replica; none if it does not answer."""
     try:
-        with urllib.request.urlopen(_with_key(f"{url}/get_server_info"), timeout=10) as answer:
+        with opened(_with_key(f"{url}/get_server_info"), timeout_s=10, is_ours=True) as answer:
             return [state["replica"] for state in json.load(answer)["internal_states"]]
     except UNANSWERED:
         return []

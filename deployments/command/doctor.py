@@ -33,7 +33,15 @@ from rich.text import Text
 
 from deployments.command import haproxy
 from deployments.settings import settings_file
-from deployments.settings.places import IS_CHECKOUT, MODEL_ADVICE, ROOT, check_model_path, local_model, weights_bytes
+from deployments.settings.places import (
+    IS_CHECKOUT,
+    MODEL_ADVICE,
+    ROOT,
+    check_model_path,
+    local_model,
+    proxies_of,
+    weights_bytes,
+)
 from deployments.settings.settings_file import ALL_ADDRESSES, PORT, Given, check_port
 from deployments.watch.terminal import ask
 from replicas.errors import InvalidConfig
@@ -143,6 +151,14 @@ def ray_token(environ: Mapping[str, str], current: Path) -> Iterator[Finding]:
         yield Finding("Ray's token", "there is one, and no command shows it", Level.WARNING, advice)
 
 
+def http_proxies(names: list[str]) -> Finding:
+    """``names``: of the variables of the environment that name an HTTP proxy."""
+    if not names:
+        return Finding("HTTP proxy", "none in the environment")
+    advice = "Manta asks no proxy for its own nodes; for clients such as curl: export no_proxy=127.0.0.1,localhost"
+    return Finding("HTTP proxy", f"{', '.join(names)}: the hub is asked through it", Level.WARNING, advice)
+
+
 def clock(time_s: float, newest_file_s: float, *, is_synchronised: bool) -> Finding:
     """``newest_file_s``: of Manta's own files."""
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_s))
@@ -223,6 +239,7 @@ def examine(config: Given) -> Iterator[Finding]:
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # in Ray's order
     yield from ray_session(Path(temporary, "ray", "session_latest"))
     yield from ray_token(os.environ, Path(temporary, "ray", "ray_current_cluster"))
+    yield http_proxies(proxies_of())
     newest_file_s = max(each.stat().st_mtime for each in Path(__file__).parent.glob("*.py"))
     yield clock(time.time(), newest_file_s, is_synchronised=_clock_is_synchronised())
     yield from gpu(torch_cuda(), *_gpus(), shutil.which("nvcc"), wanted=wanted)

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from deployments.settings.places import is_loopback
+from deployments.settings.places import ask_nodes_directly, is_loopback
 from deployments.settings.settings_file import ALL_ADDRESSES
 from replicas.errors import InvalidConfig
 
@@ -202,7 +202,7 @@ def prepare_ray(environ: MutableMapping[str, str] = os.environ, *, host: str = A
     """Set the variables of a Ray of our own: a random token, the loopback if the HTTP server listens there, and a
     folder that no other user reaches: Ray gives its session the mode 777, sockets, packages and logs included.
 
-    With RAY_ADDRESS set nothing changes. Without RAY_AUTH_MODE, Ray would go by files that happen to exist.
+    With RAY_ADDRESS set none of these changes. Without RAY_AUTH_MODE, Ray would go by files that happen to exist.
     Args: host: what clients connect to (http_options).
     """
     if "RAY_ADDRESS" not in environ:
@@ -213,6 +213,7 @@ def prepare_ray(environ: MutableMapping[str, str] = os.environ, *, host: str = A
             environ.setdefault(ON_A_CLUSTER, "0")
         if "RAY_TMPDIR" not in environ:
             environ["RAY_TMPDIR"] = str(private_folder(Path(tempfile.gettempdir())))
+    ask_nodes_directly(environ)
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 

@@ -1,10 +1,12 @@
-"""The project's version and place, and a model's path as settings, processes and clients name it.
+"""The project's version and place, a model's path as settings, processes and clients name it, and HTTP proxies.
 
 Never: downloads anything.
 """
 
 import difflib
 import ipaddress
+import os
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from replicas.errors import InvalidConfig
@@ -78,6 +80,17 @@ def weights_bytes(path: str) -> int:
     folder = Path(local_path(path))
     files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")] if folder.is_dir() else []
     return sum(file.stat().st_size for file in files)
+
+
+def proxies_of(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """List the variables by which libraries send what they ask through an HTTP proxy."""
+    return [name for name in environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")]
+
+
+def ask_nodes_directly(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have gRPC, by which Serve's processes call each other, ask no HTTP proxy for an address. What asks other hosts,
+    such as the hub, goes on through the proxy."""
+    environ.setdefault("no_grpc_proxy", "0.0.0.0/0,::/0,localhost")
 
 
 def is_loopback(host: str) -> bool:

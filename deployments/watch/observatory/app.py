@@ -23,6 +23,7 @@ from dashboards.catalog import ROLES, Process
 from deployments import logs
 from deployments.http.access import browser_rules
 from deployments.settings.keys import KEY_VARIABLE, digest
+from deployments.settings.places import ask_nodes_directly
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from deployments.watch.observatory import serve_details
@@ -50,6 +51,7 @@ class Observatory:
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         logs.into_serve()
+        ask_nodes_directly()
         settings = parse(args)
         self._id = serve.get_replica_context().replica_id.unique_id
         self._state = State(

@@ -12,6 +12,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deployments.settings.places import is_loopback, proxies_of
+
 TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 600.0  # between two parts of an answer: it may wait in a queue
 NOT_THERE, UNREACHABLE, REFUSED = 1, 3, 4  # exit statuses; 2 is argparse's
@@ -163,7 +165,7 @@ def _bases(url: str) -> list[str]:
 
 def _parts(url: str) -> tuple[str, str]:
     """Split ``url`` into the server and a path without a slash at the end. Raises: Unanswered."""
-    base = (url if "://" in url else f"http://{url}").rstrip("/")
+    base = (url if "://" in url else f"http://{url}").partition("?")[0].rstrip("/")
     try:
         path = urllib.parse.urlsplit(base).path
     except ValueError as error:
@@ -185,7 +187,7 @@ def _get(
     with _understood(url), _open(url, key, body, timeout_s=timeout_s) as answer:
         found = json.load(answer)
     if not isinstance(found, dict):
-        raise _not_manta(url)
+        raise _not_manta(_parts(url)[0])
     return found
 
 
@@ -197,7 +199,14 @@ def _open(url: str, key: str | None, body: Mapping[str, Any] | None = None, *, t
     headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {_sendable(key)}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     headers |= {"Content-Type": "application/json"} if data is not None else {}
-    return urllib.request.urlopen(urllib.request.Request(url, data=data, headers=headers), timeout=timeout_s)
+    return opened(urllib.request.Request(url, data=data, headers=headers), timeout_s=timeout_s)
+
+
+def opened(asked: urllib.request.Request, *, timeout_s: float, is_ours: bool = False) -> Any:
+    """Open what is ``asked``. No HTTP proxy is asked for this machine, or for what ``is_ours``: started from here."""
+    directly = is_ours or is_loopback(urllib.parse.urlsplit(asked.full_url).hostname or "")
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if directly else []))
+    return opener.open(asked, timeout=timeout_s)
 
 
 @contextlib.contextmanager
@@ -209,13 +218,17 @@ def _understood(url: str) -> Iterator[None]:
         raise
     except (OSError, http.client.IncompleteRead) as error:  # RemoteDisconnected is both kinds
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        host = urllib.parse.urlsplit(url).hostname or ""
+        proxies = [] if is_loopback(host) or urllib.request.proxy_bypass(host) else proxies_of()
+        through = f", asked through {', '.join(proxies)}" if proxies else ""
         raise Unanswered(
-            f"nothing answers at {url} ({reason}): start Manta with `make serve`, or give its address with --url",
+            f"nothing answers at {_parts(url)[0]} ({reason}{through}): start Manta with `make serve`, or give its "
+            "address with --url",
             UNREACHABLE,
         ) from error
     except (ValueError, http.client.HTTPException) as error:  # the address, or the answer
         what = f"{type(error).__name__}: {str(error).strip()}"
-        raise Unanswered(f"{url} does not answer as Manta does ({what}): check --url", NOT_THERE) from error
+        raise Unanswered(f"{_parts(url)[0]} does not answer as Manta does ({what}): check --url", NOT_THERE) from error
 
 
 def _sendable(key: str) -> str:

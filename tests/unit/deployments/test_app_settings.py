@@ -22,7 +22,7 @@ from deployments.command.haproxy import prepare_ray
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, outages, shortages, too_wide
-from deployments.settings.places import ROOT, local_path, shown_path
+from deployments.settings.places import ROOT, ask_nodes_directly, local_path, shown_path
 from deployments.settings.schema import RouterSettings, parse
 from deployments.settings.settings_file import check_port
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
@@ -492,6 +492,29 @@ def test_a_cluster_of_our_own_has_a_token_and_another_keeps_its_ways() -> None:
         given = dict(theirs)
         prepare_ray(given)
         assert "RAY_AUTH_TOKEN" not in given
+
+
+CALL = """
+import grpc, sys
+from concurrent.futures import ThreadPoolExecutor
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+for host in ("127.0.0.1", "localhost"):
+    grpc.channel_ready_future(grpc.insecure_channel(f"{host}:{port}")).result(float(sys.argv[1]))
+"""
+
+
+def test_the_processes_of_a_ray_ask_no_http_proxy_for_each_other() -> None:
+    """Serve's calls go by gRPC, which heeds http_proxy: a start waited for ever, and logged 90 lines a second."""
+    proxied = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    failed = subprocess.run([sys.executable, "-c", CALL, "1"], env=proxied, capture_output=True, text=True, check=False)
+    assert "FutureTimeoutError" in failed.stderr
+    prepare_ray(proxied)
+    subprocess.run([sys.executable, "-c", CALL, "60"], env=proxied, capture_output=True, check=True)
+    given = {"no_grpc_proxy": "10.0.0.0/8"}
+    ask_nodes_directly(given)
+    assert given == {"no_grpc_proxy": "10.0.0.0/8"}
 
 
 @pytest.mark.parametrize(

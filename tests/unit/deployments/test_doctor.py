@@ -34,6 +34,8 @@ NOW_S, BUILT_S = 1_800_000_000.0, 1_790_000_000.0
         (doctor.model("models/tiny", "", 1), OK),
         (doctor.model("models/tiny", "", 0), FAULT),
         (doctor.model("models/tiny", "there is no such folder", None), FAULT),
+        (doctor.http_proxies([]), OK),
+        (doctor.http_proxies(["http_proxy"]), WARNING),
         (doctor.cores(2, None), OK),
         (doctor.cores(2, 2.0), OK),
         (doctor.cores(2, 1.5), WARNING),

@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -402,8 +403,23 @@ def test_what_is_amiss_is_said_with_what_to_do(server: Scripted, status: int, bo
 def test_nothing_listening_is_an_exit_status_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = top.Options(once=True, as_json=False, interval_s=1.0)
     assert top.run("127.0.0.1:1", None, options) == 3
-    said = "nothing answers at http://127.0.0.1:1/manta/api/state?since=0 ([Errno 111]"
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith("nothing answers at http://127.0.0.1:1 ([Errno 111]")
+
+
+NO_PROXY = "http://127.0.0.1:9"  # where none listens
+
+
+def test_no_http_proxy_is_asked_for_this_machine_or_for_what_was_started_here(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, NO_PROXY)
+    server.answers = [(200, {"version": 1})] * 2
+    assert ask.state(server.url, None)["version"] == 1
+    elsewhere = server.url.replace("127.0.0.1", "127.1")  # no address to Python, and one to the system
+    assert ask.opened(urllib.request.Request(elsewhere), timeout_s=5, is_ours=True).status == 200
+    with pytest.raises(ask.Unanswered, match=r"127\.1:\d+ \(.*, asked through http_proxy, ALL_PROXY\): start"):
+        ask.state(elsewhere, None)
 
 
 @pytest.mark.parametrize(
