@@ -136,7 +136,7 @@ class _Check:
         model = args.get("model")
         path = model.get("path") if isinstance(model, dict) else None
         if isinstance(path, str) and path.count("/") == 1 and local_model(path) is None:
-            self._say(f"asking the Hugging Face hub for {path}'s config.json, for half a minute at most")
+            self._say(f"asking the Hugging Face hub for {path}'s config.json")
         ram = ANY_MEMORY if self._on_cluster else available_ram()
         config, problems = examined(args, available_bytes=ram)
         self._add(problems, "applications", index, "args")

@@ -7,14 +7,12 @@ Thread:    the router's event loop; long texts and bodies on the executors' thre
 """
 
 import asyncio
-import contextlib
 import functools
 import json
-import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,6 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
@@ -42,6 +39,7 @@ from deployments.settings.adapters import Adapters
 from deployments.settings.keys import CALLER, CacheIsolation
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
+from replicas.checkpoints import hub
 from replicas.errors import InvalidConfig, PromptTooLong, UnsupportedModel
 from replicas.hf_config import contexts, model_config_from_hf, named_context
 from replicas.models.registry import MODELS
@@ -304,15 +302,8 @@ def config_folder(model: ModelSettings) -> Path:
     folder = Path(local_path(model.path))
     if folder.is_dir():
         return folder
-    try:
-        with _quiet_hub():
-            return Path(hf_hub_download(model.path, "config.json", revision=model.revision)).parent
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-        raise InvalidConfig(
-            f"model.path = {model.path!r}: there is no such folder{nearest_folder(model.path)}, and the Hugging Face "
-            f"hub did not give its config.json: {_first_line(error)}. Check the name, the network and HF_TOKEN, or "
-            "give a folder"
-        ) from error
+    with hub.asking(model.path, near=nearest_folder(model.path)) as how:
+        return Path(hf_hub_download(model.path, "config.json", revision=model.revision, **how)).parent
 
 
 def tokenizer_folder(model: ModelSettings) -> str:
@@ -320,7 +311,8 @@ def tokenizer_folder(model: ModelSettings) -> str:
     folder = Path(local_path(model.path))
     if folder.is_dir():
         return str(folder)
-    return str(snapshot_download(model.path, revision=model.revision, allow_patterns=TOKENIZER_FILES))
+    with hub.asking(model.path) as how:
+        return str(snapshot_download(model.path, revision=model.revision, allow_patterns=TOKENIZER_FILES, **how))
 
 
 def _config_json(model: ModelSettings) -> dict[str, Any]:
@@ -346,20 +338,3 @@ def _with_defaults(model: ModelSettings, config: dict[str, Any]) -> dict[str, An
     filled |= {key: config[key] for key in ("architectures", "model_type") if key in config}
     own = named_context(filled)
     return filled if own is None else filled | {"max_position_embeddings": own}
-
-
-@contextlib.contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """Silence the hub's line about each of its retries; the final error is reported once."""
-    hub = logging.getLogger("huggingface_hub")
-    before = hub.level
-    hub.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        hub.setLevel(before)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -19,7 +19,7 @@ def listing(folder: Path) -> str:
 
 def safetensors_files(folder: Path) -> list[Path]:
     """List a checkpoint's files: those of the index if there is one, else model.safetensors. Raises: InvalidConfig."""
-    names = sorted(set(weight_map(folder).values())) or [WHOLE]
+    names = weight_files(folder)
     missing = [name for name in names if not os.path.isfile(folder / name)]  # Path.is_file raises for a long name
     if missing:
         raise InvalidConfig(
@@ -27,6 +27,11 @@ def safetensors_files(folder: Path) -> list[Path]:
             f"are read: fetch the folder again, or save the model with Transformers' save_pretrained"
         )
     return [folder / name for name in names]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Name a checkpoint's files, there or not. Raises: InvalidConfig."""
+    return sorted(set(weight_map(folder).values())) or [WHOLE]
 
 
 def weight_map(folder: Path) -> dict[str, str]:

@@ -11,7 +11,6 @@ Invariant: the config means the same to `model_config_from_hf`, with or without 
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +19,7 @@ import xxhash
 
 from replicas.checkpoints.checkpoint import gguf_of, stored_as
 from replicas.checkpoints.gguf_folder import folder_of, gguf_in
-from replicas.checkpoints.weight_index import listing
+from replicas.checkpoints.weight_index import listing, weight_files
 from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.hf_config import contexts, model_config_from_hf, model_config_from_outline
@@ -28,13 +27,14 @@ from replicas.kernels.weight_formats import RULES
 from replicas.models.registry import check_native
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]  # beside the weights
 
 
-def model_folder(path_or_hub_id: str, *, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the local folder of a model; a hub id is fetched, or found in the hub's local cache.
+def model_folder(path_or_hub_id: str, *, revision: str | None = None) -> Path:
+    """Return the local folder of a model; a hub id is fetched, or found in the hub's local cache: of its weights only
+    what the index names, or model.safetensors, for some models have a second copy of them in another form.
 
-    Args:   revision: of a hub id: branch, tag or commit; files: patterns of the files that are needed.
+    Args:   revision: of a hub id: branch, tag or commit.
     Raises: InvalidConfig if there is no such folder and the hub cannot give it.
     """
     path = Path(path_or_hub_id).expanduser()
@@ -50,15 +50,16 @@ def model_folder(path_or_hub_id: str, *, revision: str | None = None, files: Seq
             "models/SmolLM2-135M-Instruct"
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
-        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=list(files)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise InvalidConfig(
-            f"model: there is no folder {path.absolute()}, and the hub did not give {path_or_hub_id!r}: {error}. Check "
-            f"the name, the network and HF_TOKEN, or give a local folder"
-        ) from error
+    from replicas.checkpoints import hub
+
+    with hub.asking(path_or_hub_id) as how:
+        outline = snapshot_download(
+            path_or_hub_id, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["original/*"], **how
+        )
+    weights, commit = weight_files(Path(outline)), Path(outline).name  # a branch may have moved on meanwhile
+    with hub.asking(path_or_hub_id) as how:
+        return Path(snapshot_download(path_or_hub_id, revision=commit, allow_patterns=weights, **how))
 
 
 def load_model_config(

@@ -27,11 +27,13 @@ from deployments.replica.feasible import engine_of, impossible
 from deployments.settings.capacity import Capacity
 from deployments.settings.places import ROOT
 from deployments.settings.schema import parse
+from replicas.checkpoints import hub
 from replicas.errors import InvalidConfig
 from replicas.memory.sizing import weight_bytes
 from replicas.runner.model_files import architecture_of, load_model_config
 from routing.types import Role
 from tests.embedded import MODEL
+from tests.unit.deployments import listening
 
 FILE = f"""\
 http_options:
@@ -334,26 +336,63 @@ def test_a_shortage_of_a_role_names_its_own_settings() -> None:
 def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines, said, waited = [], logging.getLogger("huggingface_hub"), []
+    """Its library would try for half a minute, and say so in words of its own."""
+    lines, waited = [], []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lines.append)
-    monkeypatch.setattr(said, "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
     monkeypatch.setattr(http_of_hub.time, "sleep", waited.append)
-    with socket.socket() as unused:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    file = tmp_path / "hub.yaml"
+    file.write_text(FILE.replace(MODEL, "nobody/nothing"))
+    with socket.socket() as unused, socket.socket() as full:
         unused.bind(("127.0.0.1", 0))  # nobody listens there
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = f"http://127.0.0.1:{full.getsockname()[1]}"
+        waiting = [socket.socket() for _ in range(2)]
+        for each in waiting:  # its queue is full: the next one is not answered
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        monkeypatch.setattr(hub, "REACH_S", 0.2)
+        for endpoint, why in (
+            (f"http://127.0.0.1:{unused.getsockname()[1]}", "refused"),
+            (address, "no answer within"),
+        ):
+            monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+            told: list[str] = []
+            with pytest.raises(InvalidConfig) as refused:
+                read(str(file), told.append)
+            assert told == ["asking the Hugging Face hub for nobody/nothing's config.json"]
+            [problem] = refused.value.problems
+            assert problem.startswith(
+                f"{file}:10: model.path = 'nobody/nothing': there is no such folder, and the Hugging"
+            )
+            assert f"at {endpoint} cannot be reached" in problem
+            assert why in problem
+        for each in waiting:
+            each.close()
+    assert (lines, waited) == ([], [])
+
+
+@pytest.mark.parametrize(("status", "code", "said"), [
+    (404, "RepoNotFound", "hub has no such model, or none for this HF_TOKEN. Check"),
+    (403, "GatedRepo", "hub gives it to those alone who accepted its terms"),
+    (404, "RevisionNotFound", "hub has no such revision of it"),
+])  # fmt: skip
+def test_why_the_hub_gave_no_model_is_said_in_words_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, said: str
+) -> None:
+    headers = f"HTTP/1.1 {status} x\r\nX-Error-Code: {code}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with listening.speaking(headers.encode()) as port:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        address = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{constants.ENDPOINT}/{{{address}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        file = tmp_path / "hub.yaml"
-        file.write_text(FILE.replace(MODEL, "nobody/nothing"))
-        told: list[str] = []
-        with pytest.raises(InvalidConfig) as refused:
-            read(str(file), told.append)
-    assert len(waited) >= 3  # it was tried again
-    assert lines == []
-    assert told == ["asking the Hugging Face hub for nobody/nothing's config.json, for half a minute at most"]
-    [problem] = refused.value.problems
-    assert problem.startswith(f"{file}:10: model.path = 'nobody/nothing': there is no such folder, and the Hugging")
-    assert "\n" not in problem
+        model = parse({"model": {"path": "nobody/nothing"}}).model
+        with pytest.raises(InvalidConfig, match=said) as refused:
+            service.config_folder(model)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.model
@@ -363,13 +402,14 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
     """A commit is the same weights at every start; the main branch is what its owner makes of it."""
     asked: list[tuple[str, str | None]] = []
 
-    def snapshot(name: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, *, revision: str | None = None, allow_patterns: list[str], **_: Any) -> str:
         asked.append((name, revision))
         return str(ROOT / MODEL)
 
     def file(name: str, filename: str, *, revision: str | None = None) -> str:
         return f"{snapshot(name, revision=revision, allow_patterns=[filename])}/{filename}"
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # there is no other hub to look for
     for module in (service, huggingface_hub):
         monkeypatch.setattr(module, "snapshot_download", snapshot)
     monkeypatch.setattr(service, "hf_hub_download", file)
@@ -378,7 +418,8 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
     assert service.tokenizer_folder(config.model) == str(ROOT / MODEL)
     assert load_model_config("nobody/nothing", revision="abc123").vocab_size == 49_152
     assert len(asked) >= 3
-    assert set(asked) == {("nobody/nothing", "abc123")}
+    weights = ("nobody/nothing", Path(MODEL).name)  # of the commit whose index was read
+    assert set(asked) == {("nobody/nothing", "abc123"), weights}
     monkeypatch.setattr(app, "shortages", lambda *_: [])
     here = Capacity(num_cpus=2, num_gpus=0, where="the cluster")
     monkeypatch.setattr(app.serve_details, "capacity_of_cluster", lambda: here)

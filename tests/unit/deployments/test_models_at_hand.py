@@ -1,7 +1,9 @@
 """`list` and `pull`: which models are found, what is said of each, and that no weights are fetched in vain."""
 
+import fnmatch
 import json
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -10,6 +12,7 @@ from huggingface_hub import constants
 from deployments.command import models
 from deployments.http import service
 from deployments.settings import places
+from replicas.runner.model_files import model_folder
 from tests.embedded import short_model
 
 COMMITS = {"old": "1" * 40, "new": "2" * 40}
@@ -93,16 +96,17 @@ def test_of_a_model_of_the_hub_the_main_branch_is_listed(here: Path) -> None:
 
 
 class Hub:
-    """Has one model, and keeps what was asked for: the patterns of files, with the revision."""
+    """Has one model, and keeps what was asked for: the patterns of files, with the revision, or the commit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.asked: list[tuple[str, str | None]] = []
         self._folder = folder
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # there is no other hub to look for
         for module in (service, huggingface_hub):
             monkeypatch.setattr(module, "snapshot_download", self._snapshot)
         monkeypatch.setattr(service, "hf_hub_download", self._file)
 
-    def _snapshot(self, name: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
+    def _snapshot(self, name: str, *, revision: str | None = None, allow_patterns: list[str], **_: Any) -> str:
         self.asked += [(pattern, revision) for pattern in allow_patterns]
         return str(self._folder)
 
@@ -117,8 +121,22 @@ def test_pull_fetches_what_a_start_would_and_says_where_it_is(
     hub = Hub(monkeypatch, copied(here / "fetched"))
     assert models.pull("owner/tiny", "abc") == 0
     assert hub.asked[0] == ("config.json", "abc")
-    assert ("*.safetensors", "abc") in hub.asked
-    assert capsys.readouterr().out == f"owner/tiny: 170MB of weights in {here / 'fetched'}\n"
+    assert [asked for asked in hub.asked if "safetensors" in asked[0]] == [("model.safetensors", "fetched")]
+    told = capsys.readouterr()
+    assert told.err == "asking the Hugging Face hub for owner/tiny\n"
+    assert told.out == f"owner/tiny: 170MB of weights in {here / 'fetched'}\n"
+
+
+@pytest.mark.model
+def test_the_index_decides_which_weights_are_fetched(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mistralai's models have a second copy in consolidated.safetensors, Meta's one in original/."""
+    folder = copied(here / "sharded")
+    files = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    hub = Hub(monkeypatch, folder)
+    assert model_folder("owner/sharded") == folder
+    assert hub.asked[-2:] == [("model-1.safetensors", "sharded"), ("model-2.safetensors", "sharded")]
+    assert not any(fnmatch.fnmatch("consolidated.safetensors", pattern) for pattern, _ in hub.asked)
 
 
 @pytest.mark.model
@@ -127,9 +145,9 @@ def test_of_a_model_that_cannot_be_served_no_weights_are_fetched(
 ) -> None:
     hub = Hub(monkeypatch, copied(here / "odd", architectures=["NobodysForCausalLM"], model_type="nobodys"))
     assert models.pull("owner/odd", None) == 1
-    assert ("*.safetensors", None) not in hub.asked
+    assert not any("safetensors" in pattern for pattern, _ in hub.asked)
     assert "NobodysForCausalLM" in capsys.readouterr().err
     hub = Hub(monkeypatch, copied(here / "without", weights=False))  # its weights have another format
     assert models.pull("owner/without", None) == 1
-    assert ("*.safetensors", None) in hub.asked
+    assert ("model.safetensors", "without") in hub.asked
     assert "safetensors" in capsys.readouterr().err
