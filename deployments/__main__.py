@@ -21,11 +21,18 @@ from deployments.settings.places import ROOT, VERSION
 from deployments.settings.settings_file import ALL_ADDRESSES, Given, SettingsFile, check_port, refuse, setting_of
 from replicas.errors import InvalidConfig
 
+BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+
 
 def main(words: Sequence[str] | None = None) -> int:
-    args = arguments.parse(words)
     try:
-        return _run(args)
+        try:
+            return _run(arguments.parse(words))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        return BROKEN_PIPE
     except KeyboardInterrupt:  # while the modules are imported; afterwards cluster.py has its own
         print("stopped", file=sys.stderr)
         return 130

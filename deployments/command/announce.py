@@ -223,7 +223,7 @@ def _engines(replicas: list[dict[str, Any]], config: AppConfig) -> list[tuple[st
     """Make rows about devices, number formats and pools; replicas that are alike share a row."""
     try:
         computes = [_computes(each, config) for each in replicas]
-        pools = [str(each["pool"]) for each in replicas]
+        pools = _alike([str(each["pool"]) for each in replicas])
     except KeyError:
         return []
     return [
@@ -231,6 +231,15 @@ def _engines(replicas: list[dict[str, Any]], config: AppConfig) -> list[tuple[st
         for name, all_said in (("computes", computes), ("KV pool", pools))
         for said, number in Counter(all_said).items()
     ]
+
+
+def _alike(pools: list[str]) -> list[str]:
+    """Write pools that differ by 2 % at most as one: replicas find a little more or less memory."""
+    sizes = [int(each.partition(" ")[0].replace(",", "")) for each in pools]
+    least = min(sizes, default=0)
+    if len(set(pools)) < 2 or least < 0.98 * max(sizes):
+        return pools
+    return [f"about {least - least % 100:,} tokens"] * len(pools)
 
 
 def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:

@@ -105,9 +105,9 @@ class _Parser(argparse.ArgumentParser):
         unknown, _, words = message.partition("unrecognized arguments: ")
         if not unknown and (ours := here(words.partition(" ")[0].partition("=")[0])):
             super().error(f"{message}; here it is {ours}, in a settings file (`manta serve MODEL --print-config`)")
-        _, _, given = message.partition("invalid choice: '")
-        near = difflib.get_close_matches(given.partition("'")[0], EXAMPLES, n=1, cutoff=0.5)
-        super().error(f"{message}; did you mean {near[0]!r}?" if given and near else message)
+        given = message.partition("argument COMMAND: invalid choice: '")[2].partition("'")[0]
+        near = difflib.get_close_matches(given, EXAMPLES, n=1, cutoff=0.5)
+        super().error(f"there is no command {given!r}; did you mean {near[0]!r}?" if near else message)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 from deployments.replica.feasible import ANY_MEMORY, examined, small_pools
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
-from deployments.settings.places import local_model
+from deployments.settings.places import local_model, may_be_hub_id
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import (
     MANTA,
@@ -50,7 +50,12 @@ def read(path: Given, say: Say | None = None) -> tuple[ServeDeploySchema, dict[s
     """
     file = settings_file.read(path)
     if not isinstance(file.content, dict) or not file.content.get("applications"):
-        raise InvalidConfig(f"{path}:1: a mapping with `applications` is needed; see serve_config.yaml of the project")
+        model = file.content.get("model") if isinstance(file.content, dict) else None
+        alone = f"manta serve {model if isinstance(model, str) else 'MODEL'}"
+        raise InvalidConfig(
+            f"{path}:1: a mapping with `applications` is needed; see serve_config.yaml of the project. A model "
+            f"needs no file: {alone}"
+        )
     check = _Check(file, on_cluster="RAY_ADDRESS" in os.environ, say=say or (lambda _: None))
     schema = check.schema()
     check.applications()
@@ -82,6 +87,7 @@ class _Check:
             self._file.address  # noqa: B018  # our sentence, before Serve's
         except InvalidConfig as error:
             self._add(error.problems)
+        self._check_routes()
         try:
             return ServeDeploySchema.model_validate(content)
         except ValidationError as error:
@@ -90,6 +96,16 @@ class _Check:
                 if self._file.line(*setting_of(sentence).split(".")) not in known:
                     self._add([sentence])
             return None
+
+    def _check_routes(self) -> None:
+        """Check that no two applications have one route, by their names; Serve's own sentence names neither."""
+        owners: dict[str, str] = {}
+        for index, each in enumerate(self._applications):
+            if isinstance(each, dict) and isinstance(route := each.get("route_prefix", "/"), str):
+                name = str(each.get("name", index))
+                if (other := owners.setdefault(route, name)) != name:
+                    advice = "give one of them another"
+                    self._add([f"applications: {other} and {name} have one route_prefix, {route!r}; {advice}"])
 
     def applications(self) -> None:
         """Check the applications, one by one and together."""
@@ -135,7 +151,7 @@ class _Check:
             return  # as above
         model = args.get("model")
         path = model.get("path") if isinstance(model, dict) else None
-        if isinstance(path, str) and path.count("/") == 1 and local_model(path) is None:
+        if isinstance(path, str) and may_be_hub_id(path) and local_model(path) is None:
             self._say(f"asking the Hugging Face hub for {path}'s config.json")
         ram = ANY_MEMORY if self._on_cluster else available_ram()
         config, problems = examined(args, available_bytes=ram)

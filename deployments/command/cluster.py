@@ -157,6 +157,12 @@ def starts(what: str, logs: Callable[[], str]) -> Iterator[None]:
 
 def connect(address: str) -> None:
     """Connect to an existing Ray. Raises: NoCluster, which says what to do."""
+    if "://" in address:  # of a Ray client, which cannot supervise, or of the dashboard
+        host = address.partition("://")[2].rpartition(":")[0] or "HOST"
+        raise NoCluster(
+            f"RAY_ADDRESS={address} is no address of a Ray cluster itself: give RAY_ADDRESS={host}:6379, where its "
+            "head listens, and start Manta on a machine of the cluster"
+        )
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdecimal():  # Ray itself tries for minutes

@@ -7,12 +7,14 @@ Never:     imports Ray; starts or asks anything.
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 0.5
+_QUIET = re.compile(r'(DEBUG|INFO) |\{.*"levelname": ?"(DEBUG|INFO)"')  # a line that is no warning
 MOST_BYTES = 256 << 10  # of one file's end
 
 
@@ -34,8 +36,8 @@ def remember(port: int, folder: str) -> None:
 def run(
     folder: Path, name: str, *, num_lines: int, follow: bool, pause: Callable[[float], None] = time.sleep
 ) -> int:
-    """Print the last ``num_lines`` lines of each file whose name has ``name``, the file that was written last at the
-    end. Returns: the exit status."""
+    """Print the last ``num_lines`` lines of each file whose name has ``name``; of several, those of routers and
+    replicas first, and without a name only the warnings of Serve's own. Returns: the exit status."""
     if not folder.is_dir():
         print(f"there are no logs at {folder}: give the folder that `manta serve` printed: --folder", file=sys.stderr)
         return 1
@@ -49,6 +51,8 @@ def run(
     while True:
         for file in files_of(folder, name):
             new, read[file] = _lines(file, read.get(file, 0))
+            if not name and not _is_ours(file):
+                new = [line for line in new if not _QUIET.match(line)]
             if new:
                 print(*([] if file == shown else [f"==> {file.name} <=="]), *new, sep="\n", flush=True)
                 shown = file
@@ -58,12 +62,19 @@ def run(
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """List the log files whose names have ``name``, in whatever case, by the time of their last line."""
+    """List the log files whose names have ``name``, in whatever case: ours, then Serve's own, each by the time of their
+    last line."""
     found = []
     for file in folder.glob("*.log"):
         with contextlib.suppress(OSError):  # it has just been rotated away
             found.append((file.stat().st_mtime, file))
-    return [file for _, file in sorted(found) if name.lower() in file.stem.lower()]
+    ordered = sorted(found, key=lambda each: (not _is_ours(each[1]), each))
+    return [file for _, file in ordered if name.lower() in file.stem.lower()]
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a router, a replica or an observatory writes ``file``."""
+    return file.name.startswith("replica_")
 
 
 def _end(file: Path, num_lines: int) -> int:

@@ -14,7 +14,7 @@ from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from deployments.replica.feasible import ANY_MEMORY, examined
-from deployments.settings.places import MODEL_ADVICE, local_model, local_path, roots, weights_bytes
+from deployments.settings.places import MODEL_ADVICE, local_model, local_path, may_be_hub_id, roots, weights_bytes
 from deployments.watch.terminal.table import NOTHING, Cell, Table, count, plain
 from replicas.errors import InvalidConfig
 from replicas.memory.ram import available_ram
@@ -73,7 +73,7 @@ def _form(path: Path) -> dict[str, Cell]:
 
 def pull(name: str, revision: str | None) -> int:
     """Fetch a model of the hub if Manta can serve it. Return the exit status: 0, or 1 with the reason."""
-    if local_model(name) is None:
+    if may_be_hub_id(name) and local_model(name) is None:
         print(f"asking the Hugging Face hub for {name}", file=sys.stderr, flush=True)
     try:
         problems = _problems(name, revision)  # of its config.json, before the weights are fetched

@@ -165,7 +165,8 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: 
     progress.say("starting Serve")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the progress is shown here
     settle_log_format(schema, configs.values())
-    with cluster.starts("Serve", get_serve_logs_dir):
+    options = schema.http_options
+    with cluster.starts(f"Serve at {options.host}:{options.port}", get_serve_logs_dir):
         client = serve_start(
             http_options=schema.http_options.model_dump(),
             proxy_location=schema.proxy_location,

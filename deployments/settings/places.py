@@ -45,13 +45,21 @@ def shown_path(path: str) -> str:
     return str(found.relative_to(ROOT)) if found.is_relative_to(ROOT) else str(found) if found.exists() else path
 
 
+def may_be_hub_id(path: str) -> bool:
+    """Whether ``path`` has the form owner/name, and no folder here has the owner's name."""
+    owner, slash, name = path.partition("/")
+    is_path = path.startswith((".", "/", "~", "models/")) or any((root / owner).is_dir() for root in roots())
+    return bool(owner and slash and name) and "/" not in name and not is_path
+
+
 def check_model_path(path: str) -> None:
     """Check that a folder or a GGUF file exists; a hub id (owner/name) is left to the loader. Raises: InvalidConfig."""
     if local_model(path) is not None:
         local_path(path)
         return
-    looks_like_folder = path.startswith((".", "/", "~", "models/")) or path.count("/") != 1
-    if looks_like_folder:
+    if any((root / Path(path).expanduser()).is_file() for root in roots()):
+        raise InvalidConfig(f"model.path = {path!r}: is a file, and no GGUF; {MODEL_ADVICE}")
+    if not may_be_hub_id(path):
         places = "" if Path(path).expanduser().is_absolute() else f" in {' or '.join(map(str, roots()))}"
         raise InvalidConfig(
             f"model.path = {path!r}: there is no such folder{places}{nearest_folder(path)}; {MODEL_ADVICE}"

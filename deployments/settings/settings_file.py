@@ -278,7 +278,10 @@ def sentences(error: "ValidationError", *, allowed: Callable[[str], list[str]]) 
 
 def unknown(name: str, names: list[str]) -> str:
     """Write the sentence about setting ``name``, which is not one of its group's ``names``."""
-    return f"{name}: is unknown{nearest(name.rpartition('.')[2], names)}; allowed: {', '.join(names)}"
+    last = name.rpartition(".")[2]
+    is_certain = here(last) or difflib.get_close_matches(last, names, n=1, cutoff=0.8)
+    others = "" if is_certain else f"; allowed: {', '.join(names)}"
+    return f"{name}: is unknown{nearest(last, names)}{others}"
 
 
 def nearest(name: str, names: Collection[str]) -> str:

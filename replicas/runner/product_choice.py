@@ -91,8 +91,8 @@ def gains(format_: WeightFormat, dtype: DType = "float32") -> dict[int, float]:
 def describe_gains(format_: WeightFormat, dtype: DType = "float32") -> str:
     """Say `gains` in words."""
     by_rows = gains(format_, dtype)
-    rows, factors = (" ".join(f"{each:g}" for each in side) for side in (by_rows, by_rows.values()))
-    return f"products of {rows} tokens {factors} x as fast as in float32"
+    ends = {rows: f"{rows} token{'s' * (rows != 1)}" for rows in (min(by_rows), max(by_rows))}
+    return ", ".join(f"{by_rows[rows]:.2g} times float32 for {told}" for rows, told in ends.items())
 
 
 def default_told(dtype: DType) -> str | None:

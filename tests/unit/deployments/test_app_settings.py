@@ -40,7 +40,8 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
     [
         ({}, "model: is missing"),
         ({"model": {}}, "model.path: is missing"),
-        ({"model": MODEL_ARGS, "repliacs": {}}, "repliacs: is unknown (did you mean 'replicas'?); allowed: model,"),
+        ({"model": MODEL_ARGS, "repliacs": {}}, "repliacs: is unknown (did you mean 'replicas'?)"),
+        ({"model": MODEL_ARGS, "rep": {}}, "rep: is unknown; allowed: model,"),
         ({"model": {**MODEL_ARGS, "nam": 1}}, "allowed: path, revision, served_name, dtype,"),
         ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "dtype: must be 'float32', 'bfloat16' or 'float16', not 'int3'"),
         ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "cache.pagesize: is unknown (did you mean 'page_size'?)"),
@@ -62,7 +63,7 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({"model": MODEL_ARGS, "decode": {"count": 2}}, "decode: given, but mode is unified; set mode: disaggregated"),
         ({**APART, "router": {"policy": "random"}}, "where pd_pair chooses pairs of replicas"),
         ({**APART, "prefill": {"count": 0}}, "prefill.count: must be at least 1, not 0"),
-        ({**APART, "prefill": {"counts": 1}}, "(did you mean 'count'?); allowed: count, autoscaling, cpus,"),
+        ({**APART, "prefill": {"counts": 1}}, "prefill.counts: is unknown (did you mean 'count'?)"),
         ({**APART, "decode": {"count": 1, "autoscaling": {}}}, "count and autoscaling are both given"),
         ({**APART, "decode": {"cache": {"pagesize": 8}}}, "decode.cache.pagesize: is unknown (did you mean 'page_"),
         ({**APART, "decode": {"cache": {"page_size": "x"}}}, "decode.cache.page_size: must be a whole number, not 'x'"),
@@ -100,8 +101,8 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], say
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("tensor_parallel_size: 2", "tensor_parallel_size: is unknown (here it is parallel.tp); allowed: model,"),
-        ("parallel: {tp_size: 2}", "parallel.tp_size: is unknown (here it is parallel.tp); allowed: tp"),
+        ("tensor_parallel_size: 2", "tensor_parallel_size: is unknown (here it is parallel.tp)"),
+        ("parallel: {tp_size: 2}", "parallel.tp_size: is unknown (here it is parallel.tp)"),
         ("gpu-memory-utilization: 0.5", "is unknown (here it is cache.mem_fraction_static)"),
         ("scheduler: {async_scheduling: true}", "scheduler.async_scheduling: is unknown (here it is scheduler.over"),
         ("enforce_eager: true", "(here it is cuda_graphs)"),

@@ -97,7 +97,7 @@ def problems(folder: Path, text: str) -> list[str]:
             "7: import_path: 'deployments.app:biuld' cannot be imported (did you mean 'deployments.app:build'?)",
         ),
         ("deployments.app:build", "nowhere:app", "7: import_path: 'nowhere:app' cannot be imported; Manta's are"),
-        ("page_size: 16", "pagesize: 16", "14: cache.pagesize: is unknown (did you mean 'page_size'?); allowed"),
+        ("page_size: 16", "pagesize: 16", "14: cache.pagesize: is unknown (did you mean 'page_size'?)"),
         ("page_size: 16", "page_size: sixteen", "14: cache.page_size: must be a whole number, not 'sixteen'"),
         ("page_size: 16", "page_size: 0", "14: cache.page_size = 0; allowed: 1 to 1024 tokens"),
         ("count: 1", "gpus: 1", "12: replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and this machine has 0;"),
@@ -105,7 +105,7 @@ def problems(folder: Path, text: str) -> list[str]:
         ("cache:", "cache: {page_size: 16}\n      cache:", "14: cache is given twice; the first is on line 13"),
         ("port: 8000", "port: [", "5: this is not YAML: while parsing a flow"),
         (f"path: {MODEL}", "path: 5", "10: model.path: must be text, not 5"),
-        ("      replicas:", "      replica:", "11: replica: is unknown (did you mean 'replicas'?); allowed: model"),
+        ("      replicas:", "      replica:", "11: replica: is unknown (did you mean 'replicas'?)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_the_files_name_and_line(tmp_path: Path, old: str, new: str, says: str) -> None:
@@ -187,6 +187,34 @@ def test_on_a_cluster_this_machine_is_not_what_counts(tmp_path: Path, monkeypatc
     file.write_text(FILE.replace("count: 1", "{count: 8, cpus: 16}").replace("replicas:\n        ", "replicas: "))
     _, configs = read(str(file))
     assert configs["manta"].replicas.cpus == 16
+
+
+def test_two_applications_on_one_route_are_both_named(tmp_path: Path) -> None:
+    second = FILE[FILE.index("  - name") :].replace("name: manta", "name: manta2")
+    [said] = problems(tmp_path, FILE + second)
+    assert said.endswith(":4: applications: manta and manta2 have one route_prefix, '/'; give one of them another")
+
+
+@pytest.mark.parametrize(("text", "advice"), [("", "MODEL"), ("model: owner/name", "owner/name"), ("- 1", "MODEL")])
+def test_a_file_without_applications_says_how_to_serve_without_one(tmp_path: Path, text: str, advice: str) -> None:
+    [said] = problems(tmp_path, text)
+    assert said.endswith(f"a mapping with `applications` is needed; see serve_config.yaml of the project. A model needs no "
+                         f"file: manta serve {advice}")  # fmt: skip
+
+
+def test_a_file_is_no_model_and_a_path_in_a_folder_that_is_here_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_unreached", Mock(side_effect=AssertionError))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    for path, why in (("mine/notes.txt", "is a file, and no GGUF; "), ("mine/none", "there is no such folder in ")):
+        told: list[str] = []
+        (tmp_path / "f.yaml").write_text(FILE.replace(MODEL, path))
+        with pytest.raises(InvalidConfig, match=f"f.yaml:10: model.path = '{path}'.*{why}"):
+            read(str(tmp_path / "f.yaml"), told.append)
+        assert told == []
 
 
 def test_a_file_that_is_not_there_is_said_in_plain_words_with_the_nearest_one(tmp_path: Path) -> None:

@@ -167,6 +167,18 @@ def test_a_cluster_that_does_not_answer_is_said_with_what_to_do() -> None:
     assert time.monotonic() - started_s < cluster.REACH_S + 5  # Ray alone takes minutes
 
 
+@pytest.mark.parametrize("address", ["ray://head.example:10001", "http://head.example:8265", "ray://[::1]:10001"])
+def test_the_address_of_a_ray_client_or_a_dashboard_is_no_name_to_look_up(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=AssertionError))
+    with pytest.raises(cluster.NoCluster) as raised:
+        cluster.connect(address)
+    host = "[::1]" if "::1" in address else "head.example"
+    assert str(raised.value).startswith(f"RAY_ADDRESS={address} is no address of a Ray cluster itself")
+    assert f"give RAY_ADDRESS={host}:6379" in str(raised.value)
+
+
 def test_where_ray_or_serve_is_late_it_is_said_where_the_logs_are_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,5 +192,5 @@ def test_where_ray_or_serve_is_late_it_is_said_where_the_logs_are_and_what_to_do
     assert first == "Ray did not start: The current node timed out during startup. This could happen because ..."
     assert logs.startswith(f"Its logs are in {tmp_path}/ray/session_latest/logs. If the machine was busy, start Manta")
     monkeypatch.setattr(serve, "serve_start", Mock(side_effect=TimeoutError))
-    with pytest.raises(cluster.NoCluster, match=r"^Serve did not start: TimeoutError\nIts logs are in "):
+    with pytest.raises(cluster.NoCluster, match=r"^Serve at 0.0.0.0:8000 did not start: TimeoutError\nIts logs"):
         serve._deploy(ServeDeploySchema(applications=[]), {}, startup.StartProgress(io.StringIO()))

@@ -1,6 +1,8 @@
 """The `manta` command line: what its help names, the nearest command, and what is passed on."""
 
 import importlib
+import os
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -84,8 +86,21 @@ def test_the_help_of_dashboards_is_its_own(capsys: pytest.CaptureFixture[str]) -
 def test_an_unknown_command_names_the_nearest(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = told(capsys, word)
     assert status == 2
-    assert ("did you mean" in err) == bool(meant)
-    assert meant == "" or f"did you mean {meant!r}?" in err
+    assert ("choose from" in err) == (not meant)
+    assert meant == "" or f"there is no command {word!r}; did you mean {meant!r}?" in err
+
+
+@pytest.mark.parametrize("words", [["--version"], ["key", "new"], ["settings"]])
+def test_a_reader_that_has_gone_is_no_traceback(words: list[str]) -> None:
+    """As in `manta top --once | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "deployments", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(write)
+    assert done.returncode == command_line.BROKEN_PIPE
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipeError" not in done.stderr
 
 
 def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def test_this_machine_is_looked_at_without_ray_or_torch(tmp_path: Path) -> None:
     assert found["model"]["text"].endswith("has no weights")
     assert found["cores"]["text"].split(",")[0] == str(len(os.sched_getaffinity(0)))
     assert found["ray"]["level"] == "ok"
-    assert "x as fast as in float32" in found["bfloat16"]["text"]
+    assert "times float32 for 1 token" in found["bfloat16"]["text"]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "packaging.requirements" in imported
     assert not imported & {"ray", "torch", "transformers", "pydantic"}

@@ -434,6 +434,16 @@ def test_the_logs_are_printed_and_followed_through_new_files_and_halves_of_lines
     write(two, "r\n", at_s=2)
     assert log_files.run(tmp_path, "", num_lines=2, follow=False) == 0
     assert capsys.readouterr().out.splitlines() == [f"==> {one.name} <==", "2", "3", f"==> {two.name} <==", "r"]
+    serves = tmp_path / "controller_7.log"
+    write(serves, "INFO 2026 controller 7 -- port 30001\n", "WARNING 2026 controller 7 -- late\n", "  why\n", at_s=0)
+    write(tmp_path / "proxy_1.log", '{"levelname": "INFO", "message": "WARNING"}\n', at_s=3)
+    assert log_files.run(tmp_path, "", num_lines=1, follow=False) == 0
+    warned = [f"==> {serves.name} <==", "  why"]
+    assert capsys.readouterr().out.splitlines() == [f"==> {one.name} <==", "3", f"==> {two.name} <==", "r", *warned]
+    assert log_files.run(tmp_path, "controller", num_lines=3, follow=False) == 0
+    assert "port 30001" in capsys.readouterr().out
+    serves.unlink()
+    (tmp_path / "proxy_1.log").unlink()
     assert log_files.run(tmp_path, "router", num_lines=0, follow=False) == 0
     assert capsys.readouterr().out == ""
     assert log_files.run(tmp_path, "zz", num_lines=2, follow=False) == 1

@@ -276,3 +276,6 @@ def test_the_box_says_device_dtype_attention_and_pool_once_for_replicas_that_are
         "on the CPU in float32 with 4-bit weights, attention: cpu"
     )
     assert _engines([{}], config) == []
+    several = [{**alone, "pool": f"{size} tokens, 3,112 pages, 1 MiB"} for size in ("49,792", "49,808", "49,808")]
+    assert _engines(several, on_cpu)[1:] == [("KV pool", "about 49,700 tokens, each of 3")]
+    assert len(_engines([*several, {**alone, "pool": "16 tokens, 1 MiB"}], on_cpu)) == 4

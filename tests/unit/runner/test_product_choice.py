@@ -137,7 +137,9 @@ def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: py
         assert product_choice.gains("bfloat16") == {1: 2.0, 256: 0.75}
     assert calls == [("bfloat16", "float32")]
     told = product_choice.instructions_told()
-    assert told["bfloat16"] == ("by AVX-512's dot products: products of 1 256 tokens 2 0.75 x as fast as in float32")
+    assert told["bfloat16"] == (
+        "by AVX-512's dot products: 2 times float32 for 1 token, 0.75 times float32 for 256 tokens"
+    )
     assert list(told) == ["float32", "bfloat16", "int8", "q4_1", "q4_1 in bfloat16"]
     assert calls == [*((each, "float32") for each in ("bfloat16", "int8", "q4_1")), ("q4_1", "bfloat16")]
 
@@ -146,7 +148,7 @@ def test_what_was_never_timed_is_said_to_be_asked_for_by_a_setting(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setattr(product_choice, "_beside_floats", lambda *_: {product_choice.GAIN_SHAPE: {1: (40.0, 80.0)}})
-    gain = "products of 1 tokens 2 x as fast as in float32"
+    gain = "2 times float32 for 1 token"
     for way, by in (
         ("dots", "by AVX-512's dot products"),
         ("mmla", "by NEON's bfmmla, never timed yet, where model.dtype: bfloat16 is set"),
