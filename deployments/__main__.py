@@ -150,6 +150,8 @@ def _serve_or_check(command: str, config: Given) -> int:
     from deployments.command import haproxy
     from deployments.settings import settings_file
 
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ.pop("RAY_ADDRESS", None)  # empty: there is none, as Ray reads it
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: applications beside a settings file are found
     try:  # before Ray and torch are imported, which takes seconds

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deployments import __main__ as command_line
-from deployments.command import announce, arguments
+from deployments.command import announce, arguments, serve
 from deployments.command.arguments import CONFIG
 from deployments.settings.keys import read_keys
 from deployments.settings.places import ROOT, VERSION
@@ -88,6 +88,16 @@ def test_an_unknown_command_names_the_nearest(word: str, meant: str, capsys: pyt
     assert status == 2
     assert ("choose from" in err) == (not meant)
     assert meant == "" or f"there is no command {word!r}; did you mean {meant!r}?" in err
+
+
+def test_an_empty_address_of_a_cluster_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    for name in ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "no_grpc_proxy"):  # put back at the end
+        monkeypatch.setenv(name, os.environ.get(name, "x"))
+    monkeypatch.setattr(serve, "check", lambda _: asked.append(os.environ.get("RAY_ADDRESS")) or 7)
+    assert command_line.main(["check", str(ROOT / CONFIG)]) == 7
+    assert asked == [None]
 
 
 @pytest.mark.parametrize("words", [["--version"], ["key", "new"], ["settings"]])
