@@ -355,14 +355,14 @@ def test_what_was_kept_in_another_form_is_left_out(kept: bytes) -> None:
 def test_the_console_prints_what_comes_after_its_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
     out, asked, answers = io.StringIO(), list[str](), list[Any]()
 
-    def urlopen(request: Any, timeout: float) -> io.StringIO:
+    def opened(request: Any, *, timeout_s: float, is_ours: bool) -> io.StringIO:
         asked.append(request.full_url.partition("?")[2])
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return io.StringIO(answer)
 
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr(announce, "opened", opened)
     lines = announce.EventLines(["http://here/manta"], out)
     first = '{"events": [{"seq": 7, "time": 0, "text": "replica 1 (a) is ready"}]}'
     told = '{{"seq": {}, "time": 0, "text": "{}", "requests": {}}}'
