@@ -66,5 +66,6 @@ function summary({ replicas, requests, routers }, ready, wanted) {
   const open = requests.filter((each) => each.outcome === "running").length;
   if (!routers.length) return "No router has answered yet.";
   if (!replicas.length) return "No replica has started.";
-  return `${ready >= wanted ? plural(ready, "replica") : `${ready} of ${plural(wanted, "replica")}`} ready · ${plural(open, "request")} open`;
+  const told = ready && ready < wanted; // beside it, as the strip's own words
+  return `${told ? "" : `${ready ? plural(ready, "replica") : `0 of ${plural(wanted, "replica")}`} ready · `}${plural(open, "request")} open`;
 }
