@@ -256,7 +256,8 @@ class BatchRunner:
         before = self._problems.pop(batch_id, None)
         if error is not None:
             self._problems[batch_id] = f"router.batch_folder {why(error)}"
-        if before == (now := self._problems.get(batch_id)):
+        now = self._problems.get(batch_id)
+        if (before is None) == (now is None):  # calls that fail by turns say it in different words
             return False
         name = f"batch {batch_id}" if batch_id else "the look for batches"
         if now is None:

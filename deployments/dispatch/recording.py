@@ -114,6 +114,10 @@ class Recorder:
         """Append the lines of ``batch``, all or none. Raises: OSError."""
         if self._is_full or not batch:
             return
+        if self._file is not None and not os.fstat(self._file).st_nlink:  # it was deleted: nobody could read the rest
+            os.close(self._file)
+            self._file, self._size = None, 0
+            self._described.clear()
         if self._file is None:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)

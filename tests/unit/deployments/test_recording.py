@@ -8,7 +8,9 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 import stat
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from benchmarks import router
 from deployments.dispatch import recording
 from deployments.dispatch.dispatcher import RouteHints
 from deployments.dispatch.recording import Recorder
+from deployments.dispatch.route_log import Ended
 from kvtransfer.pages import page_keys
 from replicas.config import SchedulerConfig
 from replicas.types import GenerateRequest, SamplingParams
@@ -143,6 +146,26 @@ async def test_a_full_disk_fails_no_request_is_said_once_and_counted(
     assert [line["lost"] for line in lines if "lost" in line] == [2]
     assert len([line for line in lines if "blocks" in line]) == 2
     assert len([each for each in caplog.records if "No space left on device" in each.message]) == 1
+
+
+async def test_a_recording_whose_folder_was_deleted_begins_anew_as_a_whole(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real, gone = tmp_path / "records", Recorder._write, list[bool]()
+
+    def write(self: Recorder, batch: Sequence[Ended]) -> None:
+        if self.path.exists() and not gone:  # the first request is written
+            gone.append(True)
+            shutil.rmtree(folder)
+        real(self, batch)
+
+    monkeypatch.setattr(recording, "BATCH", 1)
+    monkeypatch.setattr(Recorder, "_write", write)
+    recorder, lines = await recorded(folder, *(request(at) for at in range(3)))
+    assert [sorted({"recording", "replica", "blocks"} & line.keys()) for line in lines] == [
+        ["recording"], ["replica"], ["blocks"], ["blocks"],
+    ]  # fmt: skip
+    assert (gone, recorder.num_lost) == ([True], 0)
 
 
 async def test_a_folder_that_cannot_be_written_fails_no_request(tmp_path: pathlib.Path) -> None:
