@@ -111,7 +111,7 @@ async def test_the_router_that_has_a_response_answers_for_the_others() -> None:
 
 
 async def test_what_keys_have_used_is_that_of_the_routers_which_answer() -> None:
-    told = quotas.Told(used={7: {"key": [1.0, 20.0, 4.0]}}, choices={"key": 1})
+    told = quotas.Told(used={7: {"key": [1.0, 20.0, 4.0]}}, expected={"key": [0.0, 0.0, 9.0]}, choices={"key": 1})
     assert await peers(Call(("one", told)), Call(None, hangs=True), Call(RayError("lost"))).used() == {"one": told}
     assert await peers(error=RayError("no controller")).used() == {}
     slow = peers(Call(("one", told)), Call(None, hangs=True))
