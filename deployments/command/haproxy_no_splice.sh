@@ -43,10 +43,10 @@ if [ -f "$config" ]; then
     tcp-request connection track-sc0 src\\
     tcp-request connection reject if { sc0_conn_cur gt $MANTA_HAPROXY_PER_SOURCE }" "$config"
     # While no router lives, Serve has HAProxy answer 500 in plain text, or send requests to Serve's own proxy, which
-    # answers that or waits: 503 instead, and when to come back. A router that is busy has 5 s for HAProxy's check.
+    # answers that or waits: 503 instead, and when to come back. A router that is busy has 10 s for HAProxy's check.
     sed -i -E "/^ *errorfile 50[234] /d;${MANTA_HAPROXY_ROUTES:+s/^( *server .* check backup)\$/\1 disabled/}" "$config"
     sed -i '/^defaults/r /dev/stdin' "$config" <<END
-    timeout check 5s
+    timeout check 10s
     http-error status 502 ${told}lost)]"
     http-error status 503 ${told}lost)]"
 END
@@ -55,19 +55,26 @@ END
         forms starting starting "Manta is starting: nothing takes requests here yet; its routers wait for the first model replica"
         echo '    http-after-response set-status 503 if { status 502 } { res.hdr(retry-after) 5 }'
     } | sed -i '/^frontend http_frontend/r /dev/stdin' "$config"
-    # Probes of balancers: a router that is up and does not answer within half a second has many requests to begin.
+    # Probes of balancers: a router that is up and does not answer within half a second has many requests to begin. Where
+    # none is up by HAProxy's checks, they are asked all the same: a dead one refuses at once, and a busy one is late.
     prefixes=$(sed -n -E 's|^ *acl is_(.*) path_beg (.*)/$|\1 \2/|p' "$config")
     echo "$prefixes" | while read -r name prefix; do
-        servers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E "s|^( *server )(SERVE_REPLICA_[^ ]*-Router-[^ ]*) ([^ ]+) .*|\1PROBED_\2 \3 track $name/\2|p")
+        servers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E "s|^( *server )(SERVE_REPLICA_[^ ]*-Router-[^ ]*) ([^ ]+) .*|\1LATE_\2 \3|p")
         [ -n "$servers" ] || continue
         sed -i "0,/^ *use_backend /s|^ *use_backend |    use_backend $name-probes if { path ${prefix}health ${prefix}ready } { nbsrv($name) ge 1 }\n&|" "$config"
+        sed -i "s|^ *use_backend $name if is_.*|    use_backend $name-late if is_$name { nbsrv($name) eq 0 }\n&|" "$config"
         cat <<END >>"$config"
 backend $name-probes
     timeout connect 300ms
     timeout server 500ms
+    retries 1
     http-reuse always
     http-error status 504 content-type application/json string "{\"status\":\"ok\"}"
     http-after-response set-status 200 if { status 504 }
+$(echo "$servers" | sed "s|LATE_\(.*\) .*|& track $name/\1|")
+backend $name-late
+    retries 0
+    http-reuse always
 $servers
 END
     done
@@ -83,7 +90,7 @@ if [ "$1 $2" = "-db -f" ]; then
     for route in $MANTA_HAPROXY_ROUTES; do
         sed -i "/^backend default_backend/a\\$starting if { path $route } || { path_beg ${route%/}/ }" "$config"
     done
-    for backend in ${MANTA_HAPROXY_ROUTES:+$(sed -n '/^backend default_backend/d;/^backend .*-probes$/d;s/^backend //p' "$config")}; do
+    for backend in ${MANTA_HAPROXY_ROUTES:+$(sed -n -E '/^backend default_backend/d;/^backend .*-(probes|late)$/d;s/^backend //p' "$config")}; do
         had_one=$(dirname "$config")/served-$PPID-$backend
         if sed -n "/^backend $backend\$/,/^backend /p" "$config" | grep -q '^ *server SERVE_REPLICA'; then
             : >"$had_one"

@@ -88,7 +88,7 @@ def test_a_head_that_grows_steadily_has_5_seconds_and_a_router_whose_machine_is_
     _, defaults = told.split("defaults\n")
     added = [line.strip() for line in defaults.partition("frontend ")[0].splitlines() if "http-error" not in line]
     assert added == [
-        "timeout check 5s", "timeout http-request 5s", "option http-ignore-probes", "option srvtcpka",
+        "timeout check 10s", "timeout http-request 5s", "option http-ignore-probes", "option srvtcpka",
         "srvtcpka-idle 6s", "srvtcpka-intvl 2s", "srvtcpka-cnt 4", "mode http",
     ]  # fmt: skip
 
@@ -387,6 +387,25 @@ async def test_a_busy_router_stays_in_use_and_a_balancers_probes_do_not_wait_for
                     answer = await asked(port, ask, whole=True)
                     assert answer.startswith(b"HTTP/1.1 200 OK")
                     assert answer.endswith(b"ok" if path == "/v1/models" else b'{"status":"ok"}')
+
+
+async def fails_checks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A router that HAProxy takes for dead, and that answers."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            status = b"503 Service Unavailable" if head.startswith(b"GET / HTTP/1.0") else b"200 OK"
+            writer.write(b"HTTP/1.1 %s\r\nContent-Length: 2\r\n\r\nok" % status)
+
+
+async def test_where_every_router_is_down_by_its_checks_one_is_asked_all_the_same(tmp_path: Path) -> None:
+    """The checks of one failed for 20 s under 1,500 new streams, and clients were told that there is no router."""
+    told = {"MANTA_HAPROXY_ROUTES": "/"}
+    async with served(tmp_path, fails_checks, told=told, fallback=errors_in_plain_text) as port:
+        close = b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        async with asyncio.timeout(30):
+            while await asked(port, b"GET /-/healthz" + close) != b"503":  # as Serve and KubeRay see it
+                await asyncio.sleep(0.05)
+        assert [await asked(port, b"GET " + path + close) for path in (b"/v1/models", b"/health")] == [b"200"] * 2
 
 
 async def test_connections_that_wait_for_nothing_give_their_place_back(tmp_path: Path) -> None:
