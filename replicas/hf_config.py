@@ -1,17 +1,21 @@
 """From Hugging Face's config.json, as a dict, to a `ModelConfig`.
 
-Owns:  which keys say what, their defaults by architecture, and which features are refused.
-Never: reads files (`replicas/runner/weights.py` does).
+Owns:  which keys say what, their defaults by architecture, and which features are refused; what generation_config.json
+       says of a text's ends and of sampling.
+Never: reads config.json (`replicas/runner/model_files.py` does).
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from replicas.config import AttentionKind, DType, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 
 
@@ -294,3 +298,32 @@ def _moe_from_hf(path: str, architecture: str, hf: Mapping[str, Any]) -> MoEConf
             f"{moe.num_experts} experts in all"
         )
     return moe
+
+
+def read_generation_config(file: Path) -> dict[str, Any]:
+    """Read a generation_config.json; empty without one. Raises: InvalidConfig, naming the file."""
+    try:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model.path: {file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidConfig(f"model.path: {file} holds no settings of a model")
+    return config
+
+
+def authors_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the model's author wants of sampling where a request says nothing, by the fields of SamplingParams.
+
+    ``do_sample`` does not count, as in vLLM and SGLang. Raises: InvalidConfig for what is no number.
+    """
+    found: dict[str, float] = {}
+    for name in SAMPLING:
+        value = generation.get(name)
+        if value is None or (name == "top_k" and value in (0, -1)):
+            continue
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
+            wanted = "a whole number" if whole else "a number"
+            raise InvalidConfig(f"{name} = {str(value)[:64]!r}; {wanted} is wanted")
+        found[name] = int(value) if whole else float(value)
+    return found

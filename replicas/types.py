@@ -57,9 +57,9 @@ class Constraint:
     kind: Literal["json_schema", "regex", "lark"]
     text: str  # the schema as JSON, the regular expression, or the grammar in llguidance's dialect of Lark
     after: str = ""  # it begins behind the first of this text in the output, as "</think>"; before, any token may come
-    # with ``after``: the token that what stands before begins with, as "<think>"; an output that begins with another is
-    # held to the constraint at once. None: it has begun in the prompt, or no single token says so
-    opens: int | None = None
+    # with ``after``: the text that what stands before begins with, as "<think>"; an output that begins with another is
+    # held to the constraint at once. Empty: it has begun in the prompt
+    opens: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ray._private.utils import get_num_cpus
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
+from deployments.http.service import read_face
 from deployments.replica.feasible import ANY_MEMORY, examined, small_pools
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
@@ -159,6 +160,9 @@ class _Check:
         if config is not None and not problems:
             for each in small_pools(config, available_bytes=ram):
                 self._say(f"warning: {each}")
+            if said := read_face(config.model).sampling:
+                shown = ", ".join(f"{field} {value:g}" for field, value in said.items())
+                self._say(f"sampling, where a request says nothing: {shown}, of generation_config.json")
         if config is not None:
             self.configs[str(application.get("name", index))] = config
 

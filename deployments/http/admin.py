@@ -126,7 +126,7 @@ async def model_info(request: Request) -> Response:
         "tokenizer_path": face.tokenizer_path,
         "served_model_name": face.name,
         "is_generation": True,
-        "preferred_sampling_params": None,
+        "preferred_sampling_params": dict(face.sampling) or None,
         "weight_version": "default",
         "disaggregation_mode": "null",
         "model_type": face.model_type,
@@ -398,7 +398,7 @@ async def tokenizer_info(request: Request) -> Response:
         "eos_token_ids": eos,
         "bos_token": tokenizer.named_token("bos"),
         "pad_token": tokenizer.named_token("pad"),
-        "chat_template": tokenizer.chat_template,
+        "chat_template": tokenizer.template.source(),
         "max_model_len": service.model.context_len,
     }
     return JSONResponse(body)

@@ -642,7 +642,9 @@ class ModelInfoBody(AnswerBody):
     tokenizer_path: TokenizerPath
     served_model_name: str = Field(description="The name that requests use.")
     is_generation: bool = Field(description="Always true.")
-    preferred_sampling_params: dict[str, Any] | None = Field(description="Always null.")
+    preferred_sampling_params: dict[str, Any] | None = Field(
+        description="What is meant where a request says nothing of sampling (`model.sampling_defaults`); else null."
+    )
     weight_version: str = Field(description="Always `default`.")
     disaggregation_mode: str = Field(description="`null`: prefill and decode on one replica.")
     model_type: str = Field(description="As in config.json.")

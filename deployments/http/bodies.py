@@ -29,7 +29,7 @@ from deployments.http.service import service_of
 from deployments.output.tools import MAX_TOOLS
 from deployments.settings.groups import ADAPTER_NAME, LONGEST_NAME
 from replicas.errors import InvalidRequest
-from replicas.text.control_tokens import ROLES
+from replicas.text.chat_template import ROLES
 from replicas.types import MAX_DEADLINE_S
 
 log = logging.getLogger(__name__)
@@ -245,12 +245,13 @@ Timeout = Annotated[
     about("Seconds until the request is aborted with 504; in a stream, with an error event."),
 ]
 Stream = Annotated[bool | None, about("Send tokens as server-sent events.")]
+_AUTHORS = "Without it: what the model's author says (`model.sampling_defaults`)"
 Temperature = Annotated[
-    Annotated[float, shown(minimum=0, maximum=100)] | None, about("0: the most likely token. Without it: 1.")
+    Annotated[float, shown(minimum=0, maximum=100)] | None, about(f"0: the most likely token. {_AUTHORS}, or 1.")
 ]
 TopP = Annotated[
     Annotated[float, shown(exclusiveMinimum=0, maximum=1)] | None,
-    about("Choose among the most likely tokens that together have this probability. Without it: 1."),
+    about(f"Choose among the most likely tokens that together have this probability. {_AUTHORS}, or 1."),
 ]
 TopK = Annotated[
     Annotated[int, shown(minimum=-1)] | None,

@@ -45,7 +45,6 @@ from replicas.types import FinishReason, GenerateRequest, TokenDelta
 router = APIRouter(route_class=Route)
 # arguments of `Service.encode_chat` and `Tokenizer.chat` beside the template's variables
 _TAKEN = frozenset({"self", "messages", "tools", "check", "marks", "use"})
-_PROMPT_END = 16  # tokens that tell whether the prompt leaves reasoning open
 
 
 @router.post("/v1/chat/completions", **gives(ChatCompletionBody, *RUN, 410, event=ChatCompletionChunkBody))
@@ -177,7 +176,7 @@ async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
     asked = GenerateRequest(
         rid=new_rid(name),
         token_ids=ids,
-        sampling=openai_sampling(body, max_new_tokens=limit, masks=masks, form=form),
+        sampling=openai_sampling(body, service.model.sampling, max_new_tokens=limit, masks=masks, form=form),
         cache_salt=salt_of(body.cache_salt),
         priority=body.priority or 0,
         deadline_s=body.timeout,
@@ -197,22 +196,25 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
     service = service_of(request)
     output, tokenizer = service.prompting.output, service.tokenizer
     asked, use, promise = prepared.request, prepared.use, prepared.promise
-    prompt_end = tokenizer.decode(asked.token_ids[-_PROMPT_END:], skip_special_tokens=False)
-    is_open, after = output.opens_in_prompt(prompt_end), output.before_answer(prompt_end)
+    thought = output.thought(
+        lambda length: tokenizer.decode(asked.token_ids[-length:], skip_special_tokens=False),
+        len(asked.token_ids),
+        continues=template_options(body)["continue_final_message"],
+    )
     sampling = asked.sampling
     constraint = sampling.constraint
     if use is not None:
         constraint = await tools_asked(request, use, content=constraint)
     if constraint is not None:
-        opens = None if is_open else output.reasoning_token(tokenizer.id_of)
-        sampling = replace(sampling, constraint=replace(constraint, after=after, opens=opens))
+        held = replace(constraint, after=thought.after, opens=thought.opens)
+        sampling = replace(sampling, constraint=held)
     if output.needs_special:
         sampling = replace(sampling, skip_special_tokens=False)
     reader = partial(
         output.reader,
         schemas=None if use is None else use.schemas,
         must_call=use is not None and use.must_call,
-        reasoning_open=is_open,
+        reasoning_open=thought.is_open,
         separate_reasoning=body.separate_reasoning is not False,
     )
     pieces = tokenizer.pieces(skip_special_tokens=False)
@@ -221,14 +223,14 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
 
     def new_reading() -> ChoiceReading:
         form = output.reasoning
-        count = None if form is None else ReasoningCount(pieces, form, is_open=is_open)
+        count = None if form is None else ReasoningCount(pieces, form, is_open=thought.is_open)
         return ChoiceReading(reader(), count, shows_reasoning=body.include_reasoning is not False, called=called)
 
     return replace(
         prepared,
         request=replace(asked, sampling=sampling),
         new_reading=new_reading,
-        promise=None if promise is None else replace(promise, after=after),
+        promise=None if promise is None else replace(promise, after=thought.after),
     )
 
 

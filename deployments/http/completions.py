@@ -114,7 +114,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
         made = GenerateRequest(
             rid=new_rid(name),
             token_ids=ids,
-            sampling=openai_sampling(body, max_new_tokens=limit, masks=masks, form=asked),
+            sampling=openai_sampling(body, service.model.sampling, max_new_tokens=limit, masks=masks, form=asked),
             cache_salt=salt_of(body.cache_salt),
             priority=body.priority or 0,
             deadline_s=body.timeout,

@@ -152,48 +152,67 @@ def asks_form(fields: WireType) -> bool:
 
 
 def openai_sampling(
-    fields: SamplingFields, *, max_new_tokens: int, masks: Masks, form: FormAsked | None = None
+    fields: SamplingFields,
+    authors: Mapping[str, Any],
+    *,
+    max_new_tokens: int,
+    masks: Masks,
+    form: FormAsked | None = None,
 ) -> SamplingParams:
-    """Convert the sampling fields of a completion or chat request; `checked` checks their ranges."""
+    """Convert the sampling fields of a completion or chat request; `checked` checks their ranges.
+
+    Args: authors: what is meant where the request says nothing (`ModelFace.sampling`), before OpenAI's defaults.
+    """
     return _sampling(
         fields,
+        authors,
         masks,
         form,
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
         min_holds_stops=True,
-        temperature=_or(fields.temperature, 1.0),
         seed=_seed(fields.seed),
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
     )
 
 
 def native_sampling(
-    fields: NativeSampling, *, max_new_tokens: int, masks: Masks, form: FormAsked | None = None
+    fields: NativeSampling,
+    authors: Mapping[str, Any],
+    *,
+    max_new_tokens: int,
+    masks: Masks,
+    form: FormAsked | None = None,
 ) -> SamplingParams:
-    """Convert the sampling fields of ``/generate``; `checked` checks their ranges."""
+    """Convert the sampling fields of ``/generate``, as `openai_sampling`."""
     refuse_unsupported(fields, best_of=1)
     seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
+    if fields.do_sample is False:
+        authors, fields = {**authors, "temperature": 0.0}, fields.model_copy(update={"temperature": None})
     return _sampling(
         fields,
+        authors,
         masks,
         form,
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_new_tokens, 0),
-        temperature=0.0 if fields.do_sample is False else _or(fields.temperature, 1.0),
         seed=_seed(getattr(fields, seed_name), param=seed_name),
         include_stop=bool(fields.no_stop_trim),
     )
 
 
-def _sampling(fields: Sampling, masks: Masks, form: FormAsked | None, **own: Any) -> SamplingParams:
+def _sampling(
+    fields: Sampling, authors: Mapping[str, Any], masks: Masks, form: FormAsked | None, **own: Any
+) -> SamplingParams:
     """Convert the fields that all routes share; ``own`` are the route's."""
+    top_k = _or(fields.top_k, authors.get("top_k"))
     return SamplingParams(
         **own,
-        top_k=None if fields.top_k in (None, -1, 0) else fields.top_k,
-        top_p=_or(fields.top_p, 1.0),
-        min_p=_or(fields.min_p, 0.0),
-        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        temperature=_or(fields.temperature, authors.get("temperature", 1.0)),
+        top_k=None if top_k in (-1, 0) else top_k,
+        top_p=_or(fields.top_p, authors.get("top_p", 1.0)),
+        min_p=_or(fields.min_p, authors.get("min_p", 0.0)),
+        repetition_penalty=_or(fields.repetition_penalty, authors.get("repetition_penalty", 1.0)),
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         presence_penalty=_or(fields.presence_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias),

@@ -163,7 +163,9 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
         made = GenerateRequest(
             rid=new_rid(names[i]),
             token_ids=prompts[i],
-            sampling=native_sampling(samplings[i], max_new_tokens=limits[i], masks=masks[i], form=forms[i]),
+            sampling=native_sampling(
+                samplings[i], service.model.sampling, max_new_tokens=limits[i], masks=masks[i], form=forms[i]
+            ),
             cache_salt=salt_of(body.cache_salt, body.extra_key),
             priority=body.priority or 0,
             deadline_s=body.timeout,

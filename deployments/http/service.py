@@ -12,12 +12,12 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from prometheus_client import CollectorRegistry
@@ -40,12 +40,18 @@ from deployments.settings.keys import CALLER, CacheIsolation
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.checkpoints import hub
-from replicas.errors import InvalidConfig, PromptTooLong, UnsupportedModel
-from replicas.hf_config import contexts, model_config_from_hf, named_context
+from replicas.errors import InvalidConfig, InvalidRequest, PromptTooLong, UnsupportedModel
+from replicas.hf_config import (
+    authors_sampling,
+    contexts,
+    model_config_from_hf,
+    named_context,
+    read_generation_config,
+)
 from replicas.models.registry import MODELS
 from replicas.runner.model_files import architecture_of, read_config
 from replicas.text.tokenizer import Rendered, Tokenizer
-from replicas.types import GenerateRequest, TokenIds
+from replicas.types import GenerateRequest, SamplingParams, TokenIds
 
 LONG_TEXT = 10_000  # characters; longer texts, about 6 ms, are tokenised on another thread
 MAX_HELD = 16 << 20  # characters or bytes of long work that runs or waits
@@ -98,6 +104,7 @@ class ModelFace:
     vocab_size: int  # of the model's logits; the tokenizer's may be smaller
     architectures: tuple[str, ...]
     model_type: str
+    sampling: Mapping[str, float] = field(default_factory=dict)  # by its author, where a request says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +183,7 @@ class Service:
     def prompting(self) -> ChatPrompting:
         """What the chat template takes of tools, and what the model's output means."""
         output = OutputFormat.of(self.tokenizer, tool_format=self.tool_format, reasoning_format=self.reasoning_format)
-        return ChatPrompting.of(output, self.tokenizer.chat_template, self.tokenizer.chat_text)
+        return ChatPrompting.of(output, self.tokenizer.template, self.tokenizer.chat_text)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], *, use: ToolUse | None = None, **options: Any
@@ -283,7 +290,21 @@ def read_face(model: ModelSettings) -> ModelFace:
         vocab_size=vocab_size,
         architectures=tuple(config.get("architectures") or ()),
         model_type=str(config.get("model_type", "")),
+        sampling={} if model.sampling_defaults == "openai" else _authors_sampling(model),
     )
+
+
+def _authors_sampling(model: ModelSettings) -> Mapping[str, float]:
+    """Read what generation_config.json says of sampling. Raises: InvalidConfig, naming the file."""
+    file = Path(tokenizer_folder(model)) / "generation_config.json"
+    try:
+        found = authors_sampling(read_generation_config(file))
+        SamplingParams(**cast(dict[str, Any], found)).validate(vocab_size=1)
+    except (InvalidRequest, InvalidConfig) as error:
+        raise InvalidConfig(
+            f"model.path = {model.path!r}: {file.name}: {error}. Mend it, or set model.sampling_defaults: openai"
+        ) from error
+    return found
 
 
 def adaptable_weights(model: ModelSettings) -> dict[str, tuple[int, int]]:
@@ -307,7 +328,10 @@ def config_folder(model: ModelSettings) -> Path:
 
 
 def tokenizer_folder(model: ModelSettings) -> str:
-    """Find the folder with the model's tokenizer; for a hub id, fetch it without the weights."""
+    """Find the folder with the model's tokenizer; for a hub id, fetch it without the weights.
+
+    Raises: InvalidConfig if the hub does not deliver it.
+    """
     folder = Path(local_path(model.path))
     if folder.is_dir():
         return str(folder)

@@ -55,7 +55,7 @@ from deployments.http.http_errors import CLIENT_CLOSED, Busy, GenerationFailed, 
 from deployments.http.service import service_of
 from deployments.output.parts import Part, TextPart
 from deployments.output.reading import ChoiceReading
-from deployments.output.validation import SchemaPromise
+from deployments.output.validation import SchemaPromise, SchemaWord
 from replicas.errors import InvalidRequest, RequestAborted
 from replicas.types import GenerateRequest, TokenDelta
 
@@ -227,7 +227,7 @@ class Answer:
             events = self._events(generations, straight)
             response = await stream(request, events, straight, self._error_events)
             if self.promise is not None:
-                response.headers[SCHEMA_HEADER] = self.promise.at_first
+                response.headers[SCHEMA_HEADER] = self.promised_at_first
             if self.form.is_lines:
                 response.headers["content-type"] = LINES
             return response
@@ -276,7 +276,7 @@ class Answer:
         asked = replace(asked, sampling=sampling, recall=same.hexdigest())
         headers = {RESUME: str(opening)}
         if self.promise is not None:
-            headers[SCHEMA_HEADER] = self.promise.at_first
+            headers[SCHEMA_HEADER] = self.promised_at_first
         numbering = Numbering(after, num_choices=asked.sampling.n)
         resumes = bool(last_event) or RESUME in request.headers  # a client may have had its headers and no event
         batches = self._batches(generations.stream(asked, resumes=resumes), numbering)
@@ -318,7 +318,8 @@ class Answer:
         choices = [so_far.add(number, delta) for (number, _), delta in deltas.items()]
         response = await made(lambda: JsonAnswer(self.form.whole(choices, so_far)), deltas.values())
         if self.promise is not None:
-            response.headers[SCHEMA_HEADER] = await self.promise.of([delta.text for delta in deltas.values()])
+            ended = [(each.text, each.finish) for each in deltas.values()]
+            response.headers[SCHEMA_HEADER] = await self.promise.of(ended)
         return response
 
     async def _events(self, generations: Generations, straight: "Straight") -> AsyncGenerator[bytes, None]:
@@ -347,9 +348,15 @@ class Answer:
         return AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
 
     @property
+    def promised_at_first(self) -> SchemaWord:
+        """What can be said of a schema before the answer has come: a stop text may cut it anywhere."""
+        may_be_cut = any(asked.sampling.stop for asked in self.requests)
+        return "partial" if self.promise is None or may_be_cut else self.promise.at_first
+
+    @property
     def _validates(self) -> bool:
         """Whether the last event of a choice says what became of its schema."""
-        return self.promise is not None and self.promise.at_first == "partial" and not self.form.names_events
+        return self.promise is not None and self.promised_at_first == "partial" and not self.form.names_events
 
     def _encoded(self, change: Change, so_far: AnswerSoFar, beside: dict[str, Any]) -> bytes:
         return self._joined(self._payloads(change, so_far, beside))
@@ -364,7 +371,7 @@ class Answer:
         said.append(delta.text)
         if self.promise is None or delta.finish is None:
             return {}
-        return {"manta": {"schema": await self.promise.of(["".join(said)])}}
+        return {"manta": {"schema": await self.promise.of([("".join(said), delta.finish)])}}
 
     def _error_events(self, error: Exception) -> bytes:
         return self._joined(self.form.error_events(error))

@@ -12,12 +12,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from deployments.output.output_format import OutputFormat
 from deployments.output.tool_formats import ToolFormat
 from deployments.output.tools import Tool, ToolUse
 from replicas.errors import InvalidRequest
+from replicas.text.chat_template import ChatTemplate
 from replicas.text.tokenizer import MARK
 
 Messages = Sequence[Mapping[str, Any]]
@@ -42,11 +44,13 @@ class ChatPrompting:
     # how it writes a call's arguments: as the string that they are, as JSON of a mapping, or part by part
     arguments: Literal["string", "json", "parts"]
     short_ids: bool = False  # it wants ids of calls of nine characters
+    takes_system: bool = True  # else tools are described in the first message of the user
 
     @staticmethod
-    def of(output: OutputFormat, template: str | None, render: Callable[..., str]) -> "ChatPrompting":
+    def of(output: OutputFormat, template: ChatTemplate, render: Callable[..., str]) -> "ChatPrompting":
         """Try the template. ``render``: as `Tokenizer.chat_text`."""
-        short_ids = bool(_NINE_CHARACTERS.search(template or ""))
+        short_ids = bool(_NINE_CHARACTERS.search(template.source(with_tools=True) or ""))
+        made = partial(ChatPrompting, output=output, short_ids=short_ids, takes_system=template.takes_system)
         tries: tuple[tuple[Literal["string", "json"], Any, str], ...] = (
             ("string", '{"a":  1}', '{"a":  1}'),
             ("json", {"a": 1}, '{"a": 1}'),
@@ -61,13 +65,13 @@ class ChatPrompting:
             tool = Tool(name="f", description="d", parameters={}, strict=False).body
             with contextlib.suppress(InvalidRequest):
                 if written in render(turns, tools=[tool], add_generation_prompt=False):
-                    return ChatPrompting(output=output, arguments=arguments, short_ids=short_ids)
-        return ChatPrompting(output=output, arguments="parts", short_ids=short_ids)
+                    return made(arguments=arguments)
+        return made(arguments="parts")
 
     def prompt(self, messages: Messages, use: ToolUse | None) -> Prompt:
         """Make what the template is given. Raises: InvalidRequest for a malformed call in ``messages``."""
         marks: dict[str, str] = {}
-        if self.output.template_has_tools:
+        if self.output.plain_has_tools if use is None else self.output.template_has_tools:
             shown = [self._for_template(i, message, marks) for i, message in enumerate(messages)]
             return Prompt(messages=shown, tools=None if use is None else [tool.body for tool in use.tools], marks=marks)
         written = self._in_words(messages, marks)
@@ -147,6 +151,8 @@ class ChatPrompting:
             f"To call a tool, answer with its name and its arguments in this form, once for each call:\n{call}"
         )
         first = messages[0] if messages else {}
+        if not self.takes_system and first.get("role") == "user":
+            return [{**first, "content": f"{text}\n\n{text_of(0, first)}"}, *messages[1:]]
         if first.get("role") in ("system", "developer"):
             return [{**first, "content": f"{text_of(0, first)}\n\n{text}".lstrip()}, *messages[1:]]
         return [{"role": "system", "content": text}, *messages]

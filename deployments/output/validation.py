@@ -24,7 +24,7 @@ from pydantic_core import SchemaValidator, ValidationError, core_schema
 from referencing import Registry
 
 from replicas.grammar.checking import Problem
-from replicas.types import Constraint
+from replicas.types import Constraint, Finish, FinishReason
 
 DEADLINE_S = 2.0
 MAX_STATES = 6500  # of a pattern, as `_num_states` estimates them: 6 MB
@@ -52,9 +52,9 @@ class _UncheckedError(Exception):
 class SchemaPromise:
     """What is promised of documents that were asked for by a schema.
 
-    enforced:  all of the schema is held by the grammar.
-    validated: some of it is not; the finished document was validated, and is valid.
-    partial:   some of it is not, and the document is not valid, was not finished, or could not be validated. Or it is
+    enforced:  all of the schema is held by the grammar, and the document was not cut.
+    validated: some of it is not, or it was cut; the finished document was validated, and is valid.
+    partial:   as before, and the document is not valid, was not finished, or could not be validated. Or it is
                not finished yet: the header of a stream.
     """
 
@@ -66,10 +66,13 @@ class SchemaPromise:
     def at_first(self) -> SchemaWord:
         return "partial" if self.problems else "enforced"
 
-    async def of(self, texts: Sequence[str]) -> SchemaWord:
-        """What holds of finished outputs."""
-        if not self.problems:
+    async def of(self, outputs: Sequence[tuple[str, Finish | None]]) -> SchemaWord:
+        """What holds of finished outputs, by their texts and ends: one that a limit or a stop text ended may be cut."""
+        ends = [finish for _, finish in outputs if finish is not None]
+        cut = any(each.reason is not FinishReason.STOP or isinstance(each.matched, str) for each in ends)
+        if not self.problems and not cut:
             return "enforced"
+        texts = [text for text, _ in outputs]
         documents = [text.partition(self.after)[2] if self.after and self.after in text else text for text in texts]
         until = time.monotonic() + DEADLINE_S
         check = asyncio.get_running_loop().run_in_executor(

@@ -1,6 +1,6 @@
 """Checks whether the model and the replicas' device can do what the settings of one application ask.
 
-Owns:      what is decided before anything starts, from config.json and the size of the weights.
+Owns:      what is decided before anything starts, from config.json, the tokenizer and the size of the weights.
 Never:     loads weights, or asks a GPU: that would make a CUDA context in the process that checks.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.http import tracing
-from deployments.http.service import config_folder, read_face
+from deployments.http.service import config_folder, read_face, tokenizer_folder
 from deployments.settings.adapters import Adapters
 from deployments.settings.groups import with_secrets
 from deployments.settings.places import check_model_path, local_path
@@ -23,6 +23,7 @@ from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.memory import sizing
 from replicas.resolve import resolve, settings_problems
 from replicas.runner.model_files import load_model_config
+from replicas.text.tokenizer import Tokenizer
 from routing.types import Role
 
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
@@ -68,6 +69,8 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
     with collected():
         model = _model(config)
         read_face(config.model)
+        if model is not None and not found:
+            Tokenizer(tokenizer_folder(config.model))  # and the chat template
     with collected():
         Adapters(config.adapters, fits=None if model is None else model.adaptable())
     with collected():

@@ -79,6 +79,9 @@ class ModelSettings(Settings):
     tool_format: ToolFormatName = "auto"
     # how the model writes its reasoning; think: between a pair of think tags; auto: so if its chat template names them
     reasoning_format: ReasoningName = "auto"
+    # what is meant where a request says nothing of temperature, top_k, top_p, min_p or repetition_penalty; model: what
+    # the model's generation_config.json says, as vLLM and SGLang do; openai: temperature 1, and nothing is cut off
+    sampling_defaults: Literal["model", "openai"] = "model"
 
     @property
     def name(self) -> str:

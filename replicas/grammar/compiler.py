@@ -96,7 +96,7 @@ class GrammarCompiler:
 
 
 def _digest(constraint: Constraint) -> bytes:
-    fields = (constraint.kind, constraint.text, constraint.after, str(constraint.opens))
+    fields = (constraint.kind, constraint.text, constraint.after, constraint.opens)
     return hashlib.sha256("\0".join(fields).encode(errors="surrogatepass")).digest()
 
 

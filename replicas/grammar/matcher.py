@@ -9,11 +9,13 @@ Invariant: a token that the mask does not allow is refused, and nothing is allow
 Thread:    one at a time. `begin_masks` gives matchers to another thread, until `words` has waited for it.
 
 A constraint with ``after`` begins behind the first occurrence of that text in the bytes of the output: before, all
-tokens are allowed, and an output that ends there is not constrained. The token in which the text ends may hold more:
-the grammar takes that if it can; if not, it begins behind the token. With ``opens`` the first token decides: if it is
-that one, the grammar begins late; any other must be the grammar's.
+tokens are allowed but those that end the output, unless the grammar takes an empty text. The token in which the text
+ends may hold more: the grammar takes that if it can; if not, it begins behind the token. With ``opens`` the output's
+beginning decides: with all of that text the grammar begins late, with any other it begins at once. Until then both ways
+are open, over several tokens if need be.
 """
 
+import functools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 Words = npt.NDArray[np.int32]  # [ceil(V / 32)] bit t % 32 of word t // 32: whether token t may come next
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Vocabulary:
     """What all matchers of a model share."""
 
@@ -53,7 +55,7 @@ class Matcher:
         vocabulary: Vocabulary,
         *,
         after: str = "",
-        opens: int | None = None,
+        opens: str = "",
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         """``stop_ids``: ids besides the eos ids that end the output; allowed exactly where the grammar accepts."""
@@ -62,8 +64,9 @@ class Matcher:
         self._after = after.encode()
         self._tail = b""  # the last bytes of the output that ``after`` may begin with
         self._stop_ids = stop_ids - vocabulary.eos_ids
-        self._opens = opens if after else None  # the token that may come first beside the grammar's
-        self._begun = not self._after or opens is not None
+        self._opens = opens.encode() if after else b""  # what is left of it, while the output may still go on with it
+        self._unread: LLMatcher | None = None  # the grammar at its beginning, while some of ``opens`` has come
+        self._begun = not self._after or bool(opens)
         self._filling: tuple[Future[Words], int] | None = None  # the masks of a step, and which of them is this one's
         self._refused: str | None = None
 
@@ -71,27 +74,32 @@ class Matcher:
         """Return a matcher in the same place for another output, which ``stop_ids`` end too."""
         made = Matcher(self._core.deep_copy(), self._vocabulary, stop_ids=stop_ids)
         made._after, made._tail, made._begun, made._opens = self._after, self._tail, self._begun, self._opens
+        made._unread = self._unread  # it is copied before it is used
         return made
 
     @property
     def error(self) -> str | None:
         """Why no further token is allowed: one was refused, or a limit of the grammar was reached; else None."""
-        if self._refused is not None or not self._core.is_error():
+        if self._refused is not None or self._opens or not self._core.is_error():
             return self._refused
         return explained(str(self._core.get_error())).split("\n", 1)[0]
 
     @property
+    def _is_sound(self) -> bool:
+        return self._refused is None and not self._core.is_error()
+
+    @property
     def is_accepting(self) -> bool:
         """Whether the output may end here."""
-        return not self._begun or (self.error is None and bool(self._core.is_accepting()))
+        return self._is_sound and bool(self._core.is_accepting())
 
     def consume(self, token_id: int) -> bool:
         """Take in the next token. Returns: False if the grammar does not allow it; ``error`` says why then."""
         if self._filling is not None:
             self._filling[0].exception()  # waits: llguidance raises where two threads use one matcher
-        self._filling, opens, self._opens = None, self._opens, None
-        if token_id == opens:
-            self._begun = False
+        self._filling = None
+        if self._opens and self._may_open(token_id):
+            return True
         if not self._begun:
             self._look_for_start(token_id)
             return True
@@ -118,7 +126,7 @@ class Matcher:
 
     def forced(self) -> int | None:
         """Return the token that alone may come next, where the grammar knows it without a mask; else None."""
-        if not self._begun or self._opens is not None or self.error is not None:
+        if not self._begun or self._opens or self.error is not None:
             return None
         if self._core.is_stopped():
             ends = self._vocabulary.eos_ids | self._stop_ids
@@ -130,9 +138,11 @@ class Matcher:
         """Write the mask into ``row`` [ceil(V / 32)], which is contiguous."""
         if not self._begun:
             row.fill(-1)
+            for token_id in () if self.is_accepting else self._vocabulary.eos_ids | self._stop_ids:
+                row[token_id // 32] &= ~_bit(token_id)
             return
         row.fill(0)
-        if self.error is None:
+        if self._is_sound:
             try:
                 self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             except (KeyboardInterrupt, SystemExit):
@@ -144,7 +154,7 @@ class Matcher:
 
     def words(self) -> Words | None:
         """Return the mask of the next token, once it is computed; None where every token may come."""
-        if not self._begun:
+        if not self._begun and self.is_accepting:
             return None
         if self._filling is None or self._filling[0].exception() is not None:  # then the fault of one of the batch
             alone = np.empty(self._vocabulary.num_words, np.int32)
@@ -164,8 +174,28 @@ class Matcher:
             row[token_id // 32] &= ~_bit(token_id)
             if self._core.is_accepting():
                 row[token_id // 32] |= _bit(token_id)
-        if self._opens is not None:
-            row[self._opens // 32] |= _bit(self._opens)
+        if self._opens:
+            row |= continuing(self._vocabulary, self._opens)
+
+    def _may_open(self, token_id: int) -> bool:
+        """Take in a token of an output that has nothing but a part of ``opens`` yet. Returns: whether it goes on with
+        that; else it is the grammar's."""
+        pieces, opens = self._vocabulary.pieces, self._opens
+        piece = pieces[token_id] if token_id < len(pieces) else b""
+        if piece.startswith(opens):
+            self._core = self._core if self._unread is None else self._unread.deep_copy()
+            self._begun, self._opens, self._unread = False, b"", None
+            self._look_for_start(token_id)
+        elif piece and opens.startswith(piece):
+            if self._unread is None:
+                self._unread = self._core.deep_copy()
+            self._opens = opens[len(piece) :]
+            if not self._core.is_error():
+                self._core.consume_token(token_id)  # an error here closes the grammar's way alone
+        else:
+            self._opens, self._unread = b"", None
+            return False
+        return True
 
     def _look_for_start(self, token_id: int) -> None:
         pieces = self._vocabulary.pieces
@@ -183,12 +213,22 @@ class Matcher:
 
     def begin_masks(self, others: Sequence["Matcher"]) -> None:
         """Start to compute the masks of this matcher and ``others``, on another thread and without the GIL."""
-        ready = [each for each in (self, *others) if each._begun and each._filling is None and each.error is None]
+        ready = [each for each in (self, *others) if each._begun and each._filling is None and each._is_sound]
         if ready:
             wanted = [(each._core, row) for row, each in enumerate(ready)]
             future = _HELPER.submit(_fill_all, wanted, self._vocabulary.num_words)
             for row, each in enumerate(ready):
                 each._filling = future, row
+
+
+@functools.lru_cache(maxsize=64)
+def continuing(vocabulary: Vocabulary, text: bytes) -> Words:
+    """Make the mask of the tokens that are a beginning of ``text``, or begin with all of it."""
+    row = np.zeros(vocabulary.num_words, np.int32)
+    for token_id, piece in enumerate(vocabulary.pieces):
+        if piece and (text.startswith(piece) or piece.startswith(text)):
+            row[token_id // 32] |= _bit(token_id)
+    return row
 
 
 def _bit(token_id: int) -> np.int32:

@@ -22,7 +22,12 @@ from replicas.checkpoints.gguf_folder import folder_of, gguf_in
 from replicas.checkpoints.weight_index import listing, weight_files
 from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
 from replicas.errors import InvalidConfig, UnsupportedModel
-from replicas.hf_config import contexts, model_config_from_hf, model_config_from_outline
+from replicas.hf_config import (
+    contexts,
+    model_config_from_hf,
+    model_config_from_outline,
+    read_generation_config,
+)
 from replicas.kernels.weight_formats import RULES
 from replicas.models.registry import check_native
 
@@ -169,8 +174,7 @@ def family_config(folder: Path) -> dict[str, Any]:
 
 def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
     """Collect the ids that end a text from config.json and from generation_config.json, which chat models extend."""
-    file = folder / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.is_file() else {}
+    generation = read_generation_config(folder / "generation_config.json")
     ids: set[int] = set()
     for value in (hf.get("eos_token_id"), generation.get("eos_token_id")):
         ids.update(value if isinstance(value, list) else [] if value is None else [value])

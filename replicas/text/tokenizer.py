@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import xxhash
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from replicas.errors import InvalidConfig, InvalidRequest
-from replicas.text.control_tokens import ROLES, ControlTokens, encoded
+from replicas.hf_config import read_generation_config
+from replicas.text.chat_template import ChatTemplate, ControlTokens, encoded
 from replicas.text.detokenizer import PieceDecoder
 from replicas.types import TokenIds
 
@@ -42,7 +42,7 @@ class Rendered:
     """A conversation as the text that is encoded."""
 
     text: str
-    hides: bool  # it has marks for what is text though it spells a control token (control_tokens.py)
+    hides: bool  # it has marks for what is text though it spells a control token (chat_template.py)
 
 
 class Tokenizer:
@@ -72,7 +72,10 @@ class Tokenizer:
         limit = self._hf.model_max_length
         self.context_len: int | None = int(limit) if limit and limit < _NO_LIMIT else None
         self._reserved = frozenset(inspect.signature(self._hf.apply_chat_template).parameters) - {"documents", "kwargs"}
-        render = functools.partial(self._render, tools=None, options={}) if self.has_chat_template else None
+        self.template = ChatTemplate(self._hf, path=path)
+        render = (
+            (lambda messages: self.template.render(self.template.shaped(messages))) if self.template.sources else None
+        )
         self._control = ControlTokens(self._rust, render=render)
 
     @property
@@ -95,17 +98,6 @@ class Tokenizer:
     def control_ids(self) -> frozenset[int]:
         """The ids that only the template may write in a chat."""
         return self._control.ids
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._hf.chat_template is not None
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja source of the template that chats are rendered in; None without one, or with none as default."""
-        given = self._hf.chat_template
-        template = given.get("default") if isinstance(given, dict) else given
-        return None if template is None else str(template)
 
     def named_token(self, name: Literal["bos", "eos", "pad", "unk"]) -> str | None:
         """The token that the tokenizer's configuration gives this name; None where it gives none."""
@@ -155,8 +147,7 @@ class Tokenizer:
         """Write a conversation in the model's chat template.
 
         What stands in ``messages``, ``tools`` and ``template_kwargs`` is text and never a control token, whatever it
-        spells (control_tokens.py). A message whose content is a list of text parts is given to the template as their
-        texts, joined by newlines.
+        spells (chat_template.py). A content has the shape that the template wants.
 
         Args:   continue_final_message: leave the last message open, for the model to go on (no generation prompt then).
                 check: called with the text, to raise where it is not worth encoding.
@@ -198,7 +189,7 @@ class Tokenizer:
         template_kwargs: dict[str, Any],
     ) -> tuple[str, bool]:
         """Render a conversation. Returns: its text, and whether some of it is hidden."""
-        if not self.has_chat_template:
+        if not self.template.sources:
             raise InvalidRequest(f"{self.path} has no chat template; use /v1/completions, or add chat_template.jinja")
         reserved = sorted(self._reserved & template_kwargs.keys())
         if reserved:
@@ -211,7 +202,7 @@ class Tokenizer:
         if not messages:
             raise InvalidRequest("messages: is empty; give at least one message", param="messages")
         given: dict[str, Any] = {
-            "messages": [self._plain_message(i, message) for i, message in enumerate(messages)],
+            "messages": self.template.shaped(messages),
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "options": template_kwargs,
         }
@@ -221,7 +212,9 @@ class Tokenizer:
         except RecursionError as error:
             raise InvalidRequest("messages: nested too deeply", param="messages") from error
         render = functools.partial(
-            self._render, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+            self.template.render,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
         if not hides:
             return render(**given), False
@@ -229,59 +222,6 @@ class Tokenizer:
             return render(**hidden), True
         except InvalidRequest as error:
             raise InvalidRequest(self._control.show(str(error)), param=error.param) from error
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Render ``messages`` in the chat template. Raises: InvalidRequest if it fails on their shape."""
-        try:
-            text = self._hf.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **options,
-            )
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
-        return str(text)
-
-    def _plain_message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """``message`` in a role that the template has, with content parts as one string, which templates add up."""
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"messages[{index}]: must be an object with a role", param="messages")
-        plain = dict(message)
-        role, content = message["role"], message.get("content")
-        if role not in ROLES and not self._template_names(role):
-            known = ", ".join(ROLES)
-            raise InvalidRequest(f"messages[{index}].role: {role[:64]!r} is not one of {known}", param="messages")
-        if role == "developer" and not self._template_names(role):
-            plain["role"] = "system"  # what it was called before
-        if content is None:
-            refusal = message.get("refusal")
-            plain["content"] = refusal if isinstance(refusal, str) else ""  # tool calls come without content
-        elif isinstance(content, list):
-            texts = [text for part in content if (text := _part_text(part)) is not None]
-            if len(texts) < len(content):
-                raise InvalidRequest(f"messages[{index}].content: only text parts are supported", param="messages")
-            plain["content"] = "\n".join(texts)
-        elif not isinstance(content, str):
-            raise InvalidRequest(
-                f"messages[{index}].content: must be a string or a list of text parts", param="messages"
-            )
-        return plain
-
-    def _template_names(self, role: str) -> bool:
-        """Whether the chat template treats ``role`` as one of its own."""
-        template = str(self._hf.chat_template)
-        return f"'{role}'" in template or f'"{role}"' in template
 
     def decode(self, ids: Sequence[int] | TokenIds, skip_special_tokens: bool = True) -> str:
         """Decode ``ids``; ids without a text (padding of the vocabulary) give none."""
@@ -359,7 +299,7 @@ def _eos_ids(path: str, tokenizer_eos: int | None) -> frozenset[int]:
     found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        eos = None if file is None else json.loads(Path(file).read_text()).get("eos_token_id")
+        eos = None if file is None else read_generation_config(Path(file)).get("eos_token_id")
         if eos is not None:
             return frozenset(found | (set(eos) if isinstance(eos, list) else {eos}))
     return frozenset(found)
@@ -373,11 +313,3 @@ def _check_unicode(text: str) -> None:
         raise InvalidRequest(
             f"the text is not valid Unicode: a lone surrogate at character {error.start}; send well-formed UTF-8"
         ) from error
-
-
-def _part_text(part: Any) -> str | None:
-    """Return the text of one part of a content; None if it is no text."""
-    if not isinstance(part, Mapping):
-        return part if isinstance(part, str) else None
-    text = part.get("refusal" if part.get("type") == "refusal" else "text")
-    return text if isinstance(text, str) else None

@@ -28,7 +28,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
     "replicas.layers.tp_group": {"replicas.errors"},
     "replicas.distributions": {"replicas.types", "kvtransfer.types"},
-    "replicas.text": {"replicas.types", "replicas.errors", "replicas.config"},
+    "replicas.text": {"replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config"},
     "replicas.grammar": {"replicas.text", "replicas.types", "replicas.errors"},
     "replicas.memory": {
         "replicas.kernels.weight_formats", "replicas.types", "replicas.errors", "replicas.config", "kvtransfer.layout",

@@ -18,6 +18,7 @@ from deployments.settings.settings_file import CommandLine
 from replicas.memory.sizing import weight_bytes
 from replicas.models.registry import MODELS
 from replicas.runner.model_files import load_model_config
+from tests.unit.tokenizer_folders import byte_level_folder
 from tools.models_table import PAGE, VOCAB, ModelType, Product, judge, page, product_row, products, written
 
 ROWS = written()
@@ -83,6 +84,7 @@ def test_a_product_has_the_row_that_its_config_gives_and_the_command_passes_the_
     shape = load_model_config(str(tmp_path), device="cpu", dtype="float32")
     assert weight_bytes(shape, 1) == pytest.approx(4 * product.parameters, rel=1e-6)
     (tmp_path / "model.safetensors").touch()
+    byte_level_folder(tmp_path)
     (command,) = re.findall(r"`manta (.*)`", row)
     given = arguments.parse(shlex.split(command.replace(product.hub_id, str(tmp_path)))).config
     assert isinstance(given, CommandLine)

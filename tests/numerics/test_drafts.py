@@ -299,7 +299,7 @@ def test_a_constrained_answer_is_the_same_with_drafts_that_its_grammar_allows_an
     """Also where it ends within a run, where an id of its own ends it, and where the constraint begins late. What is
     forced follows a draft, and is computed as it is without."""
     engine = engine_of("fp32", 16)
-    counters, after = engine.scheduler.counters, replace(SCHEMA, after="e", opens=None)
+    counters, after = engine.scheduler.counters, replace(SCHEMA, after="e")
     free = replace(SEEDED, constraint=None)
     samplings = {
         "greedy": GREEDY, "seeded": SEEDED, "short": replace(GREEDY, max_new_tokens=11),

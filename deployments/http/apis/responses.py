@@ -222,7 +222,7 @@ async def _run_in_background(request: Request, answer: Answer, *, streams: bool)
         raise refused[0]
     response = await _events(request, response_id, 0) if streams else JsonAnswer(kept.shown())
     if answer.promise is not None:
-        response.headers[SCHEMA_HEADER] = answer.promise.at_first
+        response.headers[SCHEMA_HEADER] = answer.promised_at_first
     return response
 
 

@@ -271,6 +271,73 @@ def test_a_config_json_that_is_none_is_said(tmp_path: Path, config: str, says: s
 
 @pytest.mark.model
 @pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", None, r"no tokenizer can be loaded from"),
+        ("tokenizer.json", '{"version": "1.0", "trunc', r"no tokenizer can be loaded from"),
+        ("tokenizer_config.json", '{"eos', r"no tokenizer can be loaded from"),
+        (
+            "chat_template.jinja",
+            "{% for m in messages %}{{ m.content }",
+            r"its chat template cannot be read: .*\(line 1\)",
+        ),
+        (
+            "chat_template.jinja",
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            r"its chat template leaves out what",
+        ),
+        ("generation_config.json", "", r"generation_config.json cannot be read: Expecting value"),
+        ("generation_config.json", '{"eos_token_id": [1', r"generation_config.json cannot be read: Expecting"),
+        ("generation_config.json", "[]", r"generation_config.json holds no settings of a model"),
+        (
+            "generation_config.json",
+            '{"temperature": "hot"}',
+            r"generation_config.json: temperature = 'hot'; a number is",
+        ),
+        (
+            "generation_config.json",
+            '{"top_p": 7}',
+            r"top_p: must be in \(0, 1\], got 7.0. Mend it, or set model.sampling_de",
+        ),
+    ],
+)
+def test_a_file_of_the_model_that_a_start_would_refuse_is_refused_by_check(
+    tmp_path: Path, name: str, content: str | None, says: str
+) -> None:
+    for each in Path(ROOT / MODEL).iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    [said] = impossible(parse({"model": {"path": str(tmp_path)}}))
+    assert re.search(says, said), said
+    assert str(tmp_path) in said
+
+
+@pytest.mark.model
+def test_what_the_models_author_says_of_sampling_is_told_and_can_be_set_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for each in Path(ROOT / MODEL).iterdir():
+        (folder / each.name).symlink_to(each)
+    (folder / "generation_config.json").unlink()
+    said = {"do_sample": False, "temperature": 0.6, "top_k": 20.0, "top_p": None, "min_p": 0, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    file, told = tmp_path / "own.yaml", list[str]()
+    file.write_text(FILE.replace(MODEL, str(folder)))
+    _, configs = read(str(file), told.append)
+    assert told == [
+        "sampling, where a request says nothing: temperature 0.6, top_k 20, min_p 0, of generation_config.json"
+    ]
+    assert service.read_face(configs["manta"].model).sampling == {"temperature": 0.6, "top_k": 20, "min_p": 0.0}
+    file.write_text(FILE.replace(MODEL, f"{folder}\n        sampling_defaults: openai"))
+    _, configs = read(str(file), told.append)
+    assert len(told) == 1
+    assert service.read_face(configs["manta"].model).sampling == {}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
     ("cache", "model", "tp", "says"),
     [
         ({"device_memory_bytes": 1000}, {}, 1, r"cache.device_memory_bytes = 1000: no memory is left for the KV pool"),

@@ -2,12 +2,20 @@
 
 import json
 import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
 from deployments.output import validation
+from replicas.text.tokenizer import Tokenizer
+from tests.embedded import MODEL
+from tests.unit.deployments.listening import client_of
 
 pytestmark = pytest.mark.model
 
@@ -152,6 +160,83 @@ async def test_a_stream_says_at_its_end_what_holds(client: httpx.AsyncClient, ro
     plain = await client.post(route, json=json.loads(json.dumps(body | extra).replace("uniqueItems", "title")))
     assert plain.headers["x-manta-schema"] == "enforced"
     assert "manta" not in plain.text
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
+async def test_a_document_that_a_stop_text_cut_is_not_called_enforced(client: httpx.AsyncClient, route: str) -> None:
+    """Any "," is inside it; what is whole all the same was validated. A stream cannot know before."""
+    for stop, word in ((",", "partial"), ("no such text", "enforced")):
+        answer = await post(client, route, {"json_schema": PERSON, "stop": [stop]})
+        assert answer.headers["x-manta-schema"] == word, answer.text
+    if route == NATIVE:
+        return
+    fields = {"json_schema": PERSON, "max_tokens": 48, "stream": True}
+    asked = {"messages": HI} if route == CHAT else {"prompt": "x"}
+    for stop, word in ((",", "partial"), ("no such text", "enforced")):
+        answer = await client.post(route, json={**asked, **fields, "stop": stop, "temperature": 0})
+        assert answer.headers["x-manta-schema"] == "partial"
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert [event["manta"] for event in events if "manta" in event] == [{"schema": word}]
+
+
+# A fine-tune's template: it knows of thoughts, whose tags are no tokens of SmolLM2
+THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+SAY = [{"role": "user", "content": "Say yes or no."}]
+
+
+@pytest.fixture
+async def thinker(service: Service, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(Path(MODEL).absolute() / name)
+    (tmp_path / "chat_template.jinja").write_text(THINKING)
+    async with client_of(make_app(replace(service, tokenizer=Tokenizer(str(tmp_path))))) as client:
+        yield client
+
+
+async def test_a_form_is_held_where_the_tags_of_a_thought_are_several_tokens(thinker: httpx.AsyncClient) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    for stream in (False, True):
+        asked = {"messages": SAY, "max_tokens": 32, "temperature": 0, "stream": stream}
+        answer = await thinker.post(CHAT, json={**asked, "response_format": schema_format(schema, strict=True)})
+        assert answer.headers["x-manta-schema"] == "enforced"
+        if not stream:
+            assert json.loads(answer.json()["choices"][0]["message"]["content"])["a"] in (1, 2)
+    assert await text_of(thinker, CHAT, {"guided_choice": ["yes", "no"], "messages": SAY}) in ("yes", "no")
+
+
+async def test_a_tool_that_must_be_called_is_called_where_the_tags_of_a_thought_are_several_tokens(
+    thinker: httpx.AsyncClient,
+) -> None:
+    parameters = {"type": "object", "properties": {"part": {"enum": ["bolt"]}}, "required": ["part"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        fields = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False, "messages": SAY}
+        answer = await post(thinker, CHAT, fields, max_tokens=64)
+        [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"part": "bolt"})
+
+
+async def test_a_thought_that_a_client_continues_is_reasoning_and_no_form_begins_in_it(
+    thinker: httpx.AsyncClient,
+) -> None:
+    """Nor may it end there: the model, which has never learned to end a thought, fills the limit."""
+    for begun in ("<think>\nThe user wants", "<think>\nHm.\n</think>\n\n<think>\nThe user wants"):
+        chat = [*SAY, {"role": "assistant", "content": begun}]
+        fields = {"messages": chat, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 24}
+        for form in ({}, {"guided_choice": ["yes", "no"]}):
+            [choice] = (await post(thinker, CHAT, {**fields, **form})).json()["choices"]
+            assert choice["message"]["reasoning_content"]
+            assert not choice["message"]["content"]
+            assert not form or choice["finish_reason"] == "length"
+    chat = [*SAY, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n"}]
+    assert await text_of(thinker, CHAT, {**fields, "messages": chat, "guided_choice": ["yes", "no"]}) in ("yes", "no")
+    opened = {"messages": SAY, "chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 4}
+    [choice] = (await post(thinker, CHAT, opened)).json()["choices"]
+    assert choice["message"]["reasoning_content"]
 
 
 async def test_what_asks_for_no_form_has_no_header(client: httpx.AsyncClient) -> None:

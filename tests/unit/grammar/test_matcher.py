@@ -116,14 +116,17 @@ def test_a_stop_id_is_allowed_exactly_where_the_grammar_accepts() -> None:
     assert matcher.error is None
 
 
-def test_a_grammar_that_begins_later_allows_everything_before() -> None:
-    matcher = regex("[0-9]+", after="</think>")
-    assert matcher.is_accepting
-    assert matcher.words() is None
-    assert len(allowed(matcher)) >= VOCAB
-    assert feed(matcher, "7 of them <think/> </thin")
-    assert matcher.words() is None
-    assert feed(matcher, "k>")
+def test_a_grammar_that_begins_later_allows_everything_before_but_an_end() -> None:
+    """An output that ends in its thought has no document; it may where the grammar takes an empty text."""
+    (stop,) = ids("Z")
+    matcher = regex("[0-9]+", after="</think>").copy(frozenset({stop}))
+    for text in ("7 of them <think/> </thin", "k>"):
+        assert not matcher.is_accepting
+        assert set(range(VOCAB)) - set(allowed(matcher)) == {*eos(), stop}
+        assert feed(matcher, text)
+    free = regex("[0-9]*", after="</think>")
+    assert free.is_accepting
+    assert free.words() is None
     assert not matcher.is_accepting
     assert ids("x")[0] not in allowed(matcher)
     assert feed(matcher, "12")
@@ -131,18 +134,47 @@ def test_a_grammar_that_begins_later_allows_everything_before() -> None:
 
 
 def test_an_output_that_may_begin_with_a_thought_is_held_to_the_grammar_where_it_does_not() -> None:
-    opens = ids("!")[0]
-    whole = Constraint(kind="regex", text="[0-9]+", after="</think>", opens=opens)
+    (opens,) = ids("!")
+    whole = Constraint(kind="regex", text="[0-9]+", after="</think>", opens="!")
     thinks, answers = compiler().compile(whole), compiler().compile(whole)
     assert thinks.forced() is None
-    assert set(allowed(thinks)) == {*allowed(regex("[0-9]+")), opens}
+    begins = {i for i in range(tokenizer().vocab_size) if tokenizer().token_bytes(i).startswith(b"!")}  # "!!" too
+    assert set(allowed(thinks)) == {*allowed(regex("[0-9]+")), *begins}
     assert thinks.consume(opens)
-    assert thinks.words() is None
     assert feed(thinks, "any words</think>")
     assert allowed(thinks) == allowed(regex("[0-9]+"))
     assert feed(answers, "12")
     assert not answers.consume(opens)
     assert compiler().compile(whole).copy().consume(opens)
+
+
+@pytest.mark.parametrize("masked", ["alone", "together"])
+def test_a_thought_may_begin_with_a_tag_of_several_tokens(masked: str) -> None:
+    """While only a part of the tag has come, both ways are open; what the grammar does not take closes its own."""
+    tag = ids("<think>")
+    assert len(tag) > 2
+    whole = Constraint(kind="regex", text="<b>[0-9]+|[0-9]+", after="</think>", opens="<think>")
+    thinks, answers, tagged = (compiler().compile(whole) for _ in range(3))
+    for number, token in enumerate(tag):
+        if masked == "together":
+            thinks.begin_masks([answers])
+        assert thinks.words() is not None
+        assert token in allowed(thinks)
+        assert (ids("1")[0] in allowed(thinks)) == (number == 0)
+        assert not eos() & set(allowed(thinks))
+        assert not thinks.copy().consume(ids("x")[0])
+        assert (thinks.error, thinks.forced()) == (None, None)
+        assert thinks.consume(token)
+    assert feed(thinks, "<b>x 4</think>")
+    assert allowed(thinks) == allowed(regex("<b>[0-9]+|[0-9]+"))  # its beginning: what came of the tag is not its
+    assert feed(thinks, "<b>12")
+    assert thinks.is_accepting
+    assert feed(answers, "12")
+    assert answers.is_accepting
+    assert feed(tagged, "<")
+    assert {*ids("b"), *ids("think")} <= set(allowed(tagged))
+    assert feed(tagged, "b>7")
+    assert tagged.is_accepting
 
 
 @pytest.mark.parametrize(("pattern", "rest"), [("[a-z]+", "2"), ("k?[0-9]", "2"), ("[0-9]{2}", "12")])
@@ -159,7 +191,7 @@ def test_more_text_in_the_token_where_it_begins_is_taken_if_it_can_be(pattern: s
 
 
 def test_masks_that_another_thread_computed_are_those_of_fill() -> None:
-    made = [regex("[0-9]+"), regex("[a-z]+"), regex("x", after="!"), regex("(yes|no)")]
+    made = [regex("[0-9]+"), regex("[a-z]+"), regex("x?", after="!"), regex("(yes|no)")]
     wanted = [allowed(each) for each in made]
     made[0].begin_masks(made[1:])
     for each, expected in zip(made, wanted, strict=True):

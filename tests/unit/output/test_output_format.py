@@ -1,12 +1,13 @@
 """The formats that are found in a chat template, or set; and what a reader of them needs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deployments.output.call_readers import as_json
-from deployments.output.output_format import OutputFormat, names_tools
+from deployments.output.output_format import OutputFormat, Thought, names_tools
 from deployments.output.reasoning import REASONING_FORMATS, THINK
 from deployments.output.tool_formats import TOOL_FORMATS, ToolFormat
 from deployments.output.tools import value_types
@@ -33,7 +34,8 @@ SMOL = """{% for message in messages %}{{'<|im_start|>' + message['role'] + mess
 
 def tokenizer(template: str | None, *special: str) -> Any:
     texts = dict(enumerate(special))
-    return SimpleNamespace(chat_template=template, special_ids=frozenset(texts), token_text=texts.__getitem__)
+    source = SimpleNamespace(before_answers=(), source=lambda with_tools=False: template)
+    return SimpleNamespace(template=source, special_ids=frozenset(texts), token_text=texts.__getitem__)
 
 
 TEMPLATES: list[tuple[str | None, str | None, str | None, bool]] = [  # how it calls, how it reasons, has it tools
@@ -70,9 +72,9 @@ def test_every_entry_of_the_tables_has_a_template_here_and_is_read_by_these_test
 
 def test_settings_win_over_the_template() -> None:
     found = OutputFormat.of(tokenizer(QWEN3), tool_format="mistral", reasoning_format="none")
-    assert (found.tools, found.reasoning, found.before_answer("assistant\n")) == (FORMATS["mistral"], None, "")
+    assert (found.tools, found.reasoning, thought_in(found, "assistant\n")) == (FORMATS["mistral"], None, Thought())
     found = OutputFormat.of(tokenizer(SMOL), tool_format="none", reasoning_format="think")
-    assert (found.tools, found.reasoning, found.before_answer("assistant\n")) == (None, THINK, "</think>")
+    assert (found.tools, found.reasoning, thought_in(found, "assistant\n")) == (None, THINK, MAY_THINK)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +90,48 @@ def test_a_template_has_tools_if_it_uses_the_variable(template: str, names: bool
     assert names_tools(template) == names
 
 
-def test_a_prompt_opens_reasoning_if_its_last_word_does() -> None:
-    found = OutputFormat.of(tokenizer(QWEN3))
-    assert found.opens_in_prompt("<|im_start|>assistant\n<think>\n")
-    assert not found.opens_in_prompt("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not OutputFormat.of(tokenizer(QWEN)).opens_in_prompt("<think>\n")
-    for end, after in (("<think>\n", "</think>"), ("</think>\n\n", ""), ("assistant\n", "</think>")):
-        assert found.before_answer(end) == after
+def thought_in(found: OutputFormat, prompt: str, *, continues: bool = False) -> Thought:
+    return found.thought(lambda length: prompt[-length:], len(prompt), continues=continues)
+
+
+MAY_THINK, THINKS = Thought(after="</think>", opens="<think>"), Thought(is_open=True, after="</think>")
+ME = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("turn", "continued", "meant"),
+    [
+        (f"{ME}", "", MAY_THINK),
+        (f"{ME}<think>\n", "", THINKS),
+        (f"{ME}<think>\n\n</think>\n\n", "", Thought()),
+        (f"{ME}</think>", "", Thought()),
+        # a client's own words, in its question and in an earlier turn
+        (f"</think>, what is it?{ME}", "", MAY_THINK),
+        (f"\n<think>{ME}", "", MAY_THINK),
+        (f"{ME}<think>\nHm{ME}", "", MAY_THINK),
+        # a turn that goes on: inside its thought, behind it, and in an answer without one
+        (ME, "<think>\nThe user wants", THINKS),
+        (f"{ME}<think>\n", "The user wants", THINKS),
+        (ME, "<think>\n" + "long " * 400, THINKS),
+        (ME, "<think>\nHm.\n</think>\n\nIt is", Thought()),
+        (ME, "<think>\nHm.\n</think>\n\n", Thought()),
+        (ME, "<think>a</think><think>b", THINKS),
+        (ME, "It is", Thought()),
+        (ME, "A thought begins with <think> and", Thought()),
+        (ME, "", MAY_THINK),
+        # results of a tool, behind which this template writes no beginning of a turn
+        ("<|im_end|>\n<|im_start|>assistant\n<think>a</think>call<result>\n<think>x<|results_end|>", "", MAY_THINK),
+    ],
+)
+def test_a_thought_is_open_where_the_last_tag_of_the_open_turn_begins_one(
+    turn: str, continued: str, meant: Thought
+) -> None:
+    found = replace(OutputFormat.of(tokenizer(QWEN3)), before_answers=(f"{ME}<think>\n", "<|results_end|>"))
+    assert thought_in(found, f"<|im_start|>user\nHi{turn}{continued}", continues=bool(continued)) == meant
+    assert thought_in(OutputFormat.of(tokenizer(QWEN)), f"Hi{turn}") == Thought()
+    if not continued:  # nothing is known of how a turn begins: the prompt's end tells
+        bare = OutputFormat.of(tokenizer(QWEN3))
+        assert thought_in(bare, f"Hi{turn}") == meant
 
 
 def test_tags_that_are_special_tokens_must_stay_and_other_special_tokens_are_left_out_by_the_reader() -> None:

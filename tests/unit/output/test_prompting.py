@@ -28,7 +28,7 @@ WITH_TOOLS = """{% for m in messages %}<|start|>{{ m.role }}
 
 
 def prompting_of(tokenizer: Tokenizer) -> ChatPrompting:
-    return ChatPrompting.of(OutputFormat.of(tokenizer), tokenizer.chat_template, tokenizer.chat_text)
+    return ChatPrompting.of(OutputFormat.of(tokenizer), tokenizer.template, tokenizer.chat_text)
 
 
 def called(arguments: str = ARGUMENTS, content: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.output.validation import SchemaPromise, is_valid
 from replicas.grammar.checking import Problem
+from replicas.types import Finish, FinishReason
 
 UNIQUE = {"type": "array", "uniqueItems": True}
 NEW = "https://json-schema.org/draft/2020-12/schema"
@@ -104,12 +105,17 @@ def test_few_compiled_patterns_are_kept() -> None:
 
 
 async def test_what_is_promised_of_documents() -> None:
+    ended, cut = Finish(reason=FinishReason.STOP, matched=2), Finish(reason=FinishReason.LENGTH)
+    stopped = Finish(reason=FinishReason.STOP, matched=",")
     held = SchemaPromise(schema=json.dumps(UNIQUE), problems=())
-    assert (held.at_first, await held.of(["[1,"])) == ("enforced", "enforced")
+    assert (held.at_first, await held.of([("[1]", ended)])) == ("enforced", "enforced")
+    for finish in (cut, stopped):  # what was cut may be whole all the same
+        assert await held.of([("[1]", ended), ("[1,", finish)]) == "partial"
+        assert await held.of([("[1]", ended), ("[1]", finish)]) == "validated"
     problem = Problem("uniqueItems", "/uniqueItems")
     left_out = SchemaPromise(schema=json.dumps(UNIQUE), problems=(problem,), after="</t>")
     assert left_out.at_first == "partial"
-    assert await left_out.of(["[1]</t>[1, 2]", "</t>[]"]) == "validated"
-    assert await left_out.of(["[1, 2]"]) == "validated"  # without a thought
+    assert await left_out.of([("[1]</t>[1, 2]", ended), ("</t>[]", ended)]) == "validated"
+    assert await left_out.of([("[1, 2]", ended)]) == "validated"  # without a thought
     for text in ("x</t>[1, 1]", "[1, 1]", "</t>[1", "</t>"):
-        assert await left_out.of(["</t>[]", text]) == "partial"
+        assert await left_out.of([("</t>[]", ended), (text, ended)]) == "partial"
