@@ -20,7 +20,7 @@ from replicas.grammar.matcher import Matcher
 from replicas.launch import EngineSettings, load_engine
 from replicas.runner.readouts import Readouts
 from replicas.runner.sampler import Sampler
-from replicas.scheduler.plan import ExtendPlan, FailedStep, PendingStep, StepPlan
+from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan, StepResult
 from replicas.text.detokenizer import Detokenizer
 from replicas.types import Constraint, Finish, GenerateRequest, Readout, TokenDelta
 from tests.embedded import MODEL
@@ -41,6 +41,13 @@ def has_poison(plan: StepPlan, *, from_output: int = 0) -> bool:
     return any(row.params.seed == POISON and row.num_output >= from_output for row in plan.sampling)
 
 
+class Failing:
+    """A step that fails when it is awaited: others may have been launched behind it."""
+
+    def result(self) -> StepResult:
+        raise RuntimeError("no such index")
+
+
 def failing(launch: Launch, at: str, **when: int) -> Launch:
     """Fail with the poison when the step is launched, or when its result is asked for."""
 
@@ -50,7 +57,7 @@ def failing(launch: Launch, at: str, **when: int) -> Launch:
         if at == "launch":
             raise RuntimeError("no such index")
         launch(plan).result()  # it writes its K/V, and may have sampled
-        return FailedStep(RuntimeError("no such index"))
+        return Failing()
 
     return launched
 
@@ -81,9 +88,12 @@ def test_requests_beside_one_that_fails_get_the_tokens_that_they_get_alone(at: s
         prompts = {f"r{i}": [random.randrange(6) for _ in range(random.randint(1, 40))] for i in range(7)}
         bad = set(random.sample(sorted(prompts), 2))
         deltas = list[TokenDelta]()
+        for rid in bad if number % 2 else ():
+            prompts[rid].insert(random.randint(0, len(prompts[rid])), POISON)
+        for rid in sorted(prompts.keys() - bad):  # so that the cache can guess what comes
+            engine.submit(ask("before", prompts[rid], max_new_tokens=12))
+            finish_all(engine)
         for rid, prompt in prompts.items():
-            if rid in bad and number % 2:
-                prompt.insert(random.randint(0, len(prompt)), POISON)
             deltas += engine.submit(ask(rid, prompt, max_new_tokens=12, seed=POISON if rid in bad else 1))
             deltas += engine.step() if random.random() < 0.5 else []
         deltas += finish_all(engine)
@@ -198,6 +208,30 @@ def test_a_step_that_fails_by_the_rows_that_meet_in_it_ends_nobody() -> None:
         engine.submit(ask(f"r{number}", [number]))
     deltas = finish_all(engine)
     assert [ids(deltas, f"r{number}") for number in range(5)] == [continuation([number], 8) for number in range(5)]
+    assert at_rest(engine)
+
+
+@pytest.mark.parametrize("at", ["launch", "result"])
+def test_a_step_that_fails_once_ends_nobody_and_the_one_made_ahead_follows_what_is_made_anew(at: str) -> None:
+    engine, device = fake_engine(overlap="on")
+    num_launched = 0
+
+    def launched(plan: StepPlan) -> PendingStep:
+        nonlocal num_launched
+        num_launched += 1
+        if num_launched % 7:
+            return device.launch(plan)
+        if at == "launch":
+            raise RuntimeError("no such index")
+        return Failing()
+
+    engine.steps.launch = launched
+    for number in range(5):
+        engine.submit(ask(f"r{number}", [number], max_new_tokens=30 + number))
+    deltas = finish_all(engine)
+    for number in range(5):
+        assert ids(deltas, f"r{number}") == continuation([number], 30 + number)
+    assert engine.stats().failed_steps > 3
     assert at_rest(engine)
 
 
