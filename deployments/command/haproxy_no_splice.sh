@@ -55,13 +55,13 @@ END
         forms starting starting "Manta is starting: nothing takes requests here yet; its routers wait for the first model replica"
         echo '    http-after-response set-status 503 if { status 502 } { res.hdr(retry-after) 5 }'
     } | sed -i '/^frontend http_frontend/r /dev/stdin' "$config"
-    # Probes of balancers: a router that is up and does not answer within half a second has many requests to begin. Where
+    # Probes of balancers: a router that lives and does not answer within half a second has many requests to begin. Where
     # none is up by HAProxy's checks, they are asked all the same: a dead one refuses at once, and a busy one is late.
     prefixes=$(sed -n -E 's|^ *acl is_(.*) path_beg (.*)/$|\1 \2/|p' "$config")
     echo "$prefixes" | while read -r name prefix; do
         servers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E "s|^( *server )(SERVE_REPLICA_[^ ]*-Router-[^ ]*) ([^ ]+) .*|\1LATE_\2 \3|p")
         [ -n "$servers" ] || continue
-        sed -i "0,/^ *use_backend /s|^ *use_backend |    use_backend $name-probes if { path ${prefix}health ${prefix}ready } { nbsrv($name) ge 1 }\n&|" "$config"
+        sed -i "0,/^ *use_backend /s|^ *use_backend |    use_backend $name-probes if { path ${prefix}health ${prefix}ready }\n&|" "$config"
         sed -i "s|^ *use_backend $name if is_.*|    use_backend $name-late if is_$name { nbsrv($name) eq 0 }\n&|" "$config"
         cat <<END >>"$config"
 backend $name-probes
@@ -71,7 +71,7 @@ backend $name-probes
     http-reuse always
     http-error status 504 content-type application/json string "{\"status\":\"ok\"}"
     http-after-response set-status 200 if { status 504 }
-$(echo "$servers" | sed "s|LATE_\(.*\) .*|& track $name/\1|")
+$servers
 backend $name-late
     retries 0
     http-reuse always
