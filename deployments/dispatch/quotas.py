@@ -269,6 +269,8 @@ class Quotas:
     def _carry(self) -> None:
         """Note, once a minute has passed, what each key owed in it."""
         now = self._minute
+        if now == self._since:
+            return
         self._since = self._since or now
         for minute in range(self._since - 1, now - 1):
             found = {*self._owed, *(name for used in (self._own, *(each.used for each in self._others.values()))
@@ -280,16 +282,21 @@ class Quotas:
     def _beyond(self, name: str, minute: int) -> tuple[Sequence[float], Sequence[float]]:
         """Split what counts in ``minute``, which is the one behind which ``_owed`` is known, into what is beyond the
         limits of a key and what is not."""
+        counts = self._sum(minute, name)
+        if counts is NOTHING and name not in self._owed:
+            return NOTHING, NOTHING
         key = self.keys.by_name.get(name)
         limits = (None,) * len(KINDS) if key is None else key.limits.a_minute
-        counts = [*map(operator.add, self._sum(minute, name), self._owed.get(name, NOTHING))]
+        counts = [*map(operator.add, counts, self._owed.get(name, NOTHING))]
         within = [num if limit is None else min(num, limit) for num, limit in zip(counts, limits, strict=True)]
         return [*map(operator.sub, counts, within)], within
 
     def _expected(self, name: str) -> Sequence[float]:
         """Count what the requests of a key have used so far; return what is left of their estimates."""
+        if name not in self._open:
+            return NOTHING
         left = [0.0] * len(KINDS)
-        for reserved in self._open.get(name, ()):
+        for reserved in self._open[name]:
             so_far = reserved.so_far()
             self._count(reserved, so_far.input_tokens, so_far.output_tokens)
             for at, num in enumerate(reserved.counted, start=1):
