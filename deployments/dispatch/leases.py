@@ -122,6 +122,11 @@ class ReplicaCalls(Protocol):
         """Push cached pages to other replicas as ``order`` says. Returns: what has been pushed since the start."""
         ...
 
+    async def snapshot(self, name: str, choice: int) -> bytes | str | None:
+        """Return the file of a snapshot of choice ``choice`` of the open request that clients call ``name``, or why
+        none can be taken; None where no such request is open here. Raises: EngineDead."""
+        ...
+
     async def recall(self, key: str) -> dict[int, list[int]]:
         """Return what choices of the request with this `GenerateRequest.recall` have made, by number."""
         ...

@@ -29,7 +29,15 @@ from deployments.fleet.fleet import ANSWER_S
 from deployments.http import answer_bodies as answers
 from deployments.http.access import admin_only, caller_of
 from deployments.http.api_document import BODY, gives
-from deployments.http.bodies import MAX_DETOKENIZED, AbortRequest, DetokenizeRequest, PathName, Route, TokenizeRequest
+from deployments.http.bodies import (
+    MAX_DETOKENIZED,
+    AbortRequest,
+    DetokenizeRequest,
+    PathName,
+    Route,
+    SnapshotRequest,
+    TokenizeRequest,
+)
 from deployments.http.chat import template_options, tools_of
 from deployments.http.convert import adapters_of, asked_adapter, check_count, to_ids, unknown_model
 from deployments.http.http_errors import error_body
@@ -43,10 +51,19 @@ from replicas.types import AdapterRef, EngineStats
 router = APIRouter(route_class=Route)
 ADMIN = [Depends(admin_only)]
 MAX_FLUSH_WAIT_S = 600.0
+SNAPSHOT_S = 60.0  # to copy the K/V of one request, and to carry it here
 _WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "default": 0}
 WAITS = {"parameters": [{"name": "timeout", "in": "query", "schema": _WAIT}]}  # of routes that call `wait_of`
 METRICS = {"response_class": PlainTextResponse, **gives(None, 400)}
 METRICS["responses"][200] = {"content": {"application/openmetrics-text": {"schema": {"type": "string"}}}}
+
+
+class SnapshotFile(Response):
+    """A file of kvtransfer/replay/snapshot.py as the body."""
+
+    media_type = "application/octet-stream"
+
+
 Dialect = Annotated[str, WithJsonSchema({"type": "string", "enum": ["", *DIALECTS]})]
 
 
@@ -280,6 +297,25 @@ async def abort_request(request: Request, body: AbortRequest) -> Response:
         lambda replica_id: service.leases.call(replica_id, ReplicaCalls.abort, name, owner)
     )
     return JSONResponse({"success": True, "num_aborted": sum(counts.values())})
+
+
+@router.post("/snapshot_request", dependencies=ADMIN, response_class=SnapshotFile, **gives(None, *BODY, 404, 409))
+async def snapshot_request(request: Request, body: SnapshotRequest) -> Response:
+    """Copy the state of a request that runs, K/V included, into a file that `python -m replicas.replay` continues.
+
+    The request goes on. 404 if no replica has one called ``rid`` open; 409 if it is just being handed over.
+    """
+    service = service_of(request)
+    found = await service.fleet.ask_all(
+        lambda replica_id: service.leases.call(replica_id, ReplicaCalls.snapshot, body.rid, body.index or 0),
+        timeout_s=SNAPSHOT_S,
+    )
+    if file := next((each for each in found.values() if isinstance(each, bytes)), None):
+        return SnapshotFile(file, headers={"Content-Disposition": 'attachment; filename="request.snapshot"'})
+    why_not = "; ".join(each for each in found.values() if isinstance(each, str))
+    status = 409 if why_not else 404
+    message = why_not or f"no replica has a request called {body.rid[:128]!r} open"
+    return JSONResponse(error_body(message, status=status), status_code=status)
 
 
 @router.get("/metrics", dependencies=ADMIN, **METRICS)

@@ -558,6 +558,15 @@ class UnloadAdapterRequest(WireType):
     lora_name: str = about("A name that was loaded.")
 
 
+class SnapshotRequest(WireType):
+    """The body of /snapshot_request: one choice of a request that runs."""
+
+    model_config = body_like({"rid": "my-request"})
+
+    rid: str = about("The request's name.")
+    index: int | None = said("The choice, where the request asked for several; 0 by default.")
+
+
 class AbortRequest(WireType):
     """The body of /abort_request: one request, or all."""
 

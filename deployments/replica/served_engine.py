@@ -51,6 +51,7 @@ from replicas.config import CacheConfig, EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
+from replicas.replay.replay import extract
 from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta
 from routing.types import Role
 
@@ -294,6 +295,20 @@ class ServedEngine:
         for rid in rids:
             self.loop.abort(rid)
         return len(rids)
+
+    async def snapshot(self, name: str, choice: int) -> bytes | str | None:
+        """Return the file of a snapshot of choice ``choice`` of the open request that clients call ``name``, which goes
+        on, or why none can be taken; None where no such request is open here. Raises: EngineDead."""
+        for rid in self.loop.open_rids():
+            alone = choice_of(rid)  # a choice that went on here by itself is choice 0 of its own rid
+            if client_rid(rid) == name and alone in (None, choice):
+                index = choice if alone is None else 0
+                try:
+                    taken = await self.loop.run_settled(lambda engine: extract(engine, rid, index))  # noqa: B023
+                except InvalidRequest as error:
+                    return str(error)
+                return await asyncio.to_thread(taken.to_bytes)
+        return None
 
     async def recall(self, key: str) -> dict[int, list[int]]:
         """Return what choices of the request with this `GenerateRequest.recall` have made, by number.

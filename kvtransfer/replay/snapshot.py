@@ -33,7 +33,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, PayloadMeta
 
 MAGIC = b"MANTAKV\n"
-VERSION = 3
+VERSION = 4
 PREAMBLE_BYTES = 24
 Ids = npt.NDArray[np.int32]  # [n]
 T = TypeVar("T")
@@ -42,12 +42,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplaySnapshot:
     """The state that decides how a request continues (SPEC H18). The counts that penalties use follow from the ids; the
-    random number of a token follows from the seed and its position."""
+    random number of a token follows from the seed and its position. So drawing is deterministic at any temperature,
+    given the logits, whose last bits depend on the device (SPEC L02)."""
 
     prompt_ids: Ids  # [P]
     output_ids: Ids  # [O] made so far
     tokenizer: str  # digests of the meaning of ids, and of the template in which chats are rendered (SPEC L02); K/V
     chat_template: str  # depends on ids alone, so that caches and hand-offs do not compare these
+    device: str  # the kind that it ran on: cpu or cuda
+    cached: Mapping[str, int]  # prompt tokens that were reused, by tier (`CachedTokens.by_tier`)
     sampling: Mapping[str, Any]  # every field of the engine's SamplingParams, by name; JSON values
     eos_ids: tuple[int, ...]  # ids that end it beside its own stop ids
     salt: str
@@ -73,14 +76,10 @@ class ReplaySnapshot:
     def save(self, path: str | Path) -> None:
         """Write the file, readable by its owner alone, as a whole and synced to disk, or not at all."""
         path = Path(path)
-        parts = [_raw(self.prompt_ids), _raw(self.output_ids), _raw(self.meta.slots), np.ascontiguousarray(self.kv)]
-        head = _preamble(_header(self, parts))
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(head)
-                for part in parts:
-                    file.write(part.reshape(-1).data)
+                file.writelines(self._pieces())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -88,6 +87,14 @@ class ReplaySnapshot:
             Path(temporary).unlink(missing_ok=True)
             raise
         _sync_folder(path.parent)
+
+    def to_bytes(self) -> bytes:
+        """Return what `save` would write."""
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> list[bytes | memoryview]:
+        parts = [_raw(self.prompt_ids), _raw(self.output_ids), _raw(self.meta.slots), np.ascontiguousarray(self.kv)]
+        return [_preamble(_header(self, parts)), *(part.reshape(-1).data for part in parts)]
 
     @staticmethod
     def load(path: str | Path) -> "ReplaySnapshot":
@@ -117,6 +124,8 @@ def _header(snapshot: ReplaySnapshot, parts: Sequence[npt.NDArray[np.uint8]]) ->
         "layout": asdict(meta.layout),
         "tokenizer": snapshot.tokenizer,
         "chat_template": snapshot.chat_template,
+        "device": snapshot.device,
+        "cached": dict(snapshot.cached),
         "sampling": dict(snapshot.sampling),
         "eos_ids": list(snapshot.eos_ids),
         "salt": snapshot.salt,
@@ -198,6 +207,8 @@ def _parse(header: dict[str, Any], body: npt.NDArray[np.uint8]) -> ReplaySnapsho
         output_ids=output_ids,
         tokenizer=_typed(header, "tokenizer", str),
         chat_template=_typed(header, "chat_template", str),
+        device=_typed(header, "device", str),
+        cached={name: _typed(header["cached"], name, int) for name in _typed(header, "cached", dict)},
         sampling=_typed(header, "sampling", dict),
         eos_ids=tuple(int(token) for token in _typed(header, "eos_ids", list)),
         salt=_typed(header, "salt", str),

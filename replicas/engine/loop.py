@@ -184,6 +184,15 @@ class EngineLoop:
         self._command(call)
         return await future
 
+    async def run_settled(self, fn: Callable[[Engine], T]) -> T:
+        """Run ``fn`` as `run_on_engine`, while no step is under way: what has been computed is in the pool."""
+
+        def settle(engine: Engine) -> T:
+            self._sinks.deliver(engine.land())
+            return fn(engine)
+
+        return await self.run_on_engine(settle)
+
     def stats(self) -> EngineStats:
         """Return the statistics of the last step, or of the last half second when idle; any thread."""
         return self._stats

@@ -4,6 +4,8 @@
     python -m replicas.replay show FILE
     python -m replicas.replay run FILE --model DIR [--page-size 16] [--tp 1]
 
+A file of a running Manta, from ``POST /snapshot_request``, is shown and run likewise.
+
 Owns:  nothing; an engine of its own in this process, for one request.
 """
 
@@ -53,6 +55,8 @@ def describe(snapshot: ReplaySnapshot) -> dict[str, Any]:
         "cached_prefix_len": meta.cached_prefix_len,
         "prompt_ids": snapshot.prompt_ids[:HEAD].tolist(),
         "output_ids": snapshot.output_ids.tolist(),
+        "cached": dict(snapshot.cached),
+        "device": snapshot.device,
         "sampling": dict(snapshot.sampling),
         "kv": {"shape": list(snapshot.kv.shape), "bytes": snapshot.kv.nbytes, "dtype": meta.layout.dtype},
         "req_to_token": {"row": meta.row, "page_size": meta.layout.page_size, "slots": meta.slots[:HEAD].tolist()},

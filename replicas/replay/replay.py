@@ -46,6 +46,8 @@ def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
         output_ids=req.output_ids.copy(),
         tokenizer=engine.tokenizer.digest,
         chat_template=engine.tokenizer.template_digest,
+        device=engine.config.device,
+        cached=req.cached.by_tier,
         sampling=asdict(req.sampling),
         eos_ids=tuple(sorted(engine.config.model.eos_ids)),
         salt=req.salt if req.asked.adapter is None else req.salt.removeprefix(req.asked.adapter.space),
@@ -64,8 +66,8 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
     which begin where those of the snapshot's request ended.
 
     Returns: the last delta, where nothing is left to make.
-    Raises:  IncompatibleLayout for another model's; BadSnapshot for one of another tokenizer or chat template, or
-             with parameters that this release does not know; Overloaded when row or pages are taken now; else as
+    Raises:  IncompatibleLayout for another model's; BadSnapshot for one of another tokenizer, chat template or device,
+             or with parameters that this release does not know; Overloaded when row or pages are taken now; else as
              `Engine.submit`. Nothing is held then.
     """
     require_same_meaning(_port(engine).layout, snapshot.meta.layout)
@@ -92,6 +94,11 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
 
 def _require_same_text(engine: Engine, snapshot: ReplaySnapshot) -> None:
     """Raises: BadSnapshot that names what differs."""
+    if snapshot.device != engine.config.device:
+        raise BadSnapshot(
+            f"it was taken on a device of kind {snapshot.device}, and this engine runs on {engine.config.device}: "
+            "their logits differ in the last bits, and the same seed may draw other tokens"
+        )
     here = engine.tokenizer
     for what, there, ours in (
         ("tokenizer", snapshot.tokenizer, here.digest),
@@ -165,7 +172,7 @@ def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
             raise Overloaded(f"no room for a snapshot of {num_computed} tokens: {error}") from error
         raise
     req.computed_len = num_computed
-    req.cached = CachedTokens(snapshot.meta.cached_prefix_len)
+    req.cached = CachedTokens.from_tiers(snapshot.cached, prompt_len=req.prompt_len)
     req.stamps.admitted_s = req.stamps.arrival_s
     req.move(ReqState.PREFILLING)
     if answering:

@@ -119,6 +119,16 @@ def test_a_restored_request_does_not_use_what_is_cached_here() -> None:
     other.scheduler.check()
 
 
+def test_a_restored_request_says_what_was_cached_where_it_was_taken() -> None:
+    """By tier: all of it counted as the device's."""
+    snapshot, _ = after(make(), ask("a", PROMPT), 3)
+    other = make()
+    restore(other, replace(snapshot, cached={"device": 4, "host": 8, "store": 4}))
+    req = other.find("a")
+    assert req is not None
+    assert req.cached.by_tier == {"device": 4, "host": 8, "store": 4}
+
+
 def test_a_restored_request_can_be_retracted_and_aborted() -> None:
     snapshot, _ = after(make(), ask("a", PROMPT), 3)
     other = make()
@@ -182,6 +192,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for field, what in (("tokenizer", "tokenizer"), ("chat_template", "chat template")):
         with pytest.raises(BadSnapshot, match=f"another {what} was used where it was taken: 0f, .* here"):
             restore(make(), replace(snapshot, **{field: "0f"}))  # type: ignore[arg-type]
+    with pytest.raises(BadSnapshot, match="taken on a device of kind cuda, and this engine runs on cpu"):
+        restore(make(), replace(snapshot, device="cuda"))
     fewer = {name: value for name, value in snapshot.sampling.items() if name != "top_p"}
     with pytest.raises(BadSnapshot, match=r"\['luck'\] are not known here, and \['top_p'\] are missing"):
         restore(make(), replace(snapshot, sampling={**fewer, "luck": 1}))

@@ -186,7 +186,7 @@ def short_folder() -> Iterator[Path]:
 
 
 def test_a_token_of_ray_that_no_command_shows_is_named(tmp_path: Path) -> None:
-    """`ray start --head` makes it, and `serve deploy` fails with AuthenticationError."""
+    """A Ray of `serve run` leaves it there; `ray start --head` asks for it, and `serve deploy` shows none and fails."""
     running, token = tmp_path / "ray_current_cluster", tmp_path / ".ray" / "auth_token"
     home = {"HOME": str(tmp_path)}
     here, there = {**home, "RAY_AUTH_MODE": "token"}, {**home, "RAY_ADDRESS": "10.0.0.1:6379"}

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,8 +12,10 @@ import jinja2
 import pytest
 
 from deployments.http.admin import in_force
+from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.loop import EngineLoop
 from replicas.kernels.simd import instruction_set
+from replicas.replay.__main__ import main as replay
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.sample_values import info
@@ -108,6 +111,30 @@ async def test_a_request_can_be_aborted_by_its_name(client: httpx.AsyncClient, e
     assert body["meta_info"]["finish_reason"]["type"] == "abort"
     assert (await other)["meta_info"]["finish_reason"]["type"] != "abort"
     assert engine_loop.num_open == 0
+
+
+async def test_a_snapshot_of_a_running_request_goes_on_by_the_command_line_with_the_same_tokens(
+    client: httpx.AsyncClient, engine_loop: EngineLoop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SPEC H18, L02. It is drawn at a temperature, with a seed that the client did not give."""
+    sampling = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 0.9}
+    pending = asyncio.create_task(generate(client, text=PROMPT, sampling_params=sampling, rid="mine"))
+    async with asyncio.timeout(60):
+        while (answer := await client.post("/snapshot_request", json={"rid": "mine"})).status_code == 404:
+            await asyncio.sleep(0.01)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/octet-stream"), answer.text
+    whole = (await pending)["output_ids"]
+    file = tmp_path / "request.snapshot"
+    file.write_bytes(answer.content)
+    taken = ReplaySnapshot.load(file)
+    made = len(taken.output_ids)
+    assert made < 60
+    assert (whole[:made], taken.device) == (taken.output_ids.tolist(), "cpu")
+    threads = str(engine_loop.engine.config.num_threads)
+    assert replay(["run", str(file), "--model", MODEL, "--threads", threads, "--context-len", "512"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == whole[made:]
+    gone = await client.post("/snapshot_request", json={"rid": "mine"})
+    assert (gone.status_code, gone.json()["error"]["message"]) == (404, "no replica has a request called 'mine' open")
 
 
 async def test_flushing_forgets_every_prefix_and_waits_for_requests_if_told(client: httpx.AsyncClient) -> None:

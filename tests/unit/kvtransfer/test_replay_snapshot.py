@@ -38,6 +38,8 @@ def make(num_prompt: int = 5, num_output: int = 3, num_computed: int = 7) -> Rep
         output_ids=np.arange(200, 200 + num_output, dtype=np.int32),
         tokenizer="t" * 32,
         chat_template="c" * 32,
+        device="cpu",
+        cached={"device": 1, "host": 2, "store": 1},
         sampling=SAMPLING,
         eos_ids=(2, 7),
         salt="tenant é",
@@ -60,6 +62,8 @@ def assert_same(a: ReplaySnapshot, b: ReplaySnapshot) -> None:
     assert (a.tokenizer, a.chat_template) == (b.tokenizer, b.chat_template)
     for name in (
         "rid",
+        "device",
+        "cached",
         "sampling",
         "eos_ids",
         "salt",
@@ -138,7 +142,7 @@ def rewritten(path: Path, *, version: int = VERSION, header: bytes | None = None
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"version": 2}, "version 2, and version 3 is understood"),
+        ({"version": 3}, "version 3, and version 4 is understood"),
         ({"num_prompt": 6}, "its header makes no sense"),
         ({"num_computed": 6}, "its header makes no sense"),
         ({"num_prompt": -1, "num_output": 9}, "its header makes no sense"),
