@@ -243,6 +243,19 @@ def test_an_address_that_cannot_be_reached_proves_nothing() -> None:
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
 
 
+def test_a_peer_that_cannot_be_reached_is_forgotten_after_ten_minutes() -> None:
+    net, p, d, room = started()
+    p.send(room, 3, last=True)
+    net.run(0.3)
+    assert room.receives == ["Received"]
+    net.unreachable |= {p.address.port, d.address.port}
+    net.cut()
+    net.run(590.0, step_s=1.0)
+    assert (len(p.core.peers._peers), len(d.core.peers._peers)) == (1, 1)
+    net.run(30.0, step_s=1.0)
+    assert (len(p.core.peers._peers), len(d.core.peers._peers)) == (0, 0)
+
+
 def test_a_lost_connection_fails_the_rooms_and_is_made_again_at_once() -> None:
     net, p, d, room = started()
     net.cut()
@@ -370,9 +383,11 @@ def test_a_leg_that_comes_after_its_receiver_gave_up_fails_at_once() -> None:
     d.core.abort_receive(room.number)
     net.run(0.2)
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    failed = p.core.stats().sends_failed
     p.expect(room)
     net.turn()
     assert room.sends == ["SendFailed", "SendDrained"]
+    assert p.core.stats().sends_failed == failed + 1
 
 
 @pytest.mark.parametrize("pages", [(0,), (13,), (3, 3), (1, 2, 3, 4), (2**40,)])
@@ -386,3 +401,9 @@ def test_an_open_with_pages_that_cannot_be_is_refused(pages: tuple[int, ...]) ->
         net.now,
     )
     assert p.core.stats().rooms_sending == 1  # the first one alone
+    refused = net.hand_off(p, d, num_pages=3, leg=False)
+    assert refused is not None
+    refused.number = 99
+    p.expect(refused)
+    net.turn()
+    assert refused.sends == ["SendFailed", "SendDrained"]  # the leg that comes later is told at once

@@ -282,6 +282,8 @@ def test_it_learns_how_wrong_it_was() -> None:
     errors = f.router.errors
     assert (errors.num, errors.cached_bias_tokens, errors.ttft_bias_s) == (1, 160.0, 0.5)
     assert (errors.predicted_ttft_s, errors.actual_ttft_s) == (1.0, 1.5)
+    f.router.done(f.choose(), RouteOutcome(ending=Ending.OK, cached_tokens=160, ttft_s=2.5))
+    assert (errors.num, errors.actual_ttft_s) == (2, 2.0)
 
 
 def test_waits_are_believed_to_be_as_much_longer_as_they_were_of_late() -> None:
@@ -306,6 +308,8 @@ def test_waits_are_believed_to_be_as_much_longer_as_they_were_of_late() -> None:
     assert f.router.overrun.beyond(10.0) == 1.0
     f.router.began(decision, 0.1)  # sooner than predicted: nothing is allowed beyond the setting
     assert f.router.overrun.factor == 1.0
+    f.router.began(decision, 20.0)  # 7 s were predicted of each of the two
+    assert f.router.overrun.factor == pytest.approx(25.1 / 19, abs=0.001)
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:
@@ -374,6 +378,7 @@ def test_a_request_that_can_be_in_time_does_not_wait_for_late_ones() -> None:
         decision = f.router.explain_only(query)
         each = decision.candidates[0].terms
         assert decision.shortest_wait_s == each.queue_s
+        assert each.queued_tokens == each.queue_s * 1_000  # those before it, not those that it passes
         return each.queue_s, each.passed_tokens, each.ttft_s
 
     assert terms(3.0) == (2.0, 8_000, 3.0)

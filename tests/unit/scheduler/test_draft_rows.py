@@ -107,6 +107,7 @@ def test_rows_that_cost_more_than_at_start_are_no_longer_tried() -> None:
     rows = [rig.step(right=40, row_s=1.0) for _ in range(40)]
     assert max(rows) > 20
     assert max(rows[20:]) <= 2
+    assert max(rig.step(right=40) for _ in range(400)) > 20  # once they take nothing they are again
 
 
 def test_a_step_has_fewer_rows_than_its_products_may() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from replicas.request import Req, ReqState
+from replicas.scheduler.decode import AheadGate
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason
@@ -418,3 +419,14 @@ def test_a_prompt_whose_logprobs_are_wanted_waits_for_no_prefix() -> None:
     bench.step()
     assert asks.state is ReqState.RUNNING
     bench.run()
+
+
+def test_those_that_cannot_start_are_looked_at_again_after_16_steps_planned_without_a_look() -> None:
+    """None ended; what running requests still reserve has shrunk, so that one may fit."""
+    gate, steps = AheadGate(), 0
+    gate.looked()
+    while not gate.must_look:
+        gate.planned()
+        steps += 1
+        assert steps <= 16
+    assert steps == 16
