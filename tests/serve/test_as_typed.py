@@ -102,7 +102,7 @@ def test_serve_deploy_on_a_plain_ray_start_serves_and_autoscales(typist: Typist)
     assert "RAY_AUTH_MODE" in typist.said  # Ray says why, and docs/operate.md what to do
     address = f"export RAY_ADDRESS={typist.machine.address}:6379"
     assert typist.does(address, "manta check serve_config.yaml"), typist.said
-    assert "asks for a token: set RAY_AUTH_MODE=token" in typist.said
+    assert "if it asks for a token, set RAY_AUTH_MODE=token" in typist.said
     assert typist.does(export, deploy), typist.said
     Running.until(lambda: typist.does(SERVES), WITHIN_S, 2.0)
 
