@@ -174,7 +174,8 @@ def connect(address: str) -> None:
             "what the cluster was started with"
         ) from error
     except (OSError, RayError, RuntimeError, ValueError) as error:
-        token = "" if os.environ.get("RAY_AUTH_MODE") == "token" else "; if it asks for a token, set RAY_AUTH_MODE=token"
+        shows = os.environ.get("RAY_AUTH_MODE") == "token"
+        token = "" if shows else "; if it asks for a token, set RAY_AUTH_MODE=token"
         raise NoCluster(
             f"Ray at {address} (RAY_ADDRESS) does not answer: {error}\nStart it with `ray start --head`, give its "
             f"address, or unset RAY_ADDRESS to have Manta start a Ray of its own{token}"
