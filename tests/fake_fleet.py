@@ -47,8 +47,8 @@ Current thread 0x00007fc640d33b80 (most recent call first):
   File "ray/_private/workers/default_worker.py", line 323 in <module>
 """
 NODES = ({"node": "e5f60718", "host": "10.0.3.17"}, {"node": "a1b2c3d4", "host": "10.0.3.18"})
-BATCH = {"id": "batch_6f1d2c3b4a59", "status": "in_progress", "total": 400, "completed": 90, "failed": 10,
-         "created_at": START_S - 300, "expires_at": START_S + 86_100}  # fmt: skip
+BATCH = {"id": "batch_6f1d2c3b4a59", "router": "router_1", "status": "in_progress", "total": 400, "completed": 90,
+         "failed": 10, "created_at": START_S - 300, "expires_at": START_S + 86_100}  # fmt: skip
 CALLERS = ("3f81c2d0", "3f81c2d0", "9b07aa41")  # hashes of API keys
 SILENCE = "it has said nothing for 6.2 s"
 CUDA = "CUDA error: an illegal memory access was encountered"

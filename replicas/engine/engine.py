@@ -472,7 +472,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Take a snapshot of the statistics; engine thread only."""
-        stats = snapshot(self.scheduler, self.kv.store, self.steps, now_s=self._clock())
+        stats = snapshot(self.scheduler, self.kv.store, self.steps.times, now_s=self._clock())
+        stats = replace(stats, failed_steps=self.steps.failed.num)
         if self.executor.adapters is not None:
             stats = replace(stats, adapters=self.executor.adapters.stats())
         if self._hand_offs is None:

@@ -138,9 +138,9 @@ def _smooth(old: float, new: float) -> float:
     return new if old == 0.0 else old + SMOOTHING * (new - old)
 
 
-def snapshot(scheduler: Scheduler, store: PageStore, stepping: "Stepping", *, now_s: float) -> EngineStats:
-    """Collect the statistics of scheduler, pages and steps; the caller adds those of hand-offs."""
-    counters, queues, steps = scheduler.counters, scheduler.queues, stepping.times
+def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s: float) -> EngineStats:
+    """Collect the statistics of scheduler, pages and steps; the caller adds those of failed steps and hand-offs."""
+    counters, queues = scheduler.counters, scheduler.queues
     chunked = queues.chunked
     parked = queues.away.in_state(ReqState.WAITING)
     # a parked prefill leg waits for pages of its receiver, not for this engine, so it does not count as queued
@@ -180,7 +180,6 @@ def snapshot(scheduler: Scheduler, store: PageStore, stepping: "Stepping", *, no
         decode_s=steps.decode_s,
         alloc_failures=store.alloc_failures,
         failed_checks=store.failed_checks,
-        failed_steps=stepping.failed.num,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         rate_step_tokens=steps.rate_step_tokens,
         decode_step_s=steps.decode_step_s,

@@ -196,7 +196,8 @@ async def test_a_field_that_would_change_the_answer_is_refused_by_name_and_never
     client: httpx.AsyncClient, route: str
 ) -> None:
     here = [(name, value) for where, name, value in NOT_HERE if where == route]
-    for name, value in [*NOT_DONE.items(), *here]:
+    done = {"return_tokens_as_token_ids"} if route in (CHAT, TEXT) else set()
+    for name, value in [*((name, value) for name, value in NOT_DONE.items() if name not in done), *here]:
         error = check_error(await client.post(route, json={**ASK[route], name: value}), 400)
         assert error["param"] == name
         why = "'x' is not loaded here" if name == "lora_path" else "is not supported by this server; leave it out"

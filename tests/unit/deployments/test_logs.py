@@ -497,6 +497,7 @@ def test_serve_says_that_a_replica_is_away_once_a_second_however_often_it_is_tri
     out, now_s, serve = io.StringIO(), [0.0], logging.getLogger("ray.serve")
     handler = logging.StreamHandler(out)
     serve.handlers, serve.propagate = [handler], False
+    serve.setLevel(logging.INFO)
     monkeypatch.setattr(logs.Seldom.__init__, "__defaults__", (lambda: now_s[0],))
     logs.into_serve()
     for step in range(300):  # 100 a second
