@@ -42,9 +42,9 @@ if [ -f "$config" ]; then
     stick-table type ipv6 size 100k expire 1m store conn_cur\\
     tcp-request connection track-sc0 src\\
     tcp-request connection reject if { sc0_conn_cur gt $MANTA_HAPROXY_PER_SOURCE }" "$config"
-    # While no router lives, Serve has HAProxy answer 500 in plain text, or send requests to Serve's own proxy, which
-    # answers that or waits: 503 instead, and when to come back. A router that is busy has 10 s for HAProxy's check.
-    sed -i -E "/^ *errorfile 50[234] /d;${MANTA_HAPROXY_ROUTES:+s/^( *server .* check backup)\$/\1 disabled/}" "$config"
+    # While no router lives, Serve has HAProxy answer 500 in plain text: 503 instead, and when to come back. So too where
+    # Serve's own proxy does. A router that is busy has 10 s for HAProxy's check.
+    sed -i -E "/^ *errorfile 50[234] /d" "$config"
     sed -i '/^defaults/r /dev/stdin' "$config" <<END
     timeout check 10s
     http-error status 502 ${told}lost)]"
@@ -54,13 +54,16 @@ END
         forms lost no_router "no router answers; Manta starts the next one"
         forms starting starting "Manta is starting: nothing takes requests here yet; its routers wait for the first model replica"
         echo '    http-after-response set-status 503 if { status 502 } { res.hdr(retry-after) 5 }'
+        echo "    http-response return status 503 ${told}lost)]\" if { status 500 } { srv_name -m beg SERVE_PROXY }"
     } | sed -i '/^frontend http_frontend/r /dev/stdin' "$config"
     # Probes of balancers: a router that lives and does not answer within half a second has many requests to begin. Where
     # none is up by HAProxy's checks, they are asked all the same: a dead one refuses at once, and a busy one is late.
+    # Serve's own proxy is for when there is none: then a deploy replaces the routers, and its requests wait there.
     prefixes=$(sed -n -E 's|^ *acl is_(.*) path_beg (.*)/$|\1 \2/|p' "$config")
     echo "$prefixes" | while read -r name prefix; do
         servers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E "s|^( *server )(SERVE_REPLICA_[^ ]*-Router-[^ ]*) ([^ ]+) .*|\1LATE_\2 \3|p")
         [ -n "$servers" ] || continue
+        [ -z "$MANTA_HAPROXY_ROUTES" ] || sed -i -E "/^backend $name\$/,/^backend /s/^( *server .* check backup)\$/\1 disabled/" "$config"
         sed -i "0,/^ *use_backend /s|^ *use_backend |    use_backend $name-probes if { path ${prefix}health ${prefix}ready }\n&|" "$config"
         sed -i "s|^ *use_backend $name if is_.*|    use_backend $name-late if is_$name { nbsrv($name) eq 0 }\n&|" "$config"
         cat <<END >>"$config"
@@ -85,7 +88,7 @@ fi
 if [ "$1 $2" = "-db -f" ]; then
     # Where an application has no router yet, Serve's settings answer 404 (it is not built) or have the request wait in
     # Serve's own proxy (it starts). MANTA_HAPROXY_ROUTES, those of all applications: 503, so that clients know. A router
-    # that was there and died is another matter: 503 too, as above.
+    # that was there is another matter: requests wait for the next one.
     starting="    http-request return status 503 ${told}starting)]\""
     for route in $MANTA_HAPROXY_ROUTES; do
         sed -i "/^backend default_backend/a\\$starting if { path $route } || { path_beg ${route%/}/ }" "$config"

@@ -338,12 +338,13 @@ async def dead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-@pytest.mark.parametrize("router", [dead, ends_at_once])
+@pytest.mark.parametrize(("router", "routes"), [(dead, "/"), (ends_at_once, "/"), (dead, "")])
 async def test_while_no_router_answers_clients_are_told_when_to_come_back_in_the_form_of_their_route(
-    tmp_path: Path, router: Handler
+    tmp_path: Path, router: Handler, routes: str
 ) -> None:
-    """Serve answers 500 in plain text for 4 to 7 s: HAProxy by itself, and then its own proxy."""
-    told = {"MANTA_HAPROXY_ROUTES": "/"}
+    """Serve answers 500 in plain text for 4 to 7 s: HAProxy by itself, and then its own proxy, which is asked where no
+    router is listed; here, without the routes, where none is up."""
+    told = {"MANTA_HAPROXY_ROUTES": routes}
     async with served(tmp_path, router, told=told, fallback=errors_in_plain_text, opens=b"503") as port:
         for path, form in {
             "/v1/chat/completions": {"object", "message", "error"},
@@ -462,9 +463,7 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
         assert json.loads(body)["error"]["code"] == "starting"
     for path in ("/manta/", "/manta/health"):
         assert (await told("/ /manta", path, has_router=True)).startswith(b"HTTP/1.1 200 ")
-    answer = await told("/ /manta", "/manta/")  # its router died: it was there
-    assert answer.startswith(b"HTTP/1.1 503 ")
-    assert b'"code":"no_router"' in answer
+    assert (await told("/ /manta", "/manta/")).startswith(b"HTTP/1.1 200 ")  # its router was there: the next one comes
     proxy.close()
 
 
