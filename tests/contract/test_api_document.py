@@ -207,6 +207,7 @@ def test_what_the_document_says_is_what_the_routes_do(url: str, tmp_path: Path) 
     assert sum(map(len, statuses.values())) > 2000
     of_an_id = {f"{method} {path}" for method in ("GET", "HEAD") for path in IDS}
     of_an_id |= {f"DELETE {RESPONSE}", f"POST {CANCEL}", f"POST {CANCEL_BATCH}", "POST /v1/batches"}
+    of_an_id |= {"POST /snapshot_request"}
     reranks = ("/v1/rerank", "/v2/rerank", "/rerank")  # whose prompt alone is longer than this context
     too_long = {f"POST {path}" for path in reranks}
     no_folders = {f"POST {v1}/{verb}_lora_adapter" for v1 in ("", "/v1") for verb in ("load", "unload")}

@@ -273,7 +273,7 @@ def test_the_embedded_models_own_file_answers_as_its_conversion(tmp_path: Path) 
     ours, theirs = (Tokenizer(str(folder)) for folder in (model_folder(str(file)), MODEL))
     prompts = [theirs.encode(text).tolist() for text in texts]
     assert [ours.encode(text).tolist() for text in texts] == prompts
-    assert ours.chat_template == theirs.chat_template
+    assert ours.template.sources == theirs.template.sources
     stored, floats = (open_model(folder, attention="cpu") for folder in (file, Path(MODEL)))
     assert stored.model.blocks[7].mlp.down.matmul._kernel.weight.format == "q4_1"
     for mine, its in zip(stored.prefill(prompts, chunk=16), floats.prefill(prompts, chunk=16), strict=True):
