@@ -17,7 +17,6 @@ be imported by one process.
 import collections
 import concurrent.futures
 import errno
-import functools
 import importlib
 import itertools
 import time
@@ -32,6 +31,7 @@ PRESENT_S = 60.0  # for so long what was found is not asked for again
 ABSENT_S = 1.0
 MOST_REMEMBERED = 65_536
 NOT_FOUND = ("404", "NoSuchKey", "NotFound")
+Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
@@ -79,18 +79,19 @@ class ObjectMedium:
         self._written: dict[StoreKey, int] = {}  # bytes
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
-        now = self._clock()
-        unknown = [key for key in keys if self._remembered.get(key, (None, now))[1] <= now]
-        sizes = list(self._answers((functools.partial(self._size, key) for key in unknown), together=True))
-        for key, size in zip(unknown, sizes, strict=True):
-            self._remember(key, size)
-        found = dict(zip(unknown, sizes, strict=True))
-        return [(found[key] if key in found else self._remembered[key][0]) is not None for key in keys]
+        now, found = self._clock(), dict[StoreKey, int | None]()
+        for key in keys:
+            size, until = self._remembered.get(key, (None, now))
+            if until > now:
+                found[key] = size
+        unknown = [key for key in keys if key not in found]
+        for key, size in list(self._answers(unknown, self._size, together=True)):
+            self._remember(key, size)  # which may forget what ``found`` has
+            found[key] = size
+        return [found[key] is not None for key in keys]
 
     def read(self, wanted: Iterable[Item]) -> Iterator[int]:
-        of_gets, items = itertools.tee(wanted)
-        gets = (functools.partial(self._get, key, num_bytes(into)) for key, into in of_gets)
-        for (key, into), data in zip(items, self._answers(gets), strict=True):
+        for (key, into), data in self._answers(wanted, self._get):
             if data is None:
                 self._remember(key, None)
                 raise FileNotFoundError(errno.ENOENT, "there is no such object", self._name(key))
@@ -104,16 +105,15 @@ class ObjectMedium:
             yield size
 
     def write(self, items: Iterable[Item]) -> Iterator[bool]:
-        of_puts, each = itertools.tee(items)
-        puts = (functools.partial(self._put, key, b"".join(item)) for key, item in of_puts)
-        for (key, item), stored in zip(each, self._answers(puts), strict=True):
-            self._remember(key, num_bytes(item))
+        copies = ((key, b"".join(item)) for key, item in items)  # made by this thread, whose pages they are
+        for (key, data), stored in self._answers(copies, self._put):
+            self._remember(key, len(data))
             if stored:
-                self._written[key] = num_bytes(item)
+                self._written[key] = len(data)
             yield stored
 
     def delete(self, key: StoreKey) -> None:
-        list(self._answers([lambda: self._client.delete_object(Bucket=self._bucket, Key=self._name(key))]))
+        list(self._answers([key], lambda key: self._client.delete_object(Bucket=self._bucket, Key=self._name(key))))
         self._remember(key, None)
         self._written.pop(key, None)
 
@@ -141,27 +141,31 @@ class ObjectMedium:
             self._remembered.clear()
         self._remembered[key] = size, self._clock() + (ABSENT_S if size is None else PRESENT_S)
 
-    def _answers(self, requests: Iterable[Callable[[], Answer]], *, together: bool = False) -> Iterator[Answer]:
-        """Run requests side by side, MOST_CONNECTIONS ahead of the answer that is wanted. Yields: answers, in order.
+    def _answers(
+        self, asked: Iterable[Asked], request: Callable[[Asked], Answer], *, together: bool = False
+    ) -> Iterator[tuple[Asked, Answer]]:
+        """Make a request for each of ``asked``, MOST_CONNECTIONS ahead of the answer that is wanted. Yields: each with
+        its answer, in order.
 
         Raises: OSError for the first that failed; TimeoutError past the deadline of one answer, or of all ``together``.
         """
-        to_come = map(self._threads.submit, requests)
+        to_come = ((each, self._threads.submit(request, each)) for each in asked)
         futures = collections.deque(itertools.islice(to_come, MOST_CONNECTIONS))
         until = time.monotonic() + self._deadline_s
         try:
             while futures:
-                answer = futures[0].result(timeout=max(until - time.monotonic(), 0.0))
+                each, future = futures[0]
+                answer = future.result(timeout=max(until - time.monotonic(), 0.0))
                 futures.popleft()
                 futures.extend(itertools.islice(to_come, 1))
-                yield answer
+                yield each, answer
                 until = until if together else time.monotonic() + self._deadline_s
         except concurrent.futures.TimeoutError:
             raise TimeoutError(errno.ETIMEDOUT, f"{self._bucket} has not answered in {self._deadline_s} s") from None
         except Exception as error:  # botocore lets those of urllib3 through; they have no common root
             raise OSError(errno.EIO, f"{self._bucket}: {error}") from error
         finally:
-            for future in futures:
+            for _, future in futures:
                 future.cancel()  # those that wait for a thread
 
     def _size(self, key: StoreKey) -> int | None:
@@ -172,8 +176,9 @@ class ObjectMedium:
                 raise
             return None
 
-    def _get(self, key: StoreKey, wanted: int) -> tuple[int, bytes] | None:
+    def _get(self, item: Item) -> tuple[int, bytes] | None:
         """Return an object's length and content, of one with another length than is wanted the header alone."""
+        key, wanted = item[0], num_bytes(item[1])
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key))
         except self._exceptions.ClientError as error:
@@ -184,7 +189,8 @@ class ObjectMedium:
             size = int(answer["ContentLength"])
             return size, body.read() if size == wanted else body.read(HEADER_BYTES)
 
-    def _put(self, key: StoreKey, data: bytes) -> bool:
+    def _put(self, copy: tuple[StoreKey, bytes]) -> bool:
+        key, data = copy
         if self._size(key) == len(data):
             return False
         self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=data)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvtransfer.stores import object as object_store
 from kvtransfer.stores.items import HEADER_BYTES
 from kvtransfer.stores.object import MOST_CONNECTIONS, ObjectMedium
 from kvtransfer.stores.store import ReadStatus, Store, WriteStatus
@@ -227,3 +228,13 @@ def test_many_keys_are_asked_side_by_side(s3_server: str) -> None:
     assert fresh.stats().asked == 6
     assert fresh.stats().asked_s > 0
     fresh.check()
+
+
+def test_a_look_knows_what_it_knew_at_its_beginning(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the service says of one key may push out what was remembered of another: that was a KeyError."""
+    monkeypatch.setattr(object_store, "MOST_REMEMBERED", 2)
+    store = open_bucket(s3_server, Clock())
+    for known in (1, 2):
+        assert store.contains([key_of(number) for number in range(known)]) == [False] * known
+    assert store.contains([key_of(number) for number in range(5)]) == [False] * 5
+    store.check()
