@@ -1,4 +1,4 @@
-"""A step that failed: which of its requests are at fault, and what the others make of it.
+"""Runs a failed step again in parts: finds which of its requests are at fault, and the results of the others.
 
 Owns:      nothing; stepping.py keeps the counts, and ends requests.
 Never:     changes a request, a page or a queue. A step that failed has committed nothing: its rows are run again as

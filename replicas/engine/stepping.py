@@ -20,7 +20,7 @@ from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
 from replicas.engine.failed_steps import MOST_IN_A_ROW, FailedSteps, Launch, run_again, try_idle
 from replicas.errors import EngineDead
-from replicas.request import ReqState
+from replicas.request import Req, ReqState
 from replicas.scheduler.admission import least_prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingStep, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
@@ -221,10 +221,6 @@ class Launched:
     pending: PendingStep
     launched_s: float
 
-    @property
-    def num_reqs(self) -> int:
-        return self.plan.num_requests if isinstance(self.plan, DecodePlan) else len(self.plan.rows)
-
 
 class Stepping:
     """The step under way: launches plans and takes in their results."""
@@ -260,30 +256,34 @@ class Stepping:
         launched before that, and is then under way.
 
         Args:    again: a step that fails may run again: no other rank would be a step ahead or behind.
-        Returns: the step that is over, for `count`, and its tokens, those first that say why their request is at fault.
-        Raises:  EngineDead with the requests of a step that nothing but the engine's end is left for.
+        Returns: the step that ended, for `count`, and its tokens; those of requests at fault come first.
+        Raises:  EngineDead with the ids of the step's requests, if the engine cannot go on.
         """
         step = self._under_way
         assert step is not None, "no step is under way"
-        rids = frozenset(req.rid for req in self._scheduler.queues.under_way.steps[0])
+        reqs = self._scheduler.queues.under_way.steps[0]
         try:
             ahead = ahead and not isinstance(step.pending, FailedStep)
             plan = self._scheduler.schedule_ahead() if ahead else None
             self._under_way = self._launched(plan) if plan is not None else None
-            step, result, ended = self._outcome(step, again=again)
+            step, result, ended = self._outcome(step, reqs, again=again)
             tokens = self._scheduler.apply(step.plan, result)
             if isinstance(step.pending, FailedStep):
                 self._scheduler.check()
         except EngineDead:
             raise
-        except Exception as error:
+        except BaseException as error:
+            require_fault(error)
+            rids = frozenset(req.rid for req in reqs)
             raise EngineDead(f"a step failed with {type(error).__name__}: {error}", rids=rids) from error
         if plan is not None:
             self._begin_masks()  # of the step that is under way: they follow from the tokens
         return step, [*ended, *tokens]
 
-    def _outcome(self, step: Launched, *, again: bool) -> tuple[Launched, StepResult, list[NewToken]]:
-        """Wait for ``step``. If it fails, its requests run again in parts, and those that fail alone end.
+    def _outcome(
+        self, step: Launched, reqs: Sequence[Req], *, again: bool
+    ) -> tuple[Launched, StepResult, list[NewToken]]:
+        """Wait for ``step`` of ``reqs``. If it fails, its requests run again in parts, and those that fail alone end.
 
         Returns: the step, `FailedStep` if it did; its result; and the requests that ended, as `end` does.
         """
@@ -293,21 +293,22 @@ class Stepping:
             require_fault(error)
             if not again:
                 raise
-            failed = FailedStep(error)
-        reqs = list(self._scheduler.queues.under_way.steps[0])
-        log.error("a step of %d requests failed with %r: they run again in parts", len(reqs), failed.error)
+            failed = step.pending if isinstance(step.pending, FailedStep) else FailedStep(error)
+        if not failed.follows:
+            log.error("a step of %d requests failed with %r: they run again in parts", len(reqs), failed.error)
         result, faults = run_again(step.plan, reqs, self.launch)
-        if len(faults) == sum(req.finish is None for req in reqs):
+        if faults and len(faults) == sum(req.finish is None for req in reqs):
             if self.failed.in_a_row >= MOST_IN_A_ROW:
                 failed.result()
             try:
                 try_idle(self.launch, self._scheduler.max_running)
             except BaseException as unsound:
+                require_fault(unsound)
                 raise failed.error from unsound
         for req, fault in faults.items():
             self._scheduler.finish(req, at_fault(req, fault))
         if self._under_way is not None:  # it follows tokens that were sampled anew
-            self._under_way = replace(self._under_way, pending=failed)
+            self._under_way = replace(self._under_way, pending=replace(failed, follows=True))
         return replace(step, pending=failed), result, [NewToken(req, None, None) for req in faults]
 
     def count(self, step: Launched, tokens: Sequence[NewToken]) -> None:
@@ -316,15 +317,14 @@ class Stepping:
         started_s, self._counted_s = max(step.launched_s, self._counted_s), self.pulse.clock()
         ends = [token.req.finish for token in tokens if token.req.finish is not None]
         num_faults = sum(end.retry_as == "step_failed" for end in ends)
-        failed = isinstance(step.pending, FailedStep)
+        plan, step_s, num_reqs = step.plan, self._counted_s - started_s, step.plan.num_requests
+        failed = isinstance(step.pending, FailedStep) and not step.pending.follows
         if failed or num_faults or self.failed.in_a_row:
-            all_at_fault = num_faults > 0 and num_faults == step.num_reqs
+            all_at_fault = num_faults > 0 and num_faults == num_reqs
             self.failed = self.failed.after(failed=failed or num_faults > 0, all_at_fault=all_at_fault)
-        if failed:
+        if isinstance(step.pending, FailedStep):
             return
-        plan, step_s = step.plan, self._counted_s - started_s
         is_extend = isinstance(plan, ExtendPlan)
-        num_reqs = step.num_reqs
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
         queues = self._scheduler.queues

@@ -358,7 +358,9 @@ class LateSampling:
         if self._pending is None:
             try:
                 self._pending = self._runner.sample_late(self)
-            except Exception as error:  # noqa: BLE001 - `result` raises it
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # noqa: BLE001 - `result` raises it; a panic is no Exception
                 self._pending = FailedStep(error)
         return self._pending
 

@@ -74,6 +74,10 @@ class ExtendPlan:
     prompt_groups: tuple[PrefixGroup, ...] = ()  # among the rows before them
 
     @property
+    def num_requests(self) -> int:
+        return len(self.rows)
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
@@ -178,6 +182,7 @@ class FailedStep:
     """A step whose launch or sampling failed, or that is to be run again: its result is the error."""
 
     error: BaseException
+    follows: bool = False  # it did not fail itself: it was made ahead of the outcome of one that did
 
     def result(self) -> StepResult:
         raise self.error

@@ -176,7 +176,7 @@ def require_fault(error: BaseException) -> None:
 
 
 def at_fault(req: Req, error: BaseException) -> Finish:
-    """Tell why ``req`` ends, with which alone a step failed by ``error``, and log what it asks for."""
+    """Return the end of ``req``, which failed with ``error`` by itself, and log the fields that it asks for."""
     require_fault(error)
     why, asked = f"a step failed with {type(error).__name__}: {error}", _asked(req)
     log.error("request %s, choice %d, ends: %s; it asks for %s", req.rid, req.index, why, asked, exc_info=error)
