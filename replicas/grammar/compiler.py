@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from replicas.errors import InvalidRequest
 from replicas.grammar.checking import LIMITS, grammar_of
-from replicas.grammar.matcher import Matcher, Vocabulary
+from replicas.grammar.matcher import Matcher, Vocabulary, continuing
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Constraint
 
@@ -67,6 +67,8 @@ class GrammarCompiler:
         if core.is_error():
             raise InvalidRequest(f"the {constraint.kind} cannot be compiled: {core.get_error()}"[:1000])
         made = Matcher(core, vocabulary, after=constraint.after, opens=constraint.opens)
+        if constraint.after and constraint.opens:
+            continuing(vocabulary, constraint.opens.encode())  # a loop over the vocabulary, which no step waits for
         with self._lock:
             self._keep(_digest(constraint), made, _bytes_of(grammar))
         return made.copy()
