@@ -57,7 +57,7 @@ def asking(name: str, *, near: str = "") -> Iterator[dict[str, Any]]:
 def _why(error: Exception) -> str:
     match error:
         case GatedRepoError():
-            return "gives it to those alone who accepted its terms on its page"
+            return "gives it only to users who have accepted its terms on its page"
         case RepositoryNotFoundError():
             return "has no such model, or none for this HF_TOKEN"
         case RevisionNotFoundError():

@@ -55,7 +55,7 @@ class ChatTemplate:
         given = hf.chat_template
         self.sources: Mapping[str, str] = given if isinstance(given, dict) else {"default": given} if given else {}
         self._shapes: dict[str, Shape] = {}  # by role
-        self.takes_system = self._leaves_out_system = False
+        self._leaves_out_system = False
         self.before_answers: tuple[str, ...] = ()  # what may stand between the last message and the answer
         if self.sources:
             self._learn(path)
@@ -63,6 +63,11 @@ class ChatTemplate:
     def source(self, *, with_tools: bool = False) -> str | None:
         """Return the Jinja source of the template that a chat, or one with tools, is rendered in; None without one."""
         return (self.sources.get("tool_use") if with_tools else None) or self.sources.get("default")
+
+    @property
+    def takes_system(self) -> bool:
+        """Whether it shows a system message."""
+        return "system" in self._shapes
 
     def names(self, role: str) -> bool:
         """Whether a template treats ``role`` as one of its own."""
@@ -131,11 +136,9 @@ class ChatTemplate:
         if "default" not in self.sources:
             raise InvalidConfig(f"{path}: has chat templates named {', '.join(self.sources)}, and none named default")
         user = {"role": "user", "content": "u"}
-        shown = self._try("user", [], [], path)
-        if not shown and shown is not None:
+        if self._try("user", [], [], path) is False:
             raise InvalidConfig(f"{path}: its chat template leaves out what a user writes, as a text and as text parts")
-        system = self._try("system", [], [user], path)
-        self.takes_system, self._leaves_out_system = bool(system), system is False
+        self._leaves_out_system = self._try("system", [], [user], path) is False
         self._try("assistant", [user], [user], path)
         behind = [self._behind([{"role": "user", "content": _MARK}])]
         for arguments in ({"a": 1}, '{"a": 1}'):
