@@ -5,8 +5,8 @@ Never:     chooses a replica or starts another try (dispatcher.py).
 Invariant: however a try ends, nothing of it is left open but leases about to return, its outcome is noted, and its
            decision is reported done; so is the second one of `ask_back`, unless it is for the next try. At most
            ``max_tries`` tries fail in a row that each brought fewer than GOES_ON tokens of one choice: an answer
-           outlives any number of replicas. A request that was in the step of two replicas that failed has no other try,
-           whatever it brought; those beside it there have theirs.
+           outlives any number of replicas. A request that was in failed steps of two replicas is not tried again,
+           whatever it brought; other requests of those steps are.
 Thread:    the router's event loop.
 """
 
@@ -114,8 +114,8 @@ class Tries:
         )
 
     def failed(self, replica_id: str, error: MantaError, rid: str) -> tuple[MantaError, bool]:
-        """Note that this try failed at ``replica_id``. Returns: the error for the client of ``rid``, should it be the
-        last, as where no other replica is there; and whether there is another one."""
+        """Note that this try failed at ``replica_id``. Returns: the error for the client of ``rid`` if no other try
+        follows, and whether one may."""
         if isinstance(error, StepFailed | DiedInStep):
             self.was_in_failed_step(replica_id)
         if self._went_on:

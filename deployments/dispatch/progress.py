@@ -78,7 +78,7 @@ class Progress:
 
     @property
     def num_delivered(self) -> int:
-        return sum(len(ids) for ids in self._ids)
+        return sum(map(len, self._ids))
 
     @property
     def longest(self) -> int:

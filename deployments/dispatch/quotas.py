@@ -86,7 +86,7 @@ class Reserved:
     estimate: tuple[float, float, float]  # of each of KINDS
     most: int  # tokens that a choice may have
     so_far: Callable[[], SoFar] = SoFar
-    counted: tuple[int, int] = (0, 0)  # tokens, input and output, that stand in the minutes
+    counted: SoFar = field(default_factory=SoFar)  # what of it stands in the minutes
 
 
 class LastMinute(NamedTuple):
@@ -156,13 +156,15 @@ class Quotas:
         """
         window, most = self._last_minute(key.name), key.limits.output_tokens
         lengths = sorted(self._lengths[key.name])
-        length = max(lengths[math.ceil(QUANTILE * len(lengths)) - 1], self._longest(key.name))
+        runs = max((each.counted.longest for each in self._open.get(key.name, ())), default=0)
+        length = max(lengths[math.ceil(QUANTILE * len(lengths)) - 1], runs)
         # an estimate alone never keeps out a key that has used nothing
         output = min(min(float(output_tokens), length) * choices, math.inf if most is None else most)
         counts = (0.0, 0.0, output) if is_rest else (1.0, float(input_tokens), output)
         for at, (limit, more) in enumerate(zip(key.limits.a_minute, counts, strict=True)):
-            if limit is not None and window.used(at) + more > limit * (REST_LIMITS if is_rest else 1):
-                raise _over(window, at, more, limit)
+            room = math.inf if limit is None else limit * (REST_LIMITS if is_rest else 1) - more
+            if limit is not None and window.used(at) > room:
+                raise _over(window, at, more, limit, room=room)
         reserved = Reserved(key=key, minute=self._minute, estimate=counts, most=output_tokens, so_far=so_far)
         self._add(reserved.minute, key.name, (counts[0], 0.0, 0.0))
         self._open[key.name].append(reserved)
@@ -171,7 +173,7 @@ class Quotas:
     def settle(self, reserved: Reserved, *, input_tokens: int, output_tokens: int, choices: int) -> None:
         """Count what a request has used that has ended, and no more of its estimate."""
         key, length = reserved.key, output_tokens / choices
-        self._count(reserved, input_tokens, output_tokens)
+        self._count(reserved, SoFar(input_tokens, output_tokens))
         self._close(reserved)
         if output_tokens and (length < reserved.most or length > max(self._lengths[key.name])):
             self._lengths[key.name].append(length)  # what was cut says nothing of how long a longer one is
@@ -191,8 +193,10 @@ class Quotas:
     def hear(self, told: Mapping[str, Told]) -> None:
         """Take in what the other routers say, each under its id. Of one that says nothing, what it has used counts on
         while it is within a minute, and no request is open."""
-        self._carry()
         now = self._minute
+        self._carry(now)
+        for name in self._open:  # a token counts in the minute in which it came, though nobody asks
+            self._expected(name)
         silent = {
             router: Told(used=each.used, expected={}, choices={})
             for router, each in self._others.items()
@@ -229,11 +233,12 @@ class Quotas:
                     **key.model_dump(exclude={"sha256"}),
                     "tenant": key.of,
                     "used": {
-                        **{kind: round(self.used(key.name, kind)) for kind in KINDS},
+                        **{kind: round(window.used(at)) for at, kind in enumerate(KINDS)},
                         "choices": choices.get(key.name, 0) + self.choices_elsewhere(key.name),
                     },
                 }
                 for key in self.keys.by_name.values()
+                for window in [self._last_minute(key.name)]
             ],
         }
 
@@ -261,15 +266,17 @@ class Quotas:
         expected = self._expected(name)
         for told in self._others.values():
             expected = [*map(operator.add, expected, told.expected.get(name, NOTHING))]
-        self._carry()
+        self._carry(now)
         owed, before = self._beyond(name, now - 1)
-        this = [sum(each) for each in zip(self._sum(now, name), owed, expected, strict=True)]
+        this = self._sum(now, name)
+        if owed is not NOTHING or expected is not NOTHING:
+            this = [sum(each) for each in zip(this, owed, expected, strict=True)]
         return LastMinute(this, before, 1 - passed_s / MINUTE_S)
 
-    def _carry(self) -> None:
-        """Note, once a minute has passed, what each key owed in it."""
-        now = self._minute
-        if now == self._since:
+    def _carry(self, now: int) -> None:
+        """Note, once a minute has passed, what each key owed in it. Where the clock steps back, debts stay until it
+        has caught up."""
+        if now <= self._since:
             return
         self._since = self._since or now
         for minute in range(self._since - 1, now - 1):
@@ -297,20 +304,16 @@ class Quotas:
             return NOTHING
         left = [0.0] * len(KINDS)
         for reserved in self._open[name]:
-            so_far = reserved.so_far()
-            self._count(reserved, so_far.input_tokens, so_far.output_tokens)
-            for at, num in enumerate(reserved.counted, start=1):
+            self._count(reserved, reserved.so_far())
+            for at, num in enumerate(reserved.counted[:2], start=1):
                 left[at] += max(reserved.estimate[at] - num, 0.0)
         return left
 
-    def _longest(self, name: str) -> int:
-        return max((each.so_far().longest for each in self._open.get(name, ())), default=0)
-
-    def _count(self, reserved: Reserved, input_tokens: int, output_tokens: int) -> None:
-        more = (0.0, float(input_tokens - reserved.counted[0]), float(output_tokens - reserved.counted[1]))
-        if any(more):
-            reserved.counted = (input_tokens, output_tokens)
-            self._add(self._minute, reserved.key.name, more)
+    def _count(self, reserved: Reserved, so_far: SoFar) -> None:
+        before, reserved.counted = reserved.counted, so_far
+        input_tokens, output_tokens = map(operator.sub, so_far[:2], before[:2])
+        if input_tokens or output_tokens:
+            self._add(self._minute, reserved.key.name, (0.0, input_tokens, output_tokens))
 
     def _close(self, reserved: Reserved) -> None:
         name = reserved.key.name
@@ -326,8 +329,8 @@ class Quotas:
         return sums
 
     def _add(self, minute: int, name: str, counts: tuple[float, float, float]) -> None:
-        self._carry()
         now = self._minute
+        self._carry(now)
         if minute < now - 1:
             return
         if minute not in self._own:
@@ -383,16 +386,17 @@ class Charge:
         self.quotas.settle(
             self._reserved,
             input_tokens=sum(_spent(progress, uncached_len) for progress, uncached_len in counted),
-            output_tokens=self._so_far().output_tokens,
+            output_tokens=sum(progress.num_delivered - progress.num_restored for progress, _ in counted),
             choices=sum(progress.request.sampling.n for progress, _ in counted),
         )
 
     def _so_far(self) -> SoFar:
-        return SoFar(
-            input_tokens=sum(_spent(progress, 0) for progress, _ in self._sent),
-            output_tokens=sum(progress.num_delivered - progress.num_restored for progress, _ in self._sent),
-            longest=max((progress.longest for progress, _ in self._sent), default=0),
-        )
+        input_tokens = output_tokens = longest = 0
+        for progress, _ in self._sent:
+            input_tokens += _spent(progress, 0)
+            output_tokens += progress.num_delivered - progress.num_restored
+            longest = max(longest, progress.longest)
+        return SoFar(input_tokens, output_tokens, longest)
 
 
 def _spent(progress: Progress, uncached_len: int) -> int:
@@ -426,7 +430,8 @@ async def _again(read: Callable[[], Awaitable[None]], every_s: float, what: str)
             failed = True
 
 
-def _over(window: LastMinute, at: int, more: float, limit: int) -> MantaError:
+def _over(window: LastMinute, at: int, more: float, limit: int, *, room: float) -> MantaError:
+    """Say which limit ``more`` would exceed. ``room``: what may count before it."""
     words = KINDS[at].replace("_", " ")
     if more > limit:
         return BeyondLimit(
@@ -436,5 +441,5 @@ def _over(window: LastMinute, at: int, more: float, limit: int) -> MantaError:
     return OverQuota(
         f"this key has used {window.used(at):,.0f} of its {limit:,} {words} a minute, and the request needs "
         f"{more:,.0f}: try again later",
-        retry_after_s=window.wait_s(at, limit - more, limit),
+        retry_after_s=window.wait_s(at, room, limit),
     )

@@ -173,6 +173,30 @@ def test_tokens_count_in_the_minute_in_which_they_come_and_the_estimate_only_whi
     assert (used(), quotas.totals["k", "output_tokens"]) == (600 / 2 + 120, 720)
 
 
+def test_tokens_count_in_their_minute_though_nobody_asks() -> None:
+    """A key that streams at its rate for minutes owes nothing at the end."""
+    clock, key, so_far = Clock(), key_of(output_tokens=1000), [SoFar()]
+    quotas = quotas_of(clock, key)
+    reserved = quotas.reserve(key, input_tokens=5, output_tokens=20_000, choices=1, so_far=lambda: so_far[0])
+    so_far[0] = SoFar(5, 600, 600)
+    quotas.hear({})  # each TELL_S, also where there is no other router
+    clock.now_s += 90
+    quotas.settle(reserved, input_tokens=5, output_tokens=600, choices=1)
+    assert quotas.used(key.name, "output_tokens") == 600 / 2
+
+
+def test_a_clock_that_steps_back_doubles_no_debt() -> None:
+    clock, key = Clock(), key_of(output_tokens=1000)
+    quotas = quotas_of(clock, key)
+    reserved = quotas.reserve(key, input_tokens=0, output_tokens=20_000, choices=1)
+    quotas.settle(reserved, input_tokens=0, output_tokens=15_200, choices=1)
+    seen = []
+    for step_s in (120, -60, 60):
+        clock.now_s += step_s
+        seen.append(quotas.used(key.name, "output_tokens"))
+    assert seen[2] == seen[0]
+
+
 def test_what_exceeds_a_minute_is_owed_and_paid_off_at_the_limits_rate() -> None:
     """Class 15: 15,200 tokens of 1,000 a minute were forgotten after two minutes."""
     clock, key = Clock(), key_of(output_tokens=1000)
@@ -682,6 +706,8 @@ async def test_runs_of_one_cut_stream_again_and_again_do_not_pass_the_limit(serv
         except OverQuota:
             outcomes.append(False)
     assert outcomes == [True] * 4 + [False] * 4  # 160 tokens of 100, which may be twice as many for what was cut
+    assert dispatcher.quotas is not None
+    assert dispatcher.quotas.totals["bulk", "output_tokens"] == 160  # without those that another router delivered
     dispatcher.check()
 
 
