@@ -230,26 +230,28 @@ class BatchRunner:
     async def _kept(self, batch: Row, call: Callable[..., T], *args: Any) -> T:
         """Make a call of the store, again and again until it succeeds. Raises: FileNotFoundError for an input that is
         gone."""
-        wait_s = FIRST_WAIT_S
+        wait_s, is_told = FIRST_WAIT_S, False
         while True:
             try:
                 made = await self._store.run(call, *args)
             except (OSError, sqlite3.Error) as error:
                 if isinstance(error, FileNotFoundError) and self._store.is_there:
                     raise
-                await self._tell(batch, error)
+                self._note(batch["id"], error)
+                is_told = is_told or await self._tell(batch)  # a full disk may have no room for that either
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LAST_WAIT_S)
             else:
-                if wait_s > FIRST_WAIT_S:
-                    await self._tell(batch, None)
+                if wait_s > FIRST_WAIT_S and self._note(batch["id"], None):
+                    await self._tell(batch)
                 return made
 
-    async def _tell(self, batch: Row, error: Exception | None) -> None:
-        """Say in the batch's ``errors``, if it is news, why it does not go on, or that it does."""
-        if self._note(batch["id"], error):
-            with contextlib.suppress(OSError, sqlite3.Error):
-                await self._store.run(self._store.tell, batch, self._problems.get(batch["id"]))
+    async def _tell(self, batch: Row) -> bool:
+        """Say in the batch's ``errors`` why it does not go on, or that it does. Returns: whether that was kept."""
+        with contextlib.suppress(OSError, sqlite3.Error):
+            await self._store.run(self._store.tell, batch, self._problems.get(batch["id"]))
+            return True
+        return False
 
     def _note(self, batch_id: str, error: Exception | None) -> bool:
         """Note why a batch does not go on, or that it does. Returns: whether that is news."""
@@ -323,9 +325,11 @@ class BatchRunner:
     async def _run_line(self, batch: Row, line: Line, replica: str) -> tuple[Line, LineEntry | None]:
         """Run one line, and after a failure that may pass wait. Returns: it, and its entry; None: it is run again."""
         self._count_running(1)
+        refused = False
         try:
             data = await self._kept(batch, self._read, batch, line)
             status, request_id, body = await self._answer(batch, line, data, replica)
+            refused = status in FAILED and from_json(body).get("error", {}).get("code") == StepFailed.code
         except FileNotFoundError:
             raise
         except Exception as error:  # the edge: one line's fault ends no other line
@@ -333,7 +337,6 @@ class BatchRunner:
             status, request_id, body = 500, "", to_json({"error": {"message": type(error).__name__}})
         finally:
             self._count_running(-1)
-        refused = status in FAILED and from_json(body).get("error", {}).get("code") == StepFailed.code
         if status in PASSING or (status in FAILED and not refused and line.num_failed + 1 < MOST_FAILED):
             await asyncio.sleep(min(LAST_WAIT_S, FIRST_WAIT_S * 2**line.num_passed))
             is_failed = status in FAILED

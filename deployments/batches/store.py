@@ -163,11 +163,11 @@ class BatchStore:
         """Make the id of a file that is about to be written, and keep room for ``num_bytes`` of it until `add_file` or
         `drop_room`. Unless ``owner`` is ``alone``, what it has takes at most as much as is left free beside it, so that
         none can fill the folder. Raises: FolderFull; TooMany."""
-        file_id, now = f"file-{secrets.token_hex(12)}", self._clock()
+        file_id, now, room = f"file-{secrets.token_hex(12)}", self._clock(), max(num_bytes, LEAST_BYTES)
         with self._change() as db:
             db.execute("DELETE FROM rooms WHERE until < ?", (now,))
-            self._require_room(db, owner, max(num_bytes, LEAST_BYTES), alone=alone)
-            values = (file_id, owner, max(num_bytes, LEAST_BYTES), now + ORPHAN_S)
+            self._require_room(db, owner, room, alone=alone)
+            values = (file_id, owner, room, now + ORPHAN_S)
             db.execute("INSERT INTO rooms VALUES (?, ?, ?, ?)", values)
         return file_id
 
@@ -473,12 +473,11 @@ class BatchStore:
 
     def _require_room(self, db: sqlite3.Connection, owner: str, num_bytes: int, *, alone: bool) -> None:
         """Raise TooMany or FolderFull, unless ``owner`` may have one thing more, of ``num_bytes``."""
-        num = sum(db.execute(f"SELECT COUNT(*) FROM {table} WHERE owner = ?", (owner,)).fetchone()[0]
-                  for table in ("files", "rooms"))  # fmt: skip
+        of_owner = "FILTER (WHERE owner = ?1)"
+        query = f"SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) {of_owner}, 0), COUNT(*) {of_owner} FROM ({_OWN})"
+        held, own, num = db.execute(query, (owner,)).fetchone()
         if num >= MOST_FILES:
             raise TooMany(f"this key has {num:,} files, outputs of batches among them: delete some")
-        query = f"SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(bytes) FILTER (WHERE owner = ?), 0) FROM ({_OWN})"
-        held, own = db.execute(query, (owner,)).fetchone()
         query = f"SELECT COALESCE(SUM({LEAST_BYTES} + LENGTH(metadata)), 0) FROM batches WHERE owner = ?"
         own += db.execute(query, (owner,)).fetchone()[0] + num_bytes
         pages, free, page_bytes = (

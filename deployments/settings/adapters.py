@@ -161,7 +161,8 @@ class Adapters:
         """Give ``name`` to what the folder ``path`` holds now.
 
         Args:   path: absolute, or relative to a root. in_place: the name may stand for something already.
-        Raises: InvalidAdapter; InvalidRequest for a name that is not free.
+        Raises: InvalidAdapter; InvalidRequest for a name that is not free; an error of 503 if the folder of names
+                cannot be written, and InvalidConfig if others may write it.
         """
         file = self._file(name)
         if name in self._fixed or name == self._model or name in TAKEN:
@@ -170,7 +171,10 @@ class Adapters:
         folder = self._below_roots(path)
         info = identify(folder, self._limits, self._fits)
         ref = AdapterRef(identity=info.identity, path=str(folder), name=name)
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(error) from error
         _require_own(str(file.parent))
         new = file.with_name(f"{secrets.token_hex(8)}.new")
         try:

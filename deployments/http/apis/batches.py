@@ -178,7 +178,7 @@ async def _kept(request: Request, store: BatchStore, chunks: AsyncIterator[bytes
     finally:
         if not is_kept:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                await store.run(path.unlink, missing_ok=True)
             await store.run(store.drop_room, file_id)
 
 

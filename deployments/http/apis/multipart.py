@@ -11,6 +11,7 @@ together, within bounds, takes as much code as to find the boundaries.
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from deployments.http.http_errors import BodyTooLarge
 from replicas.errors import InvalidRequest
@@ -33,7 +34,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 async def read_form(
-    chunks: AsyncIterator[bytes], boundary: bytes, path: Path, *, max_bytes: int, run: Callable[..., Awaitable[int]]
+    chunks: AsyncIterator[bytes], boundary: bytes, path: Path, *, max_bytes: int, run: Callable[..., Awaitable[Any]]
 ) -> tuple[dict[str, str], str | None]:
     """Write the form's file to ``path``. Returns: its other fields, and the file's name; None without a file.
 
@@ -69,7 +70,8 @@ async def read_form(
         if filename is not None:
             raise InvalidRequest("the form has more than one file", param="file")
         filename = _text(file[1]) or "file"
-        with path.open("wb") as out:
+        out = await run(path.open, "wb")
+        try:
             while (at := held.find(boundary)) < 0:
                 sure = max(len(held) - len(boundary) + 1, 0)  # the rest may be the begin of a boundary
                 num_bytes += await run(out.write, held[:sure])
@@ -78,6 +80,8 @@ async def read_form(
             _check_size(num_bytes + at, max_bytes)
             await run(out.write, held[:at])
             held = held[at:]
+        finally:
+            await run(out.close)
 
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:

@@ -675,6 +675,13 @@ async def test_a_folder_of_names_that_cannot_be_written_is_told_as_503(web: Clie
     adapter(web.root / "all" / "a")
     names = Path(settings(web.root).names_folder or "")
     names.mkdir(mode=0o700, exist_ok=True)
+    names.rmdir()
+    names.write_text("a file in the way")
+    assert (await web.error("/v1/load_lora_adapter", 503, lora_name="poet", lora_path="a")).startswith(
+        "adapters.names_folder cannot be written (File exists)"
+    )
+    names.unlink()
+    names.mkdir(mode=0o700)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=700", "tmpfs", names], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
