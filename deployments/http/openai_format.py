@@ -211,13 +211,15 @@ def _names(tokenizer: Tokenizer, token_ids: Sequence[int], by_id: bool) -> dict[
 
     The part of a character has no text, and a vocabulary may have two tokens of one text.
     """
+    if by_id:
+        return {token: _by_id(token) for token in token_ids}
     names: dict[int, str] = {}
     for token in dict.fromkeys(token_ids):
-        text, raw = tokenizer.token_text(token), tokenizer.token_bytes(token)
-        shown = "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
-        ways = ([text] if text.encode() == raw else []) + [f"bytes:{shown}"]  # as OpenAI wrote it
-        free = [] if by_id else [way for way in ways if way not in names.values()]
-        names[token] = free[0] if free else _by_id(token)
+        name, raw = tokenizer.token_text(token), tokenizer.token_bytes(token)
+        if name.encode() != raw or name in names.values():
+            shown = "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
+            name = f"bytes:{shown}"  # as OpenAI wrote it
+        names[token] = _by_id(token) if name in names.values() else name
     return names
 
 
