@@ -45,7 +45,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def routers(app: Running) -> dict[str, dict[str, Any]]:
+def routers(app: Running, within_s: float = 20) -> dict[str, dict[str, Any]]:
     """What the server says of itself through each of the two routers, by id; which one is asked is the proxy's
     choice."""
     found: dict[str, dict[str, Any]] = {}
@@ -55,5 +55,5 @@ def routers(app: Running) -> dict[str, dict[str, Any]]:
         found[info["router"]["router_id"]] = info
         return len(found) == 2
 
-    app.until(both, 20)
+    app.until(both, within_s)
     return found
