@@ -472,7 +472,7 @@ def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
 
 @pytest.mark.parametrize(("status", "code", "said"), [
     (404, "RepoNotFound", "hub has no such model, or none for this HF_TOKEN. Check"),
-    (403, "GatedRepo", "hub gives it to those alone who accepted its terms"),
+    (403, "GatedRepo", "hub gives it only to users who have accepted its terms"),
     (404, "RevisionNotFound", "hub has no such revision of it"),
 ])  # fmt: skip
 def test_why_the_hub_gave_no_model_is_said_in_words_of_ours(
