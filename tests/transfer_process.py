@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.engine_process import prepared
 from kvtransfer.types import (
     PeerAddress,
     Received,
@@ -22,6 +21,7 @@ from kvtransfer.types import (
     TransferSettings,
     TransferStats,
 )
+from tests.engine_process import prepared
 from tests.kv_pools import layout, random_pools
 from tests.transfer_worker import Spawned
 

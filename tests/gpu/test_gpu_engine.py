@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine_process import EngineProcess, ProcessSettings
 from kvtransfer.types import PdTicket
 from replicas import launch
 from replicas.config import CacheConfig, Hardware, ParallelConfig, SchedulerConfig
@@ -25,6 +24,7 @@ from replicas.errors import InvalidConfig
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
+from tests.engine_process import EngineProcess, ProcessSettings
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE
 from tests.numerics import tiny

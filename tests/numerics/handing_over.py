@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engine_process import TOKEN
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
 from replicas.config import AdapterLimits, CacheConfig, DType, Implementation, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
+from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics import tiny
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engine_process import EngineProcess, Probe, ProcessSettings
 from kvtransfer.types import PdTicket, TransferStats
 from replicas.types import (
     EngineStats,
@@ -25,6 +24,7 @@ from replicas.types import (
     TokenDelta,
 )
 from tests.embedded import MODEL
+from tests.engine_process import EngineProcess, Probe, ProcessSettings
 from tests.numerics import tiny
 
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)

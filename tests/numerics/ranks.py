@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_process import prepared
 from replicas.layers.tp_group import TpGroup
+from tests.engine_process import prepared
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any, meet: Path) -> list[Any]:

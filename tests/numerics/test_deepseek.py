@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from benchmarks.engine_process import EngineProcess, ProcessSettings
 from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
@@ -25,6 +24,7 @@ from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL
+from tests.engine_process import EngineProcess, ProcessSettings
 from tests.numerics import tiny
 from tests.numerics.handing_over import GREEDY, check_held, make_engine, tiny_prompt
 from tests.numerics.paged import assert_close_in_range, open_model

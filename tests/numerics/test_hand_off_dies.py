@@ -10,8 +10,8 @@ from itertools import count
 
 import pytest
 
-from benchmarks.engine_process import EngineProcess
 from replicas.types import FinishReason
+from tests.engine_process import EngineProcess
 from tests.numerics.interrupted import (
     STATES,
     Case,

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import engine_process
-from benchmarks.engine_process import EngineProcess, ProcessSettings
 from replicas.engine.engine import Engine
 from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from tests import engine_process
 from tests.adapters import make_adapter
 from tests.embedded import short_model
+from tests.engine_process import EngineProcess, ProcessSettings
 from tests.numerics.handing_over import (
     CACHED,
     GREEDY,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.engine_process import TRANSFER_S, EngineProcess
+from tests.engine_process import TRANSFER_S, EngineProcess
 from tests.numerics.interrupted import (
     answer,
     decode_leg,

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.engine_process import prepared
 from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
@@ -24,6 +23,7 @@ from replicas.replay.replay import extract, restore
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL, short_model
+from tests.engine_process import prepared
 from tests.numerics import tiny
 
 pytestmark = pytest.mark.model

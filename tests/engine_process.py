@@ -1,7 +1,7 @@
-"""An engine with its transfer service in a process of its own: two of them are what NIXL needs to be tried, and timed.
+"""An engine with its transfer service in a process of its own: two of them are what NIXL needs to be tried.
 
-Owns:    the process and the pipe to it. Its times are comparable with ours: CLOCK_MONOTONIC is one for a host. A folder
-         with a socket for each process and rank, at which a thread answers with the stacks of all threads.
+Owns:    the process and the pipe to it; a folder with a socket for each process and rank, at which a thread answers
+         with the stacks of all threads.
 Never:   steps the engine: an `EngineLoop` does, as in a replica. Gives up without a reason: a caller that waits too
          long gets what every process of this kind does.
 Thread:  here the caller's; there the main thread reads the pipe, engine and transfer threads work.
@@ -19,7 +19,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -127,7 +126,7 @@ class EngineProcess:
         )
         self._process.start()
         theirs.close()
-        self._told: dict[str, list[tuple[float, TokenDelta]]] = {}  # by request, and not yet taken
+        self._told: dict[str, list[TokenDelta]] = {}  # by request, and not yet taken
         _open.append(self)
         self.address: PeerAddress = self._receive(START_S)
 
@@ -139,13 +138,9 @@ class EngineProcess:
 
     def finish(self, rid: str) -> list[TokenDelta]:
         """Return the deltas of a request, to its end (one choice)."""
-        return [delta for _, delta in self.finish_timed(rid)]
-
-    def finish_timed(self, rid: str) -> list[tuple[float, TokenDelta]]:
-        """Return the same, each with the time at which the engine delivered it."""
         while True:
             mine = self._told.get(rid)
-            if mine and mine[-1][1].finish is not None:
+            if mine and mine[-1].finish is not None:
                 return self._told.pop(rid)
             self._take(self._receive())
 
@@ -189,10 +184,9 @@ class EngineProcess:
             self._take(message)
         return message.value
 
-    def _take(self, message: tuple[float, list[TokenDelta]]) -> None:
-        time_s, deltas = message
+    def _take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
-            self._told.setdefault(delta.rid, []).append((time_s, delta))
+            self._told.setdefault(delta.rid, []).append(delta)
 
     def _receive(self, timeout_s: float | None = None) -> Any:
         """Take the next message. Raises: AssertionError with what all processes do, when none comes."""
@@ -211,7 +205,7 @@ class EngineProcess:
             while self._pipe.poll(STATE_S):
                 if isinstance(message := self._pipe.recv(), _Answer):
                     return f"{dump}\n{message.value}"
-                if isinstance(message, tuple):
+                if isinstance(message, list):
                     self._take(message)
         except (OSError, EOFError) as error:
             return f"{dump}\nits pipe is closed: {error!r}"
@@ -251,13 +245,10 @@ def _main(pipe: Connection, settings: ProcessSettings, dumps: str) -> None:
         with lock:
             pipe.send(message)
 
-    def sink(deltas: list[TokenDelta]) -> None:
-        send((time.monotonic(), deltas))
-
     send(engine.transfer_address)
     while (message := pipe.recv()) is not None:
         if isinstance(message, GenerateRequest):
-            loop.submit(message, sink)
+            loop.submit(message, send)
         elif isinstance(message, _Abort):
             loop.abort(message.rid)
         elif message == "probe":
