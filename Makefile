@@ -21,7 +21,7 @@ UNLOCKED := ^(torch|triton|nvidia-|cuda-)
 TORCH :=
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
-BENCHES := kernels engine overhead serving
+BENCHES := kernels engine serving
 # what kernels that are kept on disk are made of
 KERNELS := $(wildcard replicas/kernels/*.py replicas/kernels/*/*.py replicas/attention/cpu*.py)
 # trials of each fault; of the soak

@@ -13,7 +13,6 @@ COMMANDS = {
     "router": "the production router: policies over simulated replicas, and what a decision costs",
     "agents": "agents that pause for tools, on a pool that is too small for all of them",
     "tiers": "the prefix cache's tiers: eviction and write policies over traces of prompts",
-    "overhead": "CPU time around the engine: the token path, metrics, the observatory",
     "peers": "Manta, vLLM, Transformers and llama.cpp on one machine in one run",
     "gpu": "decode and prefill on a GPU as shares of its measured limits",
 }

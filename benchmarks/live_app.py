@@ -1,13 +1,8 @@
-"""The application on a local Ray of its own, and the CPU time of all that a benchmark has started. Linux; reads /proc.
+"""The application on a local Ray of its own, and the CPU time of all that a benchmark has started.
 
 Owns:      the process and its end: nothing of one run is left for the next.
-Invariant: the benchmark's own process, with its client, is never counted; no part's time ever falls, whatever threads
-           and processes end.
-
-CPU time is the kernel's count of nanoseconds on a core, summed over threads: the ticks of /proc/PID/stat are 10 ms,
-which over a window of some thousand tokens would be microseconds a token, process by process. But only ticks count
-threads that ended between two looks, so that what ticks have above the sum is added, once it is more than they round
-off. What a process did between the last look and its own end is not counted.
+Invariant: the benchmark's own process, with its client, is never counted; no CPU time ever falls, whatever threads and
+           processes end. What a process did between the last look and its own end is not counted.
 """
 
 import contextlib
@@ -33,13 +28,6 @@ HOST = "127.0.0.1"
 START_S = 240.0
 STOP_S = 60.0
 ANNOUNCED = "Try it:"  # in its log once every application runs, which an answer of one replica does not say
-# in the title of a process -> what it is called here
-PARTS = {
-    "ModelReplica": "replicas", ":Router": "router", ":Observatory": "observatory", "haproxy": "HAProxy",
-    "ProxyActor": "HTTP proxy", "ServeController": "Serve controller",
-}  # fmt: skip
-REST = "rest of Ray"
-ROUNDED_S = 2 / os.sysconf("SC_CLK_TCK")  # user and system time, each down to a tick
 
 
 @contextlib.contextmanager
@@ -52,38 +40,19 @@ def serving(config_file: str, args: Mapping[str, Any], *, observatory: bool = Tr
     """
     applications = yaml.safe_load((ROOT / config_file).read_text())["applications"]
     applications[0]["args"].update(args)
-    with running(applications if observatory else applications[:1], answers_at=["/health"], says=ANNOUNCED) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def running(
-    applications: Sequence[Mapping[str, Any]],
-    *,
-    answers_at: Sequence[str],
-    says: str = "",
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[str]:
-    """Serve ``applications``, written as in Serve's configuration file, on a free port.
-
-    Args: answers_at: paths that answer 200 once all is ready; says: what its log holds by then (nothing is announced
-          of applications that are not Manta's own); environment: beside this process's own.
-    Yields, raises: as `serving`.
-    """
-    port = free_port()
+    url = f"http://{HOST}:{(port := free_port())}"
     config = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": HOST, "port": port},
-        "applications": list(applications),
+        "applications": applications if observatory else applications[:1],
     }
-    own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as folder:
         file, log = Path(folder) / "serve_config.yaml", Path(folder) / "serve.log"
         file.write_text(yaml.safe_dump(config))
-        argv, env = [sys.executable, "-m", "deployments", "serve", str(file)], {**own, **(environment or {})}
-        urls = [f"http://{HOST}:{port}{path}" for path in answers_at]
-        with started(argv, log, env=env, answers_at=urls, says=says, told=lambda log: f"\n{log.read_text()}"):
-            yield f"http://{HOST}:{port}"
+        argv, ready = [sys.executable, "-m", "deployments", "serve", str(file)], [f"{url}/health"]
+        with started(argv, log, env=env, answers_at=ready, says=ANNOUNCED, told=lambda log: f"\n{log.read_text()}"):
+            yield url
 
 
 class ServerFailed(RuntimeError):
@@ -172,46 +141,15 @@ def answers(url: str) -> bool:
 
 
 class ServerCpu:
-    """The CPU time of one measurement, of processes that have ended since too."""
+    """The CPU time of all that this process has started, ended processes as of the last look included."""
 
-    def __init__(self, parts: Mapping[str, str] = PARTS) -> None:
-        self._parts = parts
-        self._total = dict.fromkeys((*parts.values(), REST), 0.0)
-        self._processes: dict[psutil.Process, _ProcessCpu] = {}  # equal where pid and start are
+    def __init__(self) -> None:
+        self._used_s: dict[psutil.Process, float] = {}  # equal where pid and start are
 
-    def by_part(self) -> dict[str, float]:
-        """Return user and system time, in seconds, of all that this process has started and that ran at some look."""
+    def seconds(self) -> float:
+        """Return user and system time so far, to some ticks of 10 ms."""
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                title = " ".join(process.cmdline())  # Ray's workers take theirs once they know what they run
-                part = next((part for name, part in self._parts.items() if name in title), REST)
-                self._total[part] += self._processes.setdefault(process, _ProcessCpu(process)).since_last_look()
-        return dict(self._total)
-
-
-class _ProcessCpu:
-    """The CPU time of one process."""
-
-    def __init__(self, process: psutil.Process) -> None:
-        self._process = process
-        self._thread_ns: dict[str, int] = {}  # the most of each thread, ended ones too
-        self._unseen_s: float | None = None  # of threads that ended, since they were seen last
-        self._used_s = 0.0
-
-    def since_last_look(self) -> float:
-        """Return seconds, at least 0. Raises: psutil's NoSuchProcess."""
-        ticks = self._process.cpu_times()  # before the sum, or it would hold what runs meanwhile
-        for task in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                ran_ns = int(task.read_text().split()[0])
-                self._thread_ns[task.parent.name] = max(ran_ns, self._thread_ns.get(task.parent.name, 0))
-        seen_s = sum(self._thread_ns.values()) / 1e9
-        above_s = max(0.0, ticks.user + ticks.system - seen_s)
-        if self._unseen_s is None or above_s > self._unseen_s + ROUNDED_S:
-            self._unseen_s = above_s
-        before_s, self._used_s = self._used_s, seen_s + self._unseen_s
-        return self._used_s - before_s
-
-
-def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    return {part: after[part] - before[part] for part in after}
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                self._used_s[process] = times.user + times.system
+        return sum(self._used_s.values())

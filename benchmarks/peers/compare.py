@@ -130,7 +130,7 @@ class CpuUse:
     def now(server: ServerCpu) -> "CpuUse":
         times = psutil.cpu_times()
         machine_s = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
-        return CpuUse(sum(server.by_part().values()), time.process_time(), machine_s)
+        return CpuUse(server.seconds(), time.process_time(), machine_s)
 
 
 def measure(client: Client, cell: Cell, workload: Workload, *, system: str, round_: int) -> Measured:
