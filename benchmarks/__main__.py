@@ -11,8 +11,6 @@ COMMANDS = {
     "soak": "more load than is carried, for an hour, with kills: what grows, what is lost",
     "serving": "what clients of a server see: workloads, a sweep of load, chats beside long prompts",
     "router": "the production router: policies over simulated replicas, and what a decision costs",
-    "agents": "agents that pause for tools, on a pool that is too small for all of them",
-    "tiers": "the prefix cache's tiers: eviction and write policies over traces of prompts",
     "peers": "Manta, vLLM, Transformers and llama.cpp on one machine in one run",
     "gpu": "decode and prefill on a GPU as shares of its measured limits",
 }

@@ -108,7 +108,7 @@ def test_a_command_measures_the_parts_that_are_named_and_keeps_their_rows(
 def test_without_a_command_all_are_listed_and_an_unknown_one_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert len(COMMANDS) > 6
+    assert len(COMMANDS) > 5
     assert (list_commands([]), list_commands(["x"])) == (0, 2)
     said = capsys.readouterr().out
     assert all(f"  {name}" in said for name in COMMANDS)
