@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "engine": "one engine without HTTP: decode, prefill, prefixes, a step's host time, mixed steps, starts",
+    "engine": "one engine without HTTP: decode, prefill, formats of weights, prefixes, starts",
     "kernels": "the CPU kernels as shares of the machine's limits, and what narrow numbers cost in accuracy",
     "chaos": "faults under streams: what becomes of each, how soon all is well again, what is left",
     "soak": "more load than is carried, for an hour, with kills: what grows, what is lost",

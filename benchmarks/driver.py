@@ -7,7 +7,7 @@ Never:     starts a thread: the caller's thread steps the engine.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -18,21 +18,17 @@ from benchmarks.workloads import Workload, random_lengths
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import Ranks
 from replicas.runner.model_runner import ModelRunner
-from replicas.types import AdapterRef, Constraint, GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 
 _numbers = count()
 
 
-def request(
-    token_ids: Sequence[int], max_new_tokens: int, *, rid: str = "", constraint: Constraint | None = None
-) -> GenerateRequest:
+def request(token_ids: Sequence[int], max_new_tokens: int) -> GenerateRequest:
     """Return a greedy request that makes exactly ``max_new_tokens`` tokens."""
     return GenerateRequest(
-        rid=rid or f"bench-{next(_numbers)}",
+        rid=f"bench-{next(_numbers)}",
         token_ids=np.array(token_ids, dtype=np.int32),
-        sampling=SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, constraint=constraint
-        ),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True),
     )
 
 
@@ -65,15 +61,9 @@ class Decoded:
         return self.batch * len(self.step_s) / sum(self.step_s)
 
 
-def decode(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    constraint: Constraint | None = None,
-    adapters: Sequence[AdapterRef] | None = None,
-) -> Decoded:
-    """Generate for all prompts at once, each with its adapter; only steps after every request's first token count."""
-    outputs = _submitted(engine, prompts, max_new_tokens, constraint, adapters)
+def decode(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Decoded:
+    """Generate for all prompts at once; only steps after every request's first token count."""
+    outputs = _submitted(engine, prompts, max_new_tokens)
     times: list[float] = []
     while engine.has_work:
         all_decode = all(outputs.values())
@@ -166,16 +156,8 @@ def serve(engine: Engine, workload: Workload, concurrency: int) -> Served:
     )  # fmt: skip
 
 
-def _submitted(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    constraint: Constraint | None = None,
-    adapters: Sequence[AdapterRef] | None = None,
-) -> dict[str, list[int]]:
-    requests = [request(prompt, max_new_tokens, constraint=constraint) for prompt in prompts]
-    if adapters is not None:
-        requests = [replace(each, adapter=ref) for each, ref in zip(requests, adapters, strict=True)]
+def _submitted(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, list[int]]:
+    requests = [request(prompt, max_new_tokens) for prompt in prompts]
     for each in requests:
         engine.submit(each)
     return {each.rid: [] for each in requests}

@@ -13,34 +13,23 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import numpy as np
-import torch
-
-from benchmarks import adapters, drafts, driver, harness, host_steps
+from benchmarks import driver, harness
 from benchmarks.driver import StepParts, TransformersPeer
-from benchmarks.harness import Part, Row, Table, rounds_of, timed
+from benchmarks.harness import Part, Row, Table, rounds_of
 from benchmarks.limits import FORMATS, Limits, ModelCost
 from benchmarks.workloads import Workload, random_lengths, shared_prefix
-from kvtransfer.pages import page_keys
-from replicas.cache.radix import RadixCache
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
-from replicas.engine.loop import STALL_WAIT_S
-from replicas.kernels.token_mask import mask_tokens
 from replicas.launch import EngineSettings, load_engine
-from replicas.memory.allocator import PagedTokenToKVPoolAllocator
-from replicas.types import Constraint
 
 POOL_TOKENS = 32_768
-TIER_BYTES = 1 << 30
 FORMATS_TOKENS = 8_192  # for each of several engines
 START = """
 import json, sys, time
@@ -148,37 +137,6 @@ def format_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
     return rows
 
 
-def constrained_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure decode steps of a batch whose outputs are all constrained, beside one of plain outputs, in turn; and what
-    a mask takes, computed and applied.
-
-    The words force no token, so both make the same steps. Words whose number is bounded, as by {1,4000} in place of +,
-    take 0.4 ms a mask: every number is another state of the grammar.
-    """
-    scale, batch = _scale(options), max(_scale(options).batches)
-    words = Constraint(kind="regex", text="[A-Za-z ,.]+")
-    table = Table(f"decode, batch {batch}, constrained")
-    cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
-    with closing(load_engine(EngineSettings(model=options.model, cache=cache, num_threads=options.threads))) as engine:
-        matcher, steps = engine.grammars.compiler.compile(words), scale.decode_len
-        ratios, found = [], dict[str, list[float]](plain=[], constrained=[])
-        for round_ in range(scale.rounds):
-            prompts = driver.prompts(engine, batch, scale.decode_prompt_len, options.seed + round_)
-            for name, held in (("plain", None), ("constrained", words)):
-                engine.flush_cache()
-                found[name].append(min(driver.decode(engine, prompts, steps, held).step_s))
-            ratios.append(found["constrained"][-1] / found["plain"][-1])
-        for name, values in found.items():
-            table.add(f"{name}, quickest step", [1e3 * each for each in values], "ms")
-        table.add("constrained / plain", ratios, "x", target="<= 1.02 x")
-        vocab_size = engine.config.model.vocab_size
-        mask, logits = np.zeros(-(-vocab_size // 32), np.int32), torch.zeros(1, vocab_size)
-        table.add("a mask computed", [1e6 * each for each in timed(lambda: matcher.fill(mask), 100)], "us")
-        applied = timed(lambda: mask_tokens(logits, [mask]), 100)
-        table.add("a mask applied", [1e6 * each for each in applied], "us", target="< 20")
-    return table.rows
-
-
 def prefill_rows(engine: Engine, peer: TransformersPeer, limits: Limits, scale: Scale, seed: int) -> list[Row]:
     """Measure prefill tokens/s of one uncached prompt; Transformers alternated with ours."""
     table, cost = Table("prefill, fp32"), ModelCost.of(engine.config.model)
@@ -265,70 +223,6 @@ def _load(model: str, threads: int, prefix_cache: Literal["radix", "chunk"] = "r
     return load_engine(EngineSettings(model=model, cache=cache, num_threads=threads))
 
 
-def tier_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure the first token of a prompt of which all but the last tokens lie on the device, the host, in a file store
-    or nowhere; and, on an engine without tiers, of one that lies nowhere. Nothing is being written meanwhile."""
-    length, threads = 256 if options.quick else 1040, options.threads
-    found: dict[str, list[float]] = {name: [] for name in ("miss, no tiers", "miss", "device", "host", "file")}
-    plain_cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        cache = replace(plain_cache, host_memory_bytes=TIER_BYTES, store=f"file://{folder}", write_policy="write_back")
-        plain, tiered = (
-            stack.enter_context(
-                closing(
-                    load_engine(EngineSettings(model=options.model, cache=each, num_threads=threads, commit_pool=tiers))
-                )
-            )
-            for each, tiers in ((plain_cache, False), (cache, True))
-        )
-        store, used = tiered.kv.store, {"host": 0, "file": 0}
-        rounds = rounds_of(options, 7)
-        for round_, prompt in enumerate(driver.prompts(tiered, rounds + 1, length, options.seed)):
-            times = {}
-            for _, name in harness.in_turn(("miss, no tiers", "miss"), 1 + round_ % 2):
-                times.setdefault(name, _first_token_s(plain if name == "miss, no tiers" else tiered, prompt))
-            times["device"] = _first_token_s(tiered, prompt)
-            store.make_room(store.num_pages, "the benchmark")
-            wanted = length // store.page_size - 1
-            deadline_s = time.monotonic() + 60
-            while (store_tier := tiered.stats().tiers) is not None and store_tier.store_items < wanted * (round_ + 1):
-                tiered.poll()
-                if time.monotonic() > deadline_s:
-                    raise RuntimeError(f"of {wanted} pages {store_tier.store_items} are in the store after 60 s")
-                time.sleep(0.01)
-            times["host"] = _first_token_s(tiered, prompt)
-            tiered.flush_cache()
-            times["file"] = _first_token_s(tiered, prompt)
-            if round_:  # the first warms up
-                for name, seconds in times.items():
-                    found[name].append(1e3 * seconds)
-        tiers = tiered.stats().tiers
-        assert tiers is not None
-        used["host"], used["file"] = tiers.host_hit_tokens, tiers.store_hit_tokens
-    table = Table(f"first token of a prompt of {length} tokens by where its pages lie, {threads} threads")
-    for name, values in found.items():
-        note = f"{used[name]:,} tokens from there in all" if name in used else ""
-        table.add(name, values, "ms", note=note)
-    asked = (("host", "device", "<= 1.15x"), ("file", "miss", "<= 0.3x"), ("miss", "miss, no tiers", "<= 1.01x"))
-    for name, of, target in asked:
-        ratios = [a / b for a, b in zip(found[name], found[of], strict=True)]
-        table.add(f"{name} / {of}", ratios, "x", target=target)
-    return table.rows
-
-
-def _first_token_s(engine: Engine, token_ids: Sequence[int]) -> float:
-    """Return the seconds from submitting a prompt to its first token, with the waits of an engine's loop."""
-    news = threading.Event()
-    engine.on_event(news.set)
-    engine.submit(driver.request(token_ids, 1))
-    started_s = time.perf_counter()
-    while engine.has_work:
-        if not engine.step() and not engine.scheduler.last.made_progress:
-            news.wait(STALL_WAIT_S)
-            news.clear()
-    return time.perf_counter() - started_s
-
-
 def start_rows(options: argparse.Namespace) -> list[Row]:
     """Measure a fresh process: the second start by its phases, and the first, which compiles the kernels.
 
@@ -361,49 +255,6 @@ def start(model: str, threads: int, cache_folder: str) -> tuple[float, dict[str,
     return took_s, json.loads(done.stdout.splitlines()[-1])
 
 
-def structure_rows(num_cached: int) -> Iterator[Row]:
-    """Time the host's structures with ``num_cached`` cached tokens: radix cache, allocator, page keys; one thread."""
-    page, chunk, batch = 16, 512, 32
-    rng, cache, next_page = np.random.default_rng(0), RadixCache(page), 1
-
-    def tokens(length: int) -> np.ndarray:
-        return rng.integers(0, 50_000, length, dtype=np.int32)
-
-    def insert(prompt: np.ndarray) -> None:
-        nonlocal next_page
-        pages = np.arange(next_page, next_page + len(prompt) // page, dtype=np.int32)
-        cache.insert(prompt, pages, "")
-        next_page += len(pages)
-
-    def row(name: str, work: Callable[[], object], note: str) -> Row:
-        times = [1e6 * seconds for seconds in timed(work, 31)]
-        return Row.of(f"host structures, {num_cached:,} cached tokens", name, times, "us", note=note)
-
-    while cache.evictable_pages * page < num_cached:  # groups of eight prompts that share a prefix
-        prefix = tokens(1024)
-        for _ in range(8):
-            insert(np.concatenate([prefix, tokens(chunk)]))
-    long = tokens(min(32_768, num_cached // page * page))
-    for end in range(chunk, len(long) + 1, chunk):
-        cache.insert(long[:end], np.arange(next_page, next_page + end // page, dtype=np.int32), "")
-    next_page += len(long) // page
-    yield row("radix match", lambda: cache.match_prefix(long, ""), f"{len(long):,} tokens in nodes of {chunk}")
-    yield row("radix insert", lambda: insert(tokens(chunk)), f"{chunk} new tokens, made there")
-    yield row("radix evict", lambda: cache.evict(chunk // page), f"{chunk // page} pages, least recently used")
-    allocator = PagedTokenToKVPoolAllocator(num_cached // page + 1, page)
-    num = chunk // page
-    yield row("allocator alloc, free", lambda: allocator.free(allocator.alloc(num, rid="r")), f"{num} pages")
-    starts, offsets = allocator.alloc(batch, rid="r") * page, np.arange(batch, dtype=np.int32) % page
-
-    def decode() -> None:
-        slots = allocator.alloc_decode(offsets + 2, starts + offsets)
-        allocator.free(slots[slots % page == 0] // page)
-
-    yield row("allocator alloc_decode", decode, f"batch of {batch}, {batch // page} new pages, freed again")
-    prompt = tokens(8192)
-    yield row("page keys", lambda: page_keys(prompt, page, "salt"), "8,192 tokens")
-
-
 def _scale(options: argparse.Namespace) -> Scale:
     return QUICK if options.quick else FULL
 
@@ -412,27 +263,15 @@ def _sized(rows: Callable[[str, int, Scale, int], list[Row]]) -> Callable[[argpa
     return lambda options: rows(options.model, options.threads, _scale(options), options.seed)
 
 
-def _structures(options: argparse.Namespace) -> Iterator[Row]:
-    for num_cached in (10_000,) if options.quick else (10_000, 100_000, 1_000_000):
-        yield from structure_rows(num_cached)
-
-
 PARTS = {
     "speed": Part(about="decode, prefill and the parts of a step, beside Transformers", measure=_sized(speed_rows)),
-    "constrained": Part(about="decode steps of constrained outputs, and their masks", measure=constrained_rows),
-    "tiers": Part(about="prefixes found on the device, the host and in a store", measure=tier_rows),
     "formats": Part(about="decode and prefill by the format of weights, beside float32", measure=_sized(format_rows)),
     "prefix": Part(
         about="what the radix cache gains on shared prefixes and costs without them", measure=_sized(prefix_rows)
     ),
-    "host": Part(about="what a decode step costs the host beside the model", measure=host_steps.host_rows),
-    "mixed": Part(about="answers while prompts arrive, by tokens of a step", measure=host_steps.mixed_rows),
-    "drafts": Part(about="answers with drafts and without, by what they repeat", measure=drafts.draft_rows),
-    "adapters": Part(about="decode with adapters (LoRA) beside the model alone", measure=adapters.adapter_rows),
     "start": Part(about="a fresh process until the engine is ready", measure=start_rows),
-    "structures": Part(about="radix cache, allocator, page keys, by how much they hold", measure=_structures),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    harness.run("engine", __doc__, PARTS, argv, options=host_steps.add_options)
+    harness.run("engine", __doc__, PARTS, argv)

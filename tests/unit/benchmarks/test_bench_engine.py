@@ -88,13 +88,6 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
         engine.start("models/no-such-model", 1, str(tmp_path))
 
 
-def test_the_hosts_structures_are_timed_at_the_size_that_is_asked_for() -> None:
-    rows = list(engine.structure_rows(4_000))
-    assert [row.name for row in rows][:3] == ["radix match", "radix insert", "radix evict"]
-    assert rows[0].note == "4,000 tokens in nodes of 512"
-    assert all(row.value for row in rows)
-
-
 SMOLLM2 = ModelConfig(
     path="x", architecture="LlamaForCausalLM", vocab_size=49_152, hidden_size=576, intermediate_size=1536,
     num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5, rope=RopeConfig(), context_len=8192,
