@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "engine": "one engine without HTTP: decode, prefill, formats of weights, prefixes, starts",
-    "kernels": "the CPU kernels as shares of the machine's limits, and what narrow numbers cost in accuracy",
+    "kernels": "the CPU kernels as shares of the machine's limits",
     "chaos": "faults under streams: what becomes of each, how soon all is well again, what is left",
     "soak": "more load than is carried, for an hour, with kills: what grows, what is lost",
     "serving": "what clients of a server see: workloads, a sweep of load, chats beside long prompts",

@@ -1,4 +1,4 @@
-"""The CPU kernels against the machine's limits, in one run, and what narrow numbers cost in accuracy.
+"""The CPU kernels against the machine's limits, in one run.
 
 Shapes are SmolLM2-135M's: 30 layers, 9 query and 3 KV heads of 64, hidden 576, MLP 1536; pages of 16, shuffled. Work
 walks over more memory than the caches hold, as a step does; products run as in the model, as stages of one program.
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import accuracy, harness
+from benchmarks import harness
 from benchmarks.harness import Part, Row, Table, timed
 from benchmarks.limits import FORMATS, Format, Limits
 from replicas.attention.cpu import CpuAttention
@@ -268,9 +268,6 @@ PARTS = {
     "limits": Part(about="attention, norms", measure=limit_rows),
     "products": Part(about="products by weights of each format, beside PyTorch's", measure=product_rows),
     "start": Part(about="compiling all kernels, and reading them from numba's cache", measure=start_rows),
-    "kv_dtypes": Part(about="perplexity and answers by cache.kv_dtype", measure=accuracy.kv_dtype_rows),
-    "double_sparse": Part(about="perplexity with attention: double_sparse", measure=accuracy.double_sparse_rows),
-    "accuracy": Part(about="perplexity and answers of int8 weights", measure=accuracy.int8_rows),
 }
 
 

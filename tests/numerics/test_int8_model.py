@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.accuracy import perplexity, text_ids
 from replicas.config import (
     CacheConfig,
     Hardware,
@@ -23,6 +22,7 @@ from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL, short_model
+from tests.numerics.perplexity import perplexity, text_ids
 from tests.pairwise import ALL
 
 pytestmark = pytest.mark.model

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.accuracy import perplexity, text_ids
 from replicas.config import CacheConfig, KvDType
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from tests.embedded import MODEL
+from tests.numerics.perplexity import perplexity, text_ids
 
 pytestmark = pytest.mark.model
-NUM_TOKENS = 400  # python -m benchmarks kernels kv_dtypes measures 2,000
+NUM_TOKENS = 400
 
 
 def engine(kv_dtype: KvDType, *, attention: str = "auto") -> Engine:
