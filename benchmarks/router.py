@@ -1,71 +1,49 @@
-"""The production router: policy against policy over simulated replicas, and what a decision costs.
+"""The production router before simulated replicas, or live before replicas of another process.
 
     python -m benchmarks router simulate --trace FILE --policy estimated_ttft --policy oracle --plot OUT.svg
     python -m benchmarks router simulate --trace RECORDING --replicas 1 2 3 4 --queue lpm on_time
-    python -m benchmarks router cost --tokens 1024 8192
-    python -m benchmarks router moves
     python -m benchmarks router tenants
-    python -m benchmarks router adapters
-    python -m benchmarks router keys
     python -m benchmarks router live --fleet 1000 --stats-period 0.5
 
 `simulate` is deterministic but for the CPU time of decisions: load of sim_load, a run of sim_cluster.
-`cost` times `Router.choose` alone, on one thread. A request shares three quarters of its prompt with one of 50
-prefixes, as chats with long histories do; `choose` hashes it, looks it up, scores every replica, and takes its pages
-into the index. With events, as in the app, each replica tells what it stored and removed (not timed: that is off the
-request path); without, the index keeps the order of use itself. Pools are full at 8 replicas. Every replica reports
-each 0.1 s of simulated time (not timed, but the choice after it takes the new numbers in).
-`moves` has requests that wait move to another replica, or stay (sim_moves.py).
 `tenants` has one tenant flood a replica on which nine chat (sim_tenants.py).
-`adapters` has 200 adapters, of which 20 are hot, over four replicas (sim_adapters.py).
-`keys` times what a key's check, scope and quota add to a request (key_cost.py).
-`live` puts the router behind its fleet and channel, before replicas of another process (live_router.py).
+`live` puts the router behind its fleet and channel, before replicas of another process (live_router.py). A request
+shares three quarters of its prompt with one of 50 prefixes, as chats with long histories do.
 """
 
 import argparse
 import itertools
 import pathlib
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from random import Random
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress, TimeElapsedColumn
 
-from benchmarks import harness, key_cost, live_router, recorded, sim_adapters, sim_moves, sim_tenants, workloads
+from benchmarks import harness, live_router, recorded, sim_tenants, workloads
 from benchmarks.calibration import PACE_S, Calibrated, build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
 from benchmarks.sim_engine import EngineCluster
 from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_trace
-from benchmarks.sim_replica import SimPool, Speed
+from benchmarks.sim_replica import Speed
 from benchmarks.sim_routers import SOONEST, Apart, Limits
-from kvtransfer.pages import PageKey
 from replicas.config import load_extensions
 from replicas.scheduler.orders import ORDERS
 from routing.policies import POLICIES
-from routing.router import Router
-from routing.types import Ending, IndexEvent, ReplicaView, RouteOutcome, RouteQuery
 
 WORKLOADS = ("shared-prefix", "multi-turn", "agents")
-PAGE_SIZE, POOL_PAGES = 16, 8_192
-REPORT_S = 0.1
 REPLICAS = 8
 OBJECTIVE_S = 5.0
 MakeCluster = Callable[[Callable[[], None]], Cluster]
 INF = float("inf")
 NUM_PREFIXES = 50
 VOCABULARY = 49_152
-WARM_UP = 400  # decisions
-TARGETS_MS = {(8, 8_192): 0.3, (1_000, 8_192): 2.0}  # p50
 LIVE_TOKENS, EVENT_PAGES = 8_192, 16
-FINISHED = RouteOutcome(ending=Ending.OK, ttft_s=0.1)
-COST_SECTION = "what `choose` costs"
 
 
 def simulate(options: argparse.Namespace) -> list[Row]:
@@ -277,64 +255,6 @@ def prompts(prompt_len: int, rng: np.random.Generator) -> Iterator[npt.NDArray[n
         yield np.concatenate([prefixes[rng.integers(NUM_PREFIXES)], own])
 
 
-def serve(pool: SimPool, keys: Sequence[PageKey]) -> list[IndexEvent]:
-    """Take in the pages of a prompt, which ends at once; return what that stored and removed."""
-    num_told, num_held = len(pool.events), pool.match_len(keys)
-    pool.take(keys[:num_held], len(keys) - num_held)
-    pool.store(keys[num_held:])
-    pool.release(keys, 0)
-    return pool.events[num_told:]
-
-
-def decision_ms(policy: str, num_replicas: int, prompt_len: int, *, events: bool, runs: int) -> list[float]:
-    """Warm the index up with a few hundred decisions, then time each of ``runs``."""
-    now_s = reported_s = 0.0
-    router = Router(policy, Random(0), lambda: now_s, page_size=PAGE_SIZE)
-    router.update(_views(num_replicas, now_s))
-    pools = {view.replica_id: SimPool(POOL_PAGES) for view in router.views}
-    source = prompts(prompt_len, np.random.default_rng(0))
-    times_ms = []
-    for at in range(WARM_UP + runs):
-        query = RouteQuery(rid=str(at), token_ids=next(source))
-        now_s += 1.6 * prompt_len / 5_000.0 / num_replicas
-        if now_s - reported_s >= REPORT_S:
-            router.update(_views(num_replicas, now_s))
-            reported_s = now_s
-        begun_s = time.perf_counter()
-        decision = router.choose(query)
-        times_ms.append(1e3 * (time.perf_counter() - begun_s))
-        if events:
-            router.apply(decision.replica_id, serve(pools[decision.replica_id], decision.keys.tolist()))
-        router.done(decision, FINISHED)
-    return times_ms[WARM_UP:]
-
-
-def _views(num_replicas: int, now_s: float) -> list[ReplicaView]:
-    return [
-        ReplicaView(
-            replica_id=f"replica-{at:04}", time_s=now_s, pool_pages=POOL_PAGES, page_size=PAGE_SIZE,
-            prefill_tokens_per_s=5_000.0, decode_step_s=0.03, max_running_requests=256,
-        )
-        for at in range(num_replicas)
-    ]  # fmt: skip
-
-
-def cost(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield p50 and p99 of a decision at each size, with events and without."""
-    [policy, *_] = options.policy or ["estimated_ttft"]
-    replicas, tokens = ([8], [1_024]) if options.quick else ([8, 64, 1_000], options.tokens)
-    for events, num_replicas, prompt_len in itertools.product((True, False), replicas, tokens):
-        times_ms = decision_ms(policy, num_replicas, prompt_len, events=events, runs=50 if options.quick else 600)
-        name = f"{policy}, {num_replicas:,} replicas, {prompt_len:,} tokens, events {'on' if events else 'off'}"
-        target = TARGETS_MS.get((num_replicas, prompt_len))
-        for q in (50, 99):
-            asked = f"< {target} ms" if q == 50 and target else None
-            value = percentile(times_ms, q)
-            yield Row(
-                section=COST_SECTION, name=f"{name}: p{q}", value=value, unit="ms", runs=len(times_ms), target=asked
-            )
-
-
 def live(options: argparse.Namespace) -> list[Row]:
     """Measure a live router before ``options.fleet`` replicas, and requests of 8,192 tokens."""
     num_replicas, seconds = (20, 2.0) if options.quick else (options.fleet, options.seconds)
@@ -383,7 +303,6 @@ def _options(parse: argparse.ArgumentParser) -> None:
         "--policy", action="append", choices=(*POLICIES, SOONEST, ORACLE),
         help="repeat to compare (estimated_ttft); soonest is that without behind_s; oracle sees every replica",
     )  # fmt: skip
-    parse.add_argument("--tokens", type=int, nargs="+", default=[1_024, 8_192, 32_768], help="cost: prompt lengths")
     load = parse.add_mutually_exclusive_group()
     load.add_argument("--trace", type=pathlib.Path, help="a recording of router.record, or a trace of Mooncake's")
     load.add_argument("--workload", choices=WORKLOADS, default="multi-turn", help="generate the load instead")
@@ -427,11 +346,7 @@ def _options(parse: argparse.ArgumentParser) -> None:
 PARTS = {
     "simulate": Part(about="policies over simulated replicas", measure=simulate),
     "live": Part(about="a live router before 1,000 replicas in another process", measure=live, asked=True),
-    "moves": Part(about="requests that wait move, or stay: simulated replicas", measure=sim_moves.measure, asked=True),
     "tenants": Part(about="one tenant floods a replica, nine chat: simulated", measure=sim_tenants.measure, asked=True),
-    "adapters": Part(about="200 adapters over four replicas: simulated", measure=sim_adapters.measure, asked=True),
-    "keys": Part(about="what keys with limits add to a request", measure=key_cost.measure, asked=True),
-    "cost": Part(about="`Router.choose` at 8, 64 and 1,000 replicas", measure=cost),
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import routing.router
-from benchmarks import sim_adapters, workloads
+from benchmarks import workloads
 from benchmarks.router import summary
 from benchmarks.sim_cluster import ORACLE, Cluster, Decoder, Record, Setup, Split, pick
 from benchmarks.sim_load import Events, SimRequest, copies, jittered, of_workload, read_trace
@@ -554,10 +554,3 @@ def test_the_decode_replica_with_room_and_fewest_requests_is_picked() -> None:
     assert pick([decoder(num_requests=8, num_used=0)], 1) is None  # no place in the batch
     roomier = decoder(num_requests=2, num_used=5)
     assert pick([idle, roomier], 1) is roomier
-
-
-def test_a_router_that_looks_at_adapters_has_a_third_of_the_loads_of_one_that_ignores_them() -> None:
-    """200 adapters, of which 20 are hot, over four replicas that hold 16 each."""
-    requests = sim_adapters.load(1_200, seed=0)
-    (_, ignoring), (_, looking) = (sim_adapters.run(requests, held=16, knows=k, seed=0) for k in (False, True))
-    assert 0 < looking <= ignoring / 3
