@@ -1,4 +1,4 @@
-"""Writes the tables of docs/api.md: routes, fields, answers and errors, all from the document at /openapi.json; and
+"""Writes the tables of docs/api.md: routes, fields and errors, all from the document at /openapi.json; and
 those of docs/routing.md, from the terms of a decision.
 
     python -m tools.api_doc
@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 
 from deployments.http import bodies
 from deployments.http.access import OPEN, admin_only
-from deployments.http.api_document import EVENTS, JSON, LIMIT, LINES, describe
+from deployments.http.api_document import LIMIT, describe
 from deployments.http.apis.ollama import OllamaFields
 from deployments.http.apis.readouts import ReadoutRequest
 from deployments.http.http_app import ROUTERS
@@ -57,7 +57,6 @@ def tables() -> dict[str, str]:
     return {
         "routes": _routes(made["paths"]),
         "fields": _fields(schemas),
-        "answers": _answers(made["paths"], schemas),
         "errors": _errors(made["paths"]),
     }
 
@@ -186,44 +185,6 @@ def _range(schema: Schema) -> str:
     parts = [f"at least {low:g}"] if low is not None else [f"above {over:g}"] if over is not None else []
     parts += [f"at most {high:g}"] if high is not None else []
     return "".join(f", {each}" for each in parts)
-
-
-def _answers(paths: Schema, schemas: Mapping[str, Schema]) -> str:
-    """A section for each answer, event and error."""
-    named: dict[str, str] = {}
-    for routes in _endpoints():
-        path, method = routes[0].path_format, _methods(routes[0])[-1]
-        operation = paths[path][method]
-        content = operation["responses"]["200"].get("content", {})
-        for kind, what in ((JSON, "Answer"), (EVENTS, "Event"), (LINES, "Line")):
-            for name in re.findall(r"schemas/(\w+)", str(content.get(kind, "")))[:1]:
-                named.setdefault(name, f"{what} of {path}")
-    named |= {"ErrorBody": "Fields of an error", "MessagesErrorBody": "Fields of an error in Anthropic's form",
-              "OllamaErrorBody": "Fields of an error in Ollama's form"}
-    texts = []
-    for name, heading in named.items():
-        rows = _table(("field", "values", "meaning"), _leaves(schemas[name], schemas, ""))
-        texts.append(f"### {heading}\n\n{schemas[name]['description'].splitlines()[0]}\n\n{rows}")
-    return "\n".join(texts)
-
-
-def _leaves(schema: Schema, schemas: Mapping[str, Schema], path: str) -> Iterator[tuple[str, str, str]]:
-    """Yield a row for each field, those of objects inside included."""
-    for name, field in schema.get("properties", {}).items():
-        inner, brackets = field, ""
-        while True:
-            some = [each for each in inner.get("anyOf", [inner]) if each.get("type") != "null"]
-            inner = some[0]
-            if inner.get("type") != "array" or len(some) > 1:
-                break
-            inner, brackets = inner.get("items", {}), brackets + "[]"
-        where = f"{path}{name}{brackets}"
-        if "$ref" in inner and len(some) == 1:
-            yield from _leaves(schemas[inner["$ref"].rpartition("/")[2]], schemas, f"{where}.")
-        else:
-            null = " or null" if {"type": "null"} in field.get("anyOf", ()) else ""
-            meaning = field.get("description") or ("Always this." if "const" in field else "")
-            yield f"`{where}`", (_type(field if not brackets else inner) or "any") + null, meaning
 
 
 def _errors(paths: Schema) -> str:

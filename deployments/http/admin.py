@@ -26,7 +26,6 @@ from dashboards.dialects import DIALECTS, TYPE, translate
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
-from deployments.http import answer_bodies as answers
 from deployments.http.access import admin_only, caller_of
 from deployments.http.api_document import BODY, gives
 from deployments.http.bodies import (
@@ -67,7 +66,7 @@ class SnapshotFile(Response):
 Dialect = Annotated[str, WithJsonSchema({"type": "string", "enum": ["", *DIALECTS]})]
 
 
-@router.get("/", **gives(answers.IndexBody))
+@router.get("/", **gives("Where the live view and this document are"))
 async def index(request: Request) -> Response:
     """Lead a browser to the live view; tell other clients where it is, and where this document is."""
     view = await request.app.state.live_view()
@@ -84,8 +83,8 @@ async def ping() -> Response:
     return PlainTextResponse("pong")
 
 
-@router.get("/health", **gives(answers.HealthBody, 503))
-@router.get("/ready", **gives(answers.HealthBody, 503))
+@router.get("/health", **gives("How many replicas take requests", 503))
+@router.get("/ready", **gives("How many replicas take requests", 503))
 async def health(request: Request) -> Response:
     """Answer 200 while at least one replica takes requests, else 503."""
     fleet = service_of(request).fleet
@@ -95,13 +94,13 @@ async def health(request: Request) -> Response:
     return JSONResponse(error_body(f"no replica is ready: {fleet.describe()}", status=503), status_code=503)
 
 
-@router.get("/version", **gives(answers.VersionBody))
+@router.get("/version", **gives("The version"))
 async def version(request: Request) -> Response:
     """Show the version of this Manta."""
     return JSONResponse({"version": service_of(request).version})
 
 
-@router.get("/v1/models", **gives(answers.Models))
+@router.get("/v1/models", **gives("The models, as OpenAI's `list`"))
 async def models(request: Request) -> Response:
     """List the served model, and the adapters of it that the caller may use."""
     service = service_of(request)
@@ -109,7 +108,7 @@ async def models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": bodies})
 
 
-@router.get("/v1/models/{name:path}", **gives(answers.Model, 404))
+@router.get("/v1/models/{name:path}", **gives("The model, as OpenAI's `model`", 404))
 async def model(request: Request, name: PathName) -> Response:
     """Show the served model, or an adapter of it."""
     service = service_of(request)
@@ -133,8 +132,8 @@ def _model_body(service: Service, adapter: AdapterRef | None = None) -> dict[str
     }
 
 
-@router.get("/get_model_info", **gives(answers.ModelInfoBody))
-@router.get("/model_info", **gives(answers.ModelInfoBody))
+@router.get("/get_model_info", **gives("Facts about the model"))
+@router.get("/model_info", **gives("Facts about the model"))
 async def model_info(request: Request) -> Response:
     """Show the path, type and lengths of the served model."""
     face = service_of(request).model
@@ -154,7 +153,7 @@ async def model_info(request: Request) -> Response:
     return JSONResponse(body)
 
 
-@router.get("/keys", dependencies=ADMIN, **gives(answers.KeysBody))
+@router.get("/keys", dependencies=ADMIN, **gives("The keys, and whether the file as it is now is in force"))
 async def keys(request: Request) -> Response:
     """List the keys of `router.keys_file` with their limits, and what each has used within a minute."""
     dispatcher = service_of(request).dispatcher
@@ -163,8 +162,8 @@ async def keys(request: Request) -> Response:
     return JSONResponse(dispatcher.quotas.body(dispatcher.choices))
 
 
-@router.get("/get_server_info", dependencies=ADMIN, **gives(answers.ServerInfoBody))
-@router.get("/server_info", dependencies=ADMIN, **gives(answers.ServerInfoBody))
+@router.get("/get_server_info", dependencies=ADMIN, **gives("The settings, and each replica's state"))
+@router.get("/server_info", dependencies=ADMIN, **gives("The settings, and each replica's state"))
 async def server_info(request: Request) -> Response:
     """Show the settings in force, and the current state of each replica."""
     service = service_of(request)
@@ -280,7 +279,7 @@ def wait_of(request: Request) -> float:
     return timeout_s
 
 
-@router.post("/abort_request", **gives(answers.AbortedBody, *BODY))
+@router.post("/abort_request", **gives("How many requests were aborted", *BODY))
 async def abort_request(request: Request, body: AbortRequest) -> Response:
     """Abort the requests called ``rid`` that were sent with the same key; the admin key aborts those of all keys.
 
@@ -370,8 +369,8 @@ def _fleet_as_one(service: Service) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-@router.post("/tokenize", **gives(answers.TokensBody, *BODY))
-@router.post("/v1/tokenize", **gives(answers.TokensBody, *BODY))
+@router.post("/tokenize", **gives("Token ids, and how many", *BODY))
+@router.post("/v1/tokenize", **gives("Token ids, and how many", *BODY))
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokenise texts, or a chat as /v1/chat/completions would."""
     service = service_of(request)
@@ -398,8 +397,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return await service.encoding.run(answer, size=sum(map(len, rows)))
 
 
-@router.post("/detokenize", **gives(answers.TextBody, *BODY))
-@router.post("/v1/detokenize", **gives(answers.TextBody, *BODY))
+@router.post("/detokenize", **gives("The text", *BODY))
+@router.post("/v1/detokenize", **gives("The text", *BODY))
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Turn token ids into text."""
     service = service_of(request)
@@ -420,7 +419,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return await service.encoding.run(answer, size=num_tokens)
 
 
-@router.get("/tokenizer_info", **gives(answers.TokenizerInfoBody))
+@router.get("/tokenizer_info", **gives("Vocabulary size, special tokens and chat template"))
 async def tokenizer_info(request: Request) -> Response:
     """Describe the tokenizer, as lm-eval's remote tokenizer expects it."""
     service = service_of(request)

@@ -2,7 +2,8 @@
 added to it.
 
 Owns:      the functions with which fields (`about`, `said`, `shown`), bodies (`body_like`) and routes (`gives`) are
-           described; the limits that depend on the served model.
+           described; the forms of errors; the limits that depend on the served model. Of an answer it says what it is,
+           not its fields.
 Never:     checks a request. A field that is only `shown` is checked by the code that reads it, as `SamplingParams`;
            what no schema can say, such as fields that exclude each other, is a 400.
            tests/contract/test_api_document.py sends requests that fit the document, and requests that do not.
@@ -16,10 +17,8 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic.json_schema import models_json_schema
+from pydantic import ConfigDict, Field
 
-from deployments.http import answer_bodies as answers
 from deployments.http.access import OPEN
 from deployments.http.http_errors import MESSAGES, OLLAMA
 from deployments.http.service import ModelFace
@@ -49,12 +48,6 @@ _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-# FastAPI collects the models of answers, and not those of errors and events
-_REFERRED = (
-    answers.ErrorBody, answers.MessagesErrorBody, answers.ChatCompletionChunkBody, answers.ResponseEventBody,
-    answers.MessageEventBody, answers.OllamaErrorBody,
-)  # fmt: skip
-_REF = "#/components/schemas/{model}"
 
 
 def shown(*, limit: str | None = None, **keywords: Any) -> Any:
@@ -87,31 +80,41 @@ def body_like(example: dict[str, Any], *, one_of: tuple[str, ...] = ()) -> Confi
     return ConfigDict(json_schema_extra=extra)
 
 
-def gives(
-    answer: Any, *errors: int, event: type[BaseModel] | None = None, named: bool = False, lines: bool = False
-) -> dict[str, Any]:
-    """Describe the answers of a route, as arguments of its decorator; FastAPI checks none that is a `Response`.
+_TEXT = {"type": "string"}
+_OBJECT = {"type": "object"}
+_DATA = {"type": "string", "contentMediaType": JSON, "contentSchema": _OBJECT}
+# an element of each kind of stream, as OpenAPI 3.2 describes it; an error ends the stream
+EVENT_STREAM = {EVENTS: {"itemSchema": shape(data={"anyOf": [{"const": "[DONE]"}, _DATA]})}}
+NAMED_EVENTS = {EVENTS: {"itemSchema": shape(event=_TEXT, data=_DATA)}}
+JSON_LINES = {LINES: {"itemSchema": _OBJECT}}
+_CODE = {"type": ["string", "integer", "null"]}
+_ERRORS = {
+    "Error": shape(
+        object={"const": "error"}, message=_TEXT,
+        error=shape(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code=_CODE),
+    ),
+    "MessagesError": shape(
+        type={"const": "error"}, error=shape(type=_TEXT, message=_TEXT), request_id={"type": ["string", "null"]}
+    ),
+    "OllamaError": shape(error=_TEXT),
+}  # fmt: skip
 
-    Args: errors: statuses beside those that every route has.
-          event: of a stream; ``named`` as `Form.names_events`, ``lines`` as `Form.is_lines`.
+
+def gives(
+    answer: str | None, *errors: int, stream: Mapping[str, Any] | None = None, many: bool = False
+) -> dict[str, Any]:
+    """Describe the answers of a route, as arguments of its decorator.
+
+    Args: answer: what its JSON object is; None: it answers no JSON.
+          errors: statuses beside those that every route has.
+          stream: the kind of stream that it can answer with. many: the answer can also be a list of such objects.
     """
     statuses = sorted({401, 403, 500, *errors})
     responses: dict[int, Any] = {status: {"description": STATUSES[status]} for status in statuses}
-    if event is not None:
-        item = {"anyOf": [_ref(event), _ref(answers.OllamaErrorBody)]} if lines else _event(event, named=named)
-        responses[200] = {"content": {LINES if lines else EVENTS: {"itemSchema": item}}}
-    return {"response_model": answer, "responses": responses, "response_description": "The answer"}
-
-
-def _event(event: type[BaseModel], *, named: bool) -> dict[str, Any]:
-    """Describe one event of a stream, as OpenAPI 3.2 does. An error ends the stream."""
-    either = {"anyOf": [_ref(event), _ref(answers.MessagesErrorBody if named else answers.ErrorBody)]}
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": either}
-    return shape(event={"type": "string"}, data=data) if named else shape(data={"anyOf": [{"const": "[DONE]"}, data]})
-
-
-def _ref(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": _REF.format(model=model.__name__)}
+    if answer is not None:
+        schema = {"anyOf": [_OBJECT, {"type": "array", "items": _OBJECT}]} if many else _OBJECT
+        responses[200] = {"content": {JSON: {"schema": schema}, **(stream or {})}}
+    return {"response_model": None, "responses": responses, "response_description": answer or "The answer"}
 
 
 def describe(app: FastAPI, model: ModelFace | None, *, any_model: bool = False) -> None:
@@ -147,15 +150,14 @@ def describe(app: FastAPI, model: ModelFace | None, *, any_model: bool = False) 
 
 def _complete(document: dict[str, Any], *, asks_for_key: bool) -> None:
     document["security"] = [{name: []} for name in _KEYS] if asks_for_key else []
-    _, referred = models_json_schema([(model, "validation") for model in _REFERRED], ref_template=_REF)
     document["components"]["securitySchemes"] = _KEYS
     schemas = document["components"]["schemas"]
-    schemas.update(referred["$defs"])
+    schemas.update(_ERRORS)
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     for path, operations in document["paths"].items():
-        usual = answers.OllamaErrorBody if path in OLLAMA else answers.ErrorBody
-        error = _ref(answers.MessagesErrorBody if path in MESSAGES else usual)
+        name = "MessagesError" if path in MESSAGES else "OllamaError" if path in OLLAMA else "Error"
+        error = {"$ref": f"#/components/schemas/{name}"}
         for method, operation in operations.items():
             operation["operationId"] = f"{method}{path.translate(str.maketrans('/{', '__', '}'))}"
             first = " ".join(operation.pop("description").partition("\n\n")[0].split())

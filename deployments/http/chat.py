@@ -14,8 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import new_rid
-from deployments.http.answer_bodies import ChatCompletionBody, ChatCompletionChunkBody
-from deployments.http.api_document import RUN, gives
+from deployments.http.api_document import EVENT_STREAM, RUN, gives
 from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import ChatRequest, Route, TemplateFields
 from deployments.http.constraints import form_asked, tools_asked
@@ -47,7 +46,7 @@ router = APIRouter(route_class=Route)
 _TAKEN = frozenset({"self", "messages", "tools", "check", "marks", "use"})
 
 
-@router.post("/v1/chat/completions", **gives(ChatCompletionBody, *RUN, 410, event=ChatCompletionChunkBody))
+@router.post("/v1/chat/completions", **gives("OpenAI's `chat.completion`", *RUN, 410, stream=EVENT_STREAM))
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Continue a chat, streaming or not."""
     answer = await _answer(request, body, name_of(request, body.rid))

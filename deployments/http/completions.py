@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import new_rid
-from deployments.http.answer_bodies import CompletionBody
-from deployments.http.api_document import RUN, gives
+from deployments.http.api_document import EVENT_STREAM, RUN, gives
 from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import CompletionRequest, Route
 from deployments.http.constraints import form_asked
@@ -42,7 +41,7 @@ router = APIRouter(route_class=Route)
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", **gives(CompletionBody, *RUN, 410, event=CompletionBody))
+@router.post("/v1/completions", **gives("OpenAI's `text_completion`", *RUN, 410, stream=EVENT_STREAM))
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts, streaming or not."""
     answer = await _answer(request, body, name_of(request, body.rid))

@@ -15,8 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import check_name, new_rid
-from deployments.http.answer_bodies import GeneratedBody
-from deployments.http.api_document import RUN, gives
+from deployments.http.api_document import EVENT_STREAM, RUN, gives
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import NativeRequest, NativeSampling, Route
 from deployments.http.constraints import form_asked
@@ -48,7 +47,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # name on the OpenAI routes -> name here
 
 
-@router.post("/generate", **gives(GeneratedBody | list[GeneratedBody], *RUN, 410, event=GeneratedBody))
+@router.post("/generate", **gives("One answer, or a list of them", *RUN, 410, stream=EVENT_STREAM, many=True))
 async def generate(request: Request, body: NativeRequest) -> Response:
     """Continue texts in SGLang's native form, streaming or not."""
     answer = await _answer(request, body, name_of(request))

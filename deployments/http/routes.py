@@ -15,7 +15,6 @@ from deployments.dispatch.route_forms import decision_body, record_body
 from deployments.fleet.peers import newer
 from deployments.http import bodies
 from deployments.http.access import admin_only, caller_of, scoped
-from deployments.http.answer_bodies import RouteBody, RouteExplanationBody
 from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
 from deployments.http.bodies import Route, WireType
@@ -49,7 +48,7 @@ class ExplainRequest(WireType):
     lora_path: bodies.LoraPath = None
 
 
-@router.post("/route/explain", **gives(RouteExplanationBody, *RUN))
+@router.post("/route/explain", **gives("The decision that the request would get now", *RUN))
 async def explain_route(request: Request, body: ExplainRequest) -> Response:
     """Route a request without sending it. Raises: InvalidRequest, PromptTooLong; NoReplica if none may take it."""
     service = service_of(request)
@@ -72,7 +71,7 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
     return JSONResponse({"dry_run": True, "router": router_id, **shown, "explanation": explain(decision)})
 
 
-@router.get("/route/{rid:path}", **gives(RouteBody, 404, 503))
+@router.get("/route/{rid:path}", **gives("Where the request went, and why", 404, 503))
 async def route(request: Request, rid: bodies.PathName) -> Response:
     """Show the latest decision for the request called ``rid``, of any router that still keeps it."""
     service = service_of(request)

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from deployments.http.access import admin_only
-from deployments.http.answer_bodies import AdaptersBody, NamedAdaptersBody
 from deployments.http.api_document import BODY, gives
 from deployments.http.bodies import LoadAdapterRequest, Route, UnloadAdapterRequest
 from deployments.http.convert import refuse_unsupported
@@ -20,7 +19,7 @@ router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
 TEXT = {"response_class": PlainTextResponse, **gives(None, *BODY)}
 
 
-@router.get("/adapters", **gives(NamedAdaptersBody, 503))
+@router.get("/adapters", **gives("The names", 503))
 async def named(request: Request) -> Response:
     """List the names of adapters, what each stands for, which replicas hold that, and its requests to this router."""
     service = service_of(request)
@@ -54,14 +53,14 @@ async def unload(request: Request, body: UnloadAdapterRequest) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-@router.post("/load_lora_adapter", **gives(AdaptersBody, *BODY))
+@router.post("/load_lora_adapter", **gives("All names, with their folders", *BODY))
 async def load_as_sglang(request: Request, body: LoadAdapterRequest) -> Response:
     """Give a name to an adapter, in SGLang's form."""
     await _load(service_of(request), body)
     return await _loaded(service_of(request))
 
 
-@router.post("/unload_lora_adapter", **gives(AdaptersBody, *BODY))
+@router.post("/unload_lora_adapter", **gives("All names, with their folders", *BODY))
 async def unload_as_sglang(request: Request, body: UnloadAdapterRequest) -> Response:
     """Forget the name of an adapter, in SGLang's form."""
     await _unload(service_of(request), body)

@@ -22,7 +22,6 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from deployments.batches.runner import ENDPOINTS
 from deployments.batches.store import BatchStore, FolderFails, FolderFull, Row, TooMany
 from deployments.http.access import caller_of, read_chunks
-from deployments.http.answer_bodies import BatchBody, BatchListBody, DeletedFileBody, FileBody, FileListBody
 from deployments.http.api_document import gives, shape
 from deployments.http.apis.multipart import boundary_of, read_form
 from deployments.http.bodies import BatchRequest, PathName, Route
@@ -96,7 +95,7 @@ class NotThere(MantaError):
     code = "not_found"
 
 
-@router.post("/v1/files", openapi_extra=_FORM, **gives(FileBody, 400, 404, 408, 413, 429, 499, 503, 507))
+@router.post("/v1/files", openapi_extra=_FORM, **gives("OpenAI's `file`", 400, 404, 408, 413, 429, 499, 503, 507))
 async def upload_file(request: Request) -> Response:
     """Keep a file, as it comes, for batches."""
     async with contextlib.aclosing(read_chunks(request, timeout_s=service_of(request).body_timeout_s)) as chunks:
@@ -193,7 +192,9 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
                     return
 
 
-@router.get("/v1/files", openapi_extra={"parameters": [*_PAGE, *_OF_FILES]}, **gives(FileListBody, 400, 404, 503, 507))
+@router.get(
+    "/v1/files", openapi_extra={"parameters": [*_PAGE, *_OF_FILES]}, **gives("A page of files", 400, 404, 503, 507)
+)
 async def list_files(request: Request) -> Response:
     """List this key's files, the newest first."""
     given, store = request.query_params, _store(request)
@@ -207,7 +208,7 @@ async def list_files(request: Request) -> Response:
     return _list([_file(row) for row in rows], has_more=has_more)
 
 
-@router.get("/v1/files/{file_id}", **gives(FileBody, 404, 503, 507))
+@router.get("/v1/files/{file_id}", **gives("OpenAI's `file`", 404, 503, 507))
 async def retrieve_file(request: Request, file_id: PathName) -> Response:
     """Show what is known of a file."""
     return JSONResponse(_file(await _file_row(request, file_id)))
@@ -220,7 +221,7 @@ async def file_content(request: Request, file_id: PathName) -> Response:
     return FileContent(_store(request).path(row["id"]), media_type=FileContent.media_type)
 
 
-@router.delete("/v1/files/{file_id}", **gives(DeletedFileBody, 404, 409, 503, 507))
+@router.delete("/v1/files/{file_id}", **gives("That the file is deleted, as OpenAI says it", 404, 409, 503, 507))
 async def delete_file(request: Request, file_id: PathName) -> Response:
     """Delete a file that no open batch reads."""
     store = _store(request)
@@ -229,7 +230,7 @@ async def delete_file(request: Request, file_id: PathName) -> Response:
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-@router.post("/v1/batches", **gives(BatchBody, 400, 404, 408, 413, 415, 429, 499, 503, 507))
+@router.post("/v1/batches", **gives("OpenAI's `batch`", 400, 404, 408, 413, 415, 429, 499, 503, 507))
 async def create_batch(request: Request, body: BatchRequest) -> Response:
     """Run the requests of a file in the gaps that others leave."""
     store, owner = _store(request), caller_of(request).name
@@ -252,7 +253,7 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     return JSONResponse(batch_body(row))
 
 
-@router.get("/v1/batches", openapi_extra={"parameters": _PAGE}, **gives(BatchListBody, 400, 404, 503, 507))
+@router.get("/v1/batches", openapi_extra={"parameters": _PAGE}, **gives("A page of batches", 400, 404, 503, 507))
 async def list_batches(request: Request) -> Response:
     """List this key's batches, the newest first."""
     store, most = _store(request), _limit(request, 20, 100)
@@ -262,7 +263,7 @@ async def list_batches(request: Request) -> Response:
     return _list([batch_body(row) for row in rows], has_more=has_more)
 
 
-@router.get("/v1/batches/{batch_id}", **gives(BatchBody, 404, 503, 507))
+@router.get("/v1/batches/{batch_id}", **gives("OpenAI's `batch`", 404, 503, 507))
 async def retrieve_batch(request: Request, batch_id: PathName) -> Response:
     """Show how far a batch is."""
     row = await _call(request, _store(request).batch, caller_of(request).name, batch_id)
@@ -271,7 +272,7 @@ async def retrieve_batch(request: Request, batch_id: PathName) -> Response:
     return JSONResponse(batch_body(row))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", **gives(BatchBody, 404, 503, 507))
+@router.post("/v1/batches/{batch_id}/cancel", **gives("OpenAI's `batch`", 404, 503, 507))
 async def cancel_batch(request: Request, batch_id: PathName) -> Response:
     """End a batch, unless it has ended; what is answered becomes its output."""
     row = await _call(request, _store(request).cancel, caller_of(request).name, batch_id)

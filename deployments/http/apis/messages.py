@@ -21,8 +21,7 @@ from fastapi.responses import Response
 from pydantic import WithJsonSchema
 
 from deployments.http import bodies
-from deployments.http.answer_bodies import CountedTokensBody, MessageBody, MessageEventBody
-from deployments.http.api_document import BODY, RUN, about, body_like, gives, said, shape, shown
+from deployments.http.api_document import BODY, NAMED_EVENTS, RUN, about, body_like, gives, said, shape, shown
 from deployments.http.apis.breakpoints import AN_ANSWER, NO_WORDS, Cut, breakpoints
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.response_input import with_one_head
@@ -94,7 +93,7 @@ class MessagesRequest(CountTokensRequest):
     timeout: bodies.Timeout = None
 
 
-@router.post("/v1/messages", **gives(MessageBody, *RUN, 410, event=MessageEventBody, named=True))
+@router.post("/v1/messages", **gives("Anthropic's `message`", *RUN, 410, stream=NAMED_EVENTS))
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Continue a conversation."""
     service = service_of(request)
@@ -122,7 +121,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     return _told(await answer.respond(request, streams=body.stream), dropped)
 
 
-@router.post("/v1/messages/count_tokens", **gives(CountedTokensBody, *BODY))
+@router.post("/v1/messages/count_tokens", **gives("`input_tokens`, as Anthropic's", *BODY))
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     """Count the tokens of the prompt that /v1/messages makes from the same fields; also of one that is longer than the
     context: clients ask in order to know when to shorten it."""

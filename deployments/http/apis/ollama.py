@@ -17,9 +17,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from deployments.http import answer_bodies as answers
 from deployments.http import bodies
-from deployments.http.api_document import LINES, RUN, about, body_like, gives, said, shown
+from deployments.http.api_document import JSON_LINES, LINES, RUN, about, body_like, gives, said, shown
 from deployments.http.apis.message_form import parsed_input
 from deployments.http.apis.response_input import renamed
 from deployments.http.arrivals import name_of
@@ -89,7 +88,7 @@ class OllamaGenerateRequest(OllamaFields):
     images: bodies.Refused = None
 
 
-@router.post("/api/chat", **gives(answers.OllamaChatBody, *RUN, event=answers.OllamaChatBody, lines=True))
+@router.post("/api/chat", **gives("The answer, as Ollama's", *RUN, stream=JSON_LINES))
 async def chat(request: Request, body: OllamaChatRequest) -> Response:
     """Continue a chat, as Ollama does."""
     if any(each.get("images") for each in body.messages):
@@ -97,14 +96,14 @@ async def chat(request: Request, body: OllamaChatRequest) -> Response:
     return await _answered(request, body, body.messages, body.tools)
 
 
-@router.post("/api/generate", **gives(answers.OllamaTextBody, *RUN, event=answers.OllamaTextBody, lines=True))
+@router.post("/api/generate", **gives("The answer, as Ollama's", *RUN, stream=JSON_LINES))
 async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     """Answer one message, as Ollama does."""
     system = [] if body.system is None else [{"role": "system", "content": body.system}]
     return await _answered(request, body, [*system, {"role": "user", "content": body.prompt}], None)
 
 
-@router.get("/api/tags", **gives(answers.OllamaModelsBody))
+@router.get("/api/tags", **gives("The models, as Ollama lists them"))
 async def tags(request: Request) -> Response:
     """List the served model, and the adapters of it that the caller may use, as Ollama does."""
     service = service_of(request)
@@ -113,7 +112,7 @@ async def tags(request: Request) -> Response:
     return JSONResponse({"models": [{"name": name, "model": name, **served} for name in names]})
 
 
-@router.get("/api/version", **gives(answers.VersionBody))
+@router.get("/api/version", **gives("The version"))
 async def version(request: Request) -> Response:
     """Show the version of this Manta, where Ollama's clients look."""
     return JSONResponse({"version": service_of(request).version})

@@ -19,7 +19,6 @@ from pydantic import Field, WithJsonSchema
 
 from deployments.dispatch.rids import new_rid
 from deployments.http import bodies
-from deployments.http.answer_bodies import EmbeddingsBody, RankingBody, ScoresBody
 from deployments.http.api_document import RUN, about, body_like, gives, said, shape, shown
 from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Few, Items, Route, WireType
@@ -85,7 +84,7 @@ class RerankRequest(ReadoutRequest):
     return_documents: bool | None = said("Results carry their documents.")
 
 
-@router.post("/v1/embeddings", **gives(EmbeddingsBody, *RUN))
+@router.post("/v1/embeddings", **gives("OpenAI's `list` of embeddings", *RUN))
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """Embed texts: pooled hidden states behind the last norm, of length 1."""
     service = service_of(request)
@@ -110,7 +109,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     return await _read_out(request, body, prompts, Readout(pooling=body.pooling or "last"), made, param="input")
 
 
-@router.post("/v1/score", **gives(ScoresBody, *RUN))
+@router.post("/v1/score", **gives("For each item, a score of each label", *RUN))
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Score items behind a query: the probabilities of label tokens as the next one."""
     service = service_of(request)
@@ -128,9 +127,9 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     return await _read_out(request, body, prompts, Readout(labels=tuple(body.label_token_ids)), made, param="items")
 
 
-@router.post("/v1/rerank", **gives(RankingBody, *RUN))
-@router.post("/v2/rerank", **gives(RankingBody, *RUN))  # as vLLM, which has all three
-@router.post("/rerank", **gives(RankingBody, *RUN))
+@router.post("/v1/rerank", **gives("The documents by relevance", *RUN))
+@router.post("/v2/rerank", **gives("The documents by relevance", *RUN))  # as vLLM, which has all three
+@router.post("/rerank", **gives("The documents by relevance", *RUN))
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Rank documents by how much likelier "yes" is than "no", where the model is asked whether they answer a query."""
     service = service_of(request)

@@ -23,8 +23,7 @@ from deployments.dispatch.kept_streams import MOST_STREAMS, Event
 from deployments.dispatch.rids import new_digits
 from deployments.fleet.peers import Body, ResponseAsk, What
 from deployments.http.access import caller_of
-from deployments.http.answer_bodies import DeletedResponseBody, ResponseBody, ResponseEventBody
-from deployments.http.api_document import RUN, gives
+from deployments.http.api_document import NAMED_EVENTS, RUN, gives
 from deployments.http.apis.response_form import ResponseForm, new_writer
 from deployments.http.apis.response_input import ResponsesRequest, ToolSet, chat_of, renamed, tools_of
 from deployments.http.arrivals import DROPPED, generations_of, name_of, opening_of
@@ -72,7 +71,7 @@ class RoutersSilent(MantaError):
     code = "routers_silent"
 
 
-@router.post("/v1/responses", **gives(ResponseBody, *RUN, 410, event=ResponseEventBody))
+@router.post("/v1/responses", **gives("OpenAI's `response`", *RUN, 410, stream=NAMED_EVENTS))
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation of items, streaming or not, or in the background."""
     tools = tools_of(body)
@@ -88,7 +87,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
 
 @router.get(
     "/v1/responses/{response_id}", openapi_extra=_READS,
-    **gives(ResponseBody, 400, 404, 410, 503, event=ResponseEventBody),
+    **gives("OpenAI's `response`", 400, 404, 410, 503, stream=NAMED_EVENTS),
 )  # fmt: skip
 async def background_response(request: Request, response_id: PathName) -> Response:
     """Show a response in the background as it is now; with `stream=true` send its events behind `starting_after`."""
@@ -103,13 +102,13 @@ async def background_response(request: Request, response_id: PathName) -> Respon
     return await _events(request, response_id, 0 if after is None else int(after) + 1)
 
 
-@router.post("/v1/responses/{response_id}/cancel", **gives(ResponseBody, 404, 503))
+@router.post("/v1/responses/{response_id}/cancel", **gives("OpenAI's `response`", 404, 503))
 async def cancel_response(request: Request, response_id: PathName) -> Response:
     """Cancel a response in the background, unless it has ended."""
     return JsonAnswer((await _asked(request, response_id, "cancel"))["response"])
 
 
-@router.delete("/v1/responses/{response_id}", **gives(DeletedResponseBody, 404, 503))
+@router.delete("/v1/responses/{response_id}", **gives("That the response is deleted, as OpenAI says it", 404, 503))
 async def delete_response(request: Request, response_id: PathName) -> Response:
     """End a response in the background, if it runs, and forget it."""
     await _asked(request, response_id, "delete")
