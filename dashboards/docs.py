@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from dashboards.catalog import IDENTITY, METRICS, OPEN, POOL_STATES, STAGES, Kind, Metric, Process
-from dashboards.dialects import DIALECTS, LEFT_OUT, Dialect, TheirMetric
 
 LOGIN = Path(__file__).parent / "ui" / "login.html"
 HEADINGS = {
@@ -76,20 +75,6 @@ the `trace_id` of a request whose trace is kept, one click from a slow dot to it
 which Prometheus asks each process for; it keeps them if it runs with `--enable-feature=exemplar-storage`.
 `/manta/metrics`, which joins the answers of all processes, has none.
 """
-DIALECTS_NOTE = """\
-## The names of vLLM and SGLang
-
-Rules, boards and autoscalers that were written for vLLM or SGLang read Manta with `?dialect=vllm` or `?dialect=sglang`
-on any `/metrics`: of a process's own port, of `/manta/metrics` (all processes), and of the API. `/metrics/vllm` is the
-same, for scrapers whose path can have no query. Names, types and meanings are theirs, buckets are Manta's. Each series
-is of one process: the replicas have queues and pools, the routers the times and lengths of requests, so sum over
-`engine` (vLLM) or `dp_rank` (SGLang), which hold the process's id. The API's `/metrics` answers as one server: its
-queues and pools are those of all replicas together; requests are in it if there is one router.
-
-A metric of Manta's with labels that they do not have is summed over these; `where` names the series that count. Tokens
-generated leave out the first of each answer, which a prefill step makes. [scaling.md](scaling.md) has recipes for KEDA
-and the Gateway API.
-"""
 
 
 def markdown() -> str:
@@ -110,10 +95,7 @@ def markdown() -> str:
             parts += ["Only on a GPU:\n", _table(on_gpu)]
         if apart:
             parts += ["Only with prefill and decode apart (`mode: disaggregated`):\n", _table(apart)]
-    parts += ["## Buckets\n", BUCKETS_NOTE, _buckets(), DIALECTS_NOTE]
-    for name, dialect in DIALECTS.items():
-        parts += [f"### {dialect.server}: `dialect={name}`\n", _dialect(dialect)]
-    parts += ["Left out:\n", _list([(name, f"{why}.") for name, why in LEFT_OUT.items()])]
+    parts += ["## Buckets\n", BUCKETS_NOTE, _buckets()]
     return "\n".join(parts)
 
 
@@ -125,23 +107,6 @@ def _table(metrics: list[Metric]) -> str:
     rows = ["| metric | kind | labels and their values | meaning |", "|---|---|---|---|"]
     rows += [f"| `{each.full_name}` | {each.kind.value} | {_labels(each)} | {each.help} |" for each in metrics]
     return "\n".join(rows) + "\n"
-
-
-def _dialect(dialect: Dialect) -> str:
-    labels = {**{theirs: f"`{own}`" for own, theirs in dialect.identity.items()}, **dialect.constant}
-    said = ", ".join(f"`{theirs}` ({own})" for theirs, own in labels.items())
-    rows = [f"On every series: {said}.\n", "| theirs | kind | from | where |", "|---|---|---|---|"]
-    rows += [
-        f"| `{term.name}` | {term.metric.kind.value} | `{term.metric.full_name}` | {_where(term)} |"
-        for term in dialect.terms
-    ]
-    return "\n".join(rows) + "\n"
-
-
-def _where(term: TheirMetric) -> str:
-    said = [f"`{label}`: {', '.join(values)}" for label, values in term.where.items()]
-    said += [f"`{own}` as `{theirs}`" for own, theirs in term.labels.items()]
-    return "; ".join(said) or "-"
 
 
 def _labels(metric: Metric) -> str:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 
 from dashboards.catalog import METRICS, Kind, Metric, Process
-from dashboards.dialects import dialect_of, translate
 
 ROLES = {Process.REPLICA: "unified", Process.OBSERVATORY: "observatory"}  # else: router
 
@@ -50,8 +49,7 @@ class FakeExporter:
             return json.dumps([target]), "application/json"
         step = next(self._scrapes)
         lines = [line for metric in METRICS if metric.name not in self.without for line in exposition(metric, step)]
-        text, dialect = "\n".join(lines) + "\n", dialect_of(*path.partition("?")[::2])
-        return translate(text, dialect) if dialect else text, "text/plain; version=0.0.4"
+        return "\n".join(lines) + "\n", "text/plain; version=0.0.4"
 
 
 def exposition(metric: Metric, step: int) -> Iterator[str]:

@@ -13,16 +13,13 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from prometheus_client.exposition import choose_encoder
-from pydantic import WithJsonSchema
 from pydantic_core import to_json
 
-from dashboards.catalog import POOL_STATES, TAKEN
-from dashboards.dialects import DIALECTS, TYPE, translate
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
@@ -53,7 +50,7 @@ MAX_FLUSH_WAIT_S = 600.0
 SNAPSHOT_S = 60.0  # to copy the K/V of one request, and to carry it here
 _WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "default": 0}
 WAITS = {"parameters": [{"name": "timeout", "in": "query", "schema": _WAIT}]}  # of routes that call `wait_of`
-METRICS = {"response_class": PlainTextResponse, **gives(None, 400)}
+METRICS = {"response_class": PlainTextResponse, **gives(None)}
 METRICS["responses"][200] = {"content": {"application/openmetrics-text": {"schema": {"type": "string"}}}}
 
 
@@ -61,9 +58,6 @@ class SnapshotFile(Response):
     """A file of kvtransfer/replay/snapshot.py as the body."""
 
     media_type = "application/octet-stream"
-
-
-Dialect = Annotated[str, WithJsonSchema({"type": "string", "enum": ["", *DIALECTS]})]
 
 
 @router.get("/", **gives("Where the live view and this document are"))
@@ -318,55 +312,17 @@ async def snapshot_request(request: Request, body: SnapshotRequest) -> Response:
 
 
 @router.get("/metrics", dependencies=ADMIN, **METRICS)
-@router.get("/metrics/{dialect}", dependencies=ADMIN, response_class=PlainTextResponse, **gives(None, 400))
 @router.get("/prometheus/metrics", dependencies=ADMIN, **METRICS)
-async def metrics(request: Request, dialect: Dialect = "") -> Response:
+async def metrics(request: Request) -> Response:
     """Show this router's own metrics; with several routers only the build information.
 
     Each scrape through the load balancer could reach another router. Routers and replicas serve their metrics on
-    ports of their own, which the observatory lists. `dialect` (vllm, sglang) asks for the names of that server's
-    metrics, with the queues and pools of all replicas as if they were one's. Raises: InvalidRequest for another.
+    ports of their own, which the observatory lists.
     """
-    service = service_of(request)
-    encode, content_type = choose_encoder("" if dialect else request.headers.get("accept", ""))
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
     # on another thread: some values are read from this event loop
-    text = await asyncio.to_thread(encode, service.registry)
-    if not dialect:
-        return Response(text, media_type=content_type)
-    try:
-        translated = translate(text.decode() + _fleet_as_one(service), dialect)
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from error
-    return Response(translated, media_type=TYPE)
-
-
-def _fleet_as_one(service: Service) -> str:
-    """Write, under the catalogue's names, the queues and pools of all replicas as if they were one's."""
-    replicas = service.fleet.seen()
-    seen = [each.report.stats for each in replicas if each.report is not None and each.state != "draining"]
-    pools = [stats.pool for stats in seen]
-    if not seen:
-        return ""
-    requests = {
-        "waiting": sum(stats.num_waiting for stats in seen),
-        "running": sum(stats.num_running for stats in seen),
-        "preallocating": sum(stats.num_preallocating for stats in seen),
-        "receiving": sum(stats.num_receiving for stats in seen),
-        "handing_off": sum(stats.num_handing_off for stats in seen),
-    }
-    tokens = {state: sum(getattr(pool, f"{state}_pages") * pool.page_size for pool in pools) for state in POOL_STATES}
-    capacity, taken = sum(tokens.values()), sum(tokens[state] for state in TAKEN)
-    pages = sum(pool.num_pages for pool in pools)
-    model = service.model.name.replace("\\", r"\\").replace('"', r"\"")
-    own = f'model="{model}",role="unified",replica="{service.dispatcher.router_id}"'
-    lines = [
-        *(f'manta_scheduler_requests{{{own},state="{state}"}} {number}' for state, number in requests.items()),
-        *(f'manta_kv_pool_tokens{{{own},tier="L1",state="{state}"}} {number}' for state, number in tokens.items()),
-        f'manta_kv_pool_capacity_tokens{{{own},tier="L1"}} {capacity}',
-        f'manta_kv_pool_utilization_ratio{{{own},tier="L1"}} {taken / capacity if capacity else 0.0}',
-        f'manta_replica_info{{{own},page_size_tokens="{pools[0].page_size}",num_pages="{pages}"}} 1',
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    text = await asyncio.to_thread(encode, service_of(request).registry)
+    return Response(text, media_type=content_type)
 
 
 @router.post("/tokenize", **gives("Token ids, and how many", *BODY))

@@ -6,8 +6,7 @@ Never:     answers on an event loop: a scrape and a busy process never wait for 
            that the process emits is bound: a first scrape that lacks a series looks like a loss.
 Invariant: after `close` nothing listens.
 
-Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app). With
-``?dialect=`` the names of vLLM or SGLang (dashboards/dialects.py).
+Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app).
 """
 
 import contextlib
@@ -22,9 +21,8 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from dashboards.dialects import TYPE, dialect_of, translate
 from deployments.fleet.seen import Target
 from deployments.settings.keys import digest
 from deployments.watch.metrics.emitter import Emitter
@@ -60,7 +58,7 @@ class MetricsServer:
 
     def serve(self, registry: CollectorRegistry) -> None:
         """Start to answer with ``registry``'s metrics; call it once."""
-        app = _in_dialects(registry)
+        app: WSGIApplication = make_wsgi_app(registry)
         self._server.set_app(app if self._guard is None else _guarded(app, self._guard))
         self._thread.start()
 
@@ -117,25 +115,6 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log one line: a scraper that hangs up or sends nothing needs no stack on stderr."""
         log.info("a scrape from %s failed: %r", client_address, sys.exception())
-
-
-def _in_dialects(registry: CollectorRegistry) -> WSGIApplication:
-    """Answer with ``registry``'s metrics, under the names of another server where the request asks for those."""
-    own = make_wsgi_app(registry)
-
-    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        dialect = dialect_of(environ.get("PATH_INFO", ""), environ.get("QUERY_STRING", ""))
-        if not dialect:
-            shown: Iterable[bytes] = own(environ, start_response)
-            return shown
-        try:
-            status, body = "200 OK", translate(generate_latest(registry).decode(), dialect).encode()
-        except ValueError as error:
-            status, body = "400 Bad Request", f"{error}\n".encode()
-        start_response(status, [("Content-Type", TYPE), ("Content-Length", str(len(body)))])
-        return [body]
-
-    return app
 
 
 def _guarded(app: WSGIApplication, guard: bytes) -> WSGIApplication:

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dashboards.dialects import translate
 from deployments.http import http_errors
 from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyNeeded
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
@@ -42,16 +41,9 @@ async def sd(request: Request) -> list[dict[str, Any]]:
 
 
 @api.get("/metrics")
-@api.get("/metrics/{dialect}")
-async def metrics(request: Request, dialect: str = "") -> Response:
-    """``dialect``: under the names of another server. Raises: InvalidRequest for one that there is not."""
+async def metrics(request: Request) -> Response:
     parts = parts_of(request)
     text = await gather(parts.targets(), parts.fetch)
-    if dialect:
-        try:
-            text = translate(text, dialect)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
     if not parts.state.merged.heard_any:
         text += f"# {UNHEARD}\n"
     return Response(text, headers={"Content-Type": CONTENT_TYPE})

@@ -274,16 +274,3 @@ async def test_metrics_are_prometheus_text(client: httpx.AsyncClient) -> None:
     answer = await client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert 'manta_build_info{model="SmolLM2-135M-Instruct"' in answer.text
-
-
-async def test_under_another_servers_names_all_replicas_are_one(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/metrics", params={"dialect": "vllm"})
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    own = 'model_name="SmolLM2-135M-Instruct",engine="router"'
-    assert f"\nvllm:num_requests_waiting{{{own}}} 0.0\n" in answer.text
-    assert f"\nvllm:kv_cache_usage_perc{{{own}}} 0.0\n" in answer.text
-    assert f'\nvllm:cache_config_info{{{own},block_size="16",num_gpu_blocks="' in answer.text
-    assert "sglang:num_running_reqs{" in (await client.get("/metrics/sglang")).text
-    refused = await client.get("/metrics/tgi")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "dialect: 'tgi' is unknown; there are: vllm, sglang"

@@ -33,7 +33,7 @@ from tests.waiting import until_async
 
 KEY = "open sesame"
 ROOT = "/manta"  # where Serve puts the application
-PROTECTED = ["/", "/runbook", "/ui/main.js", "/sd", "/metrics", "/metrics/vllm", "/api/state", "/api/history",
+PROTECTED = ["/", "/runbook", "/ui/main.js", "/sd", "/metrics", "/api/state", "/api/history",
              "/api/events", "/api/tree", "/api/requests/x"]  # fmt: skip
 OPEN = ["/login", "/ui/style.css"]
 
@@ -168,24 +168,6 @@ async def test_metrics_of_who_answers_come_and_the_silent_are_named(client: http
     )
 
 
-async def test_metrics_of_all_come_under_another_servers_names_and_the_silent_are_named(
-    site: Site,
-) -> None:
-    async def fetch(address: str) -> str:
-        if address == "own:1":
-            raise ConnectionError
-        return f'manta_scheduler_requests{{model="m",role="unified",replica="{address[0]}",state="running"}} 2\n'
-
-    async with site.client(replace(site.parts, fetch=fetch)) as client:
-        told = (await client.get("/metrics", params={"dialect": "vllm"})).text.splitlines()
-        assert (await client.get("/metrics/tgi")).status_code == 400
-    assert told[2:] == [
-        'vllm:num_requests_running{model_name="m",engine="a"} 2.0',
-        'vllm:num_requests_running{model_name="m",engine="o"} 2.0',
-        "# observatory own at own:1 did not answer: ConnectionError",
-    ]
-
-
 async def test_while_no_router_has_answered_it_is_not_known_who_serves_metrics(site: Site) -> None:
     """Prometheus keeps its targets when asking fails, and drops all that an answer leaves out."""
     fresh = replace(site.parts, state=State())
@@ -282,7 +264,7 @@ async def test_with_a_key_every_path_but_the_login_asks_for_it() -> None:
     site = Site(KEY)
     served = {route.path.split("{")[0] for part in (pages, open_pages, api) for route in part.routes
               if isinstance(route, APIRoute)}  # fmt: skip
-    ends = ("/ui/main.js", "/metrics/vllm", "/requests/x")
+    ends = ("/ui/main.js", "/requests/x")
     known = {path.rpartition("/")[0] + "/" if path.endswith(ends) else path for path in [*PROTECTED, "/login"]}
     assert served == known
     async with site.client() as client:

@@ -45,17 +45,6 @@ def test_it_answers_text_or_openmetrics_and_compressed_as_asked(server: MetricsS
     assert gzip.decompress(packed).endswith(b"# EOF\n")
 
 
-def test_it_answers_under_the_names_of_another_server(server: MetricsServer) -> None:
-    for path in ("metrics?dialect=vllm", "metrics/vllm"):
-        kind, told = get(server.address, path)
-        assert kind == "text/plain; version=0.0.4; charset=utf-8"
-        assert b'\nprocess_open_fds{model_name="m",engine="abc"} ' in told
-        assert b"manta_build_info" not in told
-    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
-        get(server.address, "metrics?dialect=tgi")
-    assert refused.value.read() == b"dialect: 'tgi' is unknown; there are: vllm, sglang\n"
-
-
 def test_with_a_guard_it_answers_whoever_shows_the_admin_key_and_nobody_where_there_is_none() -> None:
     guarded, closed = (MetricsServer(host="127.0.0.1", guard=guard) for guard in (digest("the admin key"), b""))
     for server in (guarded, closed):
