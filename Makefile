@@ -4,8 +4,8 @@ CONFIG ?= serve_config.yaml
 TRACE ?= ../shared/traces/conversation_trace.jsonl
 VENV := .venv
 # programs that tests run, and the packages of Debian that have them
-PROGRAMS := prometheus promtool chromium chromedriver ip qemu-aarch64 aarch64-linux-gnu-ld
-DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core iproute2 qemu-user binutils-aarch64-linux-gnu
+PROGRAMS := prometheus promtool chromium chromedriver ip
+DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core iproute2
 # libraries whose requests tests send, from an environment of their own (tests/clients)
 CLIENTS := 'litellm[mcp]>=1.106,<2' 'openai>=2.54,<4' 'anthropic>=2.12,<3' 'instructor>=1.17,<2' \
 	'pydantic-ai-slim[openai]>=2.31,<3' 'langchain-openai>=1.7,<2' 'ollama>=0.6,<1'

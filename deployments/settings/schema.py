@@ -59,7 +59,7 @@ class ModelSettings(Settings):
     # name that requests use; by default the last part of the path, of a GGUF file without its ending
     served_name: str | None = None
     # number format of the weights, and on a GPU of the computation; a CPU computes in float32, and multiplies bfloat16
-    # weights in bfloat16 where it has AMX, AMD's AVX512_BF16, or an ARM's FEAT_BF16. By default the checkpoint's on a
+    # weights in bfloat16 where it has AMX or AMD's AVX512_BF16. By default the checkpoint's on a
     # GPU; bfloat16 on a CPU with AMX or AMD's AVX512_BF16 if it is the checkpoint's; else float32
     dtype: Annotated[DType | None, DTYPE_NAMES] = None
     # int8: products multiply int8 weights and activations; int4: weights in 4 bits (Q4_1), the vocabulary's tables in

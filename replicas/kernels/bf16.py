@@ -2,13 +2,12 @@
 
 Weights are in bf16 too, or of 4 and 8 bits with scales.
 
-Owns:      the packed form of a weight in bf16: panels of 32 output channels, in which two inputs of a channel (for
-           bfmmla four) lie side by side. Weights with scales lie as in panels.py.
+Owns:      the packed form of a weight in bf16: panels of 32 output channels, in which two inputs of a channel lie side
+           by side. Weights with scales lie as in panels.py.
 Method:    the kernel first rounds the rows of x, shared among the threads: x is fp32 in memory, and no other module
            sees what it is rounded to. Then 512 inputs of a strip of panels are multiplied by a block of rows, all of
            which stay in L2; few rows take all inputs of a panel at once. For AMX each 16 rows of x lie together, 32
-           inputs at a time: rows whose length is a power of two would push each other out of the caches. For bfmmla
-           each two rows lie together, four inputs at a time.
+           inputs at a time: rows whose length is a power of two would push each other out of the caches.
 Invariant: an element's sum runs in one order, that of the inputs: an output row depends on its own x row alone, not on
            the number of rows, the threads, or how many inputs are taken at once. A process has one `way`.
 Thread:    all of the team; tasks are taken one by one.
@@ -25,7 +24,6 @@ from torch import Tensor
 from replicas.kernels import bf16_tiles
 from replicas.kernels.bf16_tiles import (
     DOT_ROWS,
-    FOUR,
     STEP,
     STEP_BYTES,
     TILE_ROWS,
@@ -34,9 +32,6 @@ from replicas.kernels.bf16_tiles import (
     begin_tiles,
     dot_tile,
     end_tiles,
-    multiply_row_pairs,
-    place_in_row_pairs,
-    round_in_row_pairs,
     store1_rounded,
     store_rounded,
     tile_configuration,
@@ -62,9 +57,9 @@ TASKS_PER_THREAD, TASKS_OF_MANY = 4, 16
 _ROW_BYTES = 4 * COLUMNS  # of a panel's results
 _ASIDE = BLOCK_ROWS * _ROW_BYTES  # of a block's sums of a panel
 
-# rounded: x in bf16, with what lies between its rows, their steps, and each 16 rows, for bfmmla 2. inputs: k in whole
-# steps, of which part at once. block: rows of x, nearly as many for each task. tiles: AMX's configuration. aside:
-# of each thread and panel of a task, sums until they are complete; pairs: of each thread, unpacked weights with scales
+# rounded: x in bf16, with what lies between its rows, their steps, and each 16 rows. inputs: k in whole steps, of which
+# part at once. block: rows of x, nearly as many for each task. tiles: AMX's configuration. aside: of each thread and
+# panel of a task, sums until they are complete; pairs: of each thread, unpacked weights with scales
 Bf16Args = struct(
     "Bf16Args",
     "x x_stride k rounded row_bytes step_bytes group_bytes weight panel_bytes bias out out_stride m n inputs part "
@@ -133,20 +128,19 @@ def sum_of_step(a: Any, row: int, step: int) -> None:
 
 def make_run(
     multiply: Any, name: str, panel_step: int = STEP_BYTES, begin: Any = no_tiles, finish_tiles: Any = no_tiles,
-    sum_step: Any = no_sum, rounds: Any = round_step, place: Any = place_of_row,
+    sum_step: Any = no_sum,
 ) -> Any:  # fmt: skip
     """Make the function that all threads of a team run. ``multiply(a, rows, x, b, c, c_stride, start)``: inputs from
     ``start`` on of a panel by a block of rows; between ``begin(a)`` and ``finish_tiles(a)``. ``panel_step``: bytes of a
-    step of a panel. ``sum_step(a, row, step)``: what is done besides with a step of a row that was rounded, by
-    ``rounds(x, length, out)`` at ``place(a, row)``."""
+    step of a panel. ``sum_step(a, row, step)``: what is done besides with a step of a row that was rounded."""
 
     def run(a: Any) -> None:
         """Multiply, task by task: (strip of panels, block of x rows), blocks of a strip one after the other."""
         me, threads, steps = thread_id(), team_size(), a.inputs // STEP
         for i in range(a.m * steps * me // threads, a.m * steps * (me + 1) // threads):
             row, step = i // steps, i % steps
-            row_at = place(a, row)
-            rounds(a.x + row * a.x_stride + 4 * STEP * step, a.k - STEP * step, row_at + step * a.step_bytes)
+            row_at = place_of_row(a, row)
+            round_step(a.x + row * a.x_stride + 4 * STEP * step, a.k - STEP * step, row_at + step * a.step_bytes)
             sum_step(a, row_at, step)
         barrier()
         begin(a)
@@ -156,7 +150,7 @@ def make_run(
         while task < num_tasks:
             first, row = task // blocks * a.strip, task % blocks * a.block
             rows, end = min(a.block, a.m - row), min(first + a.strip, panels)
-            x, here = place(a, row), a.out + row * a.out_stride
+            x, here = place_of_row(a, row), a.out + row * a.out_stride
             for start in range(0, a.inputs, a.part):
                 for panel in range(first, end):
                     aside = a.aside + (me * STRIP + panel - first) * _ASIDE
@@ -227,14 +221,6 @@ def product_dots(pointer: Any) -> None:
     _RUN_DOTS(carray(pointer, 1)[0])
 
 
-_RUN_ROW_PAIRS = make_run(multiply_row_pairs, "row_pairs", rounds=round_in_row_pairs, place=place_in_row_pairs)
-
-
-@kernel(Bf16Args)
-def product_mmla(pointer: Any) -> None:
-    _RUN_ROW_PAIRS(carray(pointer, 1)[0])
-
-
 def make_multiply_scaled(format_: WeightFormat) -> Any:
     """Make what `multiply_dots` is, for weights with scales: the rows of one tile unpack what they read."""
     form = PAIR_FORMS[format_]
@@ -282,7 +268,6 @@ def product_q8_0(pointer: Any) -> None:
 PRODUCTS: dict[tuple[Way, WeightFormat], Kernel] = {
     ("amx", "bfloat16"): product_amx,
     ("dots", "bfloat16"): product_dots,
-    ("mmla", "bfloat16"): product_mmla,
     ("dots", "q4_1"): product_q4_1,
     ("dots", "q8_0"): product_q8_0,
 }
@@ -315,8 +300,8 @@ class Bf16Kernel(LinearKernel):
     def rows(self, ids: Tensor) -> Tensor:
         if self.weight.format != "bfloat16":
             return self.weight.rows(ids)
-        parts = self.weight.data.view(torch.bfloat16).view(len(self.weight.data), -1, COLUMNS, _together(self._way))
-        return parts[ids // COLUMNS, :, ids % COLUMNS].float().flatten(1)[:, : self.weight.k]
+        pairs = self.weight.data.view(torch.bfloat16).view(len(self.weight.data), -1, COLUMNS, 2)
+        return pairs[ids // COLUMNS, :, ids % COLUMNS].float().flatten(1)[:, : self.weight.k]
 
 
 class Bf16Stage(LinearStage):
@@ -367,27 +352,18 @@ def _layout(by: Way, inputs: int) -> tuple[int, int, int, int]:
     that a row needs."""
     if by == "amx":
         return 2 * STEP, 2 * STEP * TILE_ROWS, 2 * inputs * TILE_ROWS, 2 * inputs
-    if by == "mmla":  # two rows together have room for two pairs: any row may be the first one of an expert
-        row_pair = 4 * inputs + 64
-        return row_pair, 4 * STEP, row_pair, row_pair
     behind = (4 * inputs // STEP // 64 + 1) * 64  # the sums of steps, in whole cache lines
     row = 2 * inputs + behind
     return row, 2 * STEP, TILE_ROWS * row, row
 
 
-def pack(weight: Tensor | Rows, by: Way | None = None) -> Panels:
-    """[N, K] -> panels [N in whole ones, K in whole steps / 2, 32, 2] (by "mmla": 4 for 2); zeros where there are no
-    weights. ``by``: what this CPU has, as `way` tells it if None."""
-    together = _together(by or bf16_tiles.way())
-    return by_chunks(weight, "bfloat16", 0, lambda rows: _pack(weight[rows], together))
+def pack(weight: Tensor | Rows) -> Panels:
+    """[N, K] -> panels [N in whole ones, K in whole steps / 2, 32, 2]; zeros where there are no weights."""
+    return by_chunks(weight, "bfloat16", 0, lambda rows: _pack(weight[rows]))
 
 
-def _together(by: Way | None) -> int:
-    return FOUR if by == "mmla" else 2
-
-
-def _pack(weight: Tensor, together: int) -> Tensor:
+def _pack(weight: Tensor) -> Tensor:
     n, k = weight.shape
     whole = F.pad(weight.bfloat16(), (0, -k % STEP, 0, -n % COLUMNS))
-    parts = whole.view(-1, COLUMNS, whole.shape[1] // together, together).transpose(1, 2)
-    return parts.contiguous().view(torch.uint8).flatten(1)
+    pairs = whole.view(-1, COLUMNS, whole.shape[1] // 2, 2).transpose(1, 2)
+    return pairs.contiguous().view(torch.uint8).flatten(1)

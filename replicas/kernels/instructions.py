@@ -39,7 +39,7 @@ class InstructionSet:
 
 
 SETS: dict[str, InstructionSet] = {  # of one kind of machine, the widest last
-    "neon": InstructionSet(machines=("aarch64", "arm64"), feature="neon", more={"bf16": "bf16"}),
+    "neon": InstructionSet(machines=("aarch64", "arm64"), feature="neon"),
     "avx2": InstructionSet(
         machines=_X86_64,
         feature="avx2",

@@ -10,9 +10,7 @@ One vector is ``<16 x float>``: a register with AVX-512, two with AVX2 (LLVM spl
 own file's time stamp: after a change here, delete ``__pycache__/*.nb*`` of the files that use it.
 """
 
-import ctypes
 import inspect
-import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -34,30 +32,12 @@ VEC = ir.VectorType(F32, W)
 IVEC = ir.VectorType(I32, W)
 
 
-def cpu_features() -> dict[str, bool]:
-    """Read what this CPU has, by LLVM's names. On an ARM LLVM reads a part of what Linux tells, without bf16.
-
-    Source: Documentation/arch/arm64/elf_hwcaps.rst of Linux.
-    """
-    found = dict(llvmlite.binding.get_host_cpu_features())
-    if platform.machine() == "aarch64":
-        at_hwcap2, bf16 = 26, 1 << 14
-        found["bf16"] = bool(ctypes.CDLL(None).getauxval(at_hwcap2) & bf16)
-    return found
-
-
 def compiles_for(*features: str) -> bool:
     """Tell whether kernels may use these instructions (LLVM's names): this CPU has them, and numba compiles for them,
     which NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX may forbid (LLVM would end the process at a forbidden instruction)."""
-    here = cpu_features()
+    here = llvmlite.binding.get_host_cpu_features()
     compiled = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
     return all(here.get(name, False) and f"+{name}" in compiled.split(",") for name in features)
-
-
-if config.CPU_FEATURES is None and cpu_features().get("bf16"):  # numba asks LLVM alone
-    # where numba looks again: before it compiles, it reads all its settings anew if one in the environment has changed
-    os.environ["NUMBA_CPU_FEATURES"] = f"{get_host_cpu_features()},+bf16"
-    config.reload_config()
 
 
 def compiled_for() -> str:

@@ -189,8 +189,7 @@ def _default_dtype(folder: Path, hf: dict[str, Any], device: Device) -> DType:
             return "float32"
         from replicas.kernels import bf16_tiles
 
-        # by the kind of CPU alone: replicas must not differ
-        return "bfloat16" if bf16_tiles.way() in bf16_tiles.TIMED else "float32"
+        return "bfloat16" if bf16_tiles.way() else "float32"  # by the kind of CPU alone: replicas must not differ
     for dtype in get_args(DType):
         if name == dtype:
             return dtype  # type: ignore[no-any-return]

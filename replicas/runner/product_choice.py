@@ -31,7 +31,7 @@ from replicas import kernels
 from replicas.config import DType, EngineConfig, ModelConfig, Products, ProductSetting
 from replicas.errors import InvalidConfig
 from replicas.kernels import bf16, bf16_tiles
-from replicas.kernels.bf16_tiles import TIMED, WAYS, Way
+from replicas.kernels.bf16_tiles import WAYS, Way
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.simd import W, compiled_for, instruction_set
@@ -97,22 +97,14 @@ def describe_gains(format_: WeightFormat, dtype: DType = "float32") -> str:
 
 def default_told(dtype: DType) -> str | None:
     """Say why a model has ``dtype`` on this CPU where none is set; None: that goes without saying."""
-    way = bf16_tiles.way()
-    if dtype == "bfloat16":
-        return f"the checkpoint's, which this CPU multiplies: {describe_gains('bfloat16')}"
-    return None if way is None or way in TIMED else f"float32; bfloat16 is multiplied {_by(way)}"
-
-
-def _by(way: Way) -> str:
-    """Say by what bf16 is multiplied, and whether only where it is asked for."""
-    return f"by {WAYS[way]}" + ("" if way in TIMED else ", never timed yet, where model.dtype: bfloat16 is set")
+    return f"the checkpoint's, which this CPU multiplies: {describe_gains('bfloat16')}" if dtype == "bfloat16" else None
 
 
 def instructions_told() -> dict[str, str]:
     """Say by what this CPU multiplies weights of each format, and what that gains: lines of `manta doctor`."""
     way, widened = bf16_tiles.way(), "widened for fp32 arithmetic"
     how: dict[WeightFormat, str] = {
-        "bfloat16": widened if way is None else _by(way),
+        "bfloat16": widened if way is None else f"by {WAYS[way]}",
         "int8": "as bytes, by VNNI" if cpu_has_vnni() else widened,
         "q4_1": widened,
     }

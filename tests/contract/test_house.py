@@ -60,7 +60,7 @@ MANY: dict[str, str] = {
         "replicas.kernels.adapters.low_rank.multiply_narrow",
         *(f"replicas.kernels.adapters.triton_low_rank.{name}" for name in ("shrink", "expand")),
         "replicas.kernels.experts.triton_grouped.grouped_product",
-        *(f"replicas.kernels.bf16_tiles.{name}" for name in ("_emit_dot_tile", "_emit_mmla_tile", "emit")),
+        *(f"replicas.kernels.bf16_tiles.{name}" for name in ("_emit_dot_tile", "emit")),
         "replicas.kernels.scaled_dots._emit_scaled",
         "replicas.kernels.int8.multiply",
         "replicas.kernels.int8_tiles.tile",

@@ -142,7 +142,7 @@ def test_what_lies_behind_the_last_token_is_never_multiplied(page_size: int) -> 
 def test_only_pools_in_bf16_and_cpus_with_fast_dots_take_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     for way, dtype, taken in (
         ("dots", torch.bfloat16, True), ("dots", torch.float32, False), ("amx", torch.bfloat16, False),
-        ("mmla", torch.bfloat16, False), (None, torch.bfloat16, False),
+        (None, torch.bfloat16, False),
     ):  # fmt: skip
         monkeypatch.setattr(bf16_tiles, "way", lambda way=way: way)
         assert cpu_pairs.serves(dtype) is taken

@@ -53,15 +53,13 @@ def by(way: Way) -> Way:
     return way
 
 
-LACKS = {
-    "amx": "AMX, or the system forbids it", "dots": "AVX512_BF16", "mmla": "FEAT_BF16: test_bf16_on_arm.py emulates it",
-}  # fmt: skip
+LACKS = {"amx": "AMX, or the system forbids it", "dots": "AVX512_BF16"}
 each_way = pytest.mark.parametrize("way", LACKS)
 
 
 # how weights are multiplied, and in which format
 WAYS: list[tuple[Way, WeightFormat]] = [
-    ("amx", "bfloat16"), ("dots", "bfloat16"), ("dots", "q4_1"), ("dots", "q8_0"), ("mmla", "bfloat16"),
+    ("amx", "bfloat16"), ("dots", "bfloat16"), ("dots", "q4_1"), ("dots", "q8_0"),
 ]  # fmt: skip
 each_product = pytest.mark.parametrize(("way", "format_"), WAYS)
 
@@ -79,15 +77,15 @@ def rounded(x: Tensor) -> Tensor:
 def test_a_product_is_that_of_rounded_numbers_and_a_row_has_the_same_bits_among_any_others(
     way: Way, format_: WeightFormat, shape: tuple[int, int]
 ) -> None:
-    """Up to k / 2 additions in a row of what is about sqrt(k) large round by 6e-8 (to odd by twice that), with random
-    signs. Of 4 bits what is summed are whole numbers, up to 15 steps of a weight that may be one, and their least
+    """Up to k / 2 additions in a row of what is about sqrt(k) large round by 6e-8, with random signs.
+    Of 4 bits what is summed are whole numbers, up to 15 steps of a weight that may be one, and their least
     number comes in at the end."""
     weight, x, bias, first = torch.randn(shape), torch.randn(500, shape[1]), torch.randn(shape[0]), 0
     alone, together = (Bf16Kernel(packed(weight, format_), Team(threads), bias, by=by(way)) for threads in (1, 3))
     whole, stands_for = alone(x), alone.rows(torch.arange(shape[0])).double()
     exact = rounded(x) @ stands_for.T + bias
     near = 6 * 6e-8 * rounded(x).norm(dim=1, keepdim=True) * stands_for.norm(dim=1).clamp(min=1)
-    larger = 4 if format_ == "q4_1" else 2 if way == "mmla" else 1
+    larger = 4 if format_ == "q4_1" else 1
     assert bool(((whole - exact).abs() <= larger * near + 1e-7 * exact.abs()).all())
     for rows in ROWS:
         first = (first + 37) % (501 - rows)
@@ -141,23 +139,20 @@ def test_rows_that_lie_apart_are_read_in_place_and_a_program_runs_it_at_any_numb
 def test_rows_of_the_packed_weight_are_its_numbers_in_bf16(shape: tuple[int, int], way: Way) -> None:
     weight = torch.randn(shape)
     ids = torch.tensor([shape[0] - 1, 0, 3, 3, 15, 16, 31, 32])
-    assert torch.equal(Bf16Kernel(pack(weight, way), Team(1), by=way).rows(ids), weight.bfloat16().float()[ids])
+    assert torch.equal(Bf16Kernel(pack(weight), Team(1), by=way).rows(ids), weight.bfloat16().float()[ids])
 
 
-@pytest.mark.parametrize(("way", "together"), [("amx", 2), ("mmla", 4)])
-def test_many_rows_are_packed_in_parts_to_the_same_numbers_and_what_is_missing_is_zeros(
-    way: Way, together: int
-) -> None:
+def test_many_rows_are_packed_in_parts_to_the_same_numbers_and_what_is_missing_is_zeros() -> None:
     weight = torch.randn(4096 + 45, 33)
-    packed = pack(weight, way)
-    assert torch.equal(Bf16Kernel(packed, Team(1), by=way).rows(torch.arange(4141)), weight.bfloat16().float())
-    inputs = packed.data.view(torch.bfloat16).view(-1, 64 // together, 32, together)  # [panels, .., channels, inputs]
-    assert not inputs[:, 32 // together + 1 :].any()
-    assert not inputs[:, 32 // together, :, 1:].any()
-    assert not inputs[-1, :, 45 % 32 :].any()
+    packed = pack(weight)
+    assert torch.equal(Bf16Kernel(packed, Team(1), by="dots").rows(torch.arange(4141)), weight.bfloat16().float())
+    pairs = packed.data.view(torch.bfloat16).view(-1, 32, 32, 2)  # [panels, pairs, channels, inputs]
+    assert not pairs[:, 17:].any()
+    assert not pairs[:, 16, :, 1].any()
+    assert not pairs[-1, :, 45 % 32 :].any()
 
 
-@pytest.mark.parametrize("way", ["amx", "dots", "mmla", None])
+@pytest.mark.parametrize("way", ["amx", "dots", None])
 def test_a_layer_multiplies_so_where_the_cpu_does_and_activations_may_be_rounded(
     monkeypatch: pytest.MonkeyPatch, way: Way | None
 ) -> None:
@@ -171,11 +166,11 @@ def test_a_layer_multiplies_so_where_the_cpu_does_and_activations_may_be_rounded
                 kinds.add((format_, dtype))
     in_bf16 = {("bfloat16", torch.float32), ("bfloat16", torch.bfloat16)}
     scaled = {("q4_1", torch.bfloat16), ("q8_0", torch.bfloat16)}
-    assert kinds == {"amx": in_bf16, "dots": in_bf16 | scaled, "mmla": in_bf16, None: set()}[way]
+    assert kinds == {"amx": in_bf16, "dots": in_bf16 | scaled, None: set()}[way]
 
 
 def test_rows_of_several_weights_do_not_share_a_tile_of_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    for way, grouped in (("amx", False), ("dots", True), ("mmla", True)):
+    for way, grouped in (("amx", False), ("dots", True)):
         monkeypatch.setattr(bf16_tiles, "way", lambda way=way: way)  # type: ignore[misc]
         assert bf16.serves("bfloat16", torch.bfloat16)
         assert bf16.serves("bfloat16", torch.bfloat16, grouped=True) == grouped
@@ -189,8 +184,7 @@ AMX = {"avx512bf16", "amx-tile", "amx-bf16"}
     [
         ("znver5", {"avx512bf16"}, True, "dots"), ("znver5", {"avx512f"}, True, None),
         ("cooperlake", {"avx512bf16"}, True, None), ("sapphirerapids", AMX, True, "amx"),
-        ("sapphirerapids", AMX, False, None), ("neoverse-v1", {"neon", "bf16"}, False, "mmla"),
-        ("neoverse-n1", {"neon"}, False, None),
+        ("sapphirerapids", AMX, False, None), ("neoverse-v1", {"neon"}, False, None),
     ],
 )  # fmt: skip
 def test_it_is_done_where_it_is_faster(

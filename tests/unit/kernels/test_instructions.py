@@ -1,19 +1,17 @@
 """MANTA_CPU holds kernels, PyTorch and its libraries to an instruction set: CI's AVX-512 machine tests AVX2 too."""
 
-import json
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import llvmlite.binding
 import pytest
 import torch
 from numba.core import config
 
-from replicas.kernels import instructions, simd
+from replicas.kernels import instructions
 from replicas.kernels.simd import compiled_for, compiles_for, instruction_set
 from tests.under_avx2 import ARITHMETIC
 
@@ -91,65 +89,9 @@ def test_programs_refuse_it_in_one_line(program: str, tmp_path: Path) -> None:
     assert done.stderr == f"MANTA_CPU=sse9 is unknown; allowed here: {', '.join(instructions.allowed())}\n"
 
 
-AARCH64 = 183  # in an ELF header
-
-
-@pytest.mark.slow
-def test_all_kernels_compile_for_aarch64(tmp_path: Path) -> None:
-    """With NEON's multiply-adds where there is arithmetic, and bfmmla: in tiles of 1 to 12 rows, a pair of them by 16,
-    two and three by twice 8, four to six by four times 4 pairs of channels."""
-    done = run("-m tests.unit.kernels.cross_compiled", tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    made = {name: each for name, each in told["kernels"].items() if each is not None}
-    assert told["instructions"] == "neon"
-    x86 = ("replicas.kernels.int8.", "replicas.kernels.bf16.")  # of VNNI; of AVX512_BF16 and AMX
-    mmla = made.pop("replicas.kernels.bf16.product_mmla")
-    assert (mmla["bfmmla"], mmla["spills"]) == (2 * (16 + 2 * 2 * 8 + 2 * 3 * 8 + 4 * (4 + 5 + 6) * 4), 0)
-    assert not any(each["bfmmla"] for each in made.values())
-    assert all(name.startswith(x86) for name in told["kernels"].keys() - made)
-    assert {each["machine"] for each in (mmla, *made.values())} == {AARCH64}
-    busy = {name.split(".")[-2] for name, each in made.items() if each["fmla"] > 100}
-    assert busy >= {"linear", "cpu_decode", "cpu_extend"}
-
-
 def test_no_cpu_but_x86_64_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert instructions.allowed() == ["native"]
-
-
-def test_bf16_of_an_arm_is_what_linux_tells_and_llvm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit 14 of the second word of its capabilities."""
-    words = {26: 1 << 14 | 1 << 13}
-    libc = SimpleNamespace(getauxval=lambda which: words[which])
-    monkeypatch.setattr(simd.ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: {"neon": True, "lse": True})
-    assert simd.cpu_features() == {"neon": True, "lse": True}
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert simd.cpu_features() == {"neon": True, "lse": True, "bf16": True}
-    monkeypatch.setattr(config, "CPU_FEATURES", "+lse,+neon,+bf16")
-    assert instruction_set() == "neon bf16"
-    words[26] = 1 << 13
-    assert instruction_set() == "neon"
-
-
-ON_AN_ARM = """
-import ctypes, os, platform, types
-os.environ["MANTA_CPU"] = "native"  # also where these tests are held to another
-from numba.core import config
-import replicas
-platform.machine = lambda: "aarch64"
-ctypes.CDLL = lambda name: types.SimpleNamespace(getauxval=lambda which: 1 << 14)
-from replicas.kernels import simd
-os.environ["NUMBA_NUM_THREADS"] = "1"
-config.reload_config()
-print(simd.compiles_for("bf16"))
-"""
-
-
-def test_numba_compiles_for_an_arms_bf16_also_after_it_has_read_its_settings_anew(tmp_path: Path) -> None:
-    """As it does before it compiles, if a variable of its own has changed."""
-    assert run(ON_AN_ARM, tmp_path).stdout == "True\n"
 
 
 def test_what_is_run_so_is_there() -> None:

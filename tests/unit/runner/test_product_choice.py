@@ -144,20 +144,11 @@ def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: py
     assert calls == [*((each, "float32") for each in ("bfloat16", "int8", "q4_1")), ("q4_1", "bfloat16")]
 
 
-def test_what_was_never_timed_is_said_to_be_asked_for_by_a_setting(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+def test_a_default_of_bfloat16_is_said_with_what_it_gains(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(product_choice, "_beside_floats", lambda *_: {product_choice.GAIN_SHAPE: {1: (40.0, 80.0)}})
     gain = "2 times float32 for 1 token"
-    for way, by in (
-        ("dots", "by AVX-512's dot products"),
-        ("mmla", "by NEON's bfmmla, never timed yet, where model.dtype: bfloat16 is set"),
-    ):
-        monkeypatch.setattr(bf16_tiles, "way", lambda way=way: way)
-        assert product_choice.instructions_told()["bfloat16"] == f"{by}: {gain}"
-        said = product_choice.default_told("float32")
-        assert said == (f"float32; bfloat16 is multiplied {by}" if way == "mmla" else None)
     assert product_choice.default_told("bfloat16") == f"the checkpoint's, which this CPU multiplies: {gain}"
+    assert product_choice.default_told("float32") is None
 
 
 def test_narrower_weights_are_measured_by_the_kernels_that_serve_them() -> None:
@@ -191,9 +182,7 @@ def test_weights_in_another_format_are_for_our_kernels_alone(
     assert not measured
 
 
-@pytest.mark.parametrize(("way", "says"), [
-    ("amx", "by AMX's tiles"), ("dots", "by AVX-512's dot products"), ("mmla", "by NEON's bfmmla"),
-])  # fmt: skip
+@pytest.mark.parametrize(("way", "says"), [("amx", "by AMX's tiles"), ("dots", "by AVX-512's dot products")])
 def test_bfloat16_is_multiplied_in_one_order_where_this_cpu_multiplies_it(
     monkeypatch: pytest.MonkeyPatch, way: str, says: str
 ) -> None:
