@@ -335,7 +335,7 @@ _ROUTING = [
             "request goes on where a replica remembers it to have been (recalled), or runs again.",
             {"how": ("kept", "recalled", "again")}),
     Metric(ROUTER, COUNTER, "router_streams_expired_total", "Streams that were given up, with something for a client "
-            "that did not come back within router.reconnect_s."),
+            "that did not come back within 30 s."),
     Metric(ROUTER, GAUGE, "router_keys_file_failed", "1: router.keys_file has changed and cannot be used, or is gone; "
             "the keys from before stay in force."),
     Metric(ROUTER, COUNTER, "tenant_requests_total", "Requests of each tenant of router.keys_file that were sent to a "

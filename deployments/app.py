@@ -29,7 +29,7 @@ from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.settings.places import local_model, weights_bytes
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
-from deployments.settings.schema import AppConfig
+from deployments.settings.schema import AppConfig, constants_in
 from deployments.watch.observatory import serve_details
 from replicas.errors import InvalidConfig
 from replicas.memory.ram import available_ram
@@ -58,6 +58,8 @@ def build(args: dict[str, Any]) -> Application:
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     """Build the application with another class of model replicas, as benchmarks do."""
     config, settings = checked(args)
+    for sentence in constants_in(args).values():
+        log.warning("%s", sentence)
     count = config.router.count or 1
     if ray.is_initialized():
         capacity = serve_details.capacity_of_cluster()
@@ -150,12 +152,10 @@ def _python_quoted() -> dict[str, str]:
 
 
 def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:
-    """Return Serve's options: our rule (autoscaling.py), or Serve's own if its target is given."""
+    """Return Serve's options, with our rule (autoscaling.py)."""
     serves = settings.model_dump(
         exclude={"ttft_objective_s", "pool_high", "running_high", "slack", "counts_batches"}, exclude_none=True
     )
-    if settings.target_ongoing_requests is not None:
-        return AutoscalingConfig(**serves)
     objective = {
         "ttft_s": settings.ttft_objective_s,
         "pool_high": settings.pool_high,

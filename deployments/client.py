@@ -54,7 +54,7 @@ async def events(
     """Yield the events of the streamed answer to ``body``, over as many connections as it takes.
 
     Args:   headers: of the request, such as Authorization; X-Request-Id, by default a made-up one, names the stream.
-            within_s: how long to try after a connection is lost; ``router.reconnect_s`` or less.
+            within_s: how long to try after a connection is lost; 30 s or less.
     Raises: httpx.HTTPStatusError for a refusal; httpx.TransportError if no router answered in time, or a stream without
             ids was cut.
     """

@@ -106,7 +106,7 @@ def _objective(decision: Decision) -> list[str]:
         return [f"It can be in time there ({decision.objective_s:g} s){passed if terms.passed_tokens else ''}."]
     return [
         f"It cannot be in time there ({decision.objective_s:g} s): requests that can be go before it, until its first "
-        f"token takes {factor:g} times as long as in order of arrival (scheduler.late_factor), about "
+        f"token takes {factor:g} times as long as in order of arrival, about "
         f"{factor * terms.ttft_s:.1f} s."
     ]
 

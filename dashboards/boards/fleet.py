@@ -186,14 +186,14 @@ ENGINE = Row("Engine steps", (
     Panel("Mixed steps", rate("scheduler_mixed_steps_total", "role"), Unit.PER_S,
         "Steps of prompts in which running requests made a token too, per second, by role. They count as prefill "
           "here, with all their requests, tokens and time.",
-        "0 while prompts arrive at a unified replica with running requests: scheduler.mixed_steps is off."),
+        "0 while prompts arrive at a unified replica with running requests: report it, with the replica's log."),
     Panel("Constrained outputs", {
         "{{role}} requests": rate("scheduler_constrained_requests_total", "role"),
         "{{role}} forced tokens": rate("scheduler_forced_tokens_total", "role"),
     }, Unit.PER_S,
         "Requests per second whose output is held to a schema or a grammar, and tokens per second that these took "
           "without a choice, as their grammar allowed no other, by role.",
-        "Tokens 0 while requests come with schemas that name many properties: scheduler.mixed_steps is off."),
+        "Tokens 0 while requests come with schemas that name many properties: report it, with a schema."),
     Panel("Drafted tokens", rate("scheduler_draft_tokens_total", "source", "outcome"), Unit.PER_S,
         "Tokens per second that were guessed and tried in decode steps, by where the guess came from and whether it "
           "was what the model draws; 0 with scheduler.drafts: off.",
@@ -216,7 +216,7 @@ ENGINE = Row("Engine steps", (
 REPLICAS = Row("Replicas", (
     Panel("Replicas by state", gauge("router_replicas", "target_role", "state", over="max") + " > 0", Unit.COUNT,
         "Replicas that the routers know, by role and state; the highest count of any router.",
-        "silent: they are killed and replaced after `scheduler.hang_kill_s`. unhealthy: Serve replaces them; see "
+        "silent: they are killed and replaced after 60 s. unhealthy: Serve replaces them; see "
           "`serve status`. starting for long: the replica's log says what it waits for.", shape=Shape.STACKED),
     Panel("Autoscaler", gauge("autoscaler_replicas", "target_role", "kind", over="max"), Unit.COUNT,
         "Replicas that run, and that the autoscaler wants.",

@@ -76,7 +76,7 @@ LOST = Row("Evictions and retractions", (
     }, Unit.PER_S,
         "Running requests retracted to the queue, allocations that failed even after eviction, looks at an idle "
           "pool that found pages lost, and steps that failed.",
-        "Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool. lost, failed "
+        "Lasting: lower scheduler.max_running_requests, or enlarge the pool. lost, failed "
           "step: see the runbook, PagesLost and StepsFail."),
     Panel("Admission blocked", gauge("admission_blocked", "replica", "reason"), Unit.NUMBER,
         "1 while waiting requests of a replica cannot start: pool: no room for the next one; slots: as many run as "
@@ -107,7 +107,7 @@ LOWER = Row("Host memory and store (L2, L3)", (
         "Near 0 while tokens are reused: the tiers are about as slow as computing; see the rates to the right."),
     Panel("Written into tiers", rate("tier_written_tokens_total", "tier"), Unit.TOKENS_PER_S,
         "Tokens copied per second: to host memory (L2) and to the store (L3).",
-        "Far above what is reused: try cache.write_policy: write_through_selective, or adaptive."),
+        "Far above what is reused: the host memory is too small for what comes back; enlarge it, or leave it out."),
     # not ratio: series must exist while nothing is loaded, with NaN
     Panel("Load speed",
         f"({rate('tier_loaded_tokens_total', 'tier')} / {rate('tier_load_seconds_total', 'tier')})", Unit.PER_S,
@@ -118,7 +118,7 @@ LOWER = Row("Host memory and store (L2, L3)", (
         "{{tier}} load": rate("tier_load_seconds_total", "tier"),
     }, Unit.SECONDS,
         "Seconds that replicas spend copying in a second, by tier and direction. L2 holds up the engine, L3 does not.",
-        "L2 above a few percent: prefer adaptive or write_through_selective (cache.write_policy)."),
+        "L2 above a few percent: the host memory is too small for what comes back; enlarge it, or leave it out."),
     Panel("Wrong pages and failures", {
         "{{replica}} wrong {{tier}}": rate("tier_wrong_pages_total", "replica", "tier"),
         "{{replica}} store failed": rate("tier_store_errors_total", "replica"),

@@ -179,7 +179,7 @@ function Confirm({ action, replica, state, onDo, onClose }) {
     <h2 id="confirm-title">${name} ${nameOf(replica.id)}?</h2>
     <p>${meaning}</p>
     <p>${plural(replica.running ?? 0, "request")} ${replica.running === 1 ? "runs" : "run"} on it now; ${plural(others, "other replica")} ${others === 1 ? "takes" : "take"} requests.</p>
-    ${action !== "flush" && !others && html`<p class="bad">No other replica takes requests: until the new one is ready, new requests are answered with 503${action === "kill" ? ", and those that run wait for it for router.retry_wait_s at most" : ""}.</p>`}
+    ${action !== "flush" && !others && html`<p class="bad">No other replica takes requests: until the new one is ready, new requests are answered with 503${action === "kill" ? ", and those that run wait for it for 30 s at most" : ""}.</p>`}
     <div class="operate"><span class="apart"></span>
       <button type="button" onClick=${() => place.current.close()}>Cancel</button>
       <button type="button" class=${action === "kill" ? "danger sure" : "sure"} onClick=${onDo}>${name}</button></div>

@@ -51,7 +51,7 @@ export const Why = once(({ rid, row, details, state }) => {
   const title = known?.replica ? `Why ${nameOf(known.replica)}?` : "Why there?";
   return html`<${Panel} id="why" title=${title} note=${html`<code title="request id">${rid}</code>`}>
     ${gone && html`<${Notice} error title="This request is no longer kept.">
-      <p>A router explains its last requests only (setting router.decisions_kept), and forgets them when it ends.</p><//>`}
+      <p>A router explains its last requests only (1,000), and forgets them when it ends.</p><//>`}
     ${error && !gone && html`<${Notice} error title=${`Its explanation cannot be shown: ${error}.`} />`}
     ${!body && !error && html`<p class="note">Asking the router …</p>`}
     ${body && !route && html`<${Notice} title="No router keeps this decision any longer." />`}

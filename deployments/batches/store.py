@@ -486,7 +486,7 @@ class BatchStore:
         left = self._max_bytes - held - (pages - free) * page_bytes - num_bytes
         if left < 0 or (not alone and own > left):  # how many all hold concerns no key
             raise FolderFull(
-                "no more files are kept, and no batches (router.batch_bytes): delete some, as DELETE /v1/files/ID does"
+                "no more files are kept, and no batches, as these have 10 GiB: delete some, as DELETE /v1/files/ID does"
             )
 
     def _require_unused(self, db: sqlite3.Connection, file_id: str) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
+from deployments.settings.constants import is_constant
 from deployments.settings.groups import AutoscalingSettings, Settings
-from deployments.settings.schema import AppConfig
+from deployments.settings.schema import AppConfig, defaults
 from deployments.settings.settings_file import BYTES
 from replicas.config import NamesOf
 
@@ -38,7 +39,9 @@ def table() -> str:
 
 def _rows(group: type[Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
     meanings, hints = _comments(group), typing.get_type_hints(group, include_extras=True)
-    for name, default in _defaults(group).items():
+    for name, default in defaults(group).items():
+        if is_constant(f"{prefix}{name}"):
+            continue
         inner = _group(hints[name])
         if inner is not None and inner is not AutoscalingSettings:
             yield from _rows(inner, f"{prefix}{name}.")
@@ -47,13 +50,6 @@ def _rows(group: type[Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
         yield f"{prefix}{name}", values, _shown(default), meanings.get(name, "")
         if inner is not None and not prefix.startswith(("prefill.", "decode.")):
             yield from _rows(inner, f"{prefix}{name}.")
-
-
-def _defaults(group: type[Any]) -> dict[str, Any]:
-    if issubclass(group, Settings):
-        fields = group.model_fields.items()
-        return {name: field.default if field.default_factory is None else None for name, field in fields}
-    return {field.name: field.default for field in dataclasses.fields(group)}
 
 
 def _comments(group: type[Any]) -> dict[str, str]:

@@ -96,7 +96,7 @@ class BackgroundStreams(KeptStreams):
 
     def _ended(self, key: Key, stream: BackgroundStream) -> None:
         if key in self._streams:
-            self._wait(key, stream, f"it ended more than {self.kept_s:g} s ago (router.background_kept_s)")
+            self._wait(key, stream, f"it ended more than {self.kept_s:g} s ago")
             while self._drops_one():
                 pass
 

@@ -264,7 +264,7 @@ class KeptStreams:
         if stream.is_full:
             self._drop(key, WAITED_LONG)
             return
-        self._wait(key, stream, f"its client was away for more than {self._reconnect_s:g} s (router.reconnect_s)")
+        self._wait(key, stream, f"its client was away for more than {self._reconnect_s:g} s")
 
     def resumed(self, how: str) -> None:
         """Count a client that came back: its stream was ``kept``, or its request runs ``again``."""

@@ -132,7 +132,7 @@ class Recorder:
         data = b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in told)
         if self._size + len(data) > self._max_bytes:
             self._is_full = True
-            log.warning("the recording %s ends at %d bytes (router.record_bytes)", self.path, self._size)
+            log.warning("the recording %s ends at %d bytes", self.path, self._size)
             return
         try:
             num_written = 0

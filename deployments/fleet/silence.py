@@ -4,7 +4,7 @@ Owns:      the last word of every replica that has attached, until it has left a
 Never:     chooses, or fails streams (fleet.py does).
 Thread:    the router's event loop; `kill_if_hung` runs in a task of the replica's node.
 
-A replica that this router has not heard for ``scheduler.hang_kill_s`` may hang, or only the way between the two may be
+A replica that this router has not heard for a minute may hang, or only the way between the two may be
 cut. So the router does not judge: a task on the replica's own node asks it for its health, and kills it only if no
 answer comes within HEALTH_S. Where that node cannot be reached nothing is killed; a node that has died Ray itself
 finds. Several routers may do so at once: a killed replica's name is never used again.
@@ -182,6 +182,6 @@ class HangKiller:
             log.warning("%s; its node cannot be asked (%s), so nothing is done", told, type(error).__name__)
             return
         if found == KILLED:
-            log.warning("%s, nor does it answer its own node: it was killed (scheduler.hang_kill_s)", told)
+            log.warning("%s, nor does it answer its own node: it was killed", told)
         else:
             log.warning("%s here; on its own node it %s", told, "answers" if found == ANSWERS else "has ended")

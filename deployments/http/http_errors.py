@@ -44,7 +44,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class BodyTooSlow(InvalidRequest):
-    """The body was not complete within ``router.body_timeout_s``."""
+    """The body was not complete within the time for bodies."""
 
     http_status = 408
 

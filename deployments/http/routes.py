@@ -89,7 +89,7 @@ async def route(request: Request, rid: bodies.PathName) -> Response:
     kept = service.dispatcher.routes.capacity
     message = (
         f"no decision is kept for {rid[:200]!r}: a router keeps those of its last {kept} requests "
-        "(router.decisions_kept) until it ends"
+        "until it ends"
     )
     return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
 

@@ -108,8 +108,6 @@ class AutoscalingSettings(Settings):
     # replicas stop when the rest would be loaded to at most this share of the three limits above
     slack: float = Field(default=0.7, gt=0, le=1)
     counts_batches: bool = False  # replicas start for lines of batches too, which else only use what is idle
-    # requests per replica, by Ray Serve's own rule; it replaces the four settings above
-    target_ongoing_requests: float | None = Field(default=None, gt=0)
     # how long the need for more replicas must last before they start
     upscale_delay_s: float = Field(default=10.0, ge=0)
     downscale_delay_s: float = Field(default=300.0, ge=0)  # how long fewer replicas must suffice before some stop
@@ -237,7 +235,9 @@ class AdapterSettings(Settings):
 
     @property
     def limits(self) -> AdapterLimits:
-        return AdapterLimits(max_rank=self.max_rank, max_bytes=self.max_bytes, host_bytes=self.host_bytes)
+        return AdapterLimits(
+            max_rank=self.max_rank, max_bytes=max(self.max_bytes, self.host_bytes), host_bytes=self.host_bytes
+        )
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> "AdapterSettings":
@@ -295,9 +295,13 @@ class TransferGroup(Settings):
         host = node_address if self.host == "auto" else self.host
         return TransferSettings(host=host, token=self.token.get_secret_value().encode(), **given)
 
-    def resolved(self, *, on_gpus: bool) -> "TransferGroup":
-        """Fill in what both sides must agree on. Args: on_gpus: at least one side has its pages on a GPU."""
-        return self.model_copy(update={"verify": self.verify or (Verify.LAST if on_gpus else Verify.ALL)})
+    def resolved(self, *, on_gpus: bool, max_wait_s: float) -> "TransferGroup":
+        """Fill in what both sides must agree on, and have each wait for longer than the other may queue.
+
+        Args: on_gpus: at least one side has its pages on a GPU. max_wait_s: the longest queue that a router allows.
+        """
+        waits = {name: max(getattr(self, name), 1.5 * max_wait_s) for name in ("open_timeout_s", "room_timeout_s")}
+        return self.model_copy(update={"verify": self.verify or (Verify.LAST if on_gpus else Verify.ALL), **waits})
 
     def shown(self) -> dict[str, Any]:
         """Write the settings without the secret."""

@@ -41,7 +41,7 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
             "replicas": config.replicas.model_copy(update=replicas),
             "parallel": parallel,
             "cache": dataclasses.replace(config.cache, **own.cache),
-            "transfer": config.transfer.resolved(on_gpus=any(gpus)),
+            "transfer": config.transfer.resolved(on_gpus=any(gpus), max_wait_s=config.router.max_wait_s),
         }
     )
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
+from deployments.settings.constants import experimental, is_constant, notice
 from deployments.settings.groups import (
     CACHE_NAMES,
     DTYPE_NAMES,
@@ -229,12 +230,6 @@ class AppConfig(Settings):
                     f"prefill.cache.{name} = {mine!r} and decode.cache.{name} = {theirs!r}; pages are handed over "
                     f"unchanged, so both roles need the same {name}: set cache.{name}"
                 )
-        if self.transfer.room_timeout_s <= self.router.max_wait_s:
-            raise ValueError(
-                f"transfer.room_timeout_s = {self.transfer.room_timeout_s:g} must exceed router.max_wait_s = "
-                f"{self.router.max_wait_s:g}: a decode replica waits while its prompt is in the prefill replica's "
-                "queue, and the router allows a queue of that length; raise the first or lower the second"
-            )
         return self
 
 
@@ -252,7 +247,7 @@ def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
     Returns: the settings, with defaults for the wrong ones, or None if that is impossible; the sentences.
     """
     load_extensions()  # settings may name what they add
-    args = _typed(args)
+    args = _without(_typed(args), list(constants_in(args)))
     try:
         return AppConfig.model_validate(args), []
     except ValidationError as error:
@@ -261,6 +256,24 @@ def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
         return AppConfig.model_validate(_without(args, [setting_of(problem) for problem in problems])), problems
     except ValidationError:
         return None, problems
+
+
+def constants_in(args: dict[str, Any]) -> dict[str, str]:
+    """Return a sentence for each of ``args`` that is a constant now and so ignored, by its dotted name."""
+    found: dict[str, str] = {}
+    for path, kind in () if experimental() else _GROUPS.items():
+        for name, given in _inner(args, path).items():
+            if is_constant(setting := f"{path}.{name}"):
+                found[setting] = notice(setting, shown(defaults(kind).get(name)), shown(given))
+    return found
+
+
+def defaults(kind: type[Any]) -> dict[str, Any]:
+    """Return what the settings of a group are where nothing is given, by name."""
+    if issubclass(kind, Settings):
+        fields = kind.model_fields.items()
+        return {name: field.default if field.default_factory is None else None for name, field in fields}
+    return {field.name: field.default for field in dataclasses.fields(kind)}
 
 
 def _typed(args: dict[str, Any]) -> dict[str, Any]:
@@ -301,8 +314,7 @@ def _inner(args: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _allowed(group: str) -> list[str]:
     """List the settings of ``group``."""
-    kind = _GROUPS.get(group, AppConfig)
-    return list(kind.model_fields) if issubclass(kind, Settings) else [each.name for each in dataclasses.fields(kind)]
+    return [name for name in defaults(_GROUPS.get(group, AppConfig)) if not is_constant(f"{group}.{name}")]
 
 
 _GROUPS: dict[str, type[Any]] = {

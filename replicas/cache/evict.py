@@ -1,7 +1,7 @@
 """Eviction order of one tier: which node that can go goes next, without a look at the tree.
 
 To add a policy, give `POLICIES` a function from a node to its rank: it is then a value of ``cache.eviction`` and
-``cache.host_eviction``. One that keeps books of its own, for the host tier alone, is an entry of arc.py's HOST_QUEUES.
+the host tier. One that keeps books of its own, for the host tier alone, is an entry of arc.py's HOST_QUEUES.
 
 Owns:      for each tenant a heap of (rank, node), and for each node the rank of its live entry. Entries are not touched
            when a node is used, locked or extended: an entry that is no longer true is found when it is popped, and then

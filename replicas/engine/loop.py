@@ -299,7 +299,7 @@ class EngineLoop:
             if self.step_age_s > limit_s:
                 steps = list(self.engine.scheduler.queues.under_way.steps)
                 rids = frozenset(req.rid for reqs in steps for req in reqs)
-                why = f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)"
+                why = f"a step has been running for more than {limit_s:.0f} s"
                 self._die(EngineDead(why, rids=rids))
             dead = self.engine.executor.dead_rank()
             if dead is not None:

@@ -22,7 +22,7 @@ from replicas.errors import InvalidRequest
 from replicas.types import Constraint
 
 MAX_TEXT = 64 << 10  # bytes of a constraint in UTF-8
-MAX_SCHEMA = 4 << 20  # of a schema, or of a grammar that was made of several; routers accept router.max_schema_bytes
+MAX_SCHEMA = 4 << 20  # of a schema, or of a grammar that was made of several; routers accept 1 MiB
 MAX_NESTING = 64  # lists and objects of a schema within each other; an object within an object takes two
 MAX_PROPERTIES = 10_000  # of a schema, in all
 MAX_ENUM = 10_000  # values, in all

@@ -34,7 +34,7 @@ router = APIRouter(route_class=Route)
 T = TypeVar("T")
 MOST_UPLOADS, MOST_OF_KEY = 8, 2  # at a time, in all and of one key of several
 FORM_BYTES = 64 << 10  # of a form beside its file
-LEAST_RATE = 64 << 10  # bytes a second of an upload on average, beyond router.body_timeout_s
+LEAST_RATE = 64 << 10  # bytes a second of an upload on average, beyond body_timeout_s
 MOST_DRAINED, DRAIN_S = 8 << 20, 2.0  # bytes and time
 LATE_S = 40.0  # that a client waits for the folder, which may wait for another change for 30
 MOST_KEPT_S = 30 * 24 * 3600

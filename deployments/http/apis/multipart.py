@@ -86,7 +86,7 @@ async def read_form(
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        raise BodyTooLarge(f"the file has more than {max_bytes:,} bytes; so many are kept (router.batch_file_bytes)")
+        raise BodyTooLarge(f"the file has more than {max_bytes:,} bytes; a longer one is not kept")
 
 
 async def _more(chunks: AsyncIterator[bytes], held: bytes, wanted: bytes, *, or_end: bytes | None = None) -> bytes:

@@ -102,7 +102,7 @@ async def request_(request: Request, rid: str) -> Response:
         return JSONResponse(silent, status_code=503, headers=again)
     if shown is not None:
         return JSONResponse({"row": shown, "page_keys": [], "route": None}, headers=NOT_KEPT)
-    message = f"no router keeps a request {rid[:200]!r}: each keeps its last router.decisions_kept until it ends"
+    message = f"no router keeps a request {rid[:200]!r}: each keeps its last 1,000 until it ends"
     return JSONResponse(error_body(message, status=404, code="request_not_found"), status_code=404)
 
 

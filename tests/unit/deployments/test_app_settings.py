@@ -1,5 +1,6 @@
 """serve_config.yaml: what is wrong is named, with why and what is allowed."""
 
+import copy
 import dataclasses
 import os
 import re
@@ -22,8 +23,10 @@ from deployments.command.haproxy import prepare_ray
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, outages, shortages, too_wide
+from deployments.settings.constants import CONSTANTS, EXPERIMENTS_VARIABLE
 from deployments.settings.places import ROOT, ask_nodes_directly, local_path, shown_path
-from deployments.settings.schema import RouterSettings, parse
+from deployments.settings.roles import config_of
+from deployments.settings.schema import RouterSettings, constants_in, parse
 from deployments.settings.settings_file import check_port
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
@@ -89,7 +92,6 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ),
         ({"model": {**MODEL_ARGS, "quantization": "awq"}}, "or 'int4', not 'awq'; a checkpoint that is quantised"),
         ({"model": {**MODEL_ARGS, "lora": "x"}}, "model.lora: is unknown; allowed: path,"),
-        ({**APART, "router": {"max_wait_s": 180}}, "transfer.room_timeout_s = 180 must exceed router.max_wait_s = 180"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:
@@ -104,7 +106,7 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], say
         ("tensor_parallel_size: 2", "tensor_parallel_size: is unknown (here it is parallel.tp)"),
         ("parallel: {tp_size: 2}", "parallel.tp_size: is unknown (here it is parallel.tp)"),
         ("gpu-memory-utilization: 0.5", "is unknown (here it is cache.mem_fraction_static)"),
-        ("scheduler: {async_scheduling: true}", "scheduler.async_scheduling: is unknown (here it is scheduler.over"),
+        ("scheduler: {schedule_policy: fcfs}", "scheduler.schedule_policy: is unknown (here it is scheduler.policy"),
         ("enforce_eager: true", "(here it is cuda_graphs)"),
         ("cache: {kv_dtype: fp8_e3m4}", "cache.kv_dtype: must be 'float32', 'bfloat16', 'float16', 'int8', 'fp8' or"),
         ("cache: {kv_dtype: int8, kv_cache_dtype: int8}", "kv_dtype and kv_cache_dtype are both given"),
@@ -114,6 +116,33 @@ def test_a_name_of_vllm_or_sglang_is_answered_with_ours(text: str, says: str) ->
     with pytest.raises(InvalidConfig) as error:
         parse({"model": MODEL_ARGS, **yaml.safe_load(text)})
     assert says in str(error.value)
+
+
+def test_a_file_that_names_a_constant_is_served_with_its_value_and_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group's, also those of a role, and whatever the value is."""
+    args: dict[str, Any] = {**APART, "replicas": {"autoscaling": {"max_replicas": 3}}}
+    plain, given = parse(args), copy.deepcopy(args)
+    for name in CONSTANTS:
+        group, _, last = name.rpartition(".")
+        for each in {"autoscaling": ["replicas.autoscaling"], "cache": ["cache", "prefill.cache"]}.get(group, [group]):
+            inner = given
+            for part in each.split("."):
+                inner = inner.setdefault(part, {})
+            inner[last] = "anything"
+    assert parse({"model": MODEL_ARGS, "scheduler": {"ageing_s": 7}}).scheduler.ageing_s == 7  # as in all tests
+    monkeypatch.delenv(EXPERIMENTS_VARIABLE)
+    assert parse(given) == plain
+    told = constants_in(given)
+    assert len(told) == len(CONSTANTS) + sum(name.startswith("cache.") for name in CONSTANTS)
+    assert told["prefill.cache.write_policy"].startswith(
+        "prefill.cache.write_policy: is no setting any more, 'adaptive' holds instead of 'anything': it was the best"
+    )
+
+
+def test_both_sides_of_a_hand_off_wait_for_longer_than_a_router_lets_requests_queue() -> None:
+    waits = config_of(parse({**APART, "router": {"max_wait_s": 400}}), Role.DECODE).transfer
+    assert (waits.open_timeout_s, waits.room_timeout_s) == (600, 600)
+    assert config_of(parse(APART), Role.PREFILL).transfer.room_timeout_s == 180
 
 
 @pytest.mark.parametrize(
@@ -445,7 +474,7 @@ context.exec_worker(["-c", "import sys; print(sys.executable)"], Language.PYTHON
 
 def test_a_worker_starts_by_the_python_of_its_path_whatever_that_is_called(tmp_path: Path) -> None:
     """Through Ray's own line of bash, which ended at the first space: no replica ever got a place."""
-    place = tmp_path / "J\u00f6rg's \"$HOME\" `id`; (1) & *"
+    place = tmp_path / 'J\u00f6rg\'s "$HOME" `id`; (1) & *'
     place.symlink_to(sys.prefix)
     python = str(place / "bin" / "python")
     command = [python, "-c", WORKER.replace("MODEL", MODEL)]
@@ -466,13 +495,6 @@ def test_autoscaling_takes_the_place_of_the_count() -> None:
     policy = options["autoscaling_config"].policy
     assert policy.policy_function == "deployments.autoscaling:TtftPolicy"
     assert TtftPolicy(**policy.policy_kwargs).objective == Objective()
-
-
-def test_serves_own_autoscaling_rule_is_there_for_those_who_ask() -> None:
-    settings = parse({"model": MODEL_ARGS, "replicas": {"autoscaling": {"target_ongoing_requests": 3}}})
-    config = replica_options(settings)["autoscaling_config"]
-    assert config.target_ongoing_requests == 3
-    assert "deployments" not in config.policy.policy_function
 
 
 def test_a_model_path_is_found_from_anywhere_and_shown_relative(

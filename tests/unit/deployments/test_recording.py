@@ -122,7 +122,7 @@ async def test_a_recording_ends_where_it_is_full_and_says_so(
     recorder, lines = await recorded(tmp_path, *(request(at) for at in range(40)), max_bytes=4000)
     assert 2 < len(lines) < 20
     assert recorder.path.stat().st_size <= 4000
-    assert [each.levelno for each in caplog.records if "router.record_bytes" in each.message] == [logging.WARNING]
+    assert [each.levelno for each in caplog.records if "ends at" in each.message] == [logging.WARNING]
 
 
 async def test_a_full_disk_fails_no_request_is_said_once_and_counted(

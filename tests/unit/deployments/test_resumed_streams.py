@@ -426,7 +426,7 @@ async def test_a_stream_expires_and_says_so(engines: Engines) -> None:
         await until_async(lambda: not routers.house.dispatcher.num_open)
         gone = await client.rest("mine", ids[-1])
         assert (gone.status_code, gone.json()["error"]["code"]) == (410, "stream_gone")
-        assert "away for more than 0.3 s (router.reconnect_s)" in gone.json()["error"]["message"]
+        assert "away for more than 0.3 s" in gone.json()["error"]["message"]
         unknown = await client.http.post(
             COMPLETIONS, json={"prompt": "x", "stream": True}, headers={"last-event-id": "what"}
         )

@@ -410,7 +410,7 @@ def test_the_explanation_says_whether_it_can_be_in_time_and_how_long_it_may_be_p
     late = explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=1.5)))
     assert late.splitlines()[1] == (
         "It cannot be in time there (1.5 s): requests that can be go before it, until its first token takes 2 times as "
-        "long as in order of arrival (scheduler.late_factor), about 22.0 s."
+        "long as in order of arrival, about 22.0 s."
     )
     f.router.update([view("a", 1.0)])  # its order knows no objective
     assert " in time" not in explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=1.5)))
