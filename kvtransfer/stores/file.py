@@ -28,6 +28,8 @@ EVICTIONS_PER_IDLE = 8
 class FileMedium:
     """A `Medium` of one file an item."""
 
+    keeps_runs = False
+
     def __init__(self, root: str, *, capacity_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Open or make the folder ``root``. Raises: OSError, Untrusted for one that others may write."""
         self._folder = Folder(root, capacity_bytes=capacity_bytes, clock=clock)

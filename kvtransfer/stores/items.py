@@ -5,8 +5,8 @@ Never:     reads or writes a file or a socket.
 Invariant: bytes pass `fault_of_header` and `fault_of_payload` only if they were packed under that key and layout; with
            a secret, only if the process that packed them had it.
 
-An item is one run of pages, the bytes of all ranks. Its key should be that of its last page, which stands for every
-token before it. Its header is 64 bytes:
+An item is one page or more, the bytes of all ranks. Its key should be that of its last page, which stands for every
+token before it. A medium may keep the items of a run of pages together (`KeyInRun`). An item's header is 64 bytes:
     magic 8, version 4, number of pages 4, payload bytes 8, layout digest 8, key 16, then
     version 1: xxh3-64 of the payload 8, xxh3-64 of the 56 bytes before 8
     version 2: BLAKE2b-128 of the 48 bytes before and the payload, keyed with the store's secret 16
@@ -26,6 +26,7 @@ Buffer = memoryview  # of uint8: one page, ``view[page].data``
 Item = tuple[StoreKey, Sequence[Buffer]]
 
 KEY_BYTES = 16
+RUN_TOKENS, RUN_BYTES = 64, 4 << 20  # the most that a run has; two prompts that part in a run share none of it
 LAYOUT_BYTES = 8
 MAGIC = b"MantaKV\n"
 PLAIN, KEYED = 1, 2  # versions
@@ -65,6 +66,23 @@ def page_chain_keys(token_ids: npt.NDArray[np.int32], page_size: int, parent: St
     pages: list[bytes] = tokens.view(f"V{4 * page_size}").tolist()
     blake2b, key = hashlib.blake2b, parent
     return [key := blake2b(key + page, digest_size=KEY_BYTES).digest() for page in pages]
+
+
+class KeyInRun(bytes):
+    """The key of a page that knows its run: the pages of a chain from a multiple of ``num_pages`` on."""
+
+    run: StoreKey  # the key of the run's last page
+    place: int  # of the page in its run
+    num_pages: int  # of the run
+
+
+def keys_in_runs(keys: Sequence[StoreKey], num_pages: int) -> list[StoreKey]:
+    """Tell the keys of a chain, from its first page on, their runs; the last pages may fill none, and keep theirs."""
+    in_runs = list(keys)
+    for at in range(len(keys) // num_pages * num_pages if num_pages > 1 else 0):
+        in_runs[at] = key = KeyInRun(keys[at])
+        key.run, key.place, key.num_pages = keys[at // num_pages * num_pages + num_pages - 1], at % num_pages, num_pages
+    return in_runs
 
 
 def num_bytes(buffers: Sequence[Buffer]) -> int:

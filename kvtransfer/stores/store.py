@@ -98,6 +98,8 @@ class Medium(Protocol):
     its header. Reads and writes take many items, answer in their order, and end at the first that fails; what follows
     it may have been read or written, if the medium works ahead."""
 
+    keeps_runs: bool  # whether neighbours with the key of one run (`KeyInRun`) become one object
+
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]: ...
 
     def read(self, wanted: Iterable[Item]) -> Iterator[int]:
@@ -146,6 +148,10 @@ class Store:
         self._reading = Backoff(clock)
         self._writing = Backoff(clock)
         self._stats = StoreStats()
+
+    @property
+    def keeps_runs(self) -> bool:
+        return self._medium.keeps_runs
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         """Say for each key whether its item is there: a guess, another process may evict or add at any moment."""

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.stores.items import StoreKey, page_chain, page_chain_keys
+from kvtransfer.stores.items import RUN_BYTES, RUN_TOKENS, StoreKey, keys_in_runs, page_chain, page_chain_keys
 from kvtransfer.stores.store import ReadStatus, Store, StoreStats, WriteStatus
 from replicas.cache.node import NO_PAGES, TreeNode
 from replicas.memory.allocator import Pages
@@ -228,4 +228,7 @@ class Worker:
             self._called_s = self._clock()
 
     def _keys(self, token_ids: TokenIds, salt: str) -> list[StoreKey]:
-        return page_chain_keys(token_ids, self._page_size, page_chain(self._fingerprint, salt))
+        """Return the keys of the whole pages of ``token_ids``, in runs where the store keeps such."""
+        keys = page_chain_keys(token_ids, self._page_size, page_chain(self._fingerprint, salt))
+        longest = min(RUN_TOKENS // self._page_size, RUN_BYTES // self._memory.view.shape[1])
+        return keys_in_runs(keys, longest) if self._store.keeps_runs else keys

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replicas.cache import store_worker
 from replicas.cache.store_tier import MAX_LEFT
 from replicas.cache.store_worker import Fetch
 from replicas.engine.occupation import Occupation
@@ -75,6 +76,27 @@ def test_a_look_finds_the_end_of_what_is_there_in_few_rounds(tmp_path: Path) -> 
         assert fetch.keys == keys[:there]
         assert len(rounds) <= (3 if there else 1)
         assert bench.store.stats().asked - before <= (35 if there else 1)
+
+
+def test_pages_are_named_in_runs_of_64_tokens_where_the_store_keeps_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages have 4 tokens and 64 bytes here; a folder's item is a page."""
+    bench = TieredBench(tmp_path)
+    ids = np.arange(70 * 4, dtype=np.int32)
+    plain = bench.worker._keys(ids, "")
+    assert {type(key) for key in plain} == {bytes}
+    bench.disk.keeps_runs = True
+    for most_bytes, num_pages in ((1 << 20, 16), (5 * 64, 5), (63, None)):
+        monkeypatch.setattr(store_worker, "RUN_BYTES", most_bytes)
+        keys = bench.worker._keys(ids, "")
+        assert keys == plain
+        assert getattr(keys[0], "num_pages", None) == num_pages
+    monkeypatch.undo()
+    fetch = Fetch(ids, "", 18, 0.0)  # looks for what follows the first 18 pages
+    list(bench.store.write((key, [memoryview(bytes(8))]) for key in plain))
+    bench.worker._look(fetch)
+    assert [(key.place, key.run) for key in fetch.keys[:2]] == [(2, plain[31]), (3, plain[31])]  # type: ignore[attr-defined]
 
 
 def test_a_store_that_never_has_anything_costs_no_step(tmp_path: Path) -> None:

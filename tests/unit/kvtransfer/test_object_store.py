@@ -5,17 +5,19 @@ import socket
 import socketserver
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from kvtransfer.stores import object as object_store
-from kvtransfer.stores.items import HEADER_BYTES
+from kvtransfer.stores.items import HEADER_BYTES, Item, StoreKey, keys_in_runs
 from kvtransfer.stores.object import MOST_CONNECTIONS, ObjectMedium
 from kvtransfer.stores.store import ReadStatus, Store, WriteStatus
 from tests.s3_server import BUCKET, CREDENTIALS
 from tests.unit.kvtransfer.test_file_store import Clock
-from tests.unit.kvtransfer.test_store_protocol import LAYOUT, PAGE_BYTES, key_of, only, run_of_pages, views
+from tests.unit.kvtransfer.test_store_protocol import LAYOUT, PAGE_BYTES, Pages, key_of, only, run_of_pages, views
 
 ITEM_BYTES = HEADER_BYTES + PAGE_BYTES
 DEADLINE_S = 0.5  # of services that do not answer; others have the time that a busy machine takes
@@ -238,3 +240,128 @@ def test_a_look_knows_what_it_knew_at_its_beginning(s3_server: str, monkeypatch:
         assert store.contains([key_of(number) for number in range(known)]) == [False] * known
     assert store.contains([key_of(number) for number in range(5)]) == [False] * 5
     store.check()
+
+
+class Chain:
+    """A chain of 11 pages in a bucket: runs 0-3 and 4-7, and three pages that fill none. Others may write it too."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._url = {"endpoint": endpoint, "region": "us-east-1", "prefix": uuid.uuid4().hex}
+        self.plain = [key_of(number) for number in range(11)]  # as a version without runs names them
+        self.keys = keys_in_runs(self.plain, 4)
+        self.pages = run_of_pages(11, seed=1)
+        self.medium = self.replica()._medium
+
+    def replica(self) -> Store:
+        """A process that has asked for nothing yet."""
+        return Store(ObjectMedium(BUCKET, deadline_s=60.0, **self._url), layout_digest=LAYOUT)
+
+    def items(self, keys: list[StoreKey], pages: Pages, first: int, end: int) -> list[Item]:
+        return [(keys[at], [pages[at].data]) for at in range(first, end)]
+
+    def write(self, first: int, end: int, keys: list[StoreKey] | None = None) -> list[WriteStatus]:
+        return [each.status for each in self.replica().write(self.items(keys or self.keys, self.pages, first, end))]
+
+    def read(self, first: int, end: int) -> list[ReadStatus]:
+        """Read with a fresh client. What it says is OK is what was written."""
+        into = np.zeros_like(self.pages)
+        statuses = [each.status for each in self.replica().read(self.items(self.keys, into, first, end))]
+        for at, status in enumerate(statuses, start=first):
+            assert status is not ReadStatus.OK or np.array_equal(into[at], self.pages[at])
+        return statuses
+
+    def objects(self) -> dict[str, int]:
+        """Return the bucket's objects: their names' ends, and their bytes in items."""
+        listed = self.medium._client.list_objects_v2(Bucket=BUCKET, Prefix=self._url["prefix"])
+        return {each["Key"].rpartition("/")[2]: each["Size"] / ITEM_BYTES for each in listed.get("Contents", [])}
+
+
+STORED, PRESENT, OK = WriteStatus.STORED, WriteStatus.PRESENT, ReadStatus.OK
+
+
+@pytest.fixture
+def chain(s3_server: str) -> Chain:
+    return Chain(s3_server)
+
+
+def test_a_whole_run_is_one_object_and_is_read_from_any_of_its_pages_on(chain: Chain) -> None:
+    """A node of pages 1 to 10 is written: run 0-3 is not whole there, nor is what follows run 4-7."""
+    assert chain.write(1, 11) == [STORED] * 10
+    alone = [f"{chain.plain[at].hex()}.kv" for at in (1, 2, 3, 8, 9, 10)]
+    assert chain.objects() == dict.fromkeys(alone, 1) | {f"{chain.plain[7].hex()}.4.kv": 4}
+    assert chain.replica().contains(chain.keys) == [at > 0 for at in range(11)]
+    for first in (1, 2, 6, 7, 10):
+        assert chain.read(first, 11) == [OK] * (11 - first)
+    assert chain.read(1, 6) == [OK] * 5
+    assert chain.read(0, 11) == [ReadStatus.MISSING]
+    held = chain.replica()
+    list(held.write(chain.items(chain.keys, chain.pages, 0, 8)))
+    assert (held.stats().items, held.stats().bytes) == (1, 4 * ITEM_BYTES)  # run 4-7 was there, 0-3 alone was not
+
+
+def test_a_run_takes_one_request(chain: Chain) -> None:
+    chain.write(0, 8)
+    asked: list[str] = []
+    replica = chain.replica()
+    replica._medium._client.meta.events.register("before-send.s3", lambda request, **_: asked.append(request.method))
+    assert replica.contains(chain.keys[:8]) == [True] * 8
+    assert [each.status for each in replica.read(chain.items(chain.keys, chain.pages, 0, 8))] == [OK] * 8
+    assert asked == ["HEAD"] * 2 + ["GET"] * 2
+
+
+def test_replicas_that_write_other_parts_of_a_run_find_each_others_pages(chain: Chain) -> None:
+    assert chain.write(0, 6) == [STORED] * 6  # run 0-3, and two pages
+    assert chain.write(6, 7) == [STORED]
+    assert chain.read(0, 8) == [OK] * 7 + [ReadStatus.MISSING]
+    assert chain.write(0, 8) == [PRESENT] * 4 + [STORED] * 4
+    assert chain.write(5, 7) == [PRESENT] * 2
+    assert chain.read(3, 8) == [OK] * 5
+    assert chain.write(2, 4) == [PRESENT] * 2  # they are in the run
+    assert len(chain.objects()) == 5
+
+
+def test_pages_of_a_version_without_runs_are_read_and_it_misses_those_of_runs(chain: Chain) -> None:
+    chain.write(0, 8, chain.plain)
+    assert chain.replica().contains(chain.keys[:9]) == [True] * 8 + [False]
+    assert chain.read(1, 8) == [OK] * 7
+    chain.replica().delete(chain.plain[2])
+    assert chain.read(0, 8) == [OK] * 2 + [ReadStatus.MISSING]
+    assert chain.write(0, 4) == [STORED] * 4  # a run
+    chain.replica().delete(chain.plain[3])
+    assert chain.replica().contains(chain.plain[:5]) == [True, True, False, False, True]
+    assert chain.read(0, 8) == [OK] * 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "num_good"), [("a bit", 5), ("cut", 4), ("longer", 4), ("empty", 4), ("items changed places", 4)]
+)
+def test_a_run_that_is_not_right_ends_the_read_and_is_deleted(chain: Chain, wrong: str, num_good: int) -> None:
+    """Run 4-7 of pages 0 to 10; its page 5 has a flipped bit, or the object is another."""
+    chain.write(0, 11)
+    name = f"{chain.plain[7].hex()[:2]}/{chain.plain[7].hex()}.4.kv"
+    place = chain.medium._place(name)
+    run = chain.medium._client.get_object(**place)["Body"].read()
+    flipped = bytearray(run)
+    flipped[ITEM_BYTES + HEADER_BYTES + 500] ^= 1
+    changed = {
+        "a bit": bytes(flipped),
+        "cut": run[: 2 * ITEM_BYTES],
+        "longer": run + b"x",
+        "empty": b"",
+        "items changed places": run[ITEM_BYTES:] + run[:ITEM_BYTES],
+    }[wrong]
+    chain.medium._client.put_object(**place, Body=changed)
+    assert chain.read(0, 11) == [OK] * num_good + [ReadStatus.CORRUPT]
+    assert chain.replica().contains(chain.keys) == [not 4 <= at < 8 for at in range(11)]
+    assert chain.read(0, 11) == [OK] * 4 + [ReadStatus.MISSING]
+    assert chain.write(4, 8) == [STORED] * 4
+    assert chain.read(0, 11) == [OK] * 11
+
+
+def test_runs_begin_at_multiples_of_their_length_in_the_chain() -> None:
+    keys = [key_of(number) for number in range(11)]
+    in_runs = keys_in_runs(keys, 4)
+    assert in_runs == keys  # what names a page stays
+    assert [getattr(key, "run", None) for key in in_runs] == [keys[3]] * 4 + [keys[7]] * 4 + [None] * 3
+    assert [key.place for key in in_runs[:8]] == [0, 1, 2, 3] * 2  # type: ignore[attr-defined]
+    assert [type(key) for num_pages in (0, 1, 12) for key in keys_in_runs(keys, num_pages)] == [bytes] * 33
