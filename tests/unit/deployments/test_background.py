@@ -278,7 +278,7 @@ async def test_a_response_has_a_deadline_and_is_kept_for_a_while_after_its_end(t
             assert (await sdk.responses.retrieve(begun.id)).status == "in_progress"  # as long as it runs
             replica.hold.set()
             await until_async(lambda: not kept._streams)
-            with pytest.raises(openai.NotFoundError, match=r"ended more than 0.05 s ago\)"):
+            with pytest.raises(openai.NotFoundError, match=r"ended more than 0.05 s ago\."):
                 await sdk.responses.retrieve(begun.id)
 
 
