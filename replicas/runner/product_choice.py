@@ -7,7 +7,8 @@ Invariant: BLAS is not used if the results are rounded afterwards: its order of 
 Thread:    the one that loads the engine. Rank 0 chooses for all ranks.
 
 Times are CPU time of one thread: other load during an engine's start must not decide its speed from then on (by wall
-time on two threads, a kernel that was twice as fast lost one in eight tries on a busy machine).
+time on two threads, a kernel that was twice as fast lost one in eight tries on a busy machine). Load also takes
+caches and bandwidth, and CPU time shows that: rates on which two halves of the rounds do not agree are used, not kept.
 """
 
 import contextlib
@@ -43,8 +44,9 @@ log = logging.getLogger(__name__)
 
 Shape = tuple[int, int]  # of a weight: (out, in)
 Rates = Mapping[Shape, Mapping[int, tuple[float, float]]]  # by rows of a step: GFLOP/s of our kernel and of BLAS
+Measured = tuple[Rates, bool]  # and whether repeats agree
 ROWS = (32, 64, 256)  # that are measured: in steps of fewer, running as one program gains more than another product
-CLEARLY_FASTER = 1.15  # measured times differ by less from run to run
+CLEARLY_FASTER = 1.15  # measured times differ by less from run to run, else they are not kept
 ROUNDS, TRIES = 4, 2  # of a measurement: the quickest run of all counts
 GAIN_SHAPE, GAIN_ROWS = (2048, 2048), (1, 8, 32, 256)  # of `gains`: fp32 weights of 16 MB, which no L2 holds
 MOST_FLOATS = 1 << 21  # of a weight that stands for one with more rows: 8 MB
@@ -158,7 +160,7 @@ def faster(rates: Rates) -> Products:
     return Products(blas_rows=taken)
 
 
-def _measure(shapes: Sequence[Shape]) -> Rates:
+def _measure(shapes: Sequence[Shape]) -> Measured:
     """Of our product and BLAS's, weights of a large shape cut to their first rows."""
     cases: list[_Case] = []
     for n, k in shapes:
@@ -168,7 +170,7 @@ def _measure(shapes: Sequence[Shape]) -> Rates:
     return _rates(cases)
 
 
-def _beside_floats(format_: WeightFormat, dtype: DType, shapes: Sequence[Shape]) -> Rates:
+def _beside_floats(format_: WeightFormat, dtype: DType, shapes: Sequence[Shape]) -> Measured:
     """Of our product by fp32 weights and by weights in ``format_``, in a model of ``dtype``."""
     cases: list[_Case] = []
     for n, k in shapes:
@@ -200,28 +202,30 @@ class _Case:
     works: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
-def _rates(cases: Sequence[_Case]) -> Rates:
+def _rates(cases: Sequence[_Case], clock: Callable[[], float] = time.thread_time) -> Measured:
     """Measure the GFLOP/s of the quickest of several runs on one thread. Each round runs all cases, so one disturbed
-    moment does not decide."""
-    least_s = [[math.inf, math.inf] for _ in cases]
+    moment does not decide. Repeats agree if the quickest of every other round is about the quickest of all."""
+    least_s = [([math.inf, math.inf], [math.inf, math.inf]) for _ in cases]  # of each work, by halves of the rounds
     with _one_thread():
-        for _ in range(ROUNDS):
-            for case, seconds in zip(cases, least_s, strict=True):
-                for i, work in enumerate(case.works):
+        for number in range(ROUNDS):
+            for case, by_work in zip(cases, least_s, strict=True):
+                for work, halves in zip(case.works, by_work, strict=True):
                     for _ in range(TRIES):
-                        started_s = time.thread_time()
+                        started_s = clock()
                         work(case.x)
-                        seconds[i] = min(seconds[i], time.thread_time() - started_s)
+                        halves[number % 2] = min(halves[number % 2], clock() - started_s)
     rates: dict[Shape, dict[int, tuple[float, float]]] = {}
-    for case, seconds in zip(cases, least_s, strict=True):
+    for case, by_work in zip(cases, least_s, strict=True):
         gflop = 2e-9 * case.x.numel() * case.outputs
-        first, second = (round(gflop / max(each, 1e-9), 1) for each in seconds)
+        first, second = (round(gflop / max(min(halves), 1e-9), 1) for halves in by_work)
         rates.setdefault(case.shape, {})[len(case.x)] = first, second
-    return rates
+    agree = all(max(halves) < CLEARLY_FASTER * min(halves) for by_work in least_s for halves in by_work)
+    return rates, agree
 
 
-def _recorded(what: str, measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shape]) -> Rates:
-    """Return this program's measurements of these shapes on this kind of CPU: from disk, else made and kept.
+def _recorded(what: str, measure: Callable[[Sequence[Shape]], Measured], shapes: Sequence[Shape]) -> Rates:
+    """Return this program's measurements of these shapes on this kind of CPU: from disk, else made, and kept if they
+    can be relied on.
 
     ``what``: the two products that ``measure`` compares.
     """
@@ -233,9 +237,12 @@ def _recorded(what: str, measure: Callable[[Sequence[Shape]], Rates], shapes: Se
         return {(n, k): {int(r): (own, other) for r, (own, other) in by_rows.items()} for n, k, by_rows in rows}
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    started_s, rates = time.monotonic(), measure(sorted(set(shapes)))
+    started_s, (rates, agree) = time.monotonic(), measure(sorted(set(shapes)))
     log.info("products measured in %.1f s, GFLOP/s of %s by rows: %s",
              time.monotonic() - started_s, what, _in_words(rates))  # fmt: skip
+    if not agree:
+        log.info("other work disturbed the measurement: the next start makes it again")
+        return rates
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         written = file.with_suffix(f".{os.getpid()}")

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from replicas.layers.tp_group import TpGroup
 from replicas.resolve import resolve
 from replicas.runner import product_choice
 from replicas.runner.model_files import load_model_config
-from replicas.runner.product_choice import BLAS_ROWS, Rates, Shape, choose_products, faster, product_shapes
+from replicas.runner.product_choice import BLAS_ROWS, Measured, Shape, choose_products, faster, product_shapes
 from tests.harness import model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel
@@ -39,9 +39,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Shape]]:
     """The shapes of each measurement; BLAS is twice as fast with 256 rows of the down product."""
     calls: list[list[Shape]] = []
 
-    def measure(shapes: Sequence[Shape]) -> Rates:
+    def measure(shapes: Sequence[Shape]) -> Measured:
         calls.append(list(shapes))
-        return {shape: {32: (60.0, 66.0), 64: (60.0, 60.0), 256: (40.0, 80.0)} for shape in shapes if shape[1] > 64}
+        by_rows = {32: (60.0, 66.0), 64: (60.0, 60.0), 256: (40.0, 80.0)}
+        return {shape: by_rows for shape in shapes if shape[1] > 64}, True
 
     monkeypatch.setattr(product_choice, "_measure", measure)
     return calls
@@ -127,9 +128,9 @@ def test_blas_is_not_used_if_k_and_v_are_rounded(
 def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     calls: list[tuple[str, str]] = []
 
-    def measure(format_: str, dtype: str, shapes: Sequence[Shape]) -> Rates:
+    def measure(format_: str, dtype: str, shapes: Sequence[Shape]) -> Measured:
         calls.append((format_, dtype))
-        return {shape: {1: (40.0, 80.0), 256: (80.0, 60.0)} for shape in shapes}
+        return {shape: {1: (40.0, 80.0), 256: (80.0, 60.0)} for shape in shapes}, True
 
     monkeypatch.setattr(product_choice, "_beside_floats", measure)
     monkeypatch.setattr(bf16_tiles, "way", lambda: "dots")
@@ -145,7 +146,8 @@ def test_what_a_format_gains_is_measured_once_a_machine_and_said(monkeypatch: py
 
 
 def test_a_default_of_bfloat16_is_said_with_what_it_gains(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(product_choice, "_beside_floats", lambda *_: {product_choice.GAIN_SHAPE: {1: (40.0, 80.0)}})
+    measured = {product_choice.GAIN_SHAPE: {1: (40.0, 80.0)}}, True
+    monkeypatch.setattr(product_choice, "_beside_floats", lambda *_: measured)
     gain = "2 times float32 for 1 token"
     assert product_choice.default_told("bfloat16") == f"the checkpoint's, which this CPU multiplies: {gain}"
     assert product_choice.default_told("float32") is None
@@ -228,6 +230,52 @@ def test_other_load_does_not_decide_which_product_is_taken() -> None:
 
     before = torch.get_num_threads()
     case = product_choice._Case((64, 64), torch.ones(32, 64), 1 << 16, (computes, waits))  # type: ignore[arg-type]
-    own, blas = product_choice._rates([case])[64, 64][32]
+    own, blas = product_choice._rates([case])[0][64, 64][32]
     assert blas > 2 * own
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "blas_ms", "rates", "kept"),
+    [
+        ([2] * 8, [1] * 8, (0.1, 0.3), True),
+        ([2, 9, 2, 2, 9, 9, 9, 2], [9, 1, 1, 1, 1, 1, 9, 1], (0.1, 0.3), True),  # each half has good runs
+        ([2, 2, 3, 3, 2, 2, 3, 3], [1] * 8, (0.1, 0.3), False),
+        ([2] * 8, [9, 9, 1, 1, 9, 9, 9, 9], (0.1, 0.3), False),  # the second and the last round are one half
+    ],
+)
+def test_rates_whose_repeats_differ_are_used_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    own_ms: list[int],
+    blas_ms: list[int],
+    rates: tuple[float, float],
+    kept: bool,
+) -> None:
+    """Four rounds of two runs each, by a clock of the test's. The next start measures anew."""
+    now_s = 0.0
+
+    def takes(ms: list[int]) -> Callable[[torch.Tensor], None]:
+        left = iter(ms)
+
+        def work(_: torch.Tensor) -> None:
+            nonlocal now_s
+            now_s += next(left) / 1000
+
+        return work
+
+    starts = 0
+
+    def measure(shapes: Sequence[Shape]) -> Measured:
+        nonlocal starts
+        starts += 1
+        works: Any = (takes(own_ms), takes(blas_ms))
+        case = product_choice._Case((64, 64), torch.ones(32, 64), 64, works)
+        return product_choice._rates([case], lambda: now_s)
+
+    monkeypatch.setattr(product_choice, "_measure", measure)
+    for _ in range(2):
+        assert choose_products(config(), "auto")[0] == Products(blas_rows={(64, 64): 32})
+        assert product_choice._recorded("own and BLAS", measure, [(64, 64)])[64, 64][32] == rates
+    assert starts == (2 if kept else 4)
+    assert len(list(folder.glob("*.json"))) == (2 if kept else 0)
