@@ -175,7 +175,6 @@ class SocketLinks:
 
     def expire(self, now: float) -> None:
         """Drop connections whose handshake takes too long: silent strangers, hung peers."""
-        self.now = now
         if now >= self._deaf_until_s:
             self._deaf_until_s = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ, 0)

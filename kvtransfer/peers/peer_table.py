@@ -278,8 +278,6 @@ class PeerTable:
             peer.outgoing = None
         else:
             peer.incoming = None
-        if not peer.linked:
-            peer.lost_s = now
         if now >= peer.up_s + MIN_UP_S:
             peer.backoff_s = 0.0
         elif outgoing:  # a link that breaks as soon as it is up

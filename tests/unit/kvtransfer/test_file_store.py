@@ -62,6 +62,12 @@ def scan(store: Store) -> None:
         store.idle()
 
 
+def next_round(store: Store, clock: Clock) -> None:
+    for _ in range(NUM_SHARDS):
+        clock.now += ROUND_S / NUM_SHARDS
+        store.idle()
+
+
 def test_opening_a_store_lists_nothing_and_reads_find_all(tmp_path: Path) -> None:
     first = open_store(tmp_path)
     for number in range(20):
@@ -113,7 +119,8 @@ def test_an_item_larger_than_the_capacity_is_refused_and_evicts_nothing(tmp_path
 
 
 def test_what_another_process_used_meanwhile_is_not_evicted(tmp_path: Path) -> None:
-    ours = open_store(tmp_path, capacity_bytes=3 * ITEM_BYTES)
+    clock = Clock()
+    ours = open_store(tmp_path, capacity_bytes=3 * ITEM_BYTES, clock=clock)
     for number in (1, 2, 3):
         put(ours, number)
         used_at(tmp_path, number, number)
@@ -121,6 +128,11 @@ def test_what_another_process_used_meanwhile_is_not_evicted(tmp_path: Path) -> N
     assert holds(open_store(tmp_path), 1)
     put(ours, 4)
     assert [number for number in (1, 2, 3, 4) if file_of(tmp_path, number).exists()] == [1, 3, 4]
+    put(open_store(tmp_path), 5)
+    used_at(tmp_path, 5, 2)  # before all others
+    next_round(ours, clock)
+    put(ours, 6)
+    assert [number for number in range(1, 7) if file_of(tmp_path, number).exists()] == [1, 4, 6]
 
 
 def test_what_another_process_added_and_evicted_is_known_after_a_round(tmp_path: Path) -> None:
@@ -135,9 +147,7 @@ def test_what_another_process_added_and_evicted_is_known_after_a_round(tmp_path:
     assert ours.stats().items == 1
     assert not holds(ours, 1)  # a file that vanished is a miss
     assert ours.stats().errors == 0
-    for _ in range(NUM_SHARDS):
-        clock.now += ROUND_S / NUM_SHARDS
-        ours.idle()
+    next_round(ours, clock)
     assert (ours.stats().items, ours.stats().bytes) == (2, 2 * ITEM_BYTES)
     ours.check()
 

@@ -245,6 +245,7 @@ def test_a_silent_stranger_is_dropped_in_time_and_gets_nothing_but_a_nonce(make:
         frames = Frames(10_000)
         frames.feed(stranger.recv(10_000))
         assert [type(decode(body)) for body in frames] == [Challenge]
+        run(p, now=8.9)
         assert p.links.num_connections == 1
         run(p, now=9.0)
         assert p.links.num_connections == 0

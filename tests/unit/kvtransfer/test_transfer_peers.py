@@ -8,6 +8,7 @@ import pytest
 
 from kvtransfer.peers.liveness import Heartbeat, Silence
 from kvtransfer.peers.wire import Abort, Open
+from kvtransfer.ports.rank_port import Written
 from tests.transfer_net import SETTINGS, Net, Room, SimEngine
 
 SILENT_S = SETTINGS.heartbeat_s * SETTINGS.heartbeat_misses
@@ -265,6 +266,22 @@ def test_a_lost_connection_fails_the_rooms_and_is_made_again_at_once() -> None:
     begun(net, p, d)
 
 
+def test_a_connection_that_breaks_as_soon_as_it_is_up_is_made_again_later_and_later() -> None:
+    net, p, d, _ = started()
+    net.run(1.0)
+    before = next(net.numbers)  # of all dials and connections
+    for _ in range(200):
+        net.cut()
+        net.run(0.05)
+    assert next(net.numbers) < before + 60
+    net.run(10.0)
+    net.cut()  # after a while: made again at once, and 0.2 s later where that one breaks as soon
+    for wait_s in (0.05, 0.4):
+        net.run(wait_s)
+        assert (p.core.stats().peers, d.core.stats().peers) == (1, 1)
+        net.cut()
+
+
 def test_an_acknowledgement_that_was_lost_with_the_connection_comes_again() -> None:
     net, p, _, room = started()
     p.send(room, 3, last=True)
@@ -307,6 +324,8 @@ def test_a_prefill_engine_finds_out_that_its_receiver_is_dead() -> None:
     net.run(8.0)
     assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
     assert not p.core.sending.has_business(d.address.incarnation)
+    assert p.core.sending.wrote(0, Written(order_id=1, num_bytes=1), net.now) is None
+    assert p.core.stats().late_messages == 1
 
 
 def test_one_peer_that_hangs_holds_up_no_room_of_another() -> None:

@@ -9,7 +9,17 @@ import pytest
 from kvtransfer.pages import page_keys
 from routing.explain import explain
 from routing.router import Router
-from routing.types import Candidate, Decision, Ending, KeysStored, Reason, ReplicaView, RouteOutcome, RouteQuery
+from routing.types import (
+    Candidate,
+    Decision,
+    Ending,
+    IndexSnapshot,
+    KeysStored,
+    Reason,
+    ReplicaView,
+    RouteOutcome,
+    RouteQuery,
+)
 
 PROMPT = list(range(1_000))  # 62 whole pages
 
@@ -320,11 +330,16 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
 
 def test_another_page_size_or_an_untold_pool_means_no_overlap() -> None:
+    rates = {"time_s": 0.0, "host_pages": 100, "prefill_tokens_per_s": 1_000.0, "host_s_per_token": 1e-6}
     f = Fixture(
-        ReplicaView(replica_id="a", time_s=0.0, pool_pages=100, page_size=32), ReplicaView(replica_id="b", time_s=0.0)
+        ReplicaView(replica_id="a", pool_pages=100, page_size=32, **rates), ReplicaView(replica_id="b", **rates)
     )
+    keys = page_keys(np.array(PROMPT, dtype=np.int32), 16, "")
+    for each in "ab":
+        f.router.apply_snapshot(each, IndexSnapshot(1, keys[:0], keys[:1]))  # on the host
     for _ in range(3):
         assert f.choose().best_overlap[1] == 0
+        assert all(each.terms.host_tokens == 0 for each in f.look().values())
 
 
 def test_a_pool_told_later_begins_an_index() -> None:

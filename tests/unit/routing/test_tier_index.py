@@ -1,5 +1,6 @@
 """Tiers in the router: what each replica could load, from where, how long that takes, and where a request then goes."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -228,7 +229,10 @@ def test_the_latency_of_a_store_is_not_worth_a_short_read() -> None:
 def test_a_shared_store_counts_for_every_replica_that_names_it() -> None:
     f = Fleet()
     f.tell("a", store=100)
-    assert [each.terms.store_tokens for each in f.choose().candidates] == [1600, 1600]
+    query = RouteQuery(rid="me", token_ids=PROMPT)
+    assert [each.terms.store_tokens for each in f.router.explain_only(query).candidates] == [1600, 1600]
+    f.router.update([f.views[0], replace(f.views[1], time_s=11.0, store="")])  # b's does not work any more
+    assert [each.terms.store_tokens for each in f.router.explain_only(query).candidates] == [1600, 0]
 
 
 def test_the_rate_of_a_replica_that_has_loaded_nothing_is_assumed_from_its_page_bytes() -> None:
