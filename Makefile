@@ -143,7 +143,7 @@ bench-peers: model ## Manta, vLLM, Transformers and llama.cpp in one run; instal
 	@$(BIN)/python -m benchmarks peers --json bench_results/peers.json $(ARGS)
 
 simulate: $(VENV)/.installed-plots ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
-	@$(BIN)/python -m benchmarks router simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
+	@$(BIN)/python -m benchmarks router simulate --requests 4000 $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
 		--policy round_robin --policy power_of_two --policy least_tokens --policy prefix_threshold \
 		--policy estimated_ttft --policy oracle \
 		--json bench_results/simulate.json --plot bench_results/simulate.svg

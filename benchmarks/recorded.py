@@ -147,7 +147,7 @@ def sim_requests(recording: Recording, *, rate: float) -> list[SimRequest]:
     size = recording.page_size
     requests = []
     for seen in recording.requests:
-        own = -(seen.number + 1)  # an id that no other request has
+        own = -2 - seen.number  # an id that no other request has; -1 stands for logits that are broken
         total_len = seen.input_len + seen.output_len
         pages = [ids.setdefault(block, len(ids)) for block in seen.blocks]
         pages += [own] * (-(-total_len // size) - len(pages))

@@ -27,12 +27,10 @@ from rich.progress import Progress, TimeElapsedColumn
 from benchmarks import harness, live_router, recorded, sim_tenants, workloads
 from benchmarks.calibration import PACE_S, Calibrated, build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
-from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
-from benchmarks.sim_engine import EngineCluster
-from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_trace
-from benchmarks.sim_replica import Speed
-from benchmarks.sim_routers import SOONEST, Apart, Limits
-from replicas.config import load_extensions
+from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup
+from benchmarks.sim_engine import Build, StepTime
+from benchmarks.sim_load import SimRequest, of_workload, read_trace
+from replicas.config import SchedulerConfig, load_extensions
 from replicas.scheduler.orders import ORDERS
 from routing.policies import POLICIES
 
@@ -40,7 +38,6 @@ WORKLOADS = ("shared-prefix", "multi-turn", "agents")
 REPLICAS = 8
 OBJECTIVE_S = 5.0
 MakeCluster = Callable[[Callable[[], None]], Cluster]
-INF = float("inf")
 NUM_PREFIXES = 50
 VOCABULARY = 49_152
 LIVE_TOKENS, EVENT_PAGES = 8_192, 16
@@ -55,8 +52,7 @@ def simulate(options: argparse.Namespace) -> list[Row]:
         if options.trace is not None and recorded.is_recording(options.trace):
             recording = recorded.read(options.trace, limit=200 if options.quick else options.requests)
         load = _load(options) if recording is None else recorded.sim_requests(recording, rate=options.rate)
-        requests = copies(jittered(load, options.jitter, seed=options.seed), options.copies)
-        return _run_all(options, requests, recording)
+        return _run_all(options, load, recording)
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         raise SystemExit(2) from error
@@ -80,10 +76,9 @@ def _run_all(
             cluster = make(partial(progress.advance, task))
             records = cluster.run()
             cluster.check()
-            apart = cluster.routers.apart() if cluster.routers else None
             is_agents = options.trace is None and options.workload == "agents"
             rows += summary(
-                title, name, records, num_replicas=len(cluster.replicas), objective_s=objective_s, apart=apart,
+                title, name, records, num_replicas=len(cluster.replicas), objective_s=objective_s,
                 num_sessions=sum(each.after is None for each in requests) if is_agents else 0,
             )  # fmt: skip
             ttfts = sorted(record.ttft_s for record in records)
@@ -109,15 +104,15 @@ def _clusters(
     for count, queue, policy in itertools.product(counts, queues, options.policy or ["estimated_ttft"]):
         size = f"{count} replica{'s' * (count != 1)}"
         words = [policy, *([queue] if len(queues) > 1 else []), *([size] if len(counts) > 1 else [])]
-        if options.split:
-            size = "{} prefill and {} decode replicas".format(*options.split)
-        setup = _setup(options, count, queue or "fcfs")
         if recording is None or found is None:
-            make: MakeCluster = partial(Cluster, policy, requests, setup)
+            build = _build(options, requests, queue or "fcfs")
         else:
             build = build_of(recording, found, queue=queue, rate=options.rate)
-            make = partial(EngineCluster, policy, requests, setup, build)
-        made.append((", ".join(words), size, make))
+        setup = Setup(
+            num_replicas=count, build=build, objective_s=options.objective or OBJECTIVE_S,
+            period_s=options.stats_period, delay_s=options.event_delay, seed=options.seed,
+        )  # fmt: skip
+        made.append((", ".join(words), size, partial(Cluster, policy, requests, setup)))
     return made
 
 
@@ -151,7 +146,7 @@ def _recorded_rows(title: str, recording: recorded.Recording, found: Calibrated,
 
 def summary(
     section: str, policy: str, records: Sequence[Record], *, num_replicas: int, objective_s: float,
-    apart: Apart | None = None, num_sessions: int = 0,
+    num_sessions: int = 0,
 ) -> list[Row]:  # fmt: skip
     """Return the line of a run of at least one request; all but the choice's time depends on the arguments alone.
 
@@ -185,42 +180,23 @@ def summary(
     add("skew", max(computed.values()) * num_replicas / computed.total())
     for q in (50, 99):
         add(f"choice p{q}", percentile(choices, q), "us")
-    if apart is not None:
-        routers = f"{apart.routers} routers"
-        add("pages apart, mean", 100 * apart.pages_mean, "%", f"{routers}, {apart.samples} samples")
-        add("most", 100 * apart.pages_max, "%")
-        add("at the end", 100 * apart.pages_at_end, "%")
-        add("decisions apart", 100 * apart.decisions, "%")
     return table.rows
 
 
-def _setup(options: argparse.Namespace, count: int, queue: str) -> Setup:
-    base_s, per_request_s = options.decode_step
-    split = None
-    if options.split:
-        _, num_decoders = options.split
-        split = Split(num_decoders=num_decoders, bytes_per_token=options.kv_bytes, bytes_per_s=options.transfer_rate)
-    return Setup(
-        num_replicas=options.split[0] if options.split else count,
-        pool_tokens=options.pool_tokens,
+def _build(options: argparse.Namespace, requests: Sequence[SimRequest], queue: str) -> Build:
+    """Return a replica of a small model on one GPU."""
+    base_s, row_s = options.decode_step
+    return Build(
+        step=StepTime(base_s=base_s, prompt_token_s=1 / options.prefill_rate, row_s=row_s),
         page_size=options.page_size,
-        speed=Speed(
-            prefill_tokens_per_s=options.prefill_rate,
-            queue=queue,
-            ageing_s=options.ageing,
-            objective_s=options.objective or OBJECTIVE_S,
-            late_factor=options.late_factor,
-            decode_base_s=base_s,
-            decode_per_request_s=per_request_s,
-            rate_error=options.rate_error,
-            rate_noise=options.rate_noise,
+        pool_pages=options.pool_tokens // options.page_size,
+        max_running=256,
+        context_len=max(request.input_len + request.output_len for request in requests),
+        scheduler=SchedulerConfig(
+            policy=queue, ageing_s=options.ageing, late_factor=options.late_factor, chunked_prefill_size=8192,
+            cascade=False,
         ),
-        erring=options.erring,
-        split=split,
-        num_routers=options.routers,
-        limits=Limits(period_s=options.stats_period, delay_s=options.event_delay, event_loss=options.event_loss),
-        seed=options.seed,
-    )
+    )  # fmt: skip
 
 
 def _load(options: argparse.Namespace) -> list[SimRequest]:
@@ -243,7 +219,7 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
             seed=seed,
         )  # fmt: skip
     rate = options.rate * (options.replicas or [REPLICAS])[0]
-    return of_workload(workload, requests_per_s=rate, think_s=options.think, seed=seed)
+    return of_workload(workload, requests_per_s=rate, think_s=options.think, spread=0.5, seed=seed)
 
 
 def prompts(prompt_len: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int32]]:
@@ -272,24 +248,16 @@ def live(options: argparse.Namespace) -> list[Row]:
     return live_router.rows_of(live_router.run(measured))
 
 
-def _number(least: float, *, most: float = INF, above: bool = False) -> Callable[[str], float]:
+def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
     """Return what parses a number of at least (or above) ``least``."""
 
     def parse(text: str) -> float:
         value = float(text)
-        if not (value > least if above else value >= least) or value > most:
-            bound = f"above {least:g}" if above else f"at least {least:g}"
-            raise argparse.ArgumentTypeError(f"{text} must be {bound}" + (f", at most {most:g}" if most < INF else ""))
+        if not (value > least if above else value >= least):
+            raise argparse.ArgumentTypeError(f"{text} must be {'above' if above else 'at least'} {least:g}")
         return value
 
     return parse
-
-
-def _split(text: str) -> tuple[int, int]:
-    prefill, _, decode = text.partition(":")
-    if not (prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
-        raise argparse.ArgumentTypeError(f"{text} must be two counts above 0, as 6:2")
-    return int(prefill), int(decode)
 
 
 def _options(parse: argparse.ArgumentParser) -> None:
@@ -300,42 +268,32 @@ def _options(parse: argparse.ArgumentParser) -> None:
         parse.add_argument(name, default=default, help=f"{help} ({default})", **more)
 
     parse.add_argument(
-        "--policy", action="append", choices=(*POLICIES, SOONEST, ORACLE),
-        help="repeat to compare (estimated_ttft); soonest is that without behind_s; oracle sees every replica",
+        "--policy", action="append", choices=(*POLICIES, ORACLE),
+        help="repeat to compare (estimated_ttft); oracle sees every replica",
     )  # fmt: skip
     load = parse.add_mutually_exclusive_group()
     load.add_argument("--trace", type=pathlib.Path, help="a recording of router.record, or a trace of Mooncake's")
     load.add_argument("--workload", choices=WORKLOADS, default="multi-turn", help="generate the load instead")
     parse.add_argument("--requests", type=int, help="of a trace, from its first; about as many of a workload (2000)")
     parse.add_argument("--plot", type=pathlib.Path, help="write the distribution of TTFT there, as SVG")
-    parse.add_argument("--split", type=_split, metavar="P:D", help="P replicas prefill, D others decode")
     parse.add_argument(
         "--decode-step", type=float, nargs=2, default=(0.02, 0.0002), metavar=("BASE", "EACH"),
-        help="s of a decode step, and s that each request of the batch adds (0.02 0.0002)",
+        help="s of a step without prompts, and s that each running request adds (0.02 0.0002)",
     )  # fmt: skip
     add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=positive)
-    add("--copies", 1, "groups of users that do the same, a little later each")
     parse.add_argument(
         "--queue", nargs="+", choices=ORDERS,
         help="orders of a replica's queue, a scheduler.policy each (fcfs; of a recording its own)",
     )  # fmt: skip
     add("--ageing", 5.0, "s after which a waiting request goes first, whatever the order", type=_number(0))
     add("--late-factor", 2.0, "on_time: times that a late one may wait of what order of arrival takes", type=_number(1))
-    add("--think", 10.0, "s between an answer and the next turn")
-    add("--jitter", 0.0, "requests come later at random, by this many s at most", type=_number(0))
+    add("--think", 10.0, "s between an answer and the next turn, on average")
     parse.add_argument("--replicas", type=int, nargs="+", help="simulated replicas (8; of a recording as many)")
-    add("--routers", 1, "routers side by side, which take the requests in turn")
-    add("--transfer-rate", 25e9, "bytes/s from a prefill to a decode replica", type=positive)
-    add("--kv-bytes", 131_072, "K/V bytes of a token that travel")
     add("--pool-tokens", 1_024_000, "KV pool of a replica")
     add("--page-size", 512, "tokens a page")
     add("--prefill-rate", 5000.0, "prompt tokens/s of a replica", type=positive)
     add("--stats-period", 0.1, "s between two reports of a replica", type=positive)
     add("--event-delay", 0.02, "s that reports and page events travel")
-    add("--event-loss", 0.0, "share of the batches of page events that get lost")
-    add("--rate-error", 1.0, "replicas measure their prefill rate this many times too high", type=positive)
-    add("--erring", 1.0, "the share of the replicas that do", type=_number(0, most=1))
-    add("--rate-noise", 0.1, "each measurement varies by this share")
     add("--fleet", 1_000, "live: replicas")
     add("--pages", 1_024, "live: that each caches")
     add("--seconds", 20.0, "live: of load", type=positive)

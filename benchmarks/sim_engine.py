@@ -1,30 +1,32 @@
-"""A simulated replica that is the production engine but for its device: real scheduler, pages, statistics and reports;
-a step takes what a formula says.
+"""Simulated replicas: the production engine but for its device. Scheduler, pages, statistics and reports are real; a
+step takes what a formula says.
 
 Owns:      the simulated engines; how long a step takes.
-Invariant: as sim_replica.py. What a replica stores, evicts, retracts and starts is what the production scheduler does
-           with those requests at those times.
+Never:     sees another replica or the router.
+Invariant: what a replica stores, evicts, retracts and starts is what the production scheduler does with those requests
+           at those times. Steps that differ in nothing but their number are taken at once, and change nothing else.
 
     submit ──(way)──> between two steps ──> Scheduler ──plan──> a step of StepTime ──tokens──> first token, last token
+                                               └─ each running request makes tokens within its last page, and nothing
+                                                  waits: as many steps at once, until a command comes or a page is full
 """
 
 import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import takewhile
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.sim_cluster import Cluster, Setup
 from benchmarks.sim_load import Events, SimRequest
-from benchmarks.sim_replica import SimJob, SimPool, SimReplica, Speed
 from deployments.channel.frames import LENGTH, CacheChanges, ReplicaReport, decode, encode
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.fleet import view_of
-from kvtransfer.pages import PageKey
+from kvtransfer.pages import page_keys
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.engine.loop import STATS_PERIOD_S
@@ -33,7 +35,7 @@ from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
 from replicas.types import EngineStats, GenerateRequest, SamplingParams
-from routing.types import IndexEvent, KeysRemoved, KeysStored, ReplicaView
+from routing.types import IndexEvent, ReplicaView
 
 TOKEN = 7
 
@@ -47,10 +49,7 @@ class StepTime:
     row_s: float  # each running request
     spread: float = 0.0  # standard deviation of the logarithm of a step's duration over that sum
 
-    def of(self, plan: StepPlan, rng: Random) -> float:
-        num_prompt, num_rows = (
-            (plan.num_prompt_tokens, plan.num_decode) if isinstance(plan, ExtendPlan) else (0, len(plan.rows))
-        )
+    def of(self, num_prompt: int, num_rows: int, rng: Random) -> float:
         mean_s = self.base_s + self.prompt_token_s * num_prompt + self.row_s * num_rows
         return mean_s * rng.lognormvariate(-(self.spread**2) / 2, self.spread) if self.spread else mean_s
 
@@ -70,9 +69,33 @@ class Build:
     pace_s: float = math.inf
     knows_tenants: bool = True  # False: every request has the same tenant
 
-    def step_s(self, plan: StepPlan, now_s: float, rng: Random) -> float:
+    @property
+    def is_even(self) -> bool:
+        """Whether steps that run the same take the same time."""
+        return not self.step.spread and len(self.pace) == 1
+
+    def step_s(self, num_prompt: int, num_rows: int, now_s: float, rng: Random) -> float:
         """Return how long a step takes that begins now."""
-        return self.step.of(plan, rng) * self.pace[min(int(now_s / self.pace_s), len(self.pace) - 1)]
+        return self.step.of(num_prompt, num_rows, rng) * self.pace[min(int(now_s / self.pace_s), len(self.pace) - 1)]
+
+
+@dataclass(slots=True, eq=False)
+class _Alike:
+    """Decode steps under way that differ in nothing but their number."""
+
+    began_s: float
+    step_s: float
+    num: int
+
+    def cut(self, now_s: float) -> bool:
+        """Let the step that runs now be the last. Returns: whether another one was to come."""
+        before, begun = self.num, max(1, math.ceil((now_s - self.began_s) / self.step_s - 1e-9))
+        self.num = min(before, begun)
+        return self.num < before
+
+    @property
+    def end_s(self) -> float:
+        return self.began_s + self.num * self.step_s
 
 
 class TimedEngine:
@@ -89,54 +112,84 @@ class TimedEngine:
         self.answers: dict[int, npt.NDArray[np.int32]] = {}  # by seed: what a request is answered; without an entry 7s
         self.first: dict[Req, Callable[[], None]] = {}  # called with the first token
         self.ended: dict[Req, Callable[[], None]] = {}  # and with the last
+        self.num_under_way = 0  # prompt tokens of the step under way
+        self.times = StepClock(chunk_size=chunk)
         self._info = ReplicaInfo(
             replica_id=name, node_id="simulated", pid=0, model_path="", architecture="", dtype="",
             context_len=build.context_len, vocab_size=0, max_prompt_tokens=build.context_len, tp=1,
             page_size=build.page_size, attention="", kernels="", products="", num_threads=1, pool="",
         )  # fmt: skip
         self._build, self._events, self._rng = build, events, rng
-        self._times = StepClock(chunk_size=chunk)
         self._commands: deque[Callable[[], None]] = deque()
         self._in_step = False
+        self._alike: _Alike | None = None
+        self._ends_s = 0.0  # the step under way, or the last
         self._stats = self._snapshot()
+        self._view: tuple[EngineStats, ReplicaView] | None = None  # the last report, and what it was made of
 
     def command(self, do: Callable[[], None]) -> None:
         """Do it between two steps."""
         self._commands.append(do)
         if not self._in_step:
             self._go_on()
+        elif self._alike is not None and self._alike.cut(self._events.now_s):
+            self._at_end_of(self._alike)
 
     def report(self) -> ReplicaView:
-        """Return what a fleet makes of its report, a way later."""
-        said = ReplicaReport(stats=self._stats, error=None, num_open=0)
-        return view_of(self._info, said, as_of_s=self._stats.time_s + self._build.way_s, hangs=False)
+        """Return what a fleet makes of its report, a way later; the same object where nothing was new."""
+        if self._alike is not None and self._stats.time_s < self._alike.began_s:
+            self._stats = self._snapshot()
+        if self._view is None or self._view[0] is not self._stats:
+            said = ReplicaReport(stats=self._stats, error=None, num_open=0)
+            view = view_of(self._info, said, as_of_s=self._stats.time_s + self._build.way_s, hangs=False)
+            self._view = self._stats, view
+        return self._view[1]
+
+    def step_rest_s(self) -> float:
+        """Return for how long the step under way still runs."""
+        rest_s = (self._alike.end_s if self._alike is not None else self._ends_s) - self._events.now_s
+        return max(0.0, rest_s if self._alike is None else rest_s % self._alike.step_s)
 
     def cache_events(self) -> list[IndexEvent]:
         """Return what its cache stored and removed since the last call, as the channel brings it."""
-        message = decode(encode(CacheChanges.of(self.kv.store.drain_events()))[LENGTH.size :])
+        changes = self.kv.store.drain_events()
+        if not changes:
+            return []
+        message = decode(encode(CacheChanges.of(changes))[LENGTH.size :])
         assert isinstance(message, CacheChanges)
         return message.events()
 
     def _snapshot(self) -> EngineStats:
-        return snapshot(self.scheduler, self.kv.store, self._times, now_s=self._events.now_s)
+        return snapshot(self.scheduler, self.kv.store, self.times, now_s=self._events.now_s)
 
     def _go_on(self) -> None:
         while self._commands:
             self._commands.popleft()()
-        if self._events.now_s - self._stats.time_s >= STATS_PERIOD_S or not self.scheduler.has_work:
+        now_s, scheduler = self._events.now_s, self.scheduler
+        if now_s - self._stats.time_s >= STATS_PERIOD_S or not scheduler.has_work:
             self._stats = self._snapshot()
-        plan = self.scheduler.schedule()
+        if num := self._num_alike():
+            step_s = self._build.step_s(0, len(scheduler.queues.running), now_s, self._rng)
+            self._in_step, self._alike = True, _Alike(now_s, step_s, num)
+            self._at_end_of(self._alike)
+            return
+        plan = scheduler.schedule()
         if plan is not None:
             self._in_step = True
-            step_s = self._build.step_s(plan, self._events.now_s, self._rng)
-            self._events.after(step_s, functools.partial(self._end, plan, step_s))
+            num_prompt = self.num_under_way = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
+            num_rows = plan.num_decode if isinstance(plan, ExtendPlan) else len(plan.rows)
+            step_s = self._build.step_s(num_prompt, num_rows, now_s, self._rng)
+            self._ends_s = now_s + step_s
+            self._events.at(self._ends_s, functools.partial(self._end, plan, step_s))
 
     def _end(self, plan: StepPlan, step_s: float) -> None:
-        self._in_step = False
+        self._in_step, self.num_under_way = False, 0
         if isinstance(plan, ExtendPlan):
-            self._times.record(step_s, plan.num_prompt_tokens, is_extend=True, is_mixed=plan.num_decode > 0)
+            self.times.record(step_s, plan.num_prompt_tokens, is_extend=True, is_mixed=plan.num_decode > 0)
         else:
-            self._times.record(step_s, 0, is_extend=False)
+            self.times.record(step_s, 0, is_extend=False)
+        if self.times.prefill_tokens_per_s:
+            self.scheduler.queues.waiting.s_per_token = 1.0 / self.times.prefill_tokens_per_s
         tokens = [
             self.answers[row.params.seed][row.num_output] if row.params.seed in self.answers else TOKEN
             for row in plan.sampling
@@ -148,110 +201,122 @@ class TimedEngine:
                 self.ended.pop(token.req)()
         self._go_on()
 
+    def _num_alike(self) -> int:
+        """Count the next steps in which each running request makes a token that is not its last and needs no page, and
+        nothing else can happen unless a command comes."""
+        queues = self.scheduler.queues
+        waiting = (queues.waiting, queues.held, queues.lines, queues.prealloc, queues.away, queues.begun)
+        if not (queues.running and self._build.is_even) or any(len(each) for each in waiting):
+            return 0
+        size, left = self._build.page_size, math.inf
+        for req in queues.running:
+            assert req.holding is not None
+            left = min(left, req.max_remaining - 1, -req.holding.kv_len % size)
+        return int(left)
 
-class EnginePool(SimPool):
-    """The pages of a simulated engine, as they are told to routers; what is cached is what was told."""
+    def _at_end_of(self, alike: _Alike) -> None:
+        num = alike.num
+        self._events.at(max(alike.end_s, self._events.now_s), lambda: self._end_alike(alike, num))
 
-    def __init__(self, engine: TimedEngine, capacity: int) -> None:
-        super().__init__(capacity)
-        self._engine = engine
-        self._told: dict[PageKey, None] = {}
+    def _end_alike(self, alike: _Alike, num: int) -> None:
+        """Give each running request its tokens, unless a command has cut the steps since that was scheduled."""
+        if alike is not self._alike or num != alike.num:
+            return
+        self._in_step, self._alike = False, None
+        scheduler = self.scheduler
+        for req in scheduler.queues.running:
+            assert req.holding is not None
+            answer = self.answers.get(req.sampling.seed or 0)
+            made = TOKEN if answer is None else answer[req.num_output : req.num_output + num]
+            self.kv.extend(req, req.holding.kv_len + num)
+            req.ids[req.num_tokens : req.num_tokens + num] = made
+            req.num_tokens += num
+            req.computed_len += num
+            scheduler.queues.waiting.shares.charge(req.asked, num)
+        scheduler.counters.decode_tokens += num * len(scheduler.queues.running)
+        for _ in range(num):
+            scheduler._ratio.decode_step()
+        for _ in range(min(num, 12)):  # by then its smoothed duration is theirs
+            self.times.record(alike.step_s, 0, is_extend=False)
+        self._go_on()
 
-    def drain(self) -> None:
-        """Take in what the engine stored and removed since the last call."""
-        for event in self._engine.cache_events():
-            self.events.append(event)
-            if isinstance(event, KeysStored):
-                self._told |= dict.fromkeys(event.keys.tolist())
-            elif isinstance(event, KeysRemoved):
-                for key in event.keys.tolist():
-                    del self._told[key]
 
-    def cached_keys(self) -> tuple[PageKey, ...]:
-        return tuple(self._told)
+class SimJob:
+    """A request at a simulated replica: what it needs there, and what came of it."""
 
-    def check(self) -> None:
-        self._engine.scheduler.check()
+    __slots__ = ("came_s", "req", "request", "token_ids", "ttft_s")
 
-
-class EngineReplica(SimReplica):
-    """A simulated replica whose engine is the production one."""
-
-    def __init__(
-        self, replica_id: str, *, build: Build, events: Events, rng: Random, ended: Callable[[SimReplica, SimJob], None]
-    ) -> None:
-        self._engine = TimedEngine(replica_id, build, events, rng)
-        pool = EnginePool(self._engine, build.pool_pages)
-        super().__init__(
-            replica_id,
-            speed=Speed(prefill_tokens_per_s=math.nan),
-            pool=pool,
-            page_size=build.page_size,
-            events=events,
-            rng=rng,
-            ended=ended,
-        )
-        self._told, self._build = pool, build
-
-    def submit(self, job: SimJob) -> None:
-        """Send ``job`` to the engine. Raises: ValueError if it can never run."""
-        if (
-            job.num_pages > self.pool.capacity
-            or job.request.input_len + job.request.output_len > self._build.context_len
-        ):
-            raise ValueError(
-                f"request {job.request.number} needs {job.num_pages} pages and "
-                f"{job.request.input_len + job.request.output_len} tokens; there are {self.pool.capacity} and "
-                f"{self._build.context_len}"
-            )
-        job.came_s = self._events.now_s
-        self._events.after(self._build.way_s, lambda: self._engine.command(lambda: self._arrive(job)))
-
-    def view(self, time_s: float) -> ReplicaView:
-        self._told.drain()
-        return self._engine.report()
-
-    def _arrive(self, job: SimJob) -> None:
-        """The job is at the engine, between two steps; it has waited there since it arrived."""
-        request = job.request
+    def __init__(self, request: SimRequest, *, now_s: float, objective_s: float, build: Build) -> None:
+        self.request = request
+        self.token_ids = request.token_ids()
+        self.came_s = now_s
+        self.ttft_s = 0.0  # once it has its first token
         sampling = SamplingParams(
             temperature=0.0, max_new_tokens=request.output_len, seed=request.number, ignore_eos=True
         )
-        token_ids = request.token_ids()
         asked = GenerateRequest(
-            rid=str(request.number), token_ids=token_ids[: request.input_len], sampling=sampling,
-            objective_s=self._speed.objective_s, cache_salt=request.tenant,
-            tenant=request.tenant if self._build.knows_tenants else "",
+            rid=str(request.number), token_ids=self.prompt, sampling=sampling, objective_s=objective_s,
+            cache_salt=request.tenant, tenant=request.tenant if build.knows_tenants else "",
         )  # fmt: skip
-        req = Req.make(asked, index=0, now_s=job.came_s + self._build.way_s, eos_ids=frozenset())
-        self._engine.answers[request.number] = token_ids[request.input_len :]
-        self._engine.first[req] = functools.partial(self._begun, job, req)
-        self._engine.ended[req] = functools.partial(self._through, job)
-        self._engine.scheduler.submit(req)
+        self.req = Req.make(asked, index=0, now_s=now_s + build.way_s, eos_ids=frozenset())
 
-    def _begun(self, job: SimJob, req: Req) -> None:
-        job.cached_tokens = req.cached_tokens
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        return self.token_ids[: self.request.input_len]
+
+
+class SimReplica:
+    """One simulated replica of the model."""
+
+    def __init__(
+        self, replica_id: str, build: Build, events: Events, rng: Random, ended: Callable[["SimReplica", SimJob], None]
+    ) -> None:
+        """``ended``: the last token is there. ``rng`` draws the spread of steps."""
+        self.replica_id = replica_id
+        self.engine = TimedEngine(replica_id, build, events, rng)
+        self._build, self._events, self._ended = build, events, ended
+        self._without_first: dict[SimJob, None] = {}  # at the engine or on their way to it
+
+    def submit(self, job: SimJob) -> None:
+        """Send ``job`` to the engine. Raises: ValueError if it can never run."""
+        build, num_tokens = self._build, len(job.token_ids)
+        if num_tokens > min(build.context_len, build.pool_pages * build.page_size):
+            raise ValueError(
+                f"request {job.request.number} needs {num_tokens} tokens; a context has {build.context_len} and a pool "
+                f"{build.pool_pages * build.page_size}: raise --pool-tokens"
+            )
+        self._without_first[job] = None
+        self._events.after(build.way_s, lambda: self.engine.command(lambda: self._arrive(job)))
+
+    def true_ttft_s(self, job: SimJob) -> float:
+        """Return when ``job`` would have its first token if it came now: the oracle's figure, which no report holds.
+        Prompts go one after the other; what those before it store by then counts as cached."""
+        engine, size = self.engine, self._build.page_size
+        keys = page_keys(job.prompt, size, job.request.tenant)
+        ahead, shared = -engine.num_under_way, engine.kv.peek_len(job.prompt, job.request.tenant)
+        for other in self._without_first:
+            held = other.req.computed_len or engine.kv.peek_len(other.prompt[:-1], other.request.tenant)
+            ahead += other.request.input_len - held
+            theirs = page_keys(other.prompt, size, other.request.tenant)
+            same = sum(1 for _ in takewhile(bool, (a == b for a, b in zip(keys, theirs, strict=False))))
+            shared = max(shared, same * size)
+        num = ahead + job.request.input_len - min(shared, (job.request.input_len - 1) // size * size)
+        step, chunk = self._build.step, self._build.scheduler.chunked_prefill_size or num
+        step_s = step.base_s + step.row_s * len(engine.scheduler.queues.running)
+        return engine.step_rest_s() + num * step.prompt_token_s + math.ceil(num / chunk) * step_s
+
+    def _arrive(self, job: SimJob) -> None:
+        """The job is at the engine, between two steps; it has waited there since it arrived."""
+        engine = self.engine
+        engine.answers[job.request.number] = job.token_ids[job.request.input_len :]
+        engine.first[job.req] = functools.partial(self._begun, job)
+        engine.ended[job.req] = functools.partial(self._through, job)
+        engine.scheduler.submit(job.req)
+
+    def _begun(self, job: SimJob) -> None:
+        del self._without_first[job]
         job.ttft_s = self._events.now_s - job.came_s
 
     def _through(self, job: SimJob) -> None:
-        del self._engine.answers[job.request.number]
+        del self.engine.answers[job.request.number]
         self._ended(self, job)
-
-
-class EngineCluster(Cluster):
-    """One run of one policy over simulated engines."""
-
-    def __init__(
-        self, policy: str, requests: Sequence[SimRequest], setup: Setup, build: Build,
-        progress: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """``setup``: the number of replicas, the routers and what they know; the rest of it is ``build``'s."""
-        self._build = build
-        size = build.page_size
-        super().__init__(
-            policy, requests, replace(setup, page_size=size, pool_tokens=build.pool_pages * size), progress
-        )
-
-    def _replica(self, index: int, setup: Setup) -> SimReplica:
-        rng = Random(f"{setup.seed}/replica {index}")
-        return EngineReplica(f"r{index:04}", build=self._build, events=self.events, rng=rng, ended=self._ended)

@@ -3,7 +3,7 @@
 Owns:      the queue of events; which tokens a prompt and its answer consist of.
 Invariant: time never runs back, and events that are due at one time happen in the order in which they were scheduled,
            so that a run is the same each time. Two prompts share a prefix of token ids exactly where the trace gives
-           them the same blocks; copies of a request share nothing with each other.
+           them the same blocks.
 
 A trace in Mooncake's format names blocks of 512 tokens, not tokens. Block b stands here for 512 tokens of id b, so that
 the production code hashes prompts of the real length, and equal chains of blocks give equal page keys. Which tokens
@@ -14,7 +14,7 @@ Source: Qin et al. 2024, "Mooncake" (arXiv:2407.00079), section 4 (the trace and
 import heapq
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -55,7 +55,6 @@ class Events:
 Ids = npt.NDArray[np.int32]
 
 BLOCK_TOKENS = 512  # of Mooncake's traces
-COPIES_SPREAD_S = 60.0  # copies of a trace start this far apart at most: long against a burst, short against the trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,12 +70,6 @@ class SimRequest:
     repeat: int
     answer: Ids  # [output_len], or [1] that stands for all of them
     tenant: str = ""  # which shares no cached prefix with another
-    adapter: str = ""  # that it needs; neither does one
-
-    @property
-    def namespace(self) -> str:
-        """What its pages are named under."""
-        return self.adapter + self.tenant
 
     def token_ids(self) -> Ids:
         """Returns: [input_len + output_len] the prompt and its answer."""
@@ -117,7 +110,7 @@ def _of_line(line: str, where: str, number: int, rate: float, blocks: dict[int, 
         ) from error
     if input_len < 1:
         raise ValueError(f"{where} has input_length {input_len}; a prompt has at least one token")
-    own = -(number + 1)  # an id that no other request has
+    own = -2 - number  # an id that no other request has; -1 stands for logits that are broken
     ids += [own] * (-(-input_len // BLOCK_TOKENS) - len(ids))  # a tail that the trace does not name is not shared
     return SimRequest(
         number=number,
@@ -131,10 +124,13 @@ def _of_line(line: str, where: str, number: int, rate: float, blocks: dict[int, 
     )
 
 
-def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, seed: int) -> list[SimRequest]:
-    """Return conversations that begin at random (Poisson) at ``requests_per_s`` over all turns; a next turn comes
-    ``think_s`` after the answer to the last, or its own pause. Answers are random ids, the same under every policy."""
-    rng = Random(f"{seed}/{workload.name}/arrivals")
+def of_workload(
+    workload: Workload, *, requests_per_s: float, think_s: float, spread: float = 0.0, seed: int
+) -> list[SimRequest]:
+    """Return conversations that begin at random (Poisson) at ``requests_per_s`` over all turns. A next turn comes after
+    its own pause, or ``think_s`` after the last answer, ``spread`` of it more or less: else users fall in step.
+    Answers are random ids, the same under every policy."""
+    rng, thinks = Random(f"{seed}/{workload.name}/arrivals"), Random(f"{seed}/{workload.name}/thinks")
     conversations_per_s = requests_per_s * len(workload.conversations) / workload.num_requests
     requests: list[SimRequest] = []
     start_s = 0.0
@@ -145,7 +141,7 @@ def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, se
             answer = np.array(rng.choices(range(256, 2**31), k=turn.max_new_tokens), dtype=np.int32)
             history.append(np.array(turn.token_ids, dtype=np.int32))
             prompt = np.concatenate(history)
-            pause_s = think_s if turn.pause_s is None else turn.pause_s
+            pause_s = think_s * thinks.uniform(1 - spread, 1 + spread) if turn.pause_s is None else turn.pause_s
             requests.append(
                 SimRequest(
                     number=len(requests),
@@ -160,40 +156,3 @@ def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, se
             )
             history.append(answer)
     return requests
-
-
-def jittered(requests: Sequence[SimRequest], most_s: float, *, seed: int) -> list[SimRequest]:
-    """Delay each request that waits for no answer by up to ``most_s``, at random: a trace's grain smoothed."""
-    rng = Random(f"{seed}/jitter")
-    return [replace(r, arrival_s=r.arrival_s + rng.uniform(0.0, most_s)) if r.after is None else r for r in requests]
-
-
-def copies(requests: Sequence[SimRequest], num: int) -> list[SimRequest]:
-    """Return ``num`` groups of users that do the same a little later each, and share no token: the load for
-    ``num`` times the replicas."""
-    if num < 1:
-        raise ValueError(f"{num} copies were wanted; one is the load as it is")
-    if num == 1:
-        return list(requests)
-    low = min(int(min(r.prompt.min(), r.answer.min())) for r in requests)
-    high = max(int(max(r.prompt.max(), r.answer.max())) for r in requests)
-    span = high - low + 1
-    if high + (num - 1) * span >= 2**31:
-        raise ValueError(f"{num} copies of {span} token ids do not fit into 31 bits; take at most {2**31 // span}")
-    result: list[SimRequest] = []
-    for copy in range(num):
-        shift = np.int32(copy * span)
-        late_s = copy * COPIES_SPREAD_S / num
-        base = len(result)
-        result += [
-            replace(
-                r,
-                number=base + r.number,
-                arrival_s=r.arrival_s + (late_s if r.after is None else 0.0),
-                after=None if r.after is None else base + r.after,
-                prompt=r.prompt + shift,
-                answer=r.answer + shift,
-            )
-            for r in requests
-        ]
-    return result

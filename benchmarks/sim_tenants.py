@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import Row, Table, percentile
-from benchmarks.sim_cluster import Record, Setup
-from benchmarks.sim_engine import Build, EngineCluster, StepTime
+from benchmarks.sim_cluster import Cluster, Record, Setup
+from benchmarks.sim_engine import Build, StepTime
 from benchmarks.sim_load import SimRequest
-from benchmarks.sim_replica import Speed
 from replicas.config import SchedulerConfig
 
 NUM_LIGHT = 9
@@ -72,8 +71,7 @@ def run(requests: Sequence[SimRequest], *, named: bool, queue: str, seed: int) -
         scheduler=SchedulerConfig(policy=queue, chunked_prefill_size=512), knows_tenants=named,
     )  # fmt: skip
     numbered = [replace(request, number=number) for number, request in enumerate(requests)]
-    setup = Setup(num_replicas=1, pool_tokens=1, speed=Speed(prefill_tokens_per_s=1 / STEP.prompt_token_s), seed=seed)
-    cluster = EngineCluster("estimated_ttft", numbered, setup, build)
+    cluster = Cluster("estimated_ttft", numbered, Setup(num_replicas=1, build=build, seed=seed))
     records = cluster.run()
     cluster.check()
     return records

@@ -2,7 +2,7 @@
 `ORDERS` an entry: it is then a value of ``scheduler.policy``.
 
 Owns:      what a waiting request shows to an order, and the sort key that each order makes of it.
-Never:     knows requests, trees or clocks: the engine's queue and benchmarks/sim_replica.py call it.
+Never:     knows requests, trees or clocks: the engine's queue calls it.
 Invariant: a key depends on the requests that wait and run now alone (``random`` on its generator too). Keys of one call
            are comparable; equal ones keep the order of arrival.
 Thread:    any.

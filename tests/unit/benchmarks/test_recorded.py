@@ -13,14 +13,13 @@ from benchmarks.calibration import build_of, calibrate
 from benchmarks.harness import percentile
 from benchmarks.recorded import Prompts, Recording, is_recording, read, sim_requests
 from benchmarks.serving import replayed
-from benchmarks.sim_cluster import Setup
-from benchmarks.sim_engine import Build, EngineCluster, EngineReplica, StepTime
+from benchmarks.sim_cluster import Cluster, Setup
+from benchmarks.sim_engine import Build, SimJob, SimReplica, StepTime
 from benchmarks.sim_load import of_workload
-from benchmarks.sim_replica import SimJob, Speed
 from benchmarks.workloads import multi_turn
 from kvtransfer.pages import page_keys
 from replicas.config import SchedulerConfig
-from replicas.request import Req, stage_times
+from replicas.request import stage_times
 from tests.unit.benchmarks.test_client import Endpoint, served
 
 PAGE_SIZE = 16
@@ -30,7 +29,6 @@ SCHEDULER = SchedulerConfig(chunked_prefill_size=256)
 BUILD = Build(
     step=STEP, page_size=PAGE_SIZE, pool_pages=400, max_running=32, context_len=2048, scheduler=SCHEDULER, way_s=0.005
 )  # fmt: skip
-SETUP = Setup(num_replicas=2, pool_tokens=1 << 20, speed=Speed(prefill_tokens_per_s=1.0))
 
 
 def line(at_s: float, blocks: str, prompt: int, output: int = 4, **more: Any) -> dict[str, Any]:
@@ -129,16 +127,16 @@ async def test_a_replay_sends_each_request_when_it_was_recorded(tmp_path: pathli
 def simulated(monkeypatch: pytest.MonkeyPatch, build: Build, *, rate: float) -> list[dict[str, Any]]:
     """The lines that two simulated engines would record of 60 conversations of three turns."""
     prefill_s: dict[int, float] = {}
-    begun = EngineReplica._begun
+    begun = SimReplica._begun
 
-    def note(self: EngineReplica, job: SimJob, req: Req) -> None:
-        begun(self, job, req)
-        prefill_s[job.request.number] = stage_times(req, self._events.now_s).prefill_s
+    def note(self: SimReplica, job: SimJob) -> None:
+        begun(self, job)
+        prefill_s[job.request.number] = stage_times(job.req, self._events.now_s).prefill_s
 
-    monkeypatch.setattr(EngineReplica, "_begun", note)
+    monkeypatch.setattr(SimReplica, "_begun", note)
     workload = multi_turn(num_users=60, num_turns=3, turn_len=80, output_len=24, vocab_size=32_000, seed=1)
     requests = of_workload(workload, requests_per_s=rate, think_s=2.0, seed=1)
-    cluster = EngineCluster("estimated_ttft", requests, SETUP, build)
+    cluster = Cluster("estimated_ttft", requests, Setup(num_replicas=2, build=build))
     records = cluster.run()
     cluster.check()
     lines = []
@@ -167,7 +165,7 @@ def test_the_speed_of_a_fleet_is_found_in_its_recording_and_gives_its_times_agai
     assert found.step.spread < 0.01
     assert found.way_s == pytest.approx(BUILD.way_s, rel=0.05)
     build = build_of(recording, found, queue=None)
-    cluster = EngineCluster("estimated_ttft", sim_requests(recording, rate=1.0), SETUP, build)
+    cluster = Cluster("estimated_ttft", sim_requests(recording, rate=1.0), Setup(num_replicas=2, build=build))
     again = [each.ttft_s for each in cluster.run()]
     for q in (50, 95):
         assert percentile(again, q) == pytest.approx(percentile(recording.ttfts_s, q), rel=0.05), q
