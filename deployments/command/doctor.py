@@ -129,16 +129,13 @@ def proxy(problem: str) -> Finding:
 
 def ray_session(folder: Path) -> Iterator[Finding]:
     """Look at a session of Ray that lives, if ``folder`` is one: who can write there can stop it, or read its logs."""
-    with socket.socket(socket.AF_UNIX) as asking:
-        try:
-            lives = asking.connect_ex(str(folder / "sockets" / "plasma_store")) == 0
-        except OSError:  # a path too long for a socket's
-            lives = False
-    real = folder.resolve()
-    reached = all(each.stat().st_mode & stat.S_IXOTH for each in real.parents)
-    if lives and reached and real.stat().st_mode & stat.S_IWOTH:
-        advice = "start that Ray anew with RAY_TMPDIR set to a folder of mode 700, as `manta serve` does by itself"
-        yield Finding("Ray's folder", f"every user of this machine can write to {real}", Level.WARNING, advice)
+    with socket.socket(socket.AF_UNIX) as asking, contextlib.suppress(OSError):  # no such folder, or none of ours
+        asking.connect(str(folder / "sockets" / "plasma_store"))
+        real = folder.resolve()
+        reached = all(each.stat().st_mode & stat.S_IXOTH for each in real.parents)
+        if reached and real.stat().st_mode & stat.S_IWOTH:
+            advice = "start that Ray anew with RAY_TMPDIR set to a folder of mode 700, as `manta serve` does by itself"
+            yield Finding("Ray's folder", f"every user of this machine can write to {real}", Level.WARNING, advice)
 
 
 def ray_token(environ: Mapping[str, str], current: Path) -> Iterator[Finding]:

@@ -118,7 +118,8 @@ def test_this_machine_is_looked_at_without_ray_or_torch(tmp_path: Path) -> None:
         holder.close()
         command = [sys.executable, "-X", "importtime", "-m", "deployments", "doctor", "--json"]
         command.append(settings(tmp_path, port=port, model=str(model)))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        env = {**os.environ, "RAY_TMPDIR": str(tmp_path / "new")}  # no Ray ever ran there
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=env)
     found = {each["check"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1
     assert found["model"]["text"].endswith("has no weights")
@@ -163,8 +164,9 @@ def test_gpus_are_asked_of_nvidia_smi_and_its_failure_is_told(tmp_path: Path, mo
 
 
 def test_a_session_of_ray_that_others_can_write_to_is_named(short_folder: Path) -> None:
-    """Class 12: Ray gives it the mode 777; a private folder above it is enough."""
-    session = short_folder / "session_latest"
+    """Class 12: Ray gives it the mode 777; a private folder above it is enough. Where no Ray ever ran there is none."""
+    session = short_folder / "ray" / "session_latest"
+    assert list(doctor.ray_session(session)) == []
     (session / "sockets").mkdir(parents=True)
     session.chmod(0o777)
     short_folder.chmod(0o755)
