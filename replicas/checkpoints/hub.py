@@ -7,13 +7,14 @@ Thread:    any; one look at the hub is made for a process.
 
 import contextlib
 import functools
+import http.client
 import logging
-import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
-from urllib.parse import urlsplit
+from ssl import SSLError
+from typing import Any, cast
 
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -28,6 +29,7 @@ from huggingface_hub.errors import (
 from replicas.errors import InvalidConfig
 
 REACH_S = 5.0
+_HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of the HTTP library that the hub's library has
 _ADVICE = "Check the name, the network and HF_TOKEN, or give a folder"
 
 
@@ -45,7 +47,7 @@ def asking(name: str, *, near: str = "") -> Iterator[dict[str, Any]]:
     library.setLevel(logging.ERROR)  # it has a line about each of its retries
     try:
         yield {"local_files_only": True} if unreached else {}
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+    except (OSError, ValueError, RuntimeError, _HTTP_ERROR, HFValidationError) as error:
         why = f"at {constants.ENDPOINT} cannot be reached ({unreached})" if unreached else _why(error)
         raise InvalidConfig(
             f"model.path = {name!r}: there is no such folder{near}, and the Hugging Face hub {why}. {_ADVICE}"
@@ -69,18 +71,21 @@ def _why(error: Exception) -> str:
 
 @functools.cache
 def _unreached(endpoint: str) -> str:
-    """Say why nothing accepts connections at ``endpoint``, or at the HTTP proxy for it; "" if something does."""
-    asked = urlsplit(endpoint)
-    proxy = urllib.request.getproxies().get(asked.scheme, "")
-    if proxy and not urllib.request.proxy_bypass(asked.hostname or ""):
-        asked = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    """Say why nothing answers at ``endpoint``, asked through the HTTP proxy for it; "" if something does, whatever it
+    says: a connection alone proves nothing, and the library waits six minutes for one that says nothing."""
     said = [f"no answer within {REACH_S:g} s"]
 
     def look() -> None:
         try:
-            socket.create_connection((asked.hostname, asked.port or (443 if asked.scheme == "https" else 80))).close()
+            asked = urllib.request.Request(endpoint, method="HEAD")
+            urllib.request.build_opener().open(asked, timeout=2 * REACH_S).close()
             said[0] = ""
-        except (OSError, ValueError) as error:
+        except urllib.error.URLError as error:
+            answered = isinstance(error, urllib.error.HTTPError) or isinstance(error.reason, SSLError)
+            said[0] = "" if answered else str(error.reason)
+        except (OSError, http.client.HTTPException):  # it has begun to answer
+            said[0] = ""
+        except ValueError as error:  # no address
             said[0] = str(error)
 
     thread = threading.Thread(target=look, daemon=True)  # to find the address may take longer, and has no bound

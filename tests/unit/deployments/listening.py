@@ -59,19 +59,23 @@ def answering(respond: Respond) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def speaking(payload: bytes) -> Iterator[int]:
-    """The loopback port of a server that answers each connection with ``payload`` and closes it."""
+def speaking(answer: bytes | Callable[[socket.socket, bytes], None]) -> Iterator[int]:
+    """The loopback port of a server that answers each connection with bytes, or by a call with what it asks, and
+    closes it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer() -> None:
+        def serve() -> None:
             with contextlib.suppress(OSError):  # the end of the listener
                 while True:
                     connection, _ = listener.accept()
                     with connection, contextlib.suppress(OSError):  # a client that only looks
-                        connection.recv(65536)
-                        connection.sendall(payload)
+                        asked = connection.recv(65536)
+                        if callable(answer):
+                            answer(connection, asked)
+                        else:
+                            connection.sendall(answer)
 
-        thread = threading.Thread(target=answer, daemon=True)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)

@@ -5,8 +5,10 @@ import logging
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,11 +28,11 @@ from deployments.http import service
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings.capacity import Capacity
 from deployments.settings.places import ROOT
-from deployments.settings.schema import parse
+from deployments.settings.schema import ModelSettings, parse
 from replicas.checkpoints import hub
 from replicas.errors import InvalidConfig
 from replicas.memory.sizing import weight_bytes
-from replicas.runner.model_files import architecture_of, load_model_config
+from replicas.runner.model_files import load_model_config
 from routing.types import Role
 from tests.embedded import MODEL
 from tests.unit.deployments import listening
@@ -261,46 +263,21 @@ def test_an_architecture_that_is_not_supported_gets_the_list_of_those_that_are(
     assert "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM" in said
 
 
-@pytest.mark.parametrize(("config", "says"), [("{", "cannot be read"), ("[]", "holds no settings of a model")])
-def test_a_config_json_that_is_none_is_said(tmp_path: Path, config: str, says: str) -> None:
-    [said] = impossible(parse({"model": {"path": folder_of(tmp_path, config)}}))
-    assert says in said
-    with pytest.raises(InvalidConfig):
-        architecture_of(tmp_path)
-
-
 @pytest.mark.model
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("tokenizer.json", None, r"no tokenizer can be loaded from"),
-        ("tokenizer.json", '{"version": "1.0", "trunc', r"no tokenizer can be loaded from"),
-        ("tokenizer_config.json", '{"eos', r"no tokenizer can be loaded from"),
-        (
-            "chat_template.jinja",
-            "{% for m in messages %}{{ m.content }",
-            r"its chat template cannot be read: .*\(line 1\)",
-        ),
-        (
-            "chat_template.jinja",
-            "{% for m in messages %}{{ m.role }}{% endfor %}",
-            r"its chat template leaves out what",
-        ),
-        ("generation_config.json", "", r"generation_config.json cannot be read: Expecting value"),
-        ("generation_config.json", '{"eos_token_id": [1', r"generation_config.json cannot be read: Expecting"),
-        ("generation_config.json", "[]", r"generation_config.json holds no settings of a model"),
-        (
-            "generation_config.json",
-            '{"temperature": "hot"}',
-            r"generation_config.json: temperature = 'hot'; a number is",
-        ),
-        (
-            "generation_config.json",
-            '{"top_p": 7}',
-            r"top_p: must be in \(0, 1\], got 7.0. Mend it, or set model.sampling_de",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("config.json", "{", "config.json cannot be read: Expecting"),
+    ("config.json", "[]", "config.json holds no settings of a model"),
+    ("tokenizer.json", None, "no tokenizer can be loaded from"),
+    ("tokenizer.json", '{"version": "1.0", "trunc', "no tokenizer can be loaded from"),
+    ("tokenizer_config.json", '{"eos', "no tokenizer can be loaded from"),
+    ("chat_template.jinja", "{% for m in messages %}{{ m.content }", r"its chat template cannot be read: .*\(line 1\)"),
+    ("chat_template.jinja", "{% for m in messages %}{{ m.role }}{% endfor %}", "its chat template leaves out what"),
+    ("generation_config.json", "", "generation_config.json cannot be read: Expecting value"),
+    ("generation_config.json", '{"eos_token_id": [1', "generation_config.json cannot be read: Expecting"),
+    ("generation_config.json", "[]", "generation_config.json holds no settings of a model"),
+    ("generation_config.json", '{"temperature": "hot"}', "config.json: temperature = 'hot'; a number is"),
+    ("generation_config.json", '{"top_p": 7}', r"top_p: must be in \(0, 1\], got 7.0. Mend it, or set model.sampling"),
+])  # fmt: skip
 def test_a_file_of_the_model_that_a_start_would_refuse_is_refused_by_check(
     tmp_path: Path, name: str, content: str | None, says: str
 ) -> None:
@@ -470,23 +447,71 @@ def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
     assert (lines, waited) == ([], [])
 
 
+@pytest.fixture
+def hub_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], ModelSettings]:
+    """Makes a port of this machine the hub; gives a model that is there alone."""
+
+    def at(port: int) -> ModelSettings:
+        hub._unreached.cache_clear()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        address = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{constants.ENDPOINT}/{{{address}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        return parse({"model": {"path": "nobody/nothing"}}).model
+
+    return at
+
+
 @pytest.mark.parametrize(("status", "code", "said"), [
     (404, "RepoNotFound", "hub has no such model, or none for this HF_TOKEN. Check"),
     (403, "GatedRepo", "hub gives it only to users who have accepted its terms"),
     (404, "RevisionNotFound", "hub has no such revision of it"),
 ])  # fmt: skip
 def test_why_the_hub_gave_no_model_is_said_in_words_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, said: str
+    hub_at: Callable[[int], ModelSettings], status: int, code: str, said: str
 ) -> None:
     headers = f"HTTP/1.1 {status} x\r\nX-Error-Code: {code}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    with listening.speaking(headers.encode()) as port:
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-        address = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{constants.ENDPOINT}/{{{address}")
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        model = parse({"model": {"path": "nobody/nothing"}}).model
-        with pytest.raises(InvalidConfig, match=said) as refused:
-            service.config_folder(model)
+    with listening.speaking(headers.encode()) as port, pytest.raises(InvalidConfig, match=said) as refused:
+        service.config_folder(hub_at(port))
+    assert "\n" not in str(refused.value)
+
+
+FILE_OF_HUB = b'HTTP/1.1 200 x\r\nX-Repo-Commit: 0f\r\nETag: "1f"\r\nContent-Length: 20\r\n\r\n'
+
+
+@pytest.mark.parametrize(("leaves", "end", "said"), [
+    (b"HEAD / ", "silent", r"cannot be reached \(no answer within"), (b"HEAD /n", "closes", "disconnected"),
+    (b"HEAD /n", "resets", "reset by peer"), (b"GET", "closes", "closed|disconnected"), (b"GET", "resets", "reset"),
+    (b"GET", "silent", "timed out"),
+])  # fmt: skip
+def test_a_hub_that_breaks_off_or_falls_silent_in_the_midst_of_a_file_is_one_sentence(
+    hub_at: Callable[[int], ModelSettings], monkeypatch: pytest.MonkeyPatch, leaves: bytes, end: str, said: str
+) -> None:
+    """``leaves``: how the request begins that has no whole answer: the look, the file's length, or the file."""
+    monkeypatch.setattr(http_of_hub.time, "sleep", lambda wait_s: None)  # between the tries of the hub's library
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    if leaves == b"HEAD / ":
+        monkeypatch.setattr(hub, "REACH_S", 0.2)
+    held, left = list[socket.socket](), list[bytes]()
+
+    def answer(connection: socket.socket, asked: bytes) -> None:
+        if not asked.startswith(leaves):
+            connection.sendall(FILE_OF_HUB)
+            return
+        left.append(asked)
+        if leaves == b"GET" and len(left) == 1:  # where each try brings bytes, the library tries for ever
+            connection.sendall(FILE_OF_HUB + b'{"model')
+        if end == "silent":
+            held.append(connection.dup())
+        elif end == "resets":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with listening.speaking(answer) as port, pytest.raises(InvalidConfig, match=said) as refused:
+        service.config_folder(hub_at(port))
+    for each in held:
+        each.close()
+    assert left
+    assert str(refused.value).startswith("model.path = 'nobody/nothing': there is no such folder, and the Hugging Face")
     assert "\n" not in str(refused.value)
 
 
