@@ -138,7 +138,6 @@ class RouterIngress:
             watch=metrics.watch,
         )
         dispatcher.quotas = used
-        dispatcher.keeps_sessions = config.decode.cache.get("sessions", config.cache.sessions)
         if config.router.move_waiting:
             self._tasks.append(asyncio.create_task(dispatcher.move_forever()))
         peers = _peers(config)

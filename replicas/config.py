@@ -378,8 +378,6 @@ class SchedulerConfig:
     ageing_s: float = 5.0
     # on_time: the first token of a late request takes at most so many times as long as in order of arrival
     late_factor: float = 2.0
-    # with cache.sessions: seconds that an agent's turn waits, at most, while older sessions' pages would go for it
-    session_wait_s: float = 30.0
     # on: a point of a request's priority is worth ageing_s of waiting; off: the field is ignored
     priorities: Literal["off", "on"] = "off"
     new_token_ratio: float = 0.7  # share of a request's possible output that is reserved when it is admitted

@@ -142,7 +142,6 @@ class Stamps:
     admitted_s: float | None = None  # its first step was scheduled, or its K/V had arrived
     first_token_s: float | None = None
     passed_s: float = 0.0  # how long others went before it as their tenants had credit: while it waited, or ran
-    held_s: float = 0.0  # of its wait until it was admitted: its session waited for room beside older ones
     ended_s: float | None = None
 
 

@@ -168,8 +168,6 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
         yield f"scheduler.max_queued_requests = {scheduler.max_queued_requests}; allowed: 1 or more"
     if not scheduler.late_factor >= 1:
         yield f"scheduler.late_factor = {scheduler.late_factor:g}; allowed: 1 (as in order of arrival) or more"
-    if scheduler.session_wait_s < 0:
-        yield f"scheduler.session_wait_s = {scheduler.session_wait_s:g}; allowed: 0 (no wait) or more"
     if scheduler.hang_kill_s < 0:
         yield f"scheduler.hang_kill_s = {scheduler.hang_kill_s:g}; allowed: 0 (never) or more"
     if not 0.0 <= scheduler.min_new_token_ratio <= scheduler.new_token_ratio <= 1.0:

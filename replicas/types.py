@@ -255,7 +255,6 @@ class StageTimes:
     transfer_s: float = 0.0  # from row and pages until the K/V had come, or failed; of a prefill leg, after its steps
     decode_s: float = 0.0  # after the first token
     passed_s: float = 0.0  # of queue_s and decode_s: others went before it, as their tenants had used less
-    held_s: float = 0.0  # of queue_s: its session waited for room beside older ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,6 @@ def _try(row: Json, roles: dict[str, str], at: int) -> Json:
         "actual": {
             "cached_tokens": row["cached_tokens"], "host_tokens": 0, "store_tokens": 0, "ttft_s": row["ttft_s"],
             "passed_s": 0.0,
-            "held_s": 0.0,
             "drafted_tokens": 0, "accepted_tokens": 0,
         },
         "outcome": row["outcome"] if last else "error", "failure": failure, "moved": None,

@@ -16,7 +16,6 @@ Invariant: ``decode`` of what `encode` framed equals the message; a frame longer
     RunRequest     router -> replica: a request to run; its lease comes by Ray, beside it
     EndRequest     router -> replica: the lease of a request has failed, or its client has left
     TakeBack       router -> replica: a request that waits could start sooner elsewhere
-    ToldTools      router -> replica: which tools an answer calls, so that its pages are kept for as long as they take
     KeptRequest    replica -> router: the answer, if it was admitted; else its deltas end with ``retry_as`` "taken_back"
     PushCache      router -> replica: it leaves, and is to give others what it has cached
 """
@@ -37,7 +36,6 @@ from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, K
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
-MOST_TOOLS, MOST_NAME = 64, 256  # of an answer, and characters of a tool's name
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(ge=0)]
 
@@ -144,13 +142,6 @@ class TakeBack(Struct, frozen=True, forbid_unknown_fields=True, tag="back"):
     rid: str
 
 
-class ToldTools(Struct, frozen=True, forbid_unknown_fields=True, tag="tools"):
-    """The tools that the whole answer to a request calls; none: its conversation has ended."""
-
-    rid: str
-    tools: Annotated[tuple[Annotated[str, Meta(max_length=MOST_NAME)], ...], Meta(max_length=MOST_TOOLS)]
-
-
 class KeptRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="kept"):
     """The request that the replica goes on with: it was admitted before it was asked for, or has ended."""
 
@@ -179,7 +170,7 @@ def _from_bytes(_: type, data: Any) -> np.ndarray[Any, Any]:
 
 
 Message = ChannelHello | Deltas | ReplicaReport | CacheChanges | CacheKeys | KeptRequest
-Asked = RunRequest | EndRequest | TakeBack | ToldTools | PushCache
+Asked = RunRequest | EndRequest | TakeBack | PushCache
 T = TypeVar("T")
 _ENCODER = Encoder(enc_hook=_to_bytes)
 _DECODER: Decoder[Message] = Decoder(Message)

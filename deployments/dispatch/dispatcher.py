@@ -24,13 +24,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from deployments.channel.frames import MOST_NAME, MOST_TOOLS, ToldTools
 from deployments.dispatch.attempt import Attempt, StraightWay, TakenBack, Tries, TryLimits
-from deployments.dispatch.leases import LeaseHolder, ReplicaGone
+from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress, left_after
 from deployments.dispatch.quotas import BeyondLimit, Charge, Quotas
-from deployments.dispatch.rids import client_rid, owner_of, with_try
+from deployments.dispatch.rids import client_rid, owner_of
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
 from deployments.dispatch.timeline import Arrival
 from kvtransfer.pages import PageKey
@@ -158,7 +157,6 @@ class Dispatcher:
         self.num_retries = 0
         self.num_open = 0
         self.quotas: Quotas | None = None  # where there is a file of keys; the router sets it
-        self.keeps_sessions = False  # whether replicas want to be told of tools; likewise
         self.choices: collections.Counter[str] = collections.Counter()  # that run or wait, by the key's name
         self._running: dict[Attempt, Waiting] = {}  # the tries that run
         self.watch = watch if watch is not None else RequestWatch()
@@ -223,15 +221,6 @@ class Dispatcher:
                         raise failure from None
                 finally:
                     del self._running[attempt]
-
-    def told(self, rid: str, tools: Sequence[str]) -> None:
-        """Tell the replica that answered ``rid`` which tools its answer calls."""
-        record = self.routes.get(rid)
-        if record is not None:
-            names = tuple(each[:MOST_NAME] for each in tools[:MOST_TOOLS])
-            with contextlib.suppress(ReplicaGone):  # and its pages with it
-                its_rid = with_try(rid, len(record.tries) - 1)
-                self._holder.channel.send(record.tries[-1].decision.replica_id, ToldTools(its_rid, names))
 
     def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
         """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""

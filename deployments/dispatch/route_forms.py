@@ -45,7 +45,6 @@ def _try_body(each: Try, name: str) -> dict[str, Any]:
             "accepted_tokens": each.accepted_tokens,
             "ttft_s": each.ttft_s,
             "passed_s": None if each.times.own is None else each.times.own.passed_s,
-            "held_s": None if each.times.own is None else each.times.own.held_s,
         },
         "outcome": "running" if each.outcome is None else each.outcome.ending.value,
         "failure": each.failure,

@@ -34,7 +34,7 @@ from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_log
 from deployments.http.service import service_of
 from deployments.http.streaming import Answer, Change, Form, Key
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
-from deployments.output.reading import CalledTools, ChoiceReading, call_id
+from deployments.output.reading import ChoiceReading, call_id
 from deployments.output.reasoning import ReasoningCount
 from deployments.output.tools import ToolUse, tool_use
 from deployments.output.validation import SchemaPromise
@@ -217,13 +217,11 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
         separate_reasoning=body.separate_reasoning is not False,
     )
     pieces = tokenizer.pieces(skip_special_tokens=False)
-    tells = use is not None and service.dispatcher.keeps_sessions
-    called = CalledTools(service.dispatcher.told, set(range(sampling.n))) if tells else None
 
     def new_reading() -> ChoiceReading:
         form = output.reasoning
         count = None if form is None else ReasoningCount(pieces, form, is_open=thought.is_open)
-        return ChoiceReading(reader(), count, shows_reasoning=body.include_reasoning is not False, called=called)
+        return ChoiceReading(reader(), count, shows_reasoning=body.include_reasoning is not False)
 
     return replace(
         prepared,

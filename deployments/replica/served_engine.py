@@ -38,7 +38,6 @@ from deployments.channel.frames import (
     ReplicaReport,
     RunRequest,
     TakeBack,
-    ToldTools,
     encode,
 )
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
@@ -353,8 +352,6 @@ class ServedEngine:
             self._start(client, asked.request)
         elif isinstance(asked, TakeBack):
             self._take_back(client, asked.rid)
-        elif isinstance(asked, ToldTools):
-            self.loop.told(asked.rid, asked.tools)
         elif isinstance(asked, PushCache):
             if self._moves is not None:
                 self._moves.order(asked)

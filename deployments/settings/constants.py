@@ -26,7 +26,7 @@ CONSTANTS: Mapping[str, str] = {
     "scheduler.lpm_max_queue": _POLICY,
     "scheduler.ageing_s": _POLICY,
     "scheduler.late_factor": _POLICY,
-    "scheduler.session_wait_s": "longer waits changed little",
+    "scheduler.session_wait_s": "no turn waits for other sessions any more",
     "scheduler.new_token_ratio": _RATIOS,
     "scheduler.min_new_token_ratio": _RATIOS,
     "scheduler.new_token_ratio_decay": _RATIOS,

@@ -55,7 +55,7 @@ POLICIES: dict[str, Callable[[TreeNode], Rank]] = {
 
 def kept(node: TreeNode, over: Collection[str] = (), marked: Container[TreeNode] = ()) -> Rank:
     """Rank ``node`` before any policy. What only lines of batches use goes first: they come in the order of their
-    prefixes; and so does what only a session used that has ended. Then what tenants ``over`` their share have. What
+    prefixes. Then what tenants ``over`` their share have. What
     is ``marked`` goes later, and what is kept for a session goes last, that for a younger one sooner."""
     lease = (int(node in marked), 0) if node.lease is None else (2, -node.lease.born)
     return (node.priority != OFFLINE, node.tenant not in over, *lease)

@@ -20,7 +20,7 @@ Thread:    scheduler thread only.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +28,7 @@ import numpy as np
 from replicas.cache.audit import audit
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.host_pages import HostTier
-from replicas.cache.node import Session, path_to
+from replicas.cache.node import path_to
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
@@ -119,21 +119,6 @@ class KvCache:
         """Take note that ``req`` came: the session that it goes on with is kept until its answer."""
         if self._sessions is not None:
             self._sessions.returns(req.ids[: self.longest_reuse(req)], req.salt, rid=req.rid)
-
-    def agent_of(self, req: Req) -> Session | None:
-        """Return the session of an agent that ``req`` goes on with; None where it is of none, or its pages would come
-        back from the host."""
-        return (
-            None if self._sessions is None or self.store.tiers is not None else self._sessions.sessions.agent(req.rid)
-        )
-
-    def session_needs(self, agents: Iterable[tuple[Session, Req]]) -> list[tuple[int, int]]:
-        """Return for each of ``agents``, those of older sessions first, the tokens that its request needs of
-        `available_tokens`, and those that sessions older than its own keep there, or need."""
-        cache, ps = self._sessions, self.page_size
-        assert cache is not None
-        turns = (cache.turn(each, req.ids[: req.num_tokens], req.salt, req.asked.tenant) for each, req in agents)
-        return [(need * ps, kept * ps) for need, kept in cache.session_needs(turns)]
 
     def ask_store(self, req: Req) -> None:
         """Look in the store for what the other tiers lack of the prefix of ``req``, which waits to start."""
@@ -321,7 +306,7 @@ class KvCache:
         _note_kept(req, whole)
 
     def release(self, req: Req, *, keep: bool) -> None:
-        """Take back all that ``req`` holds (cache_finished_req, SPEC E08). If it has ended, its session pauses.
+        """Take back all that ``req`` holds (cache_finished_req, SPEC E08); if it has ended, for its session.
 
         Args: keep: its computed whole pages stay in the prefix cache, evictable; else they are freed with the rest.
         """
@@ -337,11 +322,6 @@ class KvCache:
         self._forget(req)
         self._cache.dec_lock_ref(_lock(holding))
         self._allocator.free(private)
-
-    def told(self, rid: str, tools: Sequence[str]) -> None:
-        """Take note of the tools that the answer to request ``rid`` calls; none: its session has ended."""
-        if self._sessions is not None:
-            self._sessions.sessions.told(rid, tools)
 
     def quarantine(self, req: Req, *, locked: bool) -> Detained:
         """Take all that ``req`` holds while a peer may still read or write it; its row goes back at once.

@@ -126,12 +126,7 @@ class Session:
     born: int  # tick of its first answer
     end: TreeNode | None = None  # the deepest node that is kept for it; None: none is
     mark: TreeNode | None = None  # in which its last prompt ends, in whole pages; None: it has left the tree
-    answered_s: float = 0.0
-    paused: bool = True  # between an answer and the next prompt
-    pause_s: float | None = None  # moving mean of its pauses; None: it has not come back yet
-    tools: tuple[str, ...] | None = None  # names of those that its last answer calls; None: its router has not told
-    called: bool = False  # whether any answer has called tools
-    goes_on: bool = False  # a prompt has come after an answer without calls: a person's
+    came_back: bool = False  # whether a prompt has gone on with it
     until_s: float = 0.0  # when its lease runs out
 
 

@@ -12,7 +12,7 @@ Source:    SGLang radix cache (Zheng et al. 2024, arXiv:2312.07104, section 3), 
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from replicas.cache.audit import audit_tree
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
-from replicas.cache.node import NO_PAGES, Session, TreeNode, first_page, path_to, walk
+from replicas.cache.node import NO_PAGES, TreeNode, first_page, path_to, walk
 from replicas.cache.owners import EVERYBODY, Marks, Owners
-from replicas.cache.sessions import ComingPrompt, Sessions
+from replicas.cache.sessions import Sessions
 from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
@@ -51,7 +51,7 @@ class RadixCache:
         self.evicted_idle_s = Tally(IDLE_S)  # time since the last use of what `evict` took
         self._clock = clock
         self._marks = Marks(touched=self._touched, clock=clock)
-        self.sessions = Sessions(touched=self._touched, key_of=self._key_of, marked=self._marks.until_s, clock=clock)
+        self.sessions = Sessions(touched=self._touched, key_of=self._key_of, clock=clock)
         self._owners = Owners(clock)
         self._held = Counter[str]()  # pages on the device, by tenant
         self._queue = EvictionQueue(
@@ -190,16 +190,7 @@ class RadixCache:
     def returns(self, token_ids: TokenIds, salt: str, *, rid: str = "") -> None:
         """Take note that the prompt of ``rid`` arrived: the session that it goes on with is kept until its answer."""
         path = self._whole_nodes(token_ids, salt)
-        self.sessions.returns(path, salt=salt, rid=rid, keys=lambda: page_keys(token_ids, self.page_size, salt))
-
-    def turn(self, session: Session, token_ids: TokenIds, salt: str, tenant: str) -> ComingPrompt:
-        """Describe a prompt of ``tenant`` that ``session`` goes on with."""
-        return ComingPrompt(session, self._whole_nodes(token_ids, salt), -(-len(token_ids) // self.page_size), tenant)
-
-    def session_needs(self, turns: Iterable[ComingPrompt]) -> Iterator[tuple[int, int]]:
-        """Tell of each of ``turns``, those of older sessions first, the pages that it needs, and those that are kept
-        for older ones, or needed by them."""
-        return self.sessions.needs(turns, self._owners.over(self._held))
+        self.sessions.returns(path, rid=rid, keys=lambda: page_keys(token_ids, self.page_size, salt))
 
     def answered(self, token_ids: TokenIds, prompt_len: int, salt: str, *, name: str = "", rid: str = "") -> None:
         """Take note that ``token_ids`` are a prompt, of request ``rid``, and its answer, in the session that the client

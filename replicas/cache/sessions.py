@@ -2,50 +2,33 @@
 
 An agent's pool falls off a cliff under LRU: its sessions come back in turn, so each finds that another's next turn has
 just evicted it. Which session goes first is no guess here: the younger one's pages do, so that as many as fit stay
-whole. Only whether it comes back is one, and that is what its lease says. It follows the session's own pauses; where a
-router says which tools an answer calls, those tools' pauses in all sessions.
-
-An agent's request, of a session whose answers call tools, would take its pages from older sessions where those fill the
-pool, and theirs would be computed anew in turn. So what it needs, and what is kept for older ones, can be asked here.
+whole. A session that has come back once, or that its client names, is expected back for `LEASE_S` after each answer.
 
 Owns:      which node each session is known by, or was until it left the tree; the leases: `TreeNode.lease` is written
            here, and copied by splits.
-Never:     evicts or locks, or lets a request wait (scheduler/held.py). A lease is a rank in the order of eviction
+Never:     evicts or locks. A lease is a rank in the order of eviction
            (cache/evict.py); one that runs out lowers it.
 Invariant: a leased session has an entry in the heap, due when its lease is, and ends at the deepest node that is kept
            for it; its mark is in the tree too: no session keeps a node alive that has left.
 Thread:    scheduler thread only.
 
-    answered ──first answer──> known ──its next prompt: returns──> waits, runs ──answered──> leased for its pause
+    answered ──first answer──> known ──its next prompt: returns──> waits, runs ──answered──> leased
                                  ^                                                              │ runs out
                                  └────────────────── order as the policy says ──────────────────┘
 """
 
 import heapq
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvtransfer.pages import PageKey
 from replicas.cache.node import Session, TreeNode, path_to
-from replicas.request import OFFLINE
 
-SHORTEST_S = 5.0  # of a lease
-LONGEST_S = 60.0  # of a lease; who pauses for longer is not waited for
-MARGIN = 2.0  # times the mean pause of a session, or of the tools that its answer calls
-WEIGHT = 0.25  # of the last pause in that mean
+LEASE_S = 60.0  # for which a session is expected back after an answer, and its answer after a prompt
 MAX_NAMED = 4096  # names whose age is remembered
-MAX_ANSWERED = 1024  # answers whose tools may still be told, and tools whose pauses are remembered
+MAX_ASKED = 1024  # prompts whose sessions are remembered until they are answered
 MAX_LOST = 1024  # sessions that are known though nothing of them is left
-
-
-class ComingPrompt(NamedTuple):
-    """A prompt that a session goes on with."""
-
-    session: Session
-    path: Sequence[TreeNode]  # with which it begins
-    num_pages: int
-    tenant: str
 
 
 class Sessions:
@@ -56,23 +39,18 @@ class Sessions:
         *,
         touched: Callable[[TreeNode], None],
         key_of: Callable[[TreeNode], PageKey],
-        marked: Container[TreeNode] = (),
         clock: Callable[[], float],
     ) -> None:
-        """``touched``: called where the rank of a node may have fallen. ``key_of``: of the last page of a node.
-        ``marked``: what clients asked to keep."""
+        """``touched``: called where the rank of a node may have fallen. ``key_of``: of the last page of a node."""
         self._touched = touched
         self._key_of = key_of
         self._clock = clock
-        self._marked = marked
         self._due: list[tuple[float, int, Session]] = []  # by when; an entry of a lease that was changed is dropped
         self._tie = 0
         self._marks: dict[TreeNode, Session] = {}  # by the node in which their last prompt ends, in whole pages
         self._num_leased = 0
-        self._answered: OrderedDict[str, Session] = OrderedDict()  # by request, until their tools are told
         self._asked: OrderedDict[str, Session] = OrderedDict()  # by request, from its arrival to its answer
         self._lost: OrderedDict[PageKey, Session] = OrderedDict()  # by the last page of theirs that left the tree
-        self._pauses: OrderedDict[tuple[str, str], float] = OrderedDict()  # moving means by salt and tool
         self._born: OrderedDict[tuple[str, str], int] = OrderedDict()  # by salt and name, the one used last at the end
 
     @property
@@ -80,7 +58,7 @@ class Sessions:
         return self._num_leased
 
     def returns(
-        self, path: Sequence[TreeNode], *, salt: str = "", rid: str = "", keys: Callable[[], Iterable[PageKey]] = tuple
+        self, path: Sequence[TreeNode], *, rid: str = "", keys: Callable[[], Iterable[PageKey]] = tuple
     ) -> None:
         """Take note that the prompt of ``rid`` arrived, which goes on behind ``path``: its session is kept until that
         is answered. ``keys``: of all its pages."""
@@ -91,45 +69,10 @@ class Sessions:
         if session is None:
             return
         self._asked[rid] = session
-        _bound(self._asked, MAX_ANSWERED)
-        if not session.paused:
-            return
-        session.paused = False
-        pause_s = min(self._clock() - session.answered_s, 2 * LONGEST_S)  # one that was long is soon forgotten
-        session.pause_s = _mean(session.pause_s, pause_s)
-        session.goes_on |= session.tools == ()
-        for tool in session.tools or ():
-            of = salt, tool
-            self._pauses[of] = _mean(self._pauses.pop(of, None), pause_s)
-            _bound(self._pauses, MAX_ANSWERED)
-        if session.pause_s <= LONGEST_S and (session.end or path):
-            self._lease(session, session.end or path[-1], LONGEST_S)
-
-    def agent(self, rid: str) -> Session | None:
-        """Return the session that request ``rid`` goes on with, if its answers call tools and it is no person's."""
-        session = self._asked.get(rid)
-        return session if session is not None and session.called and not session.goes_on else None
-
-    def needs(self, turns: Iterable[ComingPrompt], over: Collection[str]) -> Iterator[tuple[int, int]]:
-        """Tell of each of ``turns``, those of older sessions first, how many of its pages it has to find room for, or
-        occupies itself; and how many are kept for older sessions though they could go, or needed by the turns before.
-        Those of another tenant among ``over`` do not count: they go before what any session keeps. Walks what is kept
-        once, whatever the number of turns."""
-        leased = deque(sorted({entry[2] for entry in self._due if _holds(entry)}, key=lambda each: each.born))
-        before = Counter[str | None]()  # pages by tenant over its share; None: all others
-        for session, path, num_pages, tenant in turns:
-            while leased and leased[0].born < session.born:
-                older = leased.popleft()
-                for node in path_to(older.end):
-                    if node.lease is older and not node.lock_ref:
-                        before[node.tenant if node.tenant in over else None] += len(node.pages)
-            need = num_pages
-            for node in path:
-                is_older = node.lease is not None and node.lease.born < session.born
-                if node.lock_ref or (is_older and (node.tenant == tenant or node.tenant not in over)):
-                    need -= len(node.pages)
-            yield need, before[None] + before[tenant]
-            before[tenant if tenant in over else None] += need
+        _bound(self._asked, MAX_ASKED)
+        session.came_back = True
+        if session.end or path:
+            self._lease(session, session.end or path[-1])
 
     def answered(self, path: Sequence[TreeNode], num_prompt: int, *, tick: int, name: str, rid: str) -> None:
         """Take note that the answer to a prompt ends with ``path``, whose first ``num_prompt`` nodes are the prompt.
@@ -152,36 +95,8 @@ class Sessions:
         else:
             self._end(session)
         self._marks[prompt[-1]], session.mark = session, prompt[-1]
-        session.answered_s, session.paused, session.tools = self._clock(), True, None
-        self._answered[rid] = session
-        _bound(self._answered, MAX_ANSWERED)
-        if name or (session.pause_s is not None and session.pause_s <= LONGEST_S):
-            self._lease(session, path[-1], _lease_s(session.pause_s))
-
-    def told(self, rid: str, tools: Sequence[str]) -> None:
-        """Take note which tools the answer to ``rid`` calls: its path is kept for as long as the slowest of them takes;
-        of a first answer only the prompt. A session that calls none any more has ended, unless it went on after such an
-        answer before: what its turns after the first have made goes before all else."""
-        session = self._answered.pop(rid, None)
-        if session is None or not session.paused:
-            return  # it is back already
-        ended = session.called and not tools and not session.goes_on
-        session.tools, session.called = tuple(tools), session.called or bool(tools)
-        if ended:
-            for node in path_to(session.end):
-                is_own = node.lease is session and node.created > session.born
-                if is_own and not node.lock_ref and node not in self._marked:
-                    node.priority = OFFLINE
-            self._end(session)
-        elif tools:
-            end = session.end or session.mark
-            salt = "" if end is None else end.salt
-            known = [self._pauses[salt, each] for each in tools if (salt, each) in self._pauses]
-            pause_s = max(known, default=session.pause_s)
-            if pause_s is not None and pause_s > LONGEST_S:
-                self._end(session)
-            elif end is not None:
-                self._lease(session, end, _lease_s(pause_s))
+        if name or session.came_back:
+            self._lease(session, path[-1])
 
     def expire(self) -> None:
         """End the leases that have run out; before each look at the order of eviction."""
@@ -204,7 +119,7 @@ class Sessions:
     def clear(self) -> None:
         """Forget all sessions: the tree is empty."""
         self._due, self._num_leased = [], 0
-        for each in (self._answered, self._asked, self._lost, self._marks):
+        for each in (self._asked, self._lost, self._marks):
             each.clear()
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
@@ -233,8 +148,8 @@ class Sessions:
         _bound(self._born, MAX_NAMED)
         return born
 
-    def _lease(self, session: Session, end: TreeNode, lease_s: float) -> None:
-        """Keep for ``session``, for ``lease_s`` from now on, what no older one keeps of the path to ``end``."""
+    def _lease(self, session: Session, end: TreeNode) -> None:
+        """Keep for ``session``, for `LEASE_S` from now on, what no older one keeps of the path to ``end``."""
         for node in path_to(end):
             other = node.lease if node.lease is not session else None
             if other is not None and other.born <= session.born:
@@ -246,7 +161,7 @@ class Sessions:
                 self._ends_above(other, node)
         if session.end is None:
             return
-        session.until_s = self._clock() + lease_s
+        session.until_s = self._clock() + LEASE_S
         self._tie += 1
         heapq.heappush(self._due, (session.until_s, self._tie, session))
         if len(self._due) > 2 * self._num_leased + 64:
@@ -274,15 +189,6 @@ class Sessions:
         """Return the session whose last prompt is the longest within ``path``, and the node in which that ends."""
         found = next((node for node in reversed(path) if node in self._marks), None)
         return found, None if found is None else self._marks[found]
-
-
-def _mean(mean_s: float | None, pause_s: float) -> float:
-    return pause_s if mean_s is None else mean_s + WEIGHT * (pause_s - mean_s)
-
-
-def _lease_s(pause_s: float | None) -> float:
-    """Return how long what pauses for ``pause_s`` is kept; None: nothing is known of that."""
-    return max(SHORTEST_S, min(MARGIN * (pause_s or 0.0), LONGEST_S))
 
 
 def _bound(kept: "OrderedDict[Any, Any]", most: int) -> None:

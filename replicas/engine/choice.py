@@ -116,9 +116,7 @@ class Choice:
         if not ended and not begins:
             return None
         stages = stage_times(self.req, stamps.ended_s if ended else stamps.first_token_s)
-        if not (stamps.passed_s or stamps.held_s):
-            return stages
-        return replace(stages, passed_s=stamps.passed_s, held_s=stamps.held_s)
+        return replace(stages, passed_s=stamps.passed_s) if stamps.passed_s else stages
 
     def _num_shown(self, finish: Finish | None) -> int:
         """Count the output tokens that become text; a stop token does not, unless the request includes stops."""

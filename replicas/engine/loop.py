@@ -14,7 +14,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from replicas.engine.engine import CacheEvents, Engine
@@ -152,10 +152,6 @@ class EngineLoop:
                 kept()
 
         self._command(take)
-
-    def told(self, rid: str, tools: Sequence[str]) -> None:
-        """Take note of the tools that the answer to ``rid`` calls (cache/sessions.py); thread-safe."""
-        self._command(lambda engine: engine.kv.told(rid, tools) if engine is not None else None)
 
     async def hand_over(self, before: Callable[[], Awaitable[object]]) -> int:
         """Give the cache what running requests have computed, await ``before``, and end them so that their routers go

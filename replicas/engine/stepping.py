@@ -147,12 +147,12 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
     num_legs = sum(req.is_prefill_leg for req in parked)
     offline = [req for req in queues.holding if req.asked.offline]
     pool = store.stats()
-    uncached = queues.waiting.uncached_tokens(queues.held)
+    uncached = queues.waiting.uncached_tokens()
     uncached += chunked.extend_len if chunked and not chunked.asked.offline else 0
     return EngineStats(
         time_s=now_s,
         pool=pool,
-        num_waiting=len(queues.waiting) + len(queues.held) + len(parked) - num_legs,
+        num_waiting=len(queues.waiting) + len(parked) - num_legs,
         num_running=len(queues.running) + len(queues.paused) + len(queues.forced) + (chunked is not None),
         num_offline_waiting=len(queues.lines) - len(queues.paused),
         num_offline_running=len(offline),

@@ -346,7 +346,7 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
              have to run first, or if a token must be known to make the next one.
     """
     begun = queues.begun
-    waiting = (queues.waiting, queues.prealloc, queues.lines, queues.held)
+    waiting = (queues.waiting, queues.prealloc, queues.lines)
     has_queue = len(begun) > 0 or any(len(each) for each in waiting)
     if len(queues.under_way) != 1 or (has_queue and must_look):
         return None

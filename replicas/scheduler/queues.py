@@ -1,7 +1,7 @@
 """Queues: every open request of one engine, by what it waits for or what runs it.
 
-Owns:      the membership and the order of each queue; those of lines of batches and of held sessions are lines.py's and
-           held.py's. These values only hold; what moves a request from one queue to another is in prefill.py,
+Owns:      the membership and the order of each queue; those of lines of batches are lines.py's.
+           These values only hold; what moves a request from one queue to another is in prefill.py,
            admission.py, decode.py, tokens.py and scheduler.py.
 Never:     touches pages; the waiting queue asks how long a cached prefix is.
 Invariant: an open request is in exactly one queue, or only in a step under way (one whose last chunk, or the run of
@@ -18,7 +18,6 @@ from random import Random
 from typing import Protocol
 
 from replicas.request import Bound, Req, ReqQueue, ReqState
-from replicas.scheduler.held import HeldSessions
 from replicas.scheduler.lines import LineQueue
 from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from replicas.scheduler.shares import TenantShares
@@ -165,13 +164,11 @@ class WaitingQueue(ReqQueue):
             left_len=req.rank.bound.at_len - self._num_computed(),
         )
 
-    def uncached_tokens(self, held: Iterable[Req] = ()) -> int:
-        """Count the tokens to compute if every request, and those ``held``, started now; an upper bound where they are
-        many."""
-        reqs = [*self._reqs, *held]
-        if len(reqs) > self._rules.lpm_max_queue:
-            return sum(req.num_tokens for req in reqs)
-        return sum(req.num_tokens - self._cached_len(req) for req in reqs)
+    def uncached_tokens(self) -> int:
+        """Count the tokens to compute if every request started now; an upper bound where they are many."""
+        if len(self._reqs) > self._rules.lpm_max_queue:
+            return sum(req.num_tokens for req in self._reqs)
+        return sum(req.num_tokens - self._cached_len(req) for req in self._reqs)
 
     def _cached_len(self, req: Req) -> int:
         return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)
@@ -289,7 +286,6 @@ class Queues:
 
     waiting: WaitingQueue
     lines: LineQueue
-    held: HeldSessions
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each; by adapter, and in the order of joining
     forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
@@ -362,8 +358,6 @@ class Queues:
             self.away.remove(req)
         elif req in self.lines:
             self.lines.remove(req)
-        elif req in self.held:
-            self.held.remove(req)
         elif req in self.prealloc:
             self.prealloc.remove(req)
         elif req.state is ReqState.WAITING:
@@ -377,7 +371,7 @@ class Queues:
 
     def check(self) -> None:
         """Raise AssertionError where a request is in a queue that does not fit its state."""
-        for req in (*self.waiting, *self.prealloc, *self.held):
+        for req in (*self.waiting, *self.prealloc):
             assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
             assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
         self.waiting.shares.check(self.waiting)

@@ -37,7 +37,6 @@ from replicas.scheduler.decode import (
     retracted_first,
 )
 from replicas.scheduler.drafts import Drafts
-from replicas.scheduler.held import HeldSessions
 from replicas.scheduler.lines import LineQueue, LineShare
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
@@ -95,7 +94,6 @@ class Scheduler:
                 num_computed=lambda: self.counters.prefill_tokens,
             ),
             lines=LineQueue(LineShare(config.chunked_prefill_size, page_size=kv.page_size)),
-            held=HeldSessions(config.session_wait_s),
         )
         self.deadlines = Deadlines()
         self.last = LastRound()
@@ -119,7 +117,6 @@ class Scheduler:
         queues = self.queues
         starting = (
             len(queues.waiting)
-            or len(queues.held)
             or len(queues.lines)
             or queues.chunked is not None
             or len(queues.prealloc)
@@ -131,7 +128,7 @@ class Scheduler:
         would fill. While memory is short, no place is free."""
         queues = self.queues
         num_starting = len(queues.waiting) + len(queues.prealloc) + num_new
-        num_waiting = num_starting + len(queues.held) + len(queues.away.in_state(ReqState.WAITING))
+        num_waiting = num_starting + len(queues.away.in_state(ReqState.WAITING))
         if self._is_short:
             num_starting = 0
         num_holding = sum(not req.asked.offline for req in queues.holding)  # lines of batches give their places up
@@ -160,10 +157,7 @@ class Scheduler:
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)
-        if self.kv.agent_of(req) is not None and self.queues.held.hold(req):
-            self._gate.disturb()
-        else:
-            self._wait(req)
+        self._wait(req)
         self.kv.ask_store(req)
 
     def ask_grant(self, req: Req) -> None:
@@ -253,9 +247,6 @@ class Scheduler:
         now_s = self._clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
         queues.waiting.shares.looks(now_s)
-        if len(queues.held):
-            for req in queues.held.take_ready(self.kv, self._clock):
-                self._wait(req)
         self._order_batches()
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))

@@ -147,16 +147,15 @@ def _end(each: Mapping[str, Any]) -> str:
         return f"It waited there, and moved to begin sooner ({each['moved']})."
     if actual["ttft_s"] is None:
         return f"Outcome: {each['outcome']}; no token {'yet' if each['outcome'] == 'running' else 'came'}."
-    passed_s, held_s = actual.get("passed_s"), actual.get("held_s")
+    passed_s = actual.get("passed_s")
     passed = f" For {seconds(passed_s)} others went before it, of tenants that had used less." if passed_s else ""
-    held = f" For {seconds(held_s)} its session waited until older ones left room for it." if held_s else ""
     drafted = actual.get("drafted_tokens")
     drafts = f" Of {drafted} tokens that were drafted, {actual['accepted_tokens']} came true." if drafted else ""
     return (
         f"Outcome: {each['outcome']}. First token after "
         f"{seconds(actual['ttft_s'])} ({seconds(predicted['ttft_s'])} predicted); {actual['cached_tokens']} of "
         f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted)."
-        f"{held}{passed}{drafts}"
+        f"{passed}{drafts}"
     )
 
 

@@ -130,24 +130,6 @@ def test_the_host_goes_by_the_same_order(eviction: str) -> None:
     assert rig.tiers(ids(200, 2)) == (0, 1)
 
 
-def test_what_an_agent_that_has_ended_marked_does_not_go_first() -> None:
-    def left(*marks: CacheMark) -> int:
-        bench = Bench(num_pages=24)
-        history = list(range(1, 9))
-        for turn in range(3):
-            req = bench.submit(history, max_new_tokens=4, cache_marks=marks)
-            bench.run()
-            bench.kv.told(req.rid, ["tool"] if turn < 2 else [])
-            history = [*req.ids[: req.num_tokens].tolist(), 7, 7, 7, 7]
-        bench.submit([100] * 40, max_new_tokens=1)
-        bench.run()
-        bench.kv.store.make_room(bench.kv.store.allocator.num_free + 4, "a test")
-        return bench.kv.peek_len(np.array(history, dtype=np.int32), "")
-
-    assert left() == 8  # its first turn
-    assert left(CacheMark(64, TTL_S)) == 24
-
-
 def test_what_was_cached_before_counts_as_read_and_is_kept_as_what_is_new() -> None:
     bench = Bench()
     prompt = list(range(1, 19))

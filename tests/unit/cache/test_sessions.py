@@ -1,20 +1,18 @@
 """Sessions in the tree: whose pages go first, and until when they are kept."""
 
 import gc
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from replicas.cache.node import TreeNode
 from replicas.cache.radix import RadixCache
-from replicas.cache.sessions import LONGEST_S, SHORTEST_S
+from replicas.cache.sessions import LEASE_S
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
 from tests.harness import Bench, Clock
 
 PS = 4
-Tools = Sequence[str] | None
 
 
 class Tree:
@@ -28,10 +26,8 @@ class Tree:
     def ids(self, agent: int, num_pages: int) -> TokenIds:
         return np.full(num_pages * PS, agent, dtype=np.int32)
 
-    def turn(
-        self, agent: int, prompt_pages: int, *, answer_pages: int = 1, name: str = "", tools: Tools = None
-    ) -> None:
-        """A prompt arrives, is computed and answered; ``tools``: that its answer calls, if its router tells."""
+    def turn(self, agent: int, prompt_pages: int, *, answer_pages: int = 1, name: str = "") -> None:
+        """A prompt arrives, is computed and answered."""
         prompt, whole = self.ids(agent, prompt_pages), self.ids(agent, prompt_pages + answer_pages)
         self.cache.returns(prompt, "", rid=f"agent {agent}")
         for ids in (prompt, whole):
@@ -42,9 +38,6 @@ class Tree:
             self.cache.match_prefix(ids, "", count_hit=False)
         self.cache.answered(whole, len(prompt), "", name=name, rid=f"agent {agent}")
         self.cache.check()
-        if tools is not None:
-            self.cache.sessions.told(f"agent {agent}", tools)
-            self.cache.check()
 
     def left(self, agent: int) -> int:
         return self.cache.peek_len(self.ids(agent, 64), "") // PS
@@ -107,7 +100,7 @@ def test_a_session_without_a_name_is_known_by_what_it_says_when_all_of_it_was_ev
 
 def test_a_session_that_left_the_tree_while_its_prompt_waited_is_not_found_by_where_it_was() -> None:
     tree = Tree()
-    tree.turn(1, 2, tools=["bash"])
+    tree.turn(1, 2)
     cache, prompt, whole = tree.cache, tree.ids(1, 4), tree.ids(1, 5)
     cache.returns(prompt, "", rid="next")
     tree.evict(3)
@@ -115,126 +108,27 @@ def test_a_session_that_left_the_tree_while_its_prompt_waited_is_not_found_by_wh
         cache.insert(tree.ids(1, length), np.arange(10, 10 + length, dtype=np.int32), "")
     cache.answered(whole, len(prompt), "", rid="next")
     cache.check()
+    tree.clock.now_s += LEASE_S + 1
+    cache.sessions.expire()
     cache.returns(tree.ids(1, 3), "", rid="another")  # begins as its first prompt did, and ends before its second
-    assert cache.sessions.agent("another") is None
+    assert cache.sessions.num_leased == 0
     cache.returns(whole, "", rid="its own")
-    assert cache.sessions.agent("its own") is not None
+    assert cache.sessions.num_leased == 1
 
 
-def test_a_lease_that_has_run_out_keeps_nothing() -> None:
+def test_what_is_kept_for_a_session_is_kept_until_its_lease_runs_out() -> None:
     tree = Tree()
     tree.turn(1, 2)
     tree.turn(1, 4)
-    tree.clock.now_s += SHORTEST_S + 0.1
-    tree.turn(9, 3)
-    tree.evict(5)
-    assert (tree.left(1), tree.left(9)) == (0, 4)
-    assert tree.cache.sessions.num_leased == 0
-
-
-def test_a_lease_lasts_twice_the_mean_pause() -> None:
-    tree = Tree()
-    tree.turn(1, 2)
-    tree.clock.now_s += 10
-    tree.turn(1, 4)
-    tree.clock.now_s += 19
+    tree.clock.now_s += LEASE_S - 1
     tree.turn(9, 3)
     tree.evict(4)
     assert (tree.left(1), tree.left(9)) == (5, 0)
     tree.clock.now_s += 2
-    tree.turn(9, 3)
+    tree.turn(8, 3)
     tree.evict(5)
-    assert (tree.left(1), tree.left(9)) == (0, 4)
-
-
-def test_a_session_that_pauses_for_too_long_is_not_waited_for() -> None:
-    tree = Tree()
-    tree.turn(1, 2)
-    tree.clock.now_s += LONGEST_S + 1
-    tree.turn(1, 4)
+    assert (tree.left(1), tree.left(8)) == (0, 4)
     assert tree.cache.sessions.num_leased == 0
-
-
-def test_an_answer_that_calls_a_tool_is_kept_for_as_long_as_that_has_taken_in_other_sessions() -> None:
-    tree = Tree()
-    tree.turn(1, 2, tools=("bash",))
-    tree.clock.now_s += 20
-    tree.turn(1, 4, tools=())
-    tree.turn(2, 2, tools=("bash",))
-    tree.clock.now_s += 39
-    tree.turn(9, 3)
-    tree.evict(10)
-    assert [tree.left(agent) for agent in (1, 2, 9)] == [0, 2, 0]  # of a first answer only the prompt is kept
-    tree.clock.now_s += 2
-    tree.turn(9, 3)
-    tree.evict(2)
-    assert (tree.left(2), tree.left(9)) == (0, 4)
-
-
-def test_a_tool_that_takes_too_long_is_not_waited_for() -> None:
-    tree = Tree()
-    tree.turn(1, 2, tools=("ask a person",))
-    tree.clock.now_s += LONGEST_S + 1
-    tree.turn(1, 4, tools=("ask a person",))
-    tree.turn(2, 2, tools=("ask a person",))
-    assert tree.cache.sessions.num_leased == 0
-    tree.turn(2, 4, tools=("bash",))  # it pauses briefly itself, and nothing is known of this tool
-    assert tree.cache.sessions.num_leased == 1
-
-
-def test_when_a_session_calls_no_tool_any_more_its_turns_go_first_and_its_first_prompt_in_its_turn() -> None:
-    tree = Tree()
-    tree.turn(9, 3)
-    tree.turn(1, 2, tools=("bash",))
-    tree.turn(1, 4, tools=())
-    tree.evict(2)
-    assert (tree.left(1), tree.left(9)) == (3, 4)
-    tree.evict(3)
-    assert (tree.left(1), tree.left(9)) == (3, 1)
-
-
-def test_a_session_that_is_told_to_have_ended_and_comes_back_is_one_again() -> None:
-    tree = Tree()
-    tree.turn(1, 2, tools=("bash",))
-    tree.turn(1, 4, tools=())
-    tree.turn(9, 3)
-    tree.turn(1, 6, tools=("bash",))
-    tree.evict(4)
-    assert (tree.left(1), tree.left(9)) == (7, 0)
-
-
-def test_one_that_went_on_after_an_answer_without_calls_is_a_persons_and_ends_no_more() -> None:
-    tree = Tree()
-    tree.turn(1, 2, tools=["search"])
-    tree.turn(1, 4, tools=[])
-    tree.turn(1, 6, tools=["search"])
-    tree.turn(1, 8, tools=[])
-    assert tree.cache.sessions.num_leased == 1
-    tree.turn(9, 3)
-    tree.evict(4)
-    assert (tree.left(1), tree.left(9)) == (9, 0)
-
-
-def test_the_pause_after_an_answer_of_which_nothing_was_told_is_no_tools() -> None:
-    tree = Tree()
-    tree.turn(1, 2, tools=["search"])
-    tree.turn(1, 4)  # a request without tools
-    tree.clock.now_s += 50
-    tree.turn(1, 6, tools=["search"])
-    tree.turn(2, 2, tools=["search"])
-    tree.clock.now_s += SHORTEST_S + 0.1
-    tree.turn(9, 3)
-    tree.evict(9)  # nothing is leased any more
-    assert (tree.left(1), tree.left(2), tree.left(9)) == (0, 1, 4)
-
-
-def test_what_is_told_of_an_answer_after_the_next_prompt_or_of_none_changes_nothing() -> None:
-    tree = Tree()
-    tree.turn(1, 2)
-    tree.cache.returns(tree.ids(1, 4), "")
-    for rid in ("agent 1", "agent 1", "unknown"):
-        tree.cache.sessions.told(rid, ("bash",))
-    tree.cache.check()
 
 
 def test_two_that_go_on_from_one_answer_are_two_sessions() -> None:

@@ -21,7 +21,6 @@ from deployments.channel.frames import (
     PushCache,
     ReplicaReport,
     RunRequest,
-    ToldTools,
     encode,
 )
 from deployments.dispatch.attempt import TryLimits
@@ -184,7 +183,6 @@ class ScriptedReplica:
         self.orders: list[PushCache] = []  # to push its cache, by call or over the channel
         self.moves: MoveAddress | None = None
         self.aborts: list[str] = []  # rids of which the router said over the channel that they are to end
-        self.told: list[ToldTools] = []
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
         self.pause_at: int | None = None  # it clears ``hold`` before this token, once
@@ -238,8 +236,6 @@ class ScriptedReplica:
             self._start_of(asked.request.rid).set_result(asked.request)
         elif isinstance(asked, PushCache):
             self.orders.append(asked)
-        elif isinstance(asked, ToldTools):
-            self.told.append(asked)
         else:
             self.aborts.append(asked.rid)
 

@@ -16,10 +16,7 @@ from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from deployments.output.tool_formats import QWEN3_CODER
 from deployments.output.tools import tool_use
-from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidRequest
-from tests.unit.deployments.in_process import House
-from tests.waiting import until_async
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {
@@ -92,26 +89,6 @@ async def test_a_named_tool_is_called_once_and_ends_with_stop(client: httpx.Asyn
     [call] = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     check_call(call)
-
-
-async def test_a_replica_is_told_which_tools_a_whole_answer_calls(
-    client: httpx.AsyncClient, house: House, idle_engine: EngineLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one that is cut off nothing is known, and without tools, or where no sessions are kept, nobody is told."""
-    told = list[tuple[str, ...]]()
-    monkeypatch.setattr(idle_engine.engine.kv, "told", lambda rid, tools: told.append(tools))
-    await post(client, tool_choice=NAMED)
-    house.dispatcher.keeps_sessions = True
-    await post(client, tool_choice=NAMED)
-    await post(client, max_tokens=2)
-    await post(client, tool_choice="none", max_tokens=2)
-    async with client.stream("POST", CHAT, json=ASK | {"tool_choice": NAMED, "stream": True}) as events:
-        assert [each async for each in events.aiter_lines()][-2] == "data: [DONE]"
-    answer = {"stop": [" "], "tool_choice": "auto"}
-    assert (await post(client, **answer))["choices"][0]["finish_reason"] == "stop"
-    await post(client, tool_choice=NAMED, n=2)
-    await until_async(lambda: len(told) > 3)
-    assert told == [("get_weather",), ("get_weather",), (), ("get_weather", "get_weather")]
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 2, "temperature": 1}, {"logprobs": True, "return_token_ids": True}])

@@ -66,16 +66,6 @@ async def test_only_the_most_recent_are_kept_and_a_name_finds_the_last_request_t
     assert [each.rid if each else None for each in found] == ["c.0-x", "b.0-y", "d.0-z", "d.0-z", None]
 
 
-async def test_tools_are_told_to_the_replica_that_answered_by_its_own_name_of_the_request(scripted: House) -> None:
-    dies, other = ScriptedReplica("r0", die_at=0), ScriptedReplica("r1")
-    await scripted.ready(dies, other)
-    deltas = await scripted.collect(rid="a1.0-me")
-    scripted.dispatcher.told(deltas[-1].rid, ["bash"])
-    await until_async(lambda: bool(other.told))
-    assert [(each.rid, each.tools) for each in other.told] == [(other.requests[-1].rid, ("bash",))]
-    assert other.requests[-1].rid != deltas[-1].rid
-
-
 async def test_lines_of_batches_push_no_request_of_others_out(scripted: House) -> None:
     await scripted.ready(ScriptedReplica("r0"))
     scripted.dispatcher.routes = routes = RouteLog(capacity=16)

@@ -101,11 +101,6 @@ def test_what_a_request_waited_behind_other_tenants_is_said() -> None:
     assert text in " ".join(plain(explain.drawn(answer(passed))).split())
 
 
-def test_how_long_a_session_waited_for_older_ones_is_said() -> None:
-    held = tried(actual={"cached_tokens": 0, "ttft_s": 12.5, "passed_s": 0.0, "held_s": 12.0})
-    text = "For 12 s its session waited until older ones left room for it."
-    assert text in " ".join(plain(explain.drawn(answer(held))).split())
-
 
 def test_drafts_are_said_where_there_were_any() -> None:
     drafted = {"cached_tokens": 0, "ttft_s": 2.5, "drafted_tokens": 9, "accepted_tokens": 4}
