@@ -87,10 +87,8 @@ class Seldom(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        now_s, key = (
-            self._clock(),
-            (record.pathname, record.lineno, re.sub(r"\d+", "", record.getMessage())[:MOST_CHARS]),
-        )
+        now_s, text = self._clock(), re.sub(r"\d+", "", record.getMessage())[:MOST_CHARS]
+        key = (record.pathname, record.lineno, text)
         said_s, left_out = self._said.get(key, (-SELDOM_S, itertools.count()))
         if now_s - said_s < SELDOM_S:
             next(left_out)
