@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "engine": "one engine without HTTP: decode, prefill, formats of weights, prefixes, starts",
+    "engine": "one engine without HTTP: decode, prefill, formats of weights",
     "kernels": "the CPU kernels as shares of the machine's limits",
     "chaos": "faults under streams: what becomes of each, how soon all is well again, what is left",
     "soak": "more load than is carried, for an hour, with kills: what grows, what is lost",

@@ -1,20 +1,18 @@
-"""Drives an engine without HTTP, and times what its steps consist of; Transformers' `generate` beside it.
+"""Drives an engine without HTTP, and times its steps; Transformers' `generate` beside it.
 
 Owns:      how an offline run is timed: what counts as a decode step, where a prefill ends.
 Never:     starts a thread: the caller's thread steps the engine.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.workloads import Workload, random_lengths
+from benchmarks.workloads import random_lengths
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import Ranks
 from replicas.runner.model_runner import ModelRunner
@@ -76,86 +74,6 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
     return Decoded(tuple(times), len(outputs), tuple(map(tuple, outputs.values())))
 
 
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """Where the wall time of some steps went."""
-
-    total_s: float
-    products_s: float
-    attention_s: float
-
-    @property
-    def outside_share(self) -> float:
-        """The share of the time outside matrix products and attention."""
-        return 1 - (self.products_s + self.attention_s) / self.total_s
-
-
-def step_parts(
-    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> tuple[StepParts, StepParts]:
-    """Generate for all prompts at once, with attention called by itself, as a decode step of programs does not do.
-
-    Returns: the parts up to every request's first token, and from there to the end.
-    """
-    outputs = _submitted(engine, prompts, max_new_tokens)
-    runner = runner_of(engine)
-    model, fused = runner._model, runner._model.fused
-    if fused is not None:
-        fused.apart = True
-    calls = [(layer, "matmul") for _, layer in model.walk() if hasattr(layer, "matmul")]
-    calls += [(program, "run") for program in fused.programs] if fused is not None else []
-
-    def run(until_first: bool) -> StepParts:
-        attention = ((runner.attention, "begin"), (runner.attention, "forward"))  # storing K and V included
-        with watched(*calls) as products, watched(*attention) as attends:
-            started_s = time.perf_counter()
-            while engine.has_work and not (until_first and all(outputs.values())):
-                _collect(outputs, engine.step())
-            return StepParts(time.perf_counter() - started_s, products.total_s, attends.total_s)
-
-    parts = run(until_first=True), run(until_first=False)
-    if fused is not None:
-        fused.apart = False
-    return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A workload that was run to its end."""
-
-    wall_s: float
-    scheduling_s: float  # of it, in the scheduler and the prefix cache
-    prompt_tokens: int
-    cached_tokens: int
-    outputs: tuple[tuple[int, ...], ...]  # in the workload's order
-
-
-def serve(engine: Engine, workload: Workload, concurrency: int) -> Served:
-    """Run single-turn conversations with at most ``concurrency`` open; the next is submitted as one ends."""
-    turns = [conversation.turns[0] for conversation in workload.conversations]
-    requests = [request(turn.token_ids, turn.max_new_tokens) for turn in turns]
-    outputs: dict[str, list[int]] = {each.rid: [] for each in requests}
-    cached, num_open, unsent = 0, 0, iter(requests)
-    with watched((engine.scheduler, "schedule"), (engine.scheduler, "apply")) as scheduling:
-        started_s = time.perf_counter()
-        while True:
-            while num_open < concurrency and (following := next(unsent, None)) is not None:
-                engine.submit(following)
-                num_open += 1
-            if not num_open:
-                break
-            deltas = engine.step()
-            _collect(outputs, deltas)
-            ended = [delta for delta in deltas if delta.finish is not None]
-            num_open -= len(ended)
-            cached += sum(delta.usage.cached_tokens for delta in ended)
-        wall_s = time.perf_counter() - started_s
-    return Served(
-        wall_s=wall_s, scheduling_s=scheduling.total_s, prompt_tokens=workload.prompt_tokens, cached_tokens=cached,
-        outputs=tuple(map(tuple, outputs.values())),
-    )  # fmt: skip
-
-
 def _submitted(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, list[int]]:
     requests = [request(prompt, max_new_tokens) for prompt in prompts]
     for each in requests:
@@ -166,40 +84,6 @@ def _submitted(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens:
 def _collect(outputs: dict[str, list[int]], deltas: Sequence[TokenDelta]) -> None:
     for delta in deltas:
         outputs[delta.rid] += delta.token_ids
-
-
-class Stopwatch:
-    """Sums the time spent inside the calls it was put around. CPU only: a call there returns when its work is done."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started_s = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.total_s += time.perf_counter() - started_s
-
-        return timed
-
-
-@contextmanager
-def watched(*calls: tuple[object, str]) -> Iterator[Stopwatch]:
-    """Put a stopwatch around ``(object, name of something it calls)`` pairs while the block runs."""
-    stopwatch = Stopwatch()
-    before = [vars(owner).get(name) for owner, name in calls]
-    for owner, name in calls:
-        setattr(owner, name, stopwatch.around(getattr(owner, name)))
-    try:
-        yield stopwatch
-    finally:
-        for (owner, name), original in zip(calls, before, strict=True):
-            if original is None:  # a method: its class still has it
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
 
 
 def runner_of(engine: Engine) -> ModelRunner:

@@ -8,12 +8,7 @@ kernel can beat.
 """
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,16 +33,6 @@ RUNS = 5
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 4  # K and V of a layer in float32
 MAX_KV_BYTES = 1.8e9
 WEIGHT_BYTES = 100e6  # copies of a weight to walk over
-READY = """
-from replicas.attention import cpu_decode, cpu_extend
-from replicas.kernels import elementwise, linear, program, token_mask
-for kernel in (
-    cpu_decode.decode, cpu_extend.extend, linear.product_float32, elementwise.rms_norm_rows,
-    elementwise.silu_mul_rows, elementwise.rotate_rows, elementwise.argmax_rows, program._run_stages,
-    token_mask.mask_rows,
-):
-    kernel.address
-"""
 
 
 def limit_rows(options: argparse.Namespace) -> list[Row]:
@@ -248,26 +233,9 @@ def elementwise_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
     return table.rows
 
 
-def start_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure a fresh process that imports and readies all kernels, without and with numba's cache on disk."""
-    table = Table("start of all kernels, beside importing torch and numba")
-
-    def seconds(program: str, **extra: str) -> float:
-        started_s = time.perf_counter()
-        subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | extra)
-        return time.perf_counter() - started_s
-
-    with tempfile.TemporaryDirectory() as folder:
-        for name, runs in (("compiled", 1), ("from the cache", 1 if options.quick else RUNS)):
-            took = [seconds(READY, NUMBA_CACHE_DIR=folder) - seconds("import torch, numba") for _ in range(runs)]
-            table.add(name, took, "s")
-    return table.rows
-
-
 PARTS = {
     "limits": Part(about="attention, norms", measure=limit_rows),
     "products": Part(about="products by weights of each format, beside PyTorch's", measure=product_rows),
-    "start": Part(about="compiling all kernels, and reading them from numba's cache", measure=start_rows),
 }
 
 

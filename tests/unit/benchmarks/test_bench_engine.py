@@ -20,11 +20,6 @@ SCALE = Scale(
     decode_prompt_len=8,
     decode_len=6,
     prefill_lens=(40,),
-    prefix_rounds=1,
-    shared=(2, 3, 64, 8),
-    output_len=4,
-    concurrency=1,
-    unique=(2, 32),
 )
 
 
@@ -33,7 +28,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]
     folder: Path = tmp_path_factory.mktemp("tiny")
     byte_level_folder(folder)
     tiny.save("llama", folder, vocab_size=512)
-    rows = engine.speed_rows(str(folder), 1, SCALE, 0) + engine.prefix_rows(str(folder), 1, SCALE, 0)
+    rows = engine.speed_rows(str(folder), 1, SCALE, 0)
     return {(row.section, row.name): row for row in rows}
 
 
@@ -47,17 +42,6 @@ def test_decode_and_prefill_stand_beside_transformers_with_their_limits(rows: di
 
 def test_the_compared_runs_made_the_same_tokens(rows: dict[tuple[str, str], Row]) -> None:
     assert rows["decode, context 8, fp32", "batch 1"].note == "1 of 1 runs equal to Transformers' ids"
-    shared = next(row for (_, name), row in rows.items() if name == "times faster with RadixCache")
-    assert shared.note == "1 of 1 runs with equal token ids"
-
-
-def test_the_parts_of_a_step_make_up_the_whole(rows: dict[tuple[str, str], Row]) -> None:
-    for case in ("decode, batch 1", "decode, batch 3", "prefill, 40 tokens"):
-        names = ("products, norms, rope, SiLU", "attention")
-        parts = [rows["time of a step", f"{case}: {name}"].value for name in names]
-        outside = rows["time of a step", f"{case}: outside both"].value
-        assert min(*parts, outside) > 0
-        assert sum(parts) + outside == pytest.approx(100)
 
 
 @pytest.mark.slow
@@ -75,17 +59,6 @@ def test_every_format_of_weights_stands_beside_float32(tmp_path: Path) -> None:
     limits_of = [decode[name].limit for name in limits.FORMATS]
     assert limits_of == sorted(limits_of)  # the fewer bytes, the more tokens
     assert {row.section for row in rows} > {"decode, batch 3, by weights", "prefill, 40 tokens, by weights"}
-
-
-def test_one_at_a_time_the_radix_cache_reuses_all_that_whole_pages_allow(rows: dict[tuple[str, str], Row]) -> None:
-    hits = next(row for (_, name), row in rows.items() if name == "cached prompt tokens")
-    assert hits.value == pytest.approx(100 * 4 * 64 / (6 * 72))  # 4 of 6 requests find their prefix of 4 pages
-    assert hits.note == "at best 59.3"
-
-
-def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)did not start \(exit status 1\); it wrote:.*no-such-model"):
-        engine.start("models/no-such-model", 1, str(tmp_path))
 
 
 SMOLLM2 = ModelConfig(

@@ -1,10 +1,8 @@
-"""What counts as a decode step, what a stopwatch sums, and that all that is submitted is run to its end."""
+"""What counts as a decode step, and that all that is submitted is run to its end."""
 
-from types import SimpleNamespace
 from typing import cast
 
 from benchmarks import driver
-from benchmarks.workloads import random_lengths
 from replicas.engine.engine import Engine
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 
@@ -15,8 +13,6 @@ class FakeEngine:
     def __init__(self) -> None:
         self.waiting: list[GenerateRequest] = []
         self.running: dict[str, tuple[GenerateRequest, int]] = {}
-        self.most_open = 0
-        self.scheduler = SimpleNamespace(schedule=lambda: None, apply=lambda: None)
 
     @property
     def has_work(self) -> bool:
@@ -24,12 +20,9 @@ class FakeEngine:
 
     def submit(self, request: GenerateRequest) -> list[TokenDelta]:
         self.waiting.append(request)
-        self.most_open = max(self.most_open, len(self.waiting) + len(self.running))
         return []
 
     def step(self) -> list[TokenDelta]:
-        self.scheduler.schedule()
-        self.scheduler.apply()
         if self.waiting:
             request = self.waiting.pop(0)
             return [self._token(request, 1)]
@@ -61,42 +54,7 @@ def test_only_steps_that_give_every_request_a_token_after_its_first_count_as_dec
     assert abs(decoded.tokens_per_s - 3 * 4 / sum(decoded.step_s)) < 1e-6
 
 
-def test_serve_keeps_the_asked_number_open_and_answers_all() -> None:
-    fake, under_test = engine()
-    workload = random_lengths(num_requests=5, input_len=4, output_len=2, vocab_size=32_000, seed=0)
-    served = driver.serve(under_test, workload, concurrency=2)
-    assert fake.most_open == 2
-    assert [len(ids) for ids in served.outputs] == [2] * 5
-    assert (served.prompt_tokens, served.cached_tokens) == (20, 15)
-    assert 0 <= served.scheduling_s < served.wall_s
-    assert not fake.has_work
-
-
 def test_a_prefill_ends_with_its_only_token() -> None:
     fake, under_test = engine()
     assert driver.prefill_s(under_test, (1, 2, 3)) > 0
     assert not fake.has_work
-
-
-class Watched:
-    """One method of its class, one callable of its own."""
-
-    def __init__(self) -> None:
-        self.own = self.double
-
-    def double(self, x: int) -> int:
-        return 2 * x
-
-
-def test_a_stopwatch_passes_calls_through_and_leaves_no_trace() -> None:
-    thing = Watched()
-    own_before = vars(thing)["own"]
-    with driver.watched((thing, "double"), (thing, "own")) as stopwatch:
-        assert (thing.double(3), thing.own(4)) == (6, 8)
-        once = stopwatch.total_s
-        assert once > 0
-        thing.double(1)
-        assert stopwatch.total_s > once
-    assert vars(thing) == {"own": own_before}
-    thing.double(1)
-    assert thing.double.__func__ is Watched.double
