@@ -1,9 +1,8 @@
-"""What clients see of a server: workloads, how it behaves as load grows, under overload, and chats beside long prompts.
+"""What clients see of a server: workloads, how it behaves as load grows, and chats beside long prompts.
 
     python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
     python -m benchmarks serving --url http://127.0.0.1:8000 agents --concurrency 20  agents whose tools take time
     python -m benchmarks serving                                                      sweep and stalls of Manta
-    python -m benchmarks serving overload                                             Manta, by order of its queue
     python -m benchmarks serving tenants                                              one floods it, nine do not
     python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
 
@@ -19,9 +18,6 @@ says so and no figures, and its workload is not drawn.
 long answers; meanwhile prompts of 4,000 tokens arrive. Expected: a whole replica that takes a long prompt makes one
 token of each chat there in each of the prompt's steps, which take many times a decode step; apart, a prompt slows no
 chat, but all of them share one replica. That is the trade: a better p99 for a worse p50.
-
-`overload`: two replicas are sent 1.6 times the prompts of 600 tokens that they answered to 16 clients, under each
-order of the queue; counted are those whose first token came within the objective.
 """
 
 import argparse
@@ -30,11 +26,10 @@ import contextlib
 import json
 import statistics
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import harness, live_app, live_tenants
 from benchmarks.client import Client, ClosedLoop, OpenLoop, Run, Sample
@@ -47,8 +42,6 @@ CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 SHARES: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the highest throughput, in conversations
 LEAST = 4  # conversations of a run
 TRACKED, UNTRACKED = Path("docs/pictures"), Path("bench_results/pictures")
-OVERLOAD, OBJECTIVE_S = 1.6, 5.0
-ORDERS = ("lpm", "on_time")  # of the queue
 MODES = {
     "unified": ("serve_config.yaml", {"replicas": {"count": 2, "cpus": 1}}),
     "disaggregated": ("docs/examples/disaggregated.yaml", {}),
@@ -373,62 +366,6 @@ def stall_rows(options: argparse.Namespace) -> list[Row]:
     return table.rows
 
 
-def overload_args(order: str) -> dict[str, Mapping[str, Any]]:
-    """Return the settings of two replicas whose queues refuse nothing."""
-    return {
-        "replicas": {"count": 2, "cpus": 1},
-        "scheduler": {"policy": order, "max_running_requests": 8, "max_queued_requests": 2000},
-        "router": {"max_wait_s": 600.0},
-        "observability": {"ttft_objective_s": OBJECTIVE_S},
-    }
-
-
-def in_time(run: Run) -> int:
-    """Count the requests whose first token came within the objective; what was cut off later counts too."""
-    return sum(sample.ttft_s is not None and sample.ttft_s <= OBJECTIVE_S for sample in run.samples)
-
-
-async def overload(client: Client, *, rate: float | None, seconds: float, seed: int) -> tuple[float, Run]:
-    """Send ``OVERLOAD`` times what the server answers for ``seconds``; what is open an objective later is cut off.
-
-    Args: rate: in requests a second, None: measured first, with 16 clients. Returns: the rate, and the run.
-    """
-    prompts = partial(random_lengths, input_len=600, output_len=8, vocab_size=VOCAB_SIZE)
-    if rate is None:
-        calm = ClosedLoop(concurrency=16)
-        await client.run(prompts(num_requests=16, seed=2 * seed), calm, max_s=240.0)  # what a first run compiles
-        num = max(16, round(seconds / 2))
-        run = await client.run(prompts(num_requests=num, seed=2 * seed + 1), calm, max_s=240.0)
-        rate = OVERLOAD * len(run.answered) / run.wall_s
-    sent = prompts(num_requests=max(1, round(rate * seconds)), seed=2 * seed + 2)
-    return rate, await client.run(sent, OpenLoop(rate=rate, seed=seed), max_s=seconds + OBJECTIVE_S + 1.0)
-
-
-def overload_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure the orders in turn, each round at the rate that its first order was found to need."""
-    if options.url:
-        raise SystemExit("serving overload: starts servers of its own, one for each order; leave --url out")
-    table = Table(f"{OVERLOAD:g} x what 2 replicas carry, objective {OBJECTIVE_S:g} s")
-    found: dict[str, list[Run]] = {order: [] for order in ORDERS}
-    rates: list[float] = []
-    for round_, order in in_turn(ORDERS, rounds_of(options, 1)):
-        with live_app.serving("serve_config.yaml", overload_args(order), observatory=False) as url:
-            client = Client(url, first_model(url))
-            rate, seconds = rates[round_] if len(rates) > round_ else None, 10.0 if options.quick else 140.0
-            rate, run = asyncio.run(overload(client, rate=rate, seconds=seconds, seed=options.seed + round_))
-        rates[round_:] = [rate]
-        found[order].append(run)
-        say(f"{order}: {in_time(run)} of {len(run.samples)} in time at {rate:.2f} a second")
-    table.add("requests a second", rates, "1/s")
-    for order, runs in found.items():
-        shares = [100 * in_time(run) / len(run.samples) for run in runs]
-        table.add(f"{order}: in time", shares, "%", note=f"{len(runs[0].samples)} requests")
-    few, many = ([max(1, in_time(run)) for run in found[order]] for order in ORDERS)  # 1: one in time at least
-    ratios = [b / a for a, b in zip(few, many, strict=True)]
-    table.add(f"in time, {ORDERS[1]} / {ORDERS[0]}", ratios, "x", target=">= 3")
-    return table.rows
-
-
 async def replayed(recording: Recording, client: Client, options: argparse.Namespace) -> list[Sample]:
     """Send each request when it was recorded, conversations ``options.speed`` times as fast."""
     prompts = Prompts(page_size=recording.page_size, vocab_size=options.vocab_size)
@@ -500,9 +437,6 @@ PARTS = {
         about="agents' histories, resent after each tool's pause", measure=partial(workload_rows, "agents"), asked=True
     ),
     "replay": Part(about="a recording, request by request", measure=replay_rows, asked=True),
-    "overload": Part(
-        about="more than is carried: how many are in time, by order of the queue", measure=overload_rows, asked=True
-    ),
     "tenants": Part(
         about="light tenants beside one that floods two replicas (live_tenants.py)",
         measure=live_tenants.measure,

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import harness, serving
 from benchmarks.client import ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Row
-from benchmarks.serving import CONCURRENCY, LEAST, SHAPES, SHARES, Shape, in_time, overload, sweep, sweep_all
+from benchmarks.serving import CONCURRENCY, LEAST, SHAPES, SHARES, Shape, sweep, sweep_all
 from benchmarks.workloads import Workload
 
 
@@ -123,19 +123,3 @@ def test_a_check_writes_no_tracked_picture(argv: list[str], folder: str, monkeyp
     monkeypatch.setattr(harness, "need_plots", lambda: None)
     serving.main(["sweep", "--url", "http://unused", "--name", "m", *argv])
     assert [str(each).partition("/")[0] for each in folders] == [folder]
-
-
-async def test_overload_is_a_multiple_of_what_was_answered_and_counts_first_tokens_within_the_objective() -> None:
-    """16 at once are 16 a second: 25.6 are sent, for as long as asked, and the second order gets the same rate."""
-    client: Any = FakeClient()
-    rate, run = await overload(client, rate=None, seconds=10.0, seed=3)
-    assert rate == pytest.approx(25.6)
-    assert await overload(client, rate=rate, seconds=10.0, seed=3) == (rate, run)
-    *_, (load, num), (again, _) = client.loads
-    assert (load, num) == (OpenLoop(rate=rate, seed=3), 256)
-    assert (again, len(client.loads)) == (load, 4)
-    assert in_time(run) == 256
-    run.samples[0].ttft_s = 5.01
-    run.samples[1].ttft_s = None
-    run.samples[2].error = "cut off after 16 s"  # after its first token, which was in time
-    assert in_time(run) == 254
