@@ -1,8 +1,8 @@
-"""What clients see of a server: workloads, how it behaves as load grows, and chats beside long prompts.
+"""What clients see of a server: workloads, and how it behaves as load grows.
 
     python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
     python -m benchmarks serving --url http://127.0.0.1:8000 agents --concurrency 20  agents whose tools take time
-    python -m benchmarks serving                                                      sweep and stalls of Manta
+    python -m benchmarks serving                                                      a sweep of Manta
     python -m benchmarks serving tenants                                              one floods it, nine do not
     python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
 
@@ -13,11 +13,6 @@ cache.
 second. The rates of the second are shares of the throughput that the first reached in the same run, so that the plot
 shows the same part of the curve on a fast machine and on a slow one. A point where a request failed has a row that
 says so and no figures, and its workload is not drawn.
-
-`stalls`: two replicas, alternately two whole ones (unified) and one for prefill and one for decode. Some chats write
-long answers; meanwhile prompts of 4,000 tokens arrive. Expected: a whole replica that takes a long prompt makes one
-token of each chat there in each of the prompt's steps, which take many times a decode step; apart, a prompt slows no
-chat, but all of them share one replica. That is the trade: a better p99 for a worse p50.
 """
 
 import argparse
@@ -33,7 +28,7 @@ from pathlib import Path
 
 from benchmarks import harness, live_app, live_tenants
 from benchmarks.client import Client, ClosedLoop, OpenLoop, Run, Sample
-from benchmarks.harness import Part, Row, Table, in_turn, percentile, rounds_of, say
+from benchmarks.harness import Part, Row, Table, percentile, rounds_of, say
 from benchmarks.recorded import Prompts, Recording, Seen, read
 from benchmarks.workloads import Workload, agents, multi_turn, random_lengths, shared_prefix
 
@@ -42,10 +37,6 @@ CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 SHARES: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the highest throughput, in conversations
 LEAST = 4  # conversations of a run
 TRACKED, UNTRACKED = Path("docs/pictures"), Path("bench_results/pictures")
-MODES = {
-    "unified": ("serve_config.yaml", {"replicas": {"count": 2, "cpus": 1}}),
-    "disaggregated": ("docs/examples/disaggregated.yaml", {}),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,69 +294,6 @@ def sweep_all(client: Client, pictures: Path, *, quick: bool, repeats: int, max_
     return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stalls:
-    """What one mode gave in one round, in seconds."""
-
-    quiet_gaps_s: list[float]  # between the chats' tokens, nothing else running
-    gaps_s: list[float]  # with long prompts
-    tpots_s: list[float]  # of each chat, with long prompts
-    ttfts_s: list[float]  # of the long prompts
-    num_failed: int
-
-
-async def stalls(url: str, options: argparse.Namespace, seed: int) -> Stalls:
-    """Measure chats alone, then chats with long prompts beside them."""
-    client, max_s = Client(url, first_model(url)), options.max_s
-    num_chats, chat_len, prompt_len = (2, 60, 600) if options.quick else (4, 400, 4000)
-    random = partial(random_lengths, vocab_size=VOCAB_SIZE)
-
-    async def chats(number: int) -> Run:
-        workload = random(num_requests=num_chats, input_len=64, output_len=chat_len, seed=3 * seed + number)
-        return await client.run(workload, ClosedLoop(concurrency=num_chats), max_s=max_s)
-
-    async def prompts() -> Run:
-        workload = random(num_requests=num_chats, input_len=prompt_len, output_len=2, seed=seed)
-        await asyncio.sleep(2.0)  # the chats have begun
-        return await client.run(workload, OpenLoop(rate=0.2, seed=seed), max_s=max_s)
-
-    warm_up = random(num_requests=2, input_len=600, output_len=4, seed=3 * seed + 2)
-    await client.run(warm_up, ClosedLoop(concurrency=2), max_s=max_s)
-    quiet = await chats(0)
-    busy, long = await asyncio.gather(chats(1), prompts())
-    return Stalls(
-        quiet_gaps_s=[gap for sample in quiet.answered for gap in sample.gaps_s],
-        gaps_s=[gap for sample in busy.answered for gap in sample.gaps_s],
-        tpots_s=[sample.tpot_s for sample in busy.answered if sample.tpot_s is not None],
-        ttfts_s=[sample.ttft_s for sample in long.answered if sample.ttft_s is not None],
-        num_failed=sum(sum(run.errors.values()) for run in (quiet, busy, long)),
-    )
-
-
-def stall_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure both modes in turn: each mode's times by round, and the ratios."""
-    found: dict[str, list[Stalls]] = {mode: [] for mode in MODES}
-    for round_, mode in in_turn(MODES, rounds_of(options, 2)):
-        config_file, args = MODES[mode]
-        with live_app.serving(config_file, args) as url:
-            found[mode].append(asyncio.run(stalls(url, options, options.seed + round_)))
-        say(f"{mode}: ITL p99 {1000 * percentile(found[mode][-1].gaps_s, 99):.0f} ms")
-    table = Table("long prompts beside answers being written, 2 replicas")
-    for mode, rounds in found.items():
-        for name, of in (("without long prompts", "quiet_gaps_s"), ("with long prompts", "gaps_s")):
-            for q in (50, 99, 100):
-                values = [1000 * percentile(getattr(each, of), q) for each in rounds]
-                table.add(f"{mode}, {name}: ITL p{q}", values, "ms")
-        table.add(f"{mode}: TPOT of the slowest chat", [1000 * max(each.tpots_s) for each in rounds], "ms")
-        table.add(f"{mode}: TTFT p50 of long prompts", [percentile(each.ttfts_s, 50) for each in rounds], "s")
-        table.add(f"{mode}: failed", [float(each.num_failed) for each in rounds])
-    for q in (50, 99, 100):
-        pairs = zip(found["unified"], found["disaggregated"], strict=True)
-        ratios = [percentile(b.gaps_s, q) / percentile(a.gaps_s, q) for a, b in pairs]
-        table.add(f"ITL p{q} with long prompts, disaggregated / unified", ratios, "x")
-    return table.rows
-
-
 async def replayed(recording: Recording, client: Client, options: argparse.Namespace) -> list[Sample]:
     """Send each request when it was recorded, conversations ``options.speed`` times as fast."""
     prompts = Prompts(page_size=recording.page_size, vocab_size=options.vocab_size)
@@ -442,7 +370,6 @@ PARTS = {
         measure=live_tenants.measure,
         asked=True,
     ),
-    "stalls": Part(about="chats beside long prompts, unified and disaggregated", measure=stall_rows),
     "sweep": Part(about="throughput and TTFT as load grows, with plots", measure=sweep_rows),
 }
 
