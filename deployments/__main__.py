@@ -29,7 +29,8 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return _run(arguments.parse(words))
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by whoever started us
+                sys.stdout.flush()
     except BrokenPipeError:  # who reads the output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
         return BROKEN_PIPE

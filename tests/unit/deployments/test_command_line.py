@@ -111,6 +111,9 @@ def test_a_reader_that_has_gone_is_no_traceback(words: list[str]) -> None:
     assert done.returncode == command_line.BROKEN_PIPE
     assert "Traceback" not in done.stderr
     assert "BrokenPipeError" not in done.stderr
+    shell = ["bash", "-c", f"exec {sys.executable} -m deployments key new >&-"]  # closed from the beginning
+    closed = subprocess.run(shell, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (closed.returncode, "Traceback" in closed.stderr) == (0, False)
 
 
 def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str]) -> None:
