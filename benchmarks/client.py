@@ -216,7 +216,6 @@ class Exchange:
             history = History(self.dialect)
             for turn, sample in zip(conversation.turns, samples, strict=True):
                 history.ask(turn.token_ids)
-                await asyncio.sleep(turn.pause_s or 0.0)
                 await self.request(history.prompt, turn.max_new_tokens, sample)
                 if sample.error is not None:
                     for unsent in samples[samples.index(sample) + 1 :]:

@@ -34,7 +34,7 @@ from replicas.config import SchedulerConfig, load_extensions
 from replicas.scheduler.orders import ORDERS
 from routing.policies import POLICIES
 
-WORKLOADS = ("shared-prefix", "multi-turn", "agents")
+WORKLOADS = ("shared-prefix", "multi-turn")
 REPLICAS = 8
 OBJECTIVE_S = 5.0
 MakeCluster = Callable[[Callable[[], None]], Cluster]
@@ -76,11 +76,7 @@ def _run_all(
             cluster = make(partial(progress.advance, task))
             records = cluster.run()
             cluster.check()
-            is_agents = options.trace is None and options.workload == "agents"
-            rows += summary(
-                title, name, records, num_replicas=len(cluster.replicas), objective_s=objective_s,
-                num_sessions=sum(each.after is None for each in requests) if is_agents else 0,
-            )  # fmt: skip
+            rows += summary(title, name, records, num_replicas=len(cluster.replicas), objective_s=objective_s)
             ttfts = sorted(record.ttft_s for record in records)
             mean_s = sum(ttfts) / len(ttfts)
             shares = range(101)
@@ -145,15 +141,13 @@ def _recorded_rows(title: str, recording: recorded.Recording, found: Calibrated,
 
 
 def summary(
-    section: str, policy: str, records: Sequence[Record], *, num_replicas: int, objective_s: float,
-    num_sessions: int = 0,
-) -> list[Row]:  # fmt: skip
+    section: str, policy: str, records: Sequence[Record], *, num_replicas: int, objective_s: float
+) -> list[Row]:
     """Return the line of a run of at least one request; all but the choice's time depends on the arguments alone.
 
     hit: prompt tokens that were cached where the request went, of all; within x s: requests whose first token
     came by then, a second from the first arrival to the last end; in time: their share; skew: prompt tokens computed by
-    the busiest replica over the mean of all (1 is even); choice: CPU time on this machine. num_sessions: of agents, all
-    of whose turns are in ``records``; 0: they are none.
+    the busiest replica over the mean of all (1 is even); choice: CPU time on this machine.
     """
     table = Table(section)
     computed: Counter[str] = Counter()
@@ -169,8 +163,6 @@ def summary(
     reasons = Counter(record.reason for record in records).most_common()
     decided = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
     add("hit", 100 * sum(record.cached_tokens for record in records) / prompt_tokens, "%", decided)
-    if num_sessions:
-        add("sessions a minute", 60 * num_sessions / took_s, "1/min")
     add("TTFT mean", sum(ttfts) / len(ttfts), "s")
     for q in (50, 90, 95, 99):
         add(f"TTFT p{q}", percentile(ttfts, q), "s")
@@ -207,11 +199,6 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
         workload = workloads.shared_prefix(
             num_groups=max(1, num // 20), per_group=min(num, 20), prefix_len=8192, question_len=512, output_len=256,
             vocab_size=32_000, seed=seed,
-        )  # fmt: skip
-    elif options.workload == "agents":
-        workload = workloads.agents(
-            num_sessions=max(1, num // 20), num_turns=min(num, 20), head_len=workloads.AGENT_HEAD_LEN, tool_len=1000,
-            output_len=100, vocab_size=32_000, seed=seed,
         )  # fmt: skip
     else:
         workload = workloads.multi_turn(

@@ -1,7 +1,6 @@
 """What clients see of a server: workloads, and how it behaves as load grows.
 
     python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
-    python -m benchmarks serving --url http://127.0.0.1:8000 agents --concurrency 20  agents whose tools take time
     python -m benchmarks serving                                                      a sweep of Manta
     python -m benchmarks serving tenants                                              one floods it, nine do not
     python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
@@ -30,7 +29,7 @@ from benchmarks import harness, live_app, live_tenants
 from benchmarks.client import Client, ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Part, Row, Table, percentile, rounds_of, say
 from benchmarks.recorded import Prompts, Recording, Seen, read
-from benchmarks.workloads import Workload, agents, multi_turn, random_lengths, shared_prefix
+from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
 
 VOCAB_SIZE = 32_000
 CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -96,20 +95,12 @@ def rows_of(workload: Workload, runs: Sequence[Run]) -> list[Row]:
     for q in (50, 99):
         add(f"end to end p{q}", "s", _at(q, lambda run: [s.e2e_s for s in run.answered]))
     add("cached prompt tokens", "%", _hit_percent, note=_hit_note(workload, runs))
-    if workload.num_requests > len(workload.conversations):
-        add("sessions a minute", "1/min", sessions_per_min)
     add("client CPU", "s", lambda run: run.client_cpu_s)
     return table.rows
 
 
 def output_tokens_per_s(run: Run) -> float:
     return sum(sample.completion_tokens for sample in run.answered) / run.wall_s
-
-
-def sessions_per_min(run: Run) -> float:
-    """Count the conversations whose turns were all answered, a minute."""
-    failed = {_conversation(sample) for sample in run.samples if sample.error is not None}
-    return 60 * len(set(map(_conversation, run.samples)) - failed) / run.wall_s
 
 
 def _conversation(sample: Sample) -> str:
@@ -163,12 +154,6 @@ def make(shape: str, options: argparse.Namespace, seed: int) -> Workload:
             groups = size(options.num, 8, 2)
             return shared_prefix(
                 num_groups=groups, per_group=groups, prefix_len=size(options.input_len, 1024, 64), question_len=64,
-                output_len=size(options.output_len, 32, 4), vocab_size=vocab_size, seed=seed,
-            )  # fmt: skip
-        case "agents":
-            return agents(
-                num_sessions=size(options.num, 40, 3), num_turns=3 if quick else 16,
-                head_len=size(options.input_len, 1024, 64), tool_len=16 if quick else 96,
                 output_len=size(options.output_len, 32, 4), vocab_size=vocab_size, seed=seed,
             )  # fmt: skip
         case _:
@@ -344,7 +329,7 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--name", help="the model's name there; default: the first of /v1/models")
     add("--concurrency", type=int, default=16, help="workloads, closed loop: conversations at once")
     add("--rate", type=float, help="workloads, open loop instead: conversations a second")
-    add("--num", type=int, help="workloads: requests, groups (and prompts of each), users, or agents' sessions")
+    add("--num", type=int, help="workloads: requests, groups (and prompts of each), or users")
     add("--input-len", type=int, help="workloads: tokens of a prompt, of a shared prefix, or of a turn")
     add("--output-len", type=int, help="workloads: tokens of an answer")
     add("--spread", type=float, default=0.0, help="random: lengths vary by this share")
@@ -361,9 +346,6 @@ PARTS = {
         about="groups that share a prefix, shuffled", measure=partial(workload_rows, "shared-prefix"), asked=True
     ),
     "multi-turn": Part(about="histories that are resent", measure=partial(workload_rows, "multi-turn"), asked=True),
-    "agents": Part(
-        about="agents' histories, resent after each tool's pause", measure=partial(workload_rows, "agents"), asked=True
-    ),
     "replay": Part(about="a recording, request by request", measure=replay_rows, asked=True),
     "tenants": Part(
         about="light tenants beside one that floods two replicas (live_tenants.py)",

@@ -127,8 +127,8 @@ def _of_line(line: str, where: str, number: int, rate: float, blocks: dict[int, 
 def of_workload(
     workload: Workload, *, requests_per_s: float, think_s: float, spread: float = 0.0, seed: int
 ) -> list[SimRequest]:
-    """Return conversations that begin at random (Poisson) at ``requests_per_s`` over all turns. A next turn comes after
-    its own pause, or ``think_s`` after the last answer, ``spread`` of it more or less: else users fall in step.
+    """Return conversations that begin at random (Poisson) at ``requests_per_s`` over all turns. A next turn comes
+    ``think_s`` after the last answer, ``spread`` of it more or less: else users fall in step.
     Answers are random ids, the same under every policy."""
     rng, thinks = Random(f"{seed}/{workload.name}/arrivals"), Random(f"{seed}/{workload.name}/thinks")
     conversations_per_s = requests_per_s * len(workload.conversations) / workload.num_requests
@@ -141,7 +141,7 @@ def of_workload(
             answer = np.array(rng.choices(range(256, 2**31), k=turn.max_new_tokens), dtype=np.int32)
             history.append(np.array(turn.token_ids, dtype=np.int32))
             prompt = np.concatenate(history)
-            pause_s = think_s * thinks.uniform(1 - spread, 1 + spread) if turn.pause_s is None else turn.pause_s
+            pause_s = think_s * thinks.uniform(1 - spread, 1 + spread)
             requests.append(
                 SimRequest(
                     number=len(requests),

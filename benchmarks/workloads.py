@@ -6,15 +6,10 @@ Invariant: the same arguments give the same workload; another shape or seed shar
            run, another run may have some of them again.
 """
 
-import math
 from dataclasses import dataclass
 from random import Random
 
 FIRST_ID = 256  # below lie special tokens in most vocabularies
-TOOL_PAUSE_S, TOOL_SPREAD = 3.7, 1.0  # median and sigma of the lognormal time that a tool takes
-# tokens, by the embedded model's tokenizer, of the instructions and tools that Codex 0.169.0 begins each conversation
-# with (opencode 1.18.33: 7,050; Claude Code 2.1.197: 17,400)
-AGENT_HEAD_LEN = 8_500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +18,6 @@ class Turn:
 
     token_ids: tuple[int, ...]  # what the user adds to the history
     max_new_tokens: int
-    pause_s: float | None = None  # between the answer before it and it; None: as the load has it
     text: str = ""  # in the place of token_ids, until a tokenizer has read it
 
 
@@ -137,30 +131,6 @@ def multi_turn(
         for user in range(num_users)
     )
     return Workload(name=name, conversations=conversations)
-
-
-def agents(
-    *, num_sessions: int, num_turns: int, head_len: int, tool_len: int, output_len: int, vocab_size: int, seed: int
-) -> Workload:
-    """Return agents' sessions: all begin with the same ``head_len`` tokens (instructions and tools), and each turn
-    sends the whole history and what a tool returned, about ``tool_len`` tokens, when that has taken its time."""
-    sizes = f"{head_len} + {tool_len} in, {output_len} out a turn"
-    name = f"agents {num_sessions} sessions x {num_turns} turns, {sizes}"
-    rng = _rng(name, seed)
-    head = _ids(rng, head_len, vocab_size)
-    conversations = []
-    for session in range(num_sessions):
-        turns = [
-            Turn(
-                token_ids=_ids(rng, _vary(rng, tool_len, 0.5), vocab_size),
-                max_new_tokens=output_len,
-                pause_s=rng.lognormvariate(math.log(TOOL_PAUSE_S), TOOL_SPREAD),
-            )
-            for _ in range(num_turns)
-        ]
-        turns[0] = Turn(token_ids=head + turns[0].token_ids, max_new_tokens=output_len)
-        conversations.append(Conversation(name=str(session), turns=tuple(turns)))
-    return Workload(name=name, conversations=tuple(conversations))
 
 
 def passages(

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from benchmarks.client import OPENAI, Client, ClosedLoop, Dialect, OpenLoop
 from benchmarks.serving import rows_of
-from benchmarks.workloads import Conversation, Turn, Workload, multi_turn, random_lengths
+from benchmarks.workloads import multi_turn, random_lengths
 
 WORKLOAD = random_lengths(num_requests=6, input_len=8, output_len=3, vocab_size=32_000, seed=0)
 
@@ -167,18 +167,6 @@ async def test_a_conversation_resends_its_history_with_the_answers() -> None:
         run = await client.run(workload, ClosedLoop(concurrency=1), max_s=30)
     assert [body["prompt"] for body in endpoint.bodies] == [first, [*first, 1000, 1001, *second]]
     assert run.answers_known
-
-
-async def test_a_turn_waits_for_its_tool_and_sessions_are_counted_whole() -> None:
-    turns = (Turn(token_ids=(300,), max_new_tokens=2), Turn(token_ids=(301,), max_new_tokens=2, pause_s=0.3))
-    workload = Workload(name="two", conversations=tuple(Conversation(name=str(i), turns=turns) for i in range(3)))
-    endpoint = Endpoint()
-    endpoint.fault = lambda index: "503" if index == 5 else None
-    async with served(endpoint) as client:
-        run = await client.run(workload, ClosedLoop(concurrency=3), max_s=30)
-    assert run.wall_s >= 0.3
-    [rate] = [row.value for row in rows_of(workload, [run]) if row.name == "sessions a minute"]
-    assert rate == pytest.approx(60 * 2 / run.wall_s)
 
 
 async def test_without_token_ids_the_history_has_stand_ins_and_the_report_says_so() -> None:

@@ -121,12 +121,6 @@ def test_a_next_turn_holds_the_last_answer_and_waits_for_it() -> None:
     assert (second.token_ids()[:14] == first.token_ids()).all()
 
 
-def test_an_agents_next_turn_comes_when_its_tool_has_answered() -> None:
-    work = workloads.agents(num_sessions=1, num_turns=2, head_len=10, tool_len=4, output_len=4, vocab_size=1000, seed=0)
-    _, second = of_workload(work, requests_per_s=1.0, think_s=7.0, seed=0)
-    assert (second.after, second.arrival_s) == (0, work.conversations[0].turns[1].pause_s)
-
-
 def test_a_request_that_no_pool_holds_is_refused_with_the_sizes() -> None:
     cluster = Cluster("round_robin", [request(0, blocks=range(101))], Setup(num_replicas=1, build=HAND))
     with pytest.raises(ValueError, match="needs 10101 tokens; a context has 10000 and a pool 10000: raise --pool-tok"):

@@ -1,10 +1,9 @@
 """Workloads: exact sizes, seeded, and no accidental sharing."""
 
-import statistics
 
 import pytest
 
-from benchmarks.workloads import TOOL_PAUSE_S, Workload, agents, multi_turn, passages, random_lengths, shared_prefix
+from benchmarks.workloads import Workload, multi_turn, passages, random_lengths, shared_prefix
 
 
 def prompts(workload: Workload) -> list[tuple[int, ...]]:
@@ -75,17 +74,6 @@ def test_multi_turn_counts_the_history_that_is_resent() -> None:
     assert workload.prompt_tokens == 2 * (10 + 25 + 40)
     # reusable: nothing, then 14 of 25, then 29 of 40 (the last token of an answer was never computed)
     assert workload.reusable_tokens == 2 * (14 + 29)
-
-
-def test_agents_share_their_head_and_pause_as_long_as_tools_take() -> None:
-    workload = agents(num_sessions=60, num_turns=5, head_len=50, tool_len=20, output_len=4, vocab_size=32_000, seed=0)
-    first = [conversation.turns[0] for conversation in workload.conversations]
-    assert len({turn.token_ids[:50] for turn in first}) == 1
-    assert len({turn.token_ids[50:60] for turn in first}) == 60
-    assert {turn.pause_s for turn in first} == {None}
-    later = [turn for conversation in workload.conversations for turn in conversation.turns[1:]]
-    assert statistics.median([turn.pause_s or 0.0 for turn in later]) == pytest.approx(TOOL_PAUSE_S, rel=0.2)
-    assert {len(turn.token_ids) for turn in later} == set(range(10, 31))
 
 
 def test_ids_stay_inside_the_vocabulary_and_above_the_special_ones() -> None:
