@@ -17,9 +17,6 @@ differ. Llama-8B's heads in bf16, pages of 16; the forward alone, planning left 
 `elementwise`: the operations between the products of a layer in one launch each, beside PyTorch's. `ranks`: a decode
 step of two ranks on two GPUs, from CUDA graphs and without.
 
-`adapters`: decode of Llama-8B with adapters (LoRA) of rank 16 on all products, its rows each with one of 1 or 8 in
-turn, beside the model alone in the same engine; and a prompt with one.
-
 ``--quick``: small shapes and a small pool on whatever device there is, to see that the benchmark itself works.
 """
 
@@ -46,10 +43,8 @@ from benchmarks.harness import Part, Row, say, timed
 from benchmarks.limits import ModelCost
 from replicas.attention.base import AttentionBackend
 from replicas.attention.choice import missing
-from replicas.config import AdapterLimits
 from replicas.engine.loop import EngineLoop
 from replicas.kernels import gpu
-from replicas.layers.tp_group import TpGroup
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
@@ -57,7 +52,6 @@ from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 REPEATS = 10
 NUM_SERVED = 64  # tokens of each request through `EngineLoop`
 SERVED_S = 300.0  # a batch that takes longer hangs
-RANK, NUM_ADAPTERS = 16, 8  # of `adapters`
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9)
 EDITED = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "logit_bias": ((1, 1.0),)}
@@ -302,52 +296,6 @@ def rank_rows(options: argparse.Namespace) -> Iterator[Row]:
         _free(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def adapter_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Measure steps with 0, 1 and 8 adapters in turn. Raises: SystemExit without a GPU, unless it is a check."""
-    if not (torch.cuda.is_available() or options.quick):
-        raise SystemExit("no GPU is here; --quick checks the benchmark itself on a CPU")
-    shape, batches, context, prompt = (TINY, (1, 4), 16, 64) if options.quick else (SHAPES[0], (1, 8, 64), 1024, 8192)
-    limits = AdapterLimits(max_rank=RANK, host_bytes=2 << 30)
-    engine = start_engine(shape, max_running=max(batches), max_len=max(prompt, 2 * context), adapters=limits)
-    runner = runner_of(engine)
-    names, alone = [str(i) for i in range(NUM_ADAPTERS)], TpGroup(device="cuda" if torch.cuda.is_available() else "cpu")
-    made = runner.adapters.prepare(shape.adapter("", RANK))
-    for name in names:
-        runner.adapters.put(name, lambda: made, alone)
-    say(f"{shape.name}: an adapter of rank {RANK} takes {made.packed.num_bytes / 2**20:.0f} MiB")
-    cases: list[tuple[str, DecodePlan | ExtendPlan, int, tuple[int, ...]]] = [
-        (f"decode, batch {batch}, context {context}", decode_plan(runner, batch, context, GREEDY), batch, (0, 1, 8))
-        for batch in batches
-    ]
-    cases.append((f"prefill, {prompt} tokens", prefill_plan(runner, prompt), prompt, (0, 1)))
-    for case, plan, tokens, numbers in cases:
-        times: dict[int, list[float]] = {number: [] for number in numbers if number <= max(1, len(plan.rows))}
-        runner.launch(plan).result()
-        plan = replace(plan, table_writes=())
-        for _, number in harness.in_turn(times, REPEATS + 2):
-            chosen = [names[i % number] if number else "" for i in range(len(plan.rows))]
-            started_s = time.perf_counter()
-            runner.launch(_with_adapters(plan, chosen)).result()
-            times[number].append(time.perf_counter() - started_s)
-        for number, taken in times.items():
-            step_s = statistics.median(taken[2:])
-            say(f"{case}, {number} adapters: {1e3 * step_s:.3f} ms")
-            yield Row.of(
-                "adapters", f"{case}, {number} adapters", [1e3 * each for each in taken[2:]], "ms", figure="step"
-            )
-            yield Row.of("adapters", f"{case}, {number} adapters", [tokens / step_s], "tokens/s", figure="rate")
-            share = statistics.median(times[0][2:]) / step_s
-            yield Row.of("adapters", f"{case}, {number} adapters", [share], "x", figure="of none")
-    engine.close()
-
-
-def _with_adapters(plan: DecodePlan | ExtendPlan, chosen: Sequence[str]) -> DecodePlan | ExtendPlan:
-    if isinstance(plan, DecodePlan):
-        return replace(plan, adapters=tuple(chosen))
-    rows = zip(plan.rows, chosen, strict=True)
-    return replace(plan, rows=tuple(replace(row, adapter=adapter) for row, adapter in rows))
-
-
 def attention_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure a layer by each backend. Raises: SystemExit without a GPU."""
     if not torch.cuda.is_available():
@@ -410,7 +358,6 @@ def _add_options(parse: argparse.ArgumentParser) -> None:
 PARTS = {
     "steps": Part(about="decode, prefill and the engine's loop", measure=step_rows),
     "elementwise": Part(about="what lies between a layer's products, fused and by PyTorch", measure=elementwise_rows),
-    "adapters": Part(about="steps with adapters (LoRA) beside those without", measure=adapter_rows, asked=True),
     "attention": Part(about="one layer by FA2, FA3 and Triton", measure=attention_rows, asked=True),
     "ranks": Part(about="decode of two ranks, from CUDA graphs and without", measure=rank_rows, asked=True),
 }

@@ -4,12 +4,10 @@ import functools
 from dataclasses import dataclass
 from unittest import mock
 
-import numpy as np
 import torch
 
 from replicas import launch
 from replicas.config import (
-    AdapterLimits,
     CacheConfig,
     DType,
     KvDType,
@@ -21,7 +19,6 @@ from replicas.config import (
 )
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import LocalWorkers, local_worker
-from replicas.layers.adapters import PutAdapter
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
 from replicas.runner import model_runner
@@ -52,16 +49,6 @@ class Shape:
             "up_proj": (self.intermediate_size, hidden), "down_proj": (hidden, self.intermediate_size),
         }  # fmt: skip
         return by_name.get(name.split(".")[-2], (hidden,))  # the rest are norms
-
-    def adapter(self, identity: str, rank: int) -> PutAdapter:
-        """Make an adapter (LoRA) of random numbers on all products."""
-        random, pairs = np.random.default_rng(rank), {}
-        of = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-        for part, product in ((part, product) for part, products in of.items() for product in products):
-            out, into = self.weight(f"{product}.weight")
-            pair = tuple(random.standard_normal(each, np.float32) * 0.02 for each in ((rank, into), (out, rank)))
-            pairs |= {f"model.layers.{i}.{part}.{product}": pair for i in range(self.num_layers)}
-        return PutAdapter(identity, rank, pairs)
 
     def model_config(self, *, context_len: int = 1, dtype: DType = "float32") -> ModelConfig:
         return ModelConfig(
@@ -130,7 +117,7 @@ def _follow(shape: Shape, spec: WorkerSpec) -> None:
 
 def start_engine(
     shape: Shape, *, max_running: int, max_len: int, tp: int = 1, cuda_graphs: bool = True,
-    kv_dtype: KvDType | None = None, adapters: AdapterLimits | None = None,
+    kv_dtype: KvDType | None = None,
 ) -> Engine:  # fmt: skip
     """Return an engine as deployments start it, on whatever device there is: bf16 on a GPU, fp32 on a CPU.
 
@@ -152,6 +139,5 @@ def start_engine(
                 parallel=ParallelConfig(tp=tp),
                 workers=LocalWorkers(functools.partial(_follow, shape)),
                 cuda_graphs=cuda_graphs,
-                adapters=adapters,
             )
         )
