@@ -28,7 +28,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from benchmarks import harness, live_app
+from benchmarks import harness
 from benchmarks.chaos import REPLICA, WHOLE_S, OneMachine, num_files, quietly
 from benchmarks.client import OPENAI, Client, ClosedLoop, Exchange, Sample
 from benchmarks.harness import Part, Row, Table, say
@@ -45,8 +45,10 @@ AT_ONCE = 2 * MAX_RUNNING
 MAX_WAIT_S = 10.0
 FILES = 16
 MEMORY = 0.05
-LIVES = {title: part for title, part in live_app.PARTS.items() if part != "replicas"} | {
-    "gcs_server": "GCS", "raylet/raylet": "raylet", "HAProxyManager": "HAProxy's manager",
+LIVES = {  # in the title of a process -> what it is called here
+    ":Router": "router", ":Observatory": "observatory", "haproxy": "HAProxy", "ProxyActor": "HTTP proxy",
+    "ServeController": "Serve controller", "gcs_server": "GCS", "raylet/raylet": "raylet",
+    "HAProxyManager": "HAProxy's manager",
 }  # fmt: skip
 
 
