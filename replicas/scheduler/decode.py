@@ -286,9 +286,6 @@ class _Branch:
         if joined.saved > sum(group.saved for group in absorbed):
             self.groups = [group for group in self.groups if group not in absorbed] + [joined]
             self.loose = []
-        elif len(self.loose) > 1:
-            self.groups.append(_Group(self.loose, self.length))
-            self.loose = []
 
 
 def _branches(nodes: Sequence[TreeNode]) -> dict[TreeNode, _Branch]:

@@ -54,6 +54,14 @@ def test_each_use_lengthens_a_mark() -> None:
     assert shelf.evict(3) == old
 
 
+def test_of_marks_whose_nodes_have_left_few_are_kept() -> None:
+    shelf = Shelf()
+    for _ in range(100):
+        mark(shelf, shelf.put("", 1), "")
+        shelf.evict(1)
+    assert len(shelf.cache._marks._due) <= 65
+
+
 def test_what_a_tenant_marked_beyond_its_share_goes_before_what_others_did_not_mark() -> None:
     shelf = Shelf()
     light = shelf.put("light", 3)

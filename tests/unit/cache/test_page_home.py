@@ -181,6 +181,16 @@ def test_what_was_evicted_is_not_read() -> None:
     assert one.home.read(path, 0, 4) is None
 
 
+def test_a_host_page_that_is_read_takes_no_device_page_of_the_same_prefix() -> None:
+    one = Node(device=8, host=2)
+    one.compute(A[:4])
+    one.compute(A)
+    one.evict(2)  # the host is full of the last two
+    path = Path("", np.array(A, dtype="<i4").tobytes(), 0)
+    assert one.home.read(path, 0, 4) is None
+    one.check()
+
+
 def test_a_full_host_tier_still_gives_what_is_on_the_device_alone() -> None:
     one, two = Node(device=8, host=4), Node()
     one.compute(A, hits=1)

@@ -24,7 +24,7 @@ from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, outages, shortages, too_wide
 from deployments.settings.constants import CONSTANTS, EXPERIMENTS_VARIABLE
-from deployments.settings.places import ROOT, ask_nodes_directly, local_path, shown_path
+from deployments.settings.places import ROOT, ask_nodes_directly, local_path, may_be_hub_id, shown_path
 from deployments.settings.roles import config_of
 from deployments.settings.schema import RouterSettings, constants_in, parse
 from deployments.settings.settings_file import check_port
@@ -503,6 +503,8 @@ def test_a_model_path_is_found_from_anywhere_and_shown_relative(
     monkeypatch.chdir(tmp_path)
     assert local_path(MODEL) == str(ROOT / MODEL)
     assert shown_path(str(ROOT / MODEL)) == MODEL
+    ids = ("owner/name", "name", "owner/", "/name", "owner/name/more", "models/name")
+    assert [may_be_hub_id(each) for each in ids] == [True] + [False] * 5
     assert shown_path("Qwen/Qwen3-0.6B") == local_path("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 

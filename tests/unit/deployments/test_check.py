@@ -200,8 +200,8 @@ def test_two_applications_on_one_route_are_both_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "advice"), [("", "MODEL"), ("model: owner/name", "owner/name"), ("- 1", "MODEL")])
 def test_a_file_without_applications_says_how_to_serve_without_one(tmp_path: Path, text: str, advice: str) -> None:
     [said] = problems(tmp_path, text)
-    assert "a mapping with `applications` is needed; see serve_config.yaml of the project. A model needs" in said
-    assert said.endswith(f" no file: manta serve {advice}")
+    assert said.startswith("bad.yaml:1: a mapping with `applications` is needed; see serve_config.yaml of the project.")
+    assert said.endswith(f" A model needs no file: manta serve {advice}")
 
 
 def test_a_file_is_no_model_and_a_path_in_a_folder_that_is_here_no_hub_id(
@@ -223,6 +223,7 @@ def test_a_file_that_is_not_there_is_said_in_plain_words_with_the_nearest_one(tm
     (tmp_path / "serve_config.yaml").write_text(FILE)
     for path, says in (
         (tmp_path / "serve_confg.yaml", rf"^there is no file .* in {tmp_path} \(did you mean serve_config.yaml\?\)$"),
+        (tmp_path / "mine.yaml", r"\(did you mean serve_config.yaml\?\)$"),  # the only one
         (tmp_path / "no" / "x.yaml", "^there is no file .*: there is no folder "),
         (tmp_path, "is a folder; give a file, such as "),
     ):

@@ -150,6 +150,8 @@ def test_a_model_alone_is_served_as_by_the_file_of_the_project() -> None:
     alone = CommandLine(file["applications"][0]["args"]["model"]["path"], is_model=True).read().content
     of_file, of_model = (parse(each["applications"][0].pop("args")) for each in (file, alone))
     assert alone == file
+    [of_hub, _] = CommandLine("owner/name", is_model=True).read().content["applications"]
+    assert of_hub["args"]["model"]["path"] == "owner/name"
     assert of_model.model_dump(exclude={"model"}) == of_file.model_dump(exclude={"model"})
 
 

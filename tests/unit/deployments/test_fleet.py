@@ -412,6 +412,9 @@ async def test_a_replica_that_does_not_answer_is_left_out_of_the_answers(house: 
 
 def test_a_listener_hears_the_members_and_each_change() -> None:
     heard: list[frozenset[str]] = []
+    leases = ray_leases.RayLeases()
+    leases.set_members(ray_leases.key("app", "PrefillReplica"), Mock(), frozenset("p"))
+    assert [leases.role_of(name) for name in "px"] == [Role.PREFILL, Role.UNIFIED]
     deployment = ray_leases.key("app", "a deployment of this test")
     ray_leases.publish(deployment, frozenset({"r0"}))
     ray_leases.listen(deployment, heard.append)

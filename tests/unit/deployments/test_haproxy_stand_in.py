@@ -238,6 +238,11 @@ def test_a_stand_in_without_a_router_ends(front: Front, monkeypatch: pytest.Monk
         routers = [("127.0.0.1", str(free_port()))]
         haproxy_stand_in._hold_the_port(holder, pid_file(front.config), str(front.admin), routers, raylets_end)
         assert not pid_file(front.config).exists()
+        looks = iter([False] * 9 + [True])
+        monkeypatch.setattr(haproxy_stand_in, "_ended", lambda *_, **__: next(looks))
+        routers = [("127.0.0.1", str(front._behind))]
+        haproxy_stand_in._hold_the_port(holder, pid_file(front.config), str(front.admin), routers, raylets_end)
+        assert next(looks, None) is None  # with one it holds the port until the raylet ends
     finally:
         holder.kill()
         holder.wait()

@@ -290,6 +290,8 @@ def test_keys_come_from_a_file_and_the_environment_and_what_is_wrong_never_repea
         (str(file), ONE, {}, "router.admin_key: is also an API key"),
         (None, "short", {}, "router.admin_key, or MANTA_ADMIN_KEY, has a key of 5 characters"),
     ]
+    at_least = read_keys(api_key_file=None, admin_key="a" * 20, environ={"MANTA_API_KEYS": "eight888"})
+    assert at_least.short == ("MANTA_API_KEYS",)
     for path, admin, environ, says in wrong:
         with pytest.raises(InvalidConfig, match=says) as error:
             read_keys(api_key_file=path, admin_key=admin, environ=environ)

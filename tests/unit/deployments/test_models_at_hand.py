@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from deployments.command import models
 from deployments.http import service
 from deployments.settings import places
+from replicas.errors import InvalidConfig
 from replicas.runner.model_files import model_folder
 from tests.embedded import short_model
 
@@ -63,6 +64,8 @@ def test_the_list_has_folders_and_the_hubs_cache_with_the_judgement_of_check(
     (here / "models" / "broken.gguf").write_text("garbage")
     fetched(here, "owner/whole", COMMITS["new"])
     fetched(here, "owner/half", COMMITS["new"], weights=False)
+    with pytest.raises(InvalidConfig, match=r"broken\.gguf is no GGUF file"):
+        places.check_model_path("models/broken.gguf")
     assert models.show() == 0
     table, _, reasons = capsys.readouterr().out.partition("\n\n")
     assert [line.split() for line in table.splitlines()] == [

@@ -683,15 +683,20 @@ async def test_what_is_delivered_of_a_request_counts_before_it_ends_and_its_key_
     key = key_of(output_tokens=1000)
     quotas, request = quotas_of(key=key), ask(rid="r", n=2, max_new_tokens=1900)
     progress, charge = Progress(request), Charge([request], quotas, key)
-    charge.sends(progress, 3)
+    charge.sends(progress, 1)  # estimated; 2 are computed
     for index, num in ((0, 300), (1, 650)):
         usage = Usage(prompt_tokens=3, completion_tokens=num, cached_tokens=1)
         progress.accept(TokenDelta(rid="r", index=index, token_ids=(7,) * num, usage=usage), None)
-    assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 3, 950]
+    assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 2, 950]
     with pytest.raises(OverQuota):
         quotas.reserve(key, input_tokens=1, output_tokens=60, choices=1)
     charge.end(failed=True)  # its replica: what was delivered counts
     assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 2, 950]
+    again, rest = Progress(request), Charge([request], quotas, key)
+    again.restore({0: [7] * 100})
+    rest.sends(again, 1)
+    again.accept(TokenDelta(rid="r", index=0, token_ids=(7,) * 960, usage=usage), None)
+    assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 2, 1910]
 
 
 @pytest.mark.model

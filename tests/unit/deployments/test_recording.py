@@ -105,9 +105,12 @@ async def test_prefixes_are_shared_inside_a_recording_and_not_across_two(tmp_pat
     """The second prompt is the first one, its answer of 1000, 1001, ..., and a question."""
     first = request(*range(8), output=41)
     second = request(*range(8), *range(1000, 1041), 9)
-    lines = [line for line in (await recorded(tmp_path, first, second, request(5)))[1] if "blocks" in line]
+    recorder, told = await recorded(tmp_path, first, second, request(5))
+    lines = [line for line in told if "blocks" in line]
     one, two, other = map(blocks, lines)
     assert one == two[:6]  # 56 of the prompt and 40 of the answer
+    keys = page_keys(second.token_ids, PAGE_SIZE, second.namespace)
+    assert two == [recorder._digest(key.tobytes()) for key in keys]
     assert other[:3] == one[:3]
     assert lines[0]["session"] == lines[1]["session"]
     (again,) = [line for line in (await recorded(tmp_path / "two", first))[1] if "blocks" in line]

@@ -234,6 +234,7 @@ async def test_the_header_and_the_usage_agree_and_the_second_time_is_cached(
     batch = await client.post("/v1/completions", json={**BODY, "prompt": ["a", "b"]})
     assert batch.headers["x-manta-route"].count("replica=r0") == 2
     assert "x-manta-route" not in (await client.get("/ping")).headers
+    assert house.dispatcher.watch.counts["requests"] == 4  # prompts, each once
 
 
 @pytest.mark.model

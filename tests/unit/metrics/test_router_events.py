@@ -10,8 +10,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from dashboards.catalog import ANSWERING, STAGES, Process
 from deployments.dispatch.dispatcher import Saturated
-from deployments.dispatch.route_log import MOST_ADAPTERS
-from deployments.dispatch.timeline import Arrival
+from deployments.dispatch.route_log import MOST_ADAPTERS, judged
+from deployments.dispatch.timeline import Arrival, Timeline
 from deployments.http.http_errors import GenerationFailed
 from deployments.http.streaming import collected, merged
 from deployments.watch.metrics.emitter import Emitter, Identity
@@ -175,8 +175,12 @@ async def test_how_a_request_ended_is_told_by_its_outcome(watched: Watched) -> N
     }  # fmt: skip
     assert seen.values("requests_in_flight", "endpoint") == dict.fromkeys(ANSWERING, 0)
     assert seen.value("request_output_tokens_count") == 0  # of those that end ok alone
-    judged = {key: seen.value("slo_requests_total", slo=key[0], met=key[1]) for key in JUDGED}
-    assert judged == {
+    counts = house.dispatcher.watch.counts  # what alerts go by
+    assert [counts[name] for name in ("requests", "failed", "shed")] == [7, 3, 1]
+    told = {key: seen.value("slo_requests_total", slo=key[0], met=key[1]) for key in JUDGED}
+    assert [counts[f"{slo}_missed"] for slo in ("ttft", "itl")] == [told[slo, "false"] for slo in ("ttft", "itl")]
+    assert counts["ttft_judged"] + counts["itl_judged"] == sum(told.values())
+    assert told == {
         ("ttft", "true"): 2,  # late and broken had a first token in time
         ("ttft", "false"): 2,  # none and full
         ("itl", "true"): 0,
@@ -226,6 +230,8 @@ def test_an_answer_without_a_prompt_misses_the_objective_where_the_server_failed
     """A request for tokens alone promises no first token; a client's mistake is no miss."""
     watched = Watched()
     events = watched.house.dispatcher.watch
+    assert judged(2.0, 0.1, "ok") == {"ttft": True, "itl": True}  # the objectives themselves
+    assert (judged(2.1, None, "ok"), judged(1.0, 0.2, "running")) == ({"ttft": False}, {"ttft": True})
     for endpoint, outcome in (("chat", "error"), ("chat", "invalid"), ("tokens", "error"), ("chat", "cancelled")):
         events.answered(endpoint, outcome=outcome, total_s=1.0)
     seen = Scraped(watched.emitter.registry)
@@ -266,6 +272,12 @@ async def test_best_predicted_and_actual_prefix_are_counted_together(watched: Wa
     seen = await watched.scrape()
     names = ["prompt", "best_overlap", "predicted_overlap", "actual_overlap"]
     assert [seen.value(f"router_{name}_tokens_total") for name in names] == [40, 32, 32, 0]
+    watch = watched.house.dispatcher.watch
+    assert (watch.counts["predicted"], watch.counts["actual"]) == (32, 0)
+    noted = watched.house.dispatcher.routes.recent()[0].tries[0]
+    timeline = Timeline(Arrival(endpoint="chat", arrived_s=0.0), num_choices=1)
+    watch.began(dataclasses.replace(noted, cached_tokens=16), timeline)
+    assert (watch.counts["predicted"], watch.counts["actual"]) == (64, 16)
     assert seen.value("router_overlap_error_ratio_sum", sign="over") == pytest.approx(0.8)
     assert seen.total("router_overlap_error_ratio_count") == 1
     assert seen.total("router_ttft_error_seconds_count") == 1

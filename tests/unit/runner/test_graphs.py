@@ -64,6 +64,13 @@ class Began:
         raise AssertionError("nothing runs here")
 
 
+def test_a_step_for_warming_up_reads_and_writes_the_sink_alone() -> None:
+    idle = idle_decode(2, row=8, seq_len=3)
+    found = [each.tolist() for each in (idle.rows, idle.seq_lens, idle.token_ids, idle.slots)]
+    assert found == [[8, 8], [3, 3], [0, 0], [0, 0]]
+    assert idle_decode(1).seq_lens.tolist() == [1]  # the token itself
+
+
 def test_every_step_of_a_size_lies_where_the_first_did() -> None:
     table = DeviceTable(9, 32, CPU)
     attention = Began()

@@ -253,11 +253,12 @@ def test_no_line_is_retracted_for_a_request_that_this_step_has_no_tokens_for() -
 
 def test_a_line_counts_as_open_until_it_ends_wherever_it_is() -> None:
     bench = Bench()
-    scheduler, parked = bench.scheduler, choice_of("parked", [1, 2], offline=True)
+    scheduler, parked = bench.scheduler, choice_of("parked", [1, 2], offline=True, deadline_s=9.0)
     scheduler.park(parked)
     scheduler.check()
     found = [scheduler.queues.lines.num_open]
     scheduler.take_back(parked)
+    assert (scheduler.deadlines.next_s, dict(scheduler.queues.waiting.shares._open)) == (None, {})
     found.append(scheduler.queues.lines.num_open)
     bench.submit([1, 2], max_new_tokens=3, offline=True)
     found.append(scheduler.queues.lines.num_open)

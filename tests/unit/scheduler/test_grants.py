@@ -72,12 +72,12 @@ def test_nothing_is_granted_that_could_not_finish_beside_what_runs_and_receives(
 
 
 def test_rows_are_granted_up_to_max_running() -> None:
-    bench = Bench(max_running=3)
+    bench = Bench(max_running=4)
     own, _ = [bench.submit([i, 2, 3], max_new_tokens=6) for i in (1, 5)]
     bench.step()
-    first, second = leg(bench, "a", [4, 5]), leg(bench, "b", [6, 7])
+    *first, second = [leg(bench, rid, [4, 5]) for rid in "abc"]
     bench.step()
-    assert (first.state, second.state) == (ReqState.RECEIVING, ReqState.WAITING)
+    assert [each.state for each in (*first, second)] == [ReqState.RECEIVING, ReqState.RECEIVING, ReqState.WAITING]
     bench.scheduler.finish(own, DONE)
     bench.step()
     assert second.state is ReqState.RECEIVING

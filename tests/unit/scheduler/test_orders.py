@@ -75,17 +75,20 @@ def test_a_long_prompt_passes_short_ones_once_it_has_waited_long_enough_for_its_
     bench.run()
 
 
-@pytest.mark.parametrize(("late_s", "first"), [(0.8, "short"), (0.9, "long")])
+@pytest.mark.parametrize(
+    ("late_s", "waited_s", "first"), [(0.8, 0.0, "short"), (0.9, 0.0, "long"), (0.9, 0.1, "short")]
+)
 def test_a_short_prompt_passes_one_that_waits_longer_if_it_has_waited_more_for_its_length(
-    late_s: float, first: str
+    late_s: float, waited_s: float, first: str
 ) -> None:
-    """hrrn: after 1 s 20 tokens have waited 50 ms each; 3 tokens that came at 0.8 s 67 ms, at 0.9 s 33 ms."""
+    """hrrn: after 1 s 20 tokens have waited 50 ms each; 3 tokens that came at 0.8 s 67 ms, at 0.9 s 33 ms, unless they
+    waited at another replica."""
     bench = Bench(page_size=4, max_running=1, chunked_prefill_size=64, policy="hrrn", ageing_s=1e9)
     bench.submit([1, 2, 3], max_new_tokens=20)
     bench.step()
     reqs = {"long": bench.submit(range(300, 320), max_new_tokens=3)}
     bench.clock.now_s += late_s
-    reqs["short"] = bench.submit([7, 8, 9], max_new_tokens=2)
+    reqs["short"] = bench.submit([7, 8, 9], max_new_tokens=2, waited_s=waited_s)
     assert names(bench, reqs, after_s=1.0 - late_s)[0] == first
     bench.run()
 
@@ -234,7 +237,11 @@ def test_a_late_request_starts_when_its_bound_is_reached_whatever_comes() -> Non
     """It came behind 3 tokens and has 40: at 2 x 43 others may have 46 tokens before it, in prompts of 10."""
     bench = busy(late_factor=2.0)
     late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.1)
-    assert late.rank.bound.at_len == bench.scheduler.counters.prefill_tokens + 2 * 40
+    bound, queue = late.rank.bound, bench.scheduler.queues.waiting
+    assert bound.at_len == bench.scheduler.counters.prefill_tokens + 2 * 40
+    queue.remove(late)
+    queue.add(late)  # as what was retracted
+    assert late.rank.bound is bound
     before = []
     for at in range(20):
         bench.submit(range(1000 + 20 * at, 1010 + 20 * at), max_new_tokens=1, objective_s=60.0)
@@ -261,6 +268,7 @@ def test_a_long_queue_is_ordered_by_what_was_cached_when_each_came() -> None:
     }
     bench.scheduler.queues.waiting._peek_len = lambda ids, salt: pytest.fail("it was looked up")
     assert names(bench, reqs, after_s=0.0) == ["third", "known", "new"]
+    assert [req.rank.bound.own_len for req in reqs.values()] == [1, 17, 1]
 
 
 def test_what_is_left_of_a_prompt_that_has_begun_counts_as_work_before_a_request() -> None:

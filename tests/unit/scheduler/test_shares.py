@@ -6,13 +6,14 @@ from random import Random
 import pytest
 
 from replicas.request import Req, ReqState
+from replicas.scheduler.decode import gives_place
 from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.scheduler import QUANTUM
 from replicas.scheduler.shares import EASE_S, MOST_LEFT_OUT
 from replicas.types import GenerateRequest
 from tests.fakes import continuation
-from tests.harness import Bench
+from tests.harness import Bench, choice_of
 
 CHUNK = 16
 
@@ -200,6 +201,14 @@ def test_a_higher_priority_goes_first_whatever_its_tenant_has_used() -> None:
     urgent = bench.submit(prompt(501), tenant="heavy", cache_salt="heavy", priority=1)
     assert bench.scheduler.queues.waiting.ordered(bench.clock())[:2] == [urgent, light]
     bench.run()
+
+
+def test_a_place_is_given_to_none_that_would_have_more_than_its_share_then() -> None:
+    """Of 8 places among three, 2.67 each: the second has 2 and would have 3, the third has 1 and would have 2."""
+    tenants = ["heavy"] * 5 + ["second"] * 2 + ["third"]
+    running = [choice_of(f"r{at}", [1], tenant=tenant) for at, tenant in enumerate(tenants)]
+    heads = [choice_of("head", [1], tenant=tenant) for tenant in ("second", "third")]
+    assert [gives_place(head, running, by_tokens=False) in running[:5] for head in heads] == [False, True]
 
 
 def test_a_tenant_that_holds_every_place_gives_some_until_it_has_its_share() -> None:
