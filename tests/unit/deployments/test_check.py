@@ -26,6 +26,7 @@ from deployments.command.check import read
 from deployments.command.cluster import NoCluster
 from deployments.http import service
 from deployments.replica.feasible import engine_of, impossible
+from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity
 from deployments.settings.places import ROOT
 from deployments.settings.schema import ModelSettings, parse
@@ -105,6 +106,11 @@ def problems(folder: Path, text: str) -> list[str]:
         ("count: 1", "gpus: 1", "12: replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and this machine has 0;"),
         ("count: 1", "cpus: 64", "12: replicas.cpus = 64: 64 CPUs are needed (1 replica at 64), and this machine"),
         ("cache:", "cache: {page_size: 16}\n      cache:", "14: cache is given twice; the first is on line 13"),
+        (
+            "count: 1",
+            "<<: {count: 1}\n        <<: {}\n        count: 1\n        count: 2",  # what is merged may be so
+            "15: count is given twice; the first is on line 14",
+        ),
         ("port: 8000", "port: [", "5: this is not YAML: while parsing a flow"),
         (f"path: {MODEL}", "path: 5", "10: model.path: must be text, not 5"),
         ("      replicas:", "      replica:", "11: replica: is unknown (did you mean 'replicas'?)"),
@@ -202,6 +208,7 @@ def test_a_file_without_applications_says_how_to_serve_without_one(tmp_path: Pat
     [said] = problems(tmp_path, text)
     assert said.startswith("bad.yaml:1: a mapping with `applications` is needed; see serve_config.yaml of the project.")
     assert said.endswith(f" A model needs no file: manta serve {advice}")
+    assert settings_file.read(str(tmp_path / "bad.yaml")).line("applications", 0) == 1
 
 
 def test_a_file_is_no_model_and_a_path_in_a_folder_that_is_here_no_hub_id(

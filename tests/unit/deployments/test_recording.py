@@ -21,6 +21,7 @@ from deployments.dispatch import recording
 from deployments.dispatch.dispatcher import RouteHints
 from deployments.dispatch.recording import Recorder
 from deployments.dispatch.route_log import Ended
+from deployments.dispatch.timeline import Arrival, Timeline
 from kvtransfer.pages import page_keys
 from replicas.config import SchedulerConfig
 from replicas.types import GenerateRequest, SamplingParams
@@ -111,6 +112,9 @@ async def test_prefixes_are_shared_inside_a_recording_and_not_across_two(tmp_pat
     assert one == two[:6]  # 56 of the prompt and 40 of the answer
     keys = page_keys(second.token_ids, PAGE_SIZE, second.namespace)
     assert two == [recorder._digest(key.tobytes()) for key in keys]
+    timeline = Timeline(Arrival(endpoint="chat", arrived_s=0.0), num_choices=1)
+    refused = Ended(request=second, session_id="", answer=(), timeline=timeline, record=None, outcome="shed")
+    assert recorder._blocks(refused) == "".join(two)
     assert other[:3] == one[:3]
     assert lines[0]["session"] == lines[1]["session"]
     (again,) = [line for line in (await recorded(tmp_path / "two", first))[1] if "blocks" in line]
