@@ -693,7 +693,7 @@ async def test_what_is_delivered_of_a_request_counts_before_it_ends_and_its_key_
     charge.end(failed=True)  # its replica: what was delivered counts
     assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 2, 950]
     again, rest = Progress(request), Charge([request], quotas, key)
-    again.restore({0: [7] * 100})
+    again.restore({0: [7]})
     rest.sends(again, 1)
     again.accept(TokenDelta(rid="r", index=0, token_ids=(7,) * 960, usage=usage), None)
     assert [quotas.used(key.name, kind) for kind in quotas_module.KINDS] == [1, 2, 1910]
