@@ -209,7 +209,7 @@ def _config(folder: Path, raw: bytes) -> dict[str, Any]:
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise InvalidAdapter(f"adapter: {folder.name}: {CONFIG} is no JSON: {error!r:.200}") from error
+        raise InvalidAdapter(f"adapter: {folder.name}: {CONFIG} is no JSON: {error!s:.200}") from error
     _require(folder, isinstance(config, dict) and config.get("peft_type") == "LORA", "peft_type must be LORA")
     for name, plain in _PLAIN.items():
         value = config.get(name)

@@ -136,8 +136,8 @@ async def test_api_keys_without_an_admin_key_leave_the_admins_routes_to_nobody(s
 async def test_a_request_is_aborted_only_with_the_key_that_opened_it(
     http: httpx.AsyncClient, engine_loop: EngineLoop, house: House
 ) -> None:
-    async def aborted(key: str) -> int:
-        answer = await http.post("/abort_request", json={"rid": "same-name"}, headers=bearer(key))
+    async def aborted(key: str, name: str = "same-name") -> int:
+        answer = await http.post("/abort_request", json={"rid": name}, headers=bearer(key))
         return int(answer.json()["num_aborted"])
 
     def opened(key: str) -> asyncio.Task[httpx.Response]:
@@ -151,6 +151,8 @@ async def test_a_request_is_aborted_only_with_the_key_that_opened_it(
     rids = [record.rid for record in house.dispatcher.routes.recent()]
     assert {client_rid(rid) for rid in rids} == {"same-name"}
     assert len({owner_of(rid) for rid in rids} - {""}) == 2
+    for guess in ("*", "same", ".*", *rids, *(rid.partition("-")[0] for rid in rids)):
+        assert await aborted(ONE, guess) == 0
     assert await aborted(ONE) == 1
     assert (await pending[0]).json()["choices"][0]["finish_reason"] == "abort"
     async with asyncio.timeout(30):  # its lease ends a moment later
