@@ -22,6 +22,7 @@ OPERATE = pathlib.Path("docs/operate.md").read_text()
 SETTINGS = pathlib.Path("docs/settings.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()
 SPECIFICATION = pathlib.Path("docs/specification.md")
+CLASSES = pathlib.Path("tests/security/classes.md")
 
 
 def tracked(*patterns: str) -> list[pathlib.Path]:
@@ -107,15 +108,33 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert not dead
 
 
-def test_each_row_of_the_specification_has_a_test_that_exists_and_each_row_that_is_cited_is_there() -> None:
-    """docs/specification.md; K1 to K14 are in docs/architecture.md."""
-    found = re.findall(r"^\| ([A-L]\d\d) \| .* \| (`.*`) \|[^|]*\|$", SPECIFICATION.read_text(), flags=re.MULTILINE)
-    rows = {row: re.findall(r"`([\w/]+\.py)::(\w+)`", tests) for row, tests in found}
-    assert len(rows) == len(found) == len(re.findall(r"^\| [A-L]\d\d ", SPECIFICATION.read_text(), flags=re.MULTILINE))
+def rows_of(page: pathlib.Path, number: str) -> dict[str, list[tuple[str, str]]]:
+    """File and name of the tests of each row of the tables of ``page`` whose first column is as ``number``. Fails where
+    a test is not there, or two rows have one number."""
+    lines = re.findall(rf"^\| ({number}) \|(.*)\|$", page.read_text(), flags=re.MULTILINE)
+    rows = {row: re.findall(r"`([\w/]+\.py)::(\w+)`", line) for row, line in lines}
+    assert len(rows) == len(lines) == len(re.findall(rf"^\| {number} ", page.read_text(), flags=re.MULTILINE))
     named = {(pathlib.Path("tests") / file, test) for tests in rows.values() for file, test in tests}
     texts = {file: file.read_text() for file, _ in named}
     defined = r"^(?:(?:async )?def {}\(|{} = )"
     assert [test for file, test in named if not re.search(defined.format(test, test), texts[file], re.MULTILINE)] == []
+    return rows
+
+
+def test_each_class_of_what_strangers_try_has_a_test_or_a_measurement_and_the_policy_leads_to_them() -> None:
+    rows = rows_of(CLASSES, r"\d+")
+    assert [int(row) for row in rows] == list(range(1, len(rows) + 1))
+    dated = r"^\| (\d+) \|.*\| measured, 20\d\d-\d\d-\d\d: .*; no test, since .* \|$"
+    measured = set(re.findall(dated, CLASSES.read_text(), re.MULTILINE))
+    assert {row for row, tests in rows.items() if not tests} == measured
+    assert len(measured) <= 12
+    assert f"[{len(rows)} classes of what strangers try]({CLASSES})" in pathlib.Path("SECURITY.md").read_text()
+
+
+def test_each_row_of_the_specification_has_a_test_that_exists_and_each_row_that_is_cited_is_there() -> None:
+    """docs/specification.md; K1 to K14 are in docs/architecture.md."""
+    rows = rows_of(SPECIFICATION, r"[A-L]\d\d")
+    assert [row for row, tests in rows.items() if not tests] == []
     named_in_code = re.compile(r"SPEC ((?:[A-L]\d+(?:, | and |/)?)+)")
     elsewhere = re.findall(r"^\| (K\d+) \|", pathlib.Path("docs/architecture.md").read_text(), flags=re.MULTILINE)
     code = "".join(file.read_text() for file in tracked("*.py"))
