@@ -243,8 +243,7 @@ async def test_class_33_no_page_begins_behind_anothers_file_and_no_admin_reads_i
     file_id = (await served.get(ONE, "/v1/files")).json()["data"][0]["id"]
     for key in (OTHER, CHIEF):
         await served.upload(key, b"{}")
-        listed = (await served.get(key, f"/v1/files?after={file_id}&order=asc")).json()["data"]
-        assert file_id not in [each["id"] for each in listed]
+        assert (await served.get(key, f"/v1/files?after={file_id}&order=asc")).json()["data"] == []
         assert (await served.get(key, f"/v1/batches?after={batch_id}")).json()["data"] == []
         for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch_id}"):
             assert (await served.get(key, path)).status_code == 404
@@ -271,22 +270,6 @@ async def test_classes_34_and_35_a_form_that_is_too_long_or_none_is_refused_and_
     answer = await served.ask(ONE, "/v1/files", content=content, headers=headers)
     assert answer.status_code == status, answer.text
     assert list((served.store.folder / "files").iterdir()) == []
-
-
-async def test_classes_36_and_37_a_hostile_line_has_an_entry_and_blank_ones_are_none(served: Served) -> None:
-    begin = b'{"custom_id": "%d", "method": "POST", "url": "/v1/chat/completions", "body": '
-    bodies = [b"[" * 100_000, b'{"a":' * 100_000, b'{"x": "\\ud800"}', b'{"temperature": NaN}', b'{"x": "\xff\xfe"}',
-              b"[" + b"{}," * 200_000 + b"{}]", b'{"n": ' + b"9" * 5_000 + b"}"]  # fmt: skip
-    lines: list[Any] = [begin % number + body + b"}" for number, body in enumerate(bodies)]
-    lines += [line(90) | {"method": "GET"}, line(91) | {"url": "http://a"}]
-    async with running(runner_of(served.service, keys=served.keys)):
-        for content, status, failed in ((jsonl([*lines, line(99)]), "completed", len(lines)), (b"\n" * 9, "failed", 0)):
-            batch_id = await served.begin(ONE, content)
-            async with asyncio.timeout(60):
-                while (batch := (await served.get(ONE, f"/v1/batches/{batch_id}")).json())["status"] != status:
-                    await asyncio.sleep(0.02)
-            assert batch["request_counts"]["failed"] == failed
-        assert [len(each.token_ids) > 0 for each in served.replica.requests] == [True]  # line 99
 
 
 async def test_class_42_a_key_has_two_upload_slots_and_all_keys_eight(

@@ -356,6 +356,11 @@ async def test_one_keys_files_and_batches_do_not_exist_for_another(tokenizer: To
             await none.close()
 
 
+HOSTILE = b'{"custom_id": "h-%d", "method": "POST", "url": "/v1/chat/completions", "body": %b}'
+HOSTILE_BODIES = [b"[" * 60_000, b'{"a":' * 9_000, b'{"x": "\\ud800"}', b'{"temperature": NaN}', b'{"x": "\xff\xfe"}',
+                  b"[" + b"{}," * 20_000 + b"{}]", b'{"n": ' + b"9" * 5_000 + b"}"]  # fmt: skip
+
+
 async def test_a_line_that_cannot_be_run_has_an_entry_in_the_error_file(
     tokenizer: Tokenizer, store: BatchStore
 ) -> None:
@@ -369,6 +374,8 @@ async def test_a_line_that_cannot_be_run_has_an_entry_in_the_error_file(
         line(7, max_tokens=-1),
         line(8, model="another"),
         b'{"custom_id": "long", "body": "' + b"x" * 70_000 + b'"}',
+        {**line(10), "method": "GET"},
+        *(HOSTILE % (number, body) for number, body in enumerate(HOSTILE_BODIES)),
     ]
     async with House() as house:
         service = house.service(tokenizer, batches=store, max_body_bytes=65_536)
@@ -377,20 +384,25 @@ async def test_a_line_that_cannot_be_run_has_an_entry_in_the_error_file(
             done = await ended(sdk, await begun(sdk, [line(0), b"", *wrong, line(9)]))
             assert done.status == "completed"
             assert done.request_counts is not None
-            assert done.request_counts.model_dump() == {"total": 11, "completed": 2, "failed": 9}
+            assert done.request_counts.model_dump() == {"total": len(wrong) + 2, "completed": 2, "failed": len(wrong)}
             told = await entries(sdk, done.error_file_id)
             codes = [each["error"] and each["error"]["code"] for each in told]
-            assert codes == [
+            assert codes[:9] == [
                 "invalid_json_line", "invalid_line", "invalid_line", "duplicate_custom_id", "invalid_line",
                 "invalid_line", None, None, "invalid_line",
             ]  # fmt: skip
             assert [each["response"] and each["response"]["status_code"] for each in told][6:8] == [400, 404]
+            rest = {code or each["response"]["status_code"] for code, each in zip(codes[9:], told[9:], strict=True)}
+            assert rest == {"invalid_json_line", "invalid_line", 400}
             assert "max_tokens" in told[6]["response"]["body"]["error"]["message"]
             ok = await entries(sdk, done.output_file_id)
             assert [each["custom_id"] for each in ok] == ["line-0", "line-9"]
 
 
-@pytest.mark.parametrize(("lines", "why"), [([], "it is empty"), ([line(n) for n in range(4)], "more than 3 lines")])
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [([], "it is empty"), ([b""] * 9, "it is empty"), ([line(n) for n in range(4)], "more than 3 lines")],
+)
 async def test_a_file_without_lines_or_with_too_many_fails(
     tokenizer: Tokenizer, store: BatchStore, lines: list[Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
