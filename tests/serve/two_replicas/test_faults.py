@@ -183,11 +183,11 @@ def test_what_goes_through_a_killed_process_is_cut_at_once_and_a_retry_has_the_s
         killed_s = time.monotonic()
 
     streams = load(app, fault, at=random.randrange(20, 200))
+    assert not all(stream.done for stream in streams)  # one that repeats itself may be through, by its drafts
     for stream, whole in zip(streams, undisturbed, strict=True):
-        assert not stream.done
         assert stream.ended_s - killed_s < SLACK_S, "cut at once, and not by a timeout"
         for index, ids in stream.ids.items():
-            assert ids == whole[index][: len(ids)]
+            assert ids == (whole[index] if stream.done else whole[index][: len(ids)])
     app.until(lambda: listens(app), 60)
     dead_s = time.monotonic() - killed_s
     print(f"{what} killed: it answers again after {dead_s:.2f} s")
