@@ -5,6 +5,7 @@ The lines run on a machine of their own, made of namespaces (tests/cluster/machi
 has no Ray yet, and what they leave behind ends with it.
 """
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deployments.settings.places import ROOT
 from tests.cluster.machines import Machine, Network, require_machines
@@ -86,7 +88,7 @@ def test_serve_run_serves_the_file_of_the_readme_until_ctrl_c(typist: Typist) ->
     [pid] = [pid for pid, command in processes_of(typist.mark).items() if f"serve run {line.split()[-1]}" in command
              and "python" in command]  # fmt: skip
     os.kill(pid, signal.SIGINT)
-    assert running.wait(60) == 0, typist.said
+    assert running.wait(WITHIN_S) == 0, typist.said
     Running.until(lambda: processes_of(typist.mark) == {}, 30)
 
 
@@ -103,3 +105,23 @@ def test_serve_deploy_on_a_plain_ray_start_serves(typist: Typist) -> None:
     assert "if it asks for a token, set RAY_AUTH_MODE=token" in typist.said
     assert typist.does(export, deploy), typist.said
     Running.until(lambda: typist.does(SERVES), WITHIN_S, 2.0)
+
+
+def test_it_autoscales_on_a_plain_ray_start(typist: Typist) -> None:
+    """A second replica starts while prompts wait, and no request fails."""
+    export, start, deploy = typed("serve run ")[1:]
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    scaling = {"min_replicas": 1, "max_replicas": 2, "ttft_objective_s": 0.3, "upscale_delay_s": 0.5}
+    config["applications"][0]["args"]["replicas"] = {"autoscaling": scaling}
+    (typist.machine.tmp / "scaling.yaml").write_text(yaml.safe_dump(config))
+    for number in range(24):
+        body = {"prompt": f"{number}: a tale never told before. " * 100, "max_tokens": 4}
+        (typist.machine.tmp / f"{number}.json").write_text(json.dumps(body))
+    assert typist.does(export, start), typist.said
+    assert typist.does(export, deploy.replace("serve_config.yaml", "/tmp/scaling.yaml")), typist.said
+    Running.until(lambda: typist.does(SERVES), WITHIN_S, 2.0)
+    curl = "curl -sf -o /dev/null http://127.0.0.1:8000/v1/completions -d @/tmp/{}.json"
+    load = typist.start(f"seq 0 23 | xargs -P 24 -I{{}} {curl}")
+    two = "curl -s http://127.0.0.1:8000/health | grep '\"replicas_ready\":2'"
+    Running.until(lambda: typist.does(two), WITHIN_S, 2.0)
+    assert load.wait(WITHIN_S) == 0, typist.said
