@@ -129,10 +129,8 @@ def too_wide(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
             own = config_of(config, role)
             tp, cpus, gpus = own.parallel.tp, own.replicas.cpus, own.replicas.gpus
             able = [(has_cpus, has_gpus) for has_cpus, has_gpus in capacity.nodes if (has_gpus if gpus else has_cpus)]
-            if (
-                tp == 1
-                or not able
-                or any(cpus * tp <= has_cpus + SLACK and gpus * tp <= has_gpus + SLACK for has_cpus, has_gpus in able)
+            if tp == 1 or not able or any(
+                cpus * tp <= has_cpus + SLACK and gpus * tp <= has_gpus + SLACK for has_cpus, has_gpus in able
             ):
                 continue
             need = f"{cpus * tp:g} CPUs" + (f" and {gpus * tp:g} GPUs" if gpus else "")

@@ -15,7 +15,7 @@ _POLICY = "it belongs to an order of the queue, and was measured with it"
 _RATIOS = "it adapts itself: requests that are retracted raise the share that is reserved"
 _HANGS = "shorter takes a busy process for a dead one, longer keeps its requests waiting"
 _PEERS = "replicas of one cluster answer in milliseconds; a peer that is silent for so long is gone"
-_KEPT = "it bounds a router's memory, and nobody needed another bound"
+_KEPT = "it bounds what a router keeps in memory"
 _LOAD = "the rule of autoscaling is made of all four, and was measured with these"
 _SERVE = "Ray Serve's own default suits, or its rule was made with this value"
 _TIERS = "it was the best, or within 0.5 % of the best, on every trace (docs/tiers.md)"
@@ -30,7 +30,7 @@ CONSTANTS: Mapping[str, str] = {
     "scheduler.new_token_ratio": _RATIOS,
     "scheduler.min_new_token_ratio": _RATIOS,
     "scheduler.new_token_ratio_decay": _RATIOS,
-    "scheduler.in_batch_prefix_len": "it is two pages: what is shared below them is cheaper to compute again",
+    "scheduler.in_batch_prefix_len": "it is two pages, so that less than that is computed twice",
     "scheduler.cascade": "it is chosen in each step, where it saves reading",
     "scheduler.cascade_saves": "it follows from the device, where it was measured",
     "scheduler.mixed_steps": "without them each prompt stops all answers",
@@ -48,7 +48,7 @@ CONSTANTS: Mapping[str, str] = {
     "router.background_timeout_s": _KEPT,
     "router.background_kept_s": _KEPT,
     "router.decisions_kept": _KEPT,
-    "router.record_bytes": "it is a day of requests",
+    "router.record_bytes": "it bounds the disk that a recording takes",
     "router.batch_file_bytes": "it is OpenAI's bound",
     "router.batch_bytes": "a folder on a disk of its own bounds it too",
     "transfer.open_timeout_s": "it follows router.max_wait_s, which it must exceed",
@@ -58,7 +58,7 @@ CONSTANTS: Mapping[str, str] = {
     "transfer.heartbeat_s": _PEERS,
     "transfer.heartbeat_misses": _PEERS,
     "transfer.transport": "UCX chooses, and UCX_TLS=tcp in the environment limits it to TCP",
-    "transfer.pages_per_write": "more pages in a write gained nothing",
+    "transfer.pages_per_write": "hand-offs were measured with writes of this size",
     "autoscaling.pool_high": _LOAD,
     "autoscaling.running_high": _LOAD,
     "autoscaling.slack": _LOAD,
@@ -70,8 +70,8 @@ CONSTANTS: Mapping[str, str] = {
     "adapters.max_bytes": "it follows adapters.host_bytes, beyond which no adapter could be held",
     "cache.host_eviction": _TIERS,
     "cache.write_policy": _TIERS,
-    "cache.prefetch": _TIERS,
-    "cache.sparse_tokens": "it is what the attention that uses it was calibrated with",
+    "cache.prefetch": "a prompt waits for the store while that is expected to be quicker than to compute it",
+    "cache.sparse_tokens": "the attention that reads it is a reference, and was tried with this value",
     "replicas.health_period_s": _SERVE,
     "replicas.health_timeout_s": _SERVE,
     "replicas.push_share": "the rest of replicas.drain_timeout_s is left for requests",
@@ -82,8 +82,7 @@ CONSTANTS: Mapping[str, str] = {
 
 def is_constant(setting: str) -> bool:
     """Whether the setting of this dotted name, in a role's group too, is a constant now."""
-    group, _, name = setting.rpartition(".")
-    return f"{group.rpartition('.')[2]}.{name}" in CONSTANTS
+    return _entry(setting) in CONSTANTS
 
 
 def experimental(environ: Mapping[str, str] = os.environ) -> bool:
@@ -93,6 +92,10 @@ def experimental(environ: Mapping[str, str] = os.environ) -> bool:
 
 def notice(setting: str, value: Any, given: Any) -> str:
     """Say that ``setting``, which a file gives as ``given``, is a constant of ``value``."""
-    group, _, name = setting.rpartition(".")
-    why = CONSTANTS[f"{group.rpartition('.')[2]}.{name}"]
+    why = CONSTANTS[_entry(setting)]
     return f"{setting}: is no setting any more, {value} holds instead of {given}: {why}. Leave it out"
+
+
+def _entry(setting: str) -> str:
+    """Name a setting by its innermost group and its own name: prefill.cache.prefetch is cache.prefetch."""
+    return ".".join(setting.split(".")[-2:])
