@@ -17,7 +17,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.torch_native import attend
-from replicas.config import Products, load_extensions
+from replicas.config import load_extensions
 from replicas.errors import InvalidConfig, MantaError
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.sparse_pool import write_channels
@@ -82,7 +82,7 @@ def heavy_channels(
         raise InvalidConfig(f"--channels {num_channels}: this model's heads have {model.head_dim}")
     found = ChannelWeights(model.num_layers)
     made = model_class(model)(model, tp, found)
-    load_weights(made, model, tp, products=Products())
+    load_weights(made, model, tp, one_order=False)
     ids = Tokenizer(path).encode(text)[:most_tokens]
     for start in range(0, len(ids), min(piece_len, model.context_len)):
         piece = torch.from_numpy(ids[start : start + min(piece_len, model.context_len)])

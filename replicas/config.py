@@ -23,7 +23,6 @@ DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
 Implementation = Literal["auto", "manta", "transformers"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8", "fp8_e5m2"]
-ProductSetting = Literal["auto", "own", "blas"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1, "fp8_e5m2": 1}  # of a number, beside its scale
 # what 8-bit floats are on a GPU: in each layer one scale for all K and one for all V, as FlashInfer takes them
@@ -279,25 +278,6 @@ class ModelConfig:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Products:
-    """Which product multiplies by an fp32 weight on a CPU: our kernel, or PyTorch's BLAS in steps of many rows.
-
-    Chosen when an engine starts (runner/product_choice.py), and the same in all its steps.
-    """
-
-    blas_rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  # weight (out, in) -> steps of so many
-    # rows or more go to BLAS; steps of fewer rows, and weights that are not named, are our kernels'
-    one_order: bool = False  # what is made of results is rounded: BLAS takes none, ranks add their parts in one order
-
-    def describe(self) -> str:
-        """In words, for people."""
-        if self.one_order:
-            return "own"
-        taken = [f"{n} x {k} from {rows} rows" for (n, k), rows in sorted(self.blas_rows.items())]
-        return f"BLAS for {', '.join(taken)}; else own" if taken else "own"
-
-
 STORE_KEY_LEN = 32  # characters, at least: a client that can list a store can try keys on the list
 
 
@@ -426,16 +406,16 @@ class EngineConfig:
     attention: Attention = "auto"
     cuda_graphs: bool = True  # of decode steps, on a GPU
     num_threads: int = 1  # compute threads of each rank, CPU only
-    products: Products = field(default_factory=Products)  # CPU only
+    products: str = ""  # how they are computed, in words
+    # what is made of a product's results is rounded, or chooses experts: ranks add their parts in one order
+    one_order: bool = False
     adapters: AdapterLimits | None = None  # None: none are served
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def filled_in(self) -> dict[str, dict[str, Any]]:
         """By name, each setting that was left open: the value in force, and where it came from."""
-        values = {name: attrgetter(name)(self) for name in self.origin if name != "model.products"}
-        values["model.products"] = self.products.describe()  # launch.py measures which are faster
-        return {name: {"value": values[name], "why": why} for name, why in self.origin.items()}
+        return {name: {"value": attrgetter(name)(self), "why": why} for name, why in self.origin.items()}
 
     @property
     def kv_dtype(self) -> str:

@@ -29,7 +29,6 @@ from replicas.config import (
     EngineConfig,
     Implementation,
     ParallelConfig,
-    ProductSetting,
     Quantization,
     SchedulerConfig,
     kv_layout,
@@ -46,7 +45,7 @@ from replicas.runner.device import measure_hardware
 from replicas.runner.kv_access import RankedCopier
 from replicas.runner.model_files import load_model_config, model_identity
 from replicas.runner.port import MakeAgent, PortSpec
-from replicas.runner.product_choice import choose_products, default_told
+from replicas.runner.product_choice import default_told, describe_products
 from replicas.runner.warm_up import time_decode
 from replicas.text.tokenizer import Tokenizer
 
@@ -70,7 +69,6 @@ class EngineSettings:
     parallel: ParallelConfig | None = None
     attention: Attention = "auto"
     adapters: AdapterLimits | None = None  # None: none are served
-    products: ProductSetting = "auto"  # for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or the faster
     cuda_graphs: bool = True
     num_threads: int | None = None
     workers: WorkerLauncher | None = None  # starts the ranks above 0; by default processes of this host
@@ -158,12 +156,12 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
     )
-    products, why = choose_products(config, settings.products)
-    origin = {**config.origin, "model.products": why}
+    one_order, products = describe_products(config)
+    origin = dict(config.origin)
     is_default = settings.dtype is None and config.device == "cpu" and model.quantization == "none"
     if is_default and (told := default_told(model.dtype)):
         origin["model.dtype"] = told
-    config = replace(config, products=products, adapters=settings.adapters, origin=origin)
+    config = replace(config, products=products, one_order=one_order, adapters=settings.adapters, origin=origin)
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)
     return config

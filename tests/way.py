@@ -74,7 +74,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     from tests.unit.deployments.in_process import House
 
     transfer = TransferSettings(host="127.0.0.1", token=b"a token of this test")
-    own = EngineSettings(model=MODEL, num_threads=1, products="own")  # auto measures: BLAS has other files
+    own = EngineSettings(model=MODEL, num_threads=1)
     tools: dict[str, object] = {
         "tools": [{"type": "function", "function": {"name": "move", "parameters": SCHEMA}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "room", "schema": SCHEMA}},

@@ -13,7 +13,6 @@ from replicas.config import (
     KvDType,
     ModelConfig,
     ParallelConfig,
-    Products,
     RopeConfig,
     SchedulerConfig,
 )
@@ -99,13 +98,13 @@ class Fill:
 
     shape: Shape
 
-    def __call__(self, model: Llama, config: ModelConfig, tp: TpGroup, *, products: Products) -> None:
+    def __call__(self, model: Llama, config: ModelConfig, tp: TpGroup, *, one_order: bool) -> None:
         made = getattr(torch, config.dtype)
         torch.manual_seed(0)
         for name, put in model.weights().items():
             put(torch.randn(self.shape.weight(name), device=tp.device, dtype=made) * 0.02)
         for _, layer in model.walk():
-            layer.multiply_by(products, config.weight_format)
+            layer.multiply_by(config.weight_format, one_order=one_order)
             layer.finalize(tp.device, made)
 
 

@@ -61,7 +61,7 @@ class ReplicaInfo:
     page_size: int
     attention: str  # the backend that runs
     kernels: str  # the instruction set that kernels on a CPU are compiled for (MANTA_CPU); "" on a GPU
-    products: str  # ours, or BLAS for which weights and rows
+    products: str  # how they are computed, in words
     num_threads: int
     pool: str  # "N tokens, M pages, X MiB"
     attention_why: str = ""  # this backend, and not a faster one

@@ -106,7 +106,6 @@ class ModelReplica(ServedEngine):
                 revision=config.model.revision,
                 dtype=config.model.dtype,
                 quantization=config.model.quantization,
-                products=config.model.products,
                 implementation=config.model.implementation,
                 context_len=config.model.context_len,
                 workers=_workers(config),

@@ -454,7 +454,7 @@ class ServedEngine:
             attention=engine.started.attention.name,
             attention_why=engine.started.attention.why,
             kernels=_kernels(config.device),
-            products=config.products.describe(),
+            products=config.products,
             weights=config.model.describe_weights(),
             num_threads=config.num_threads,
             pool=engine.describe(),

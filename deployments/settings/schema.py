@@ -38,7 +38,6 @@ from replicas.config import (
     Implementation,
     NamesOf,
     ParallelConfig,
-    ProductSetting,
     Quantization,
     SchedulerConfig,
     load_extensions,
@@ -67,8 +66,6 @@ class ModelSettings(Settings):
     # 8 (Q8_0), are multiplied in float32, or with dtype: bfloat16 by activations in bfloat16 where the CPU has AMD's
     # AVX512_BF16; CPU only, without another dtype
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"
-    # float32 products on a CPU: own kernels, BLAS in steps of 64 tokens and more, or by measurement
-    products: ProductSetting = "auto"
     # whose code runs the model: our own for the families that it has, Transformers' modules for others that can be
     # served so (docs/models.md); auto: our own where there is one
     implementation: Implementation = "auto"
@@ -264,7 +261,8 @@ def constants_in(args: dict[str, Any]) -> dict[str, str]:
     for path, kind in () if experimental() else _GROUPS.items():
         for name, given in _inner(args, path).items():
             if is_constant(setting := f"{path}.{name}"):
-                found[setting] = notice(setting, shown(defaults(kind).get(name)), shown(given))
+                now = defaults(kind)
+                found[setting] = notice(setting, shown(now[name]) if name in now else None, shown(given))
     return found
 
 

@@ -46,7 +46,7 @@ from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded, 
 from replicas.grammar.matcher import Matcher
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
-from replicas.scheduler.drafts import MOST_ROWS, Drafts
+from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken, at_fault
 from replicas.text.tokenizer import Tokenizer
@@ -146,10 +146,7 @@ class Engine:
             attention=AttentionChoice(name=config.attention, why="as the settings say")
         )
         if config.scheduler.drafts != "off":
-            most_rows = min(config.products.blas_rows.values(), default=MOST_ROWS)
-            self.scheduler.drafts = Drafts(
-                kv, self.scheduler.counters, step_s=self.started.decode_s, most_rows=most_rows, clock=clock
-            )
+            self.scheduler.drafts = Drafts(kv, self.scheduler.counters, step_s=self.started.decode_s, clock=clock)
         self.scheduler.queues.adapters = executor.adapters
         self._clock = clock
         self._distributions = Distributions()

@@ -51,7 +51,6 @@ BLOCK_BYTES = 384 << 10  # of x, per task: they stay in L2
 STRIP_BYTES = 128 << 10  # weight bytes a task reads, less where threads would have few tasks
 TASKS_PER_THREAD = 4  # at least, if there are enough panels
 AHEAD_BYTES = 10 << 10  # what is asked for before it is read; 4 KB lost a third at 1 and 8 rows, 24 KB a tenth
-ANY_ROWS = 1 << 62
 # rounds: whether x is rounded to `rounded` [m, k] first, in groups. steps: inputs that are summed at once, a multiple
 # of group. scratch: of each thread, a widened part of a panel, then a panel's results where columns are missing
 LinearArgs = struct(

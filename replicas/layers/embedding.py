@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.config import Products, RopeConfig
+from replicas.config import RopeConfig
 from replicas.kernels import elementwise
 from replicas.kernels.panels import PLAIN, Packs, Rows, make
 from replicas.kernels.weight_formats import WeightFormat, table_format
@@ -45,10 +45,10 @@ class VocabParallelEmbedding(Layer):
     def slots(self) -> Mapping[str, Put]:
         return {"weight": self._put}
 
-    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+    def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
         stored = not (self.weight is None or isinstance(self.weight, Tensor))
         plain = format_ in PLAIN and not stored
-        self.table = None if plain else Matmul(products, _format_of(self.weight, format_))
+        self.table = None if plain else Matmul(_format_of(self.weight, format_))
 
     def _put(self, tensor: Piece) -> None:
         self.weight = slice_vocab(tensor, first=self._first, rows=self._rows)
@@ -110,10 +110,10 @@ class ParallelLMHead(Layer):
     def _put(self, tensor: Piece) -> None:
         self._piece = slice_vocab(tensor, first=self._tp.rank * self._rows, rows=self._rows)
 
-    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+    def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
         """Comes after the embedding's, if tied."""
         shared = self._tied.table if self._tied is not None else None
-        self.matmul = shared or Matmul(products, _format_of(self._piece, format_))
+        self.matmul = shared or Matmul(_format_of(self._piece, format_))
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
         """Comes after the embedding's, if tied."""

@@ -98,15 +98,15 @@ def stages_of(
     return [*parts, stages], projections
 
 
-def program_rows(blocks: Sequence[Block], norm: RMSNorm) -> int:
-    """Return the rows below which a step can run as programs; 0 if weights or sizes do not suit the kernels."""
+def fits_programs(blocks: Sequence[Block], norm: RMSNorm) -> bool:
+    """Whether steps can run as programs: weights and sizes suit the kernels."""
     for block in blocks:
         norms = (block.input_norm, block.post_norm, norm, *(block.attn.head_norms() or ()))
         odd = block.attn.qkv.head_dim % (2 * W)
         if odd or any(n.weight is None or n.weight.dtype != torch.float32 for n in norms):
-            return 0
+            return False
     products = [p for b in blocks for p in (b.attn.qkv, b.attn.o_proj, b.mlp.gate_up, b.mlp.down)]
-    return min((product.matmul.program_rows for product in products), default=0)
+    return all(product.matmul.in_program for product in products)
 
 
 def _product(layer: Linear, x: Tensor, out: Tensor, at: Activations, team: Team) -> list[Stage]:
@@ -207,7 +207,6 @@ class FusedBlocks:
         self._staged = staged if staged is not None and num_threads <= staged.num_threads else None
         self.apart = False  # for measurements: attention is always called by itself
         self._team = Team(num_threads)  # its scratch is no other model's
-        self.max_rows = program_rows(blocks, norm) - 1  # of a step; without any, the layers are called one by one
         self._made: _Programs | None = None
 
     @property
@@ -216,7 +215,7 @@ class FusedBlocks:
         return self._made.programs if self._made is not None else ()
 
     def __call__(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        """Embedded tokens [T, hidden], 1 <= T <= max_rows, -> normalised output of the last block [T, hidden], in a
+        """Embedded tokens [T, hidden], T >= 1, -> normalised output of the last block [T, hidden], in a
         buffer that the next step overwrites."""
         rows = hidden.shape[0]
         added = self._blocks[0].attn.qkv.added

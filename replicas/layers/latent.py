@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.config import MLAConfig, Products
+from replicas.config import MLAConfig
 from replicas.kernels.experts.grouped import GroupedKernel, SortedRows
 from replicas.kernels.panels import Packs, make
 from replicas.kernels.weight_formats import WeightFormat
@@ -38,7 +38,7 @@ class HeadwiseLinear(Layer):
         """Take what reads the weights [H, out, in]."""
         self._read = read
 
-    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+    def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
         self._format = format_
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:

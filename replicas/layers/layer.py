@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replicas.config import Products
 from replicas.kernels.panels import CHUNK_ROWS, Packs, Rows, StoredWeight, make
 from replicas.kernels.weight_formats import WeightFormat
 
@@ -43,7 +42,7 @@ class Layer:
         """Return the tensors that a checkpoint may have instead of some of ``slots``: name -> what takes it."""
         return {}
 
-    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+    def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
         """Use these products, by weights that lie so on a CPU, if this layer has one; comes before ``finalize``."""
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:

@@ -2,13 +2,10 @@
 
 Owns:      which slice of a whole weight each rank keeps, and fusing of weights that see the same input; the kernel of
            the product ``x @ weight.T + bias``: on a CPU ours, from a weight in panels (replicas/kernels/linear.py, or
-           int8.py and bf16.py, which round activations, where the CPU multiplies bytes or bf16), or PyTorch's BLAS
-           where the engine's `Products` say so; on a GPU PyTorch's.
-Never:     measures or chooses `Products` (runner/product_choice.py does, when an engine starts); keeps a weight as it
-           was loaded beside its panels, but for BLAS.
+           int8.py and bf16.py, which round activations, where the CPU multiplies bytes or bf16); on a GPU PyTorch's.
+Never:     keeps a weight as it was loaded beside its panels.
 Invariant: column-parallel output and row-parallel input are the same slice; row-parallel output is equal on all ranks.
-           Which product runs depends on shapes and `Products` alone. An output row of ours depends on its own x row
-           alone; BLAS, in steps of many rows, may sum in another order.
+           On a CPU an output row depends on its own x row alone.
 Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
 """
 
@@ -19,20 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.config import Products
 from replicas.kernels import bf16, elementwise, gpu, int8
 from replicas.kernels.bf16 import Bf16Kernel
 from replicas.kernels.experts.grouped import GroupedKernel, stack
 from replicas.kernels.int8 import Int8Kernel
-from replicas.kernels.linear import ANY_ROWS, LinearKernel
+from replicas.kernels.linear import LinearKernel
 from replicas.kernels.panels import Packs, Panels, Rows, by_chunks, make, pack, round_int8
 from replicas.kernels.program import ReadingStage, Stage
 from replicas.kernels.team import Team, team
 from replicas.kernels.weight_formats import WeightFormat, group_length
 from replicas.layers.layer import Layer, Piece, Put, loaded
 from replicas.layers.tp_group import TpGroup
-
-OWN = Products()
 
 
 def pack_as(weight: Tensor | Rows, format_: WeightFormat, *, grouped: bool = False) -> Panels:
@@ -69,11 +63,11 @@ def grouped_kernel(
 class Matmul:
     """The product ``x @ weight.T + bias``. Its input and output are fp32 on a CPU, whatever the weight's format."""
 
-    def __init__(self, products: Products = OWN, format_: WeightFormat = "float32") -> None:
+    def __init__(self, format_: WeightFormat = "float32") -> None:
         """``format_``: of the weight on a CPU; a GPU's is the model's dtype."""
         self.weight: Tensor | None = None  # [out, in]; where PyTorch multiplies
         self.bias: Tensor | None = None  # [out]; beside ``weight``
-        self._products, self._format = products, format_
+        self._format = format_
         self._kernel: LinearKernel | Int8Kernel | None = None
         self._shape = (0, 0)
 
@@ -83,14 +77,12 @@ class Matmul:
     ) -> None:  # fmt: skip
         """Take the final weight [out, in] and bias [out] fp32 on a CPU; called once, or `keep` is.
 
-        ``weight``: gives it, of any float dtype; it is not read where ``packs`` has its panels and BLAS does not need
-        it. ``dtype``: of the model; in bf16 activations may be rounded to it.
+        ``weight``: gives it, of any float dtype; it is not read where ``packs`` has its panels. ``dtype``: of the
+        model; in bf16 activations may be rounded to it.
         """
         panels = packs(lambda: pack_as(weight(), self._format))
         self._shape = panels.n, panels.k
         self._kernel = kernel_of(panels, bias, team(torch.get_num_threads()), dtype)
-        if self._format == "float32" and self._shape in self._products.blas_rows:
-            self.weight, self.bias = weight()[:].float(), bias
 
     def keep(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take the final weight and bias as PyTorch multiplies by them: on a GPU."""
@@ -98,7 +90,7 @@ class Matmul:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, in] into a fresh tensor [T, out]."""
-        if self._kernel is not None and (self.weight is None or x.shape[0] < self.program_rows):
+        if self._kernel is not None:
             return self._kernel(x)
         assert self.weight is not None, "finalize() comes before the first call"
         return F.linear(x, self.weight, self.bias)
@@ -110,8 +102,8 @@ class Matmul:
 
     def stages(self, x: Tensor, out: Tensor, team: Team) -> tuple[ReadingStage, *tuple[Stage, ...]]:
         """Make the product stages of a program of ``team``: rows of x [.., in] into rows of ``out`` [.., out], both
-        kept by the caller; the first reads x. Only where ``program_rows`` > 0, for steps of fewer rows than that."""
-        assert self._kernel is not None, "program_rows is 0: this product cannot be part of a program"
+        kept by the caller; the first reads x. Only where ``in_program``."""
+        assert self._kernel is not None, "this product cannot be part of a program"
         return (self._kernel.stage(x, out, team),)
 
     @property
@@ -121,19 +113,16 @@ class Matmul:
         return self._shape
 
     @property
-    def program_rows(self) -> int:
-        """Rows below which a step may run as part of a program; 0 if none may."""
-        if self._kernel is None or (isinstance(self._kernel, Int8Kernel) and not self._kernel.dense):
-            return 0
-        return ANY_ROWS if self.weight is None else self._products.blas_rows[self._shape]
+    def in_program(self) -> bool:
+        """Whether it may run as part of a program."""
+        return self._kernel is not None and (not isinstance(self._kernel, Int8Kernel) or self._kernel.dense)
 
     @property
     def num_bytes(self) -> int:
-        """Of the weight in each form, and of the bias."""
-        held = 0 if self.weight is None else self.weight.nbytes
+        """Of the weight and of the bias."""
         if self._kernel is not None:
-            return held + self._kernel.num_bytes
-        return held + (0 if self.bias is None else self.bias.nbytes)
+            return self._kernel.num_bytes
+        return sum(each.nbytes for each in (self.weight, self.bias) if each is not None)
 
 
 Pair = tuple[Tensor, Tensor]  # of an adapter: A [rank, in], and B [out, rank] times its scale
@@ -161,11 +150,11 @@ class Linear(Layer):
         self.matmul = Matmul()
         self.added: Added | None = None  # None while no adapter was loaded
 
-    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+    def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
         weights = self._put_pieces("weight")
         fits = Rows(weights).fits if weights and format_ == "float32" else None
-        self.matmul = Matmul(products, fits or format_)
-        self._one_order = products.one_order
+        self.matmul = Matmul(fits or format_)
+        self._one_order = one_order
 
     def _slice(self, name: str, tensor: Piece) -> Piece | None:
         """Cut this rank's share of a whole weight [out, in] or bias [out]; None if it has none."""

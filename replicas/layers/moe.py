@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from replicas.config import MoEConfig, Products
+from replicas.config import MoEConfig
 from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, weighted_sum
 from replicas.kernels.experts.routing import TINY, route
 from replicas.kernels.panels import Packs, Rows, make
@@ -149,7 +149,7 @@ class ExpertsLinear(Layer):
         self._kernel: GroupedKernel | None = None  # on a CPU
         self._weight: Tensor | None = None  # [E, out, in] on a GPU
 
-    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+    def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
         fits = Rows(list(self._pieces.values())).fits if self._pieces and format_ == "float32" else None
         self._format = fits or format_
 
@@ -232,8 +232,8 @@ class MoE(Layer):
             shared["shared_expert_gate"] = self.shared_gate
         return {"gate": self.gate, "experts": self.gate_up, "": self.down, **shared}
 
-    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
-        self._one_order = products.one_order
+    def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
+        self._one_order = one_order
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run the experts on [T, hidden]."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from replicas.attention.base import AttentionBackend, BatchMeta, HeadTurn, RotatingAttention
 from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, RotaryEmbedding, Rotation, VocabParallelEmbedding
-from replicas.layers.fused import Block, FusedBlocks, StagedAttention
+from replicas.layers.fused import Block, FusedBlocks, StagedAttention, fits_programs
 from replicas.layers.layer import Layer, computes_in
 from replicas.layers.linear import GatedMLP, Linear, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
@@ -135,12 +135,14 @@ class Llama(Layer):
 
     @functools.cached_property
     def fused(self) -> FusedBlocks | None:
-        """The programs for steps of up to ``max_rows`` tokens; None if the layers run all steps."""
+        """The programs of a step; None if the layers run it one by one."""
         if self._tp.device.type != "cpu" or self._tp.size > 1 or self.config.moe or self.config.mla:
             return None  # experts are chosen in the middle of a block, and programs know one kind of attention
         backend = getattr(self._attention, "ready", self._attention)  # behind what the runner puts before it
         staged = backend if isinstance(backend, StagedAttention) else None
         blocks = cast("list[Block]", self.blocks)  # whose MLPs are dense
+        if not blocks or not fits_programs(blocks, self.norm):
+            return None
         return FusedBlocks(blocks, self.norm, self._attention.forward, torch.get_num_threads(), staged)
 
     def adaptable(self) -> dict[str, Linear]:
@@ -173,7 +175,7 @@ class Llama(Layer):
         self._attention.begin(meta)
         rotation = self.rope.at(meta.positions)
         hidden = self.embed(input_ids)  # [T, hidden]
-        if self.fused is not None and 1 <= meta.num_tokens <= self.fused.max_rows:
+        if self.fused is not None and meta.num_tokens > 0:
             return _rows(self.fused(hidden, rotation), wanted)
         term = None
         for block in self.blocks:

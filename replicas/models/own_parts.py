@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from replicas.config import ModelConfig, Products
+from replicas.config import ModelConfig
 from replicas.kernels import elementwise
 from replicas.layers.linear import Matmul
 
@@ -87,7 +87,7 @@ def _siblings(name: str, linears: Mapping[str, nn.Linear]) -> list[str]:
     return [name]
 
 
-def use_own_products(module: PreTrainedModel, config: ModelConfig, products: Products) -> None:
+def use_own_products(module: PreTrainedModel, config: ModelConfig) -> None:
     """Put our products in the place of Linears, one by one, and compute the rest in fp32."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -99,7 +99,7 @@ def use_own_products(module: PreTrainedModel, config: ModelConfig, products: Pro
             continue
         names = _siblings(name, linears)
         parts = [linears[each] for each in names]
-        shared, first = _Shared(parts, Matmul(products, config.weight_format), dtype), 0
+        shared, first = _Shared(parts, Matmul(config.weight_format), dtype), 0
         for each, linear in zip(names, parts, strict=True):
             product = _Product(shared, first, len(linear.weight))
             first += product.out_features

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from replicas.attention.base import AttentionBackend, BatchMeta
-from replicas.config import ModelConfig, Products
+from replicas.config import ModelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
@@ -57,7 +57,7 @@ class TransformersModel:
         self._positions = torch.empty(0)  # [1, T] of the step that runs
         self._dtype = computes_in(tp.device, getattr(torch, config.dtype))  # of activations
 
-    def load(self, products: Products) -> None:
+    def load(self) -> None:
         """Read the weights from the config's folder. Raises: InvalidConfig if some are missing or do not fit."""
         config, device = self.config, self._tp.device
         with _quiet():
@@ -89,7 +89,7 @@ class TransformersModel:
         module.to(device)
         _freeze_rope(module, config.context_len)
         if device.type == "cpu":
-            use_own_products(module, config, products)
+            use_own_products(module, config)
             use_own_norms(module)
         for part in module.modules():
             part._manta = self

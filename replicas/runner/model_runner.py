@@ -21,7 +21,7 @@ from torch import Tensor
 from replicas.attention.base import AttentionBackend, AttentionSpec, BatchMeta, HeadTurn, RotatingAttention
 from replicas.attention.choice import make_attention
 from replicas.attention.workspace import num_sms
-from replicas.config import EngineConfig, Products
+from replicas.config import EngineConfig
 from replicas.errors import InvalidConfig
 from replicas.kernels import gpu
 from replicas.kernels.adapters import low_rank
@@ -76,7 +76,7 @@ class ModelRunner:
         self._attention = _LateAttention()
         started_s = time.monotonic()
         self._model = model_class(config.model)(config.model, tp, self._attention)
-        load_weights(self._model, config.model, tp, products=config.products)
+        load_weights(self._model, config.model, tp, one_order=config.one_order)
         self.weight_bytes = weight_bytes(self._model)
         load_s = time.monotonic() - started_s
         log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, load_s)
@@ -419,7 +419,7 @@ def pack_weights(path: str) -> None:
     """
     config, tp = load_model_config(path, device="cpu"), TpGroup(device="cpu")
     model = model_class(config)(config, tp, _LateAttention())
-    load_weights(model, config, tp, products=Products())
+    load_weights(model, config, tp, one_order=False)
 
 
 def _prompt_logprobs(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from replicas.checkpoints.checkpoint import Checkpoint, open_checkpoint, weight_files
 from replicas.checkpoints.stored import Window
-from replicas.config import ModelConfig, Products
+from replicas.config import ModelConfig
 from replicas.errors import InvalidConfig
 from replicas.kernels import bf16_tiles
 from replicas.kernels.int8_tiles import cpu_has_vnni
@@ -49,20 +49,20 @@ def load_weights(
     config: ModelConfig,
     tp: TpGroup,
     *,
-    products: Products,
+    one_order: bool,
     progress: Progress | None = None,
 ) -> None:
     """Fill ``model`` from the files of ``config.path``: this rank's slices, on its device, in ``config.dtype``. Weights
     of a quantised checkpoint stay as they are on a CPU where they fit its products, else they are widened, a layer at a
     time. What was read of mapped files is given back to the system, so that a process holds little beside its own.
 
-    Args:    products: the kernels that multiply by them in fp32 on a CPU.
+    Args:    one_order: ranks add their parts of a product in one order.
              progress: called after each layer; None shows a bar on a terminal and nothing elsewhere. Rank 0 also logs
              each tenth, with the bytes of the checkpoint.
     Raises:  InvalidConfig that lists the missing and unexpected weights.
     """
     if not isinstance(model, Layer):
-        model.load(products)
+        model.load()
         return
     folder = model_folder(config.path)
     checkpoint = open_checkpoint(folder)
@@ -77,7 +77,7 @@ def load_weights(
     late: list[list[tuple[Put, Window]]] = []  # by layer
     for prefix, layer in layers:
         late.append(_put(layer, prefix, checkpoint, config))
-        layer.multiply_by(products, config.weight_format)
+        layer.multiply_by(config.weight_format, one_order=one_order)
     mappings = _mappings(weight_files(folder))
     total = sum(map(checkpoint.num_bytes, there & (wanted.keys() | stacked.keys())))
     loaded = LoadLog(total, write=log.info if tp.rank == 0 else log.debug)

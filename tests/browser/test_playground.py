@@ -131,7 +131,7 @@ def site() -> Iterator[tuple[str, Site]]:
     loop = EngineLoop(
         load_engine(
             EngineSettings(
-                model=MODEL, cache=CacheConfig(max_total_tokens=4000), products="own", num_threads=2, record_events=True
+                model=MODEL, cache=CacheConfig(max_total_tokens=4000), num_threads=2, record_events=True
             )
         )
     )

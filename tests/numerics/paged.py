@@ -9,12 +9,11 @@ from torch import Tensor
 
 from replicas.attention.base import AttentionSpec, BatchMeta
 from replicas.attention.choice import make_attention
-from replicas.config import DType, Implementation, ModelConfig, Products, ProductSetting, Quantization
+from replicas.config import DType, Implementation, ModelConfig, Quantization
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.scaled_pool import kv_pool
 from replicas.models.registry import model_class
 from replicas.runner.model_files import load_model_config
-from replicas.runner.product_choice import blas_products
 from replicas.runner.weights import load_weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +35,8 @@ class PagedModel:
         num_pages: int,
         num_rows: int = 8,
         attention: str = "torch_native",
-        products: Products | None = None,
     ) -> None:
-        """``products``: ours alone unless given, whatever is faster on this machine. K and V are in fp32, whatever the
-        model's dtype."""
+        """K and V are in fp32, whatever the model's dtype."""
         heads = max(1, config.num_kv_heads // tp.size)
         self.pool = kv_pool(
             "float32", num_pages=num_pages, page_size=page_size, num_layers=config.num_layers, num_kv_heads=heads,
@@ -58,7 +55,7 @@ class PagedModel:
         )
         backend, _ = make_attention(attention, spec)
         self.model = model_class(config)(config, tp, backend)
-        load_weights(self.model, config, tp, products=products or Products(), progress=lambda done, total: None)
+        load_weights(self.model, config, tp, one_order=False, progress=lambda done, total: None)
         self.table = torch.zeros(num_rows, page_size * num_pages, dtype=torch.int32)
         self.lens = [0] * num_rows
         self._free = list(range(1, num_pages + 1))
@@ -126,7 +123,6 @@ def open_model(
     num_pages: int = 256,
     num_rows: int = 8,
     attention: str = "torch_native",
-    products: ProductSetting = "own",
     dtype: DType = "float32",
     quantization: Quantization = "none",
     implementation: Implementation = "auto",
@@ -143,7 +139,6 @@ def open_model(
         num_pages=num_pages,
         num_rows=num_rows,
         attention=attention,
-        products=blas_products(config, tp=1) if products == "blas" else Products(),
     )
 
 

@@ -164,7 +164,7 @@ def make_engine(folder: Path, kind: str, page: int) -> Engine:
     return load_engine(
         EngineSettings(
             model=path, cache=cache, scheduler=SchedulerConfig(max_running_requests=8), num_threads=1,
-            context_len=256, products="own", **changes,  # BLAS rounds by the rows beside it, where it is faster
+            context_len=256, **changes,
         )
     )  # fmt: skip
 

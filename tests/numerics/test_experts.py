@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.config import MoEConfig, Products
+from replicas.config import MoEConfig
 from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.moe import MoE, choose, choose_by_pytorch
 from replicas.layers.tp_group import TpGroup
@@ -87,7 +87,7 @@ def load(
     for name, tensor in weights.items():
         puts[name](tensor)
     for _, layer in moe.walk():
-        layer.multiply_by(Products(one_order=True), format_)
+        layer.multiply_by(format_, one_order=True)
     for _, layer in moe.walk():
         layer.finalize(tp.device, dtype)
     return moe

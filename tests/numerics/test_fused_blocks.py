@@ -12,17 +12,16 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.driver import request
-from replicas.config import CacheConfig, ProductSetting
+from replicas.config import CacheConfig
 from replicas.kernels import bf16_tiles
 from replicas.kernels.program import Program
 from replicas.kernels.team import Kernel, Team
 from replicas.launch import EngineSettings, load_engine
-from replicas.runner.product_choice import BLAS_ROWS
 from tests.numerics import tiny
 from tests.numerics.paged import SMOLLM2, assert_close_in_range, open_model
 
 SERVED = {"head_dim": 32, "intermediate_size": 80}  # sizes that the kernels take
-PROMPTS = [*tiny.PROMPTS, [(7 * i) % tiny.VOCAB for i in range(BLAS_ROWS + 26)]]
+PROMPTS = [*tiny.PROMPTS, [(7 * i) % tiny.VOCAB for i in range(90)]]
 
 
 @pytest.fixture(params=["llama-tied-biased", "mistral", "qwen2", "qwen3"])
@@ -31,27 +30,22 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("products", ["own", "blas"])
-@pytest.mark.parametrize("chunk", [BLAS_ROWS - 1, 3])
-def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int, products: ProductSetting) -> None:
-    """Steps of 3 to 10 tokens, and of 96 and 27, so that buffers grow and each kind of product runs."""
-    fused, layers = (open_model(folder, attention="cpu", products=products) for _ in range(2))
+@pytest.mark.parametrize("chunk", [63, 3])
+def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int) -> None:
+    """Steps of 3 to 10 tokens, and of 96 and 27, so that buffers grow."""
+    fused, layers = (open_model(folder, attention="cpu") for _ in range(2))
     assert fused.model.fused is not None
-    assert fused.model.fused.max_rows > 0
     layers.model.fused = None
     for ours, theirs in zip(fused.prefill(PROMPTS, chunk=chunk), layers.prefill(PROMPTS, chunk=chunk), strict=True):
         assert torch.equal(ours, theirs)
     assert len(fused.model.fused.programs) == 3 + 1  # blocks, and what follows the last attention
 
 
-@pytest.mark.parametrize(("page_size", "products"), [(1, "own"), (16, "own"), (16, "blas")])
-def test_a_decode_step_is_one_program_and_gives_the_same_bits(
-    folder: Path, page_size: int, products: ProductSetting
-) -> None:
-    """Rows come and go, buffers grow after the first step, two have a prefix in common, contexts pass 128 tokens. The
-    two steps of 76 and 78 rows are BLAS's where that is chosen: no program runs them."""
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_decode_step_is_one_program_and_gives_the_same_bits(folder: Path, page_size: int) -> None:
+    """Rows come and go, buffers grow after the first step, two have a prefix in common, contexts pass 128 tokens."""
     fused, layers, apart = (
-        open_model(folder, attention="cpu", page_size=page_size, num_pages=512, num_rows=80, products=products)
+        open_model(folder, attention="cpu", page_size=page_size, num_pages=512, num_rows=80)
         for _ in range(3)
     )
     layers.model.fused = None
@@ -74,10 +68,7 @@ def test_a_decode_step_is_one_program_and_gives_the_same_bits(
                 assert torch.equal(ours[row], called[row])
     num_layers = len(fused.model.blocks)
     runs = Counter(Counter(map(id, made)).values())  # how many programs ran so often
-    if products == "own":
-        assert runs == {4: 1 + num_layers + 1, 11: 1, 1: num_layers + 1, 12: num_layers + 1}
-    else:
-        assert runs == {14: 1 + num_layers + 1}
+    assert runs == {4: 1 + num_layers + 1, 11: 1, 1: num_layers + 1, 12: num_layers + 1}
 
 
 in_bf16 = pytest.mark.skipif(bf16_tiles.way() is None, reason="this CPU does not multiply bfloat16 faster than floats")
@@ -102,7 +93,6 @@ def test_in_other_formats_too_where_heads_are_wider_than_the_hidden_size(
     tiny.save(kind, tmp_path, hidden_size=64, head_dim=32, intermediate_size=96)
     fused, layers = (open_model(tmp_path, attention="cpu", **changes) for _ in range(2))
     assert fused.model.fused is not None
-    assert fused.model.fused.max_rows > 0
     layers.model.fused = None
     exact = open_model(tmp_path, attention="cpu").prefill(PROMPTS, chunk=40)
     for ours, theirs, wanted in zip(
@@ -131,18 +121,9 @@ def test_what_attention_returns_lives_until_it_has_been_read(tmp_path: Path) -> 
         assert torch.equal(ours, theirs)
 
 
-def test_where_blas_is_chosen_it_takes_the_steps_of_many_rows(tmp_path: Path) -> None:
-    tiny.save("llama", tmp_path, **SERVED)
-    fused = open_model(tmp_path, attention="cpu", products="blas").model.fused
-    assert fused is not None
-    assert fused.max_rows == BLAS_ROWS - 1
-
-
 def test_sizes_that_the_kernels_do_not_serve_leave_the_layers(tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)  # heads of 16: a half of one is no vector
-    fused = open_model(tmp_path, attention="cpu").model.fused
-    assert fused is not None
-    assert fused.max_rows < 1
+    assert open_model(tmp_path, attention="cpu").model.fused is None
 
 
 def test_a_decode_step_of_an_engine_is_one_program_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from replicas.config import (
     Hardware,
     KvDType,
     ParallelConfig,
-    ProductSetting,
     Quantization,
     SchedulerConfig,
 )
@@ -37,7 +36,6 @@ def make(
     *,
     chunk: int = 512,
     tp: int = 1,
-    products: ProductSetting = "own",
     kv_dtype: KvDType | None = None,
     whole: bool = False,
 ) -> Engine:
@@ -46,7 +44,6 @@ def make(
         EngineSettings(
             model=MODEL if whole else short_model(),
             cache=CacheConfig(max_total_tokens=2304, kv_dtype=kv_dtype),
-            products=products,
             scheduler=SchedulerConfig(chunked_prefill_size=chunk),
             parallel=ParallelConfig(tp=tp),
             num_threads=1,
@@ -71,7 +68,7 @@ def whole_engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def in_chunks() -> Iterator[Engine]:
-    engine = make(chunk=32, products="blas")  # which takes nothing here: its order of sums depends on the rows
+    engine = make(chunk=32)
     yield engine
     engine.close()
 
@@ -137,8 +134,8 @@ def test_chunks_hits_and_company_do_not_change_the_answer(
 def test_nor_do_they_where_k_and_v_alone_are_rounded(kv_dtype: KvDType) -> None:
     """Steps of 150, of 32 and of up to 96 rows: a last bit of one of them would be a step of K or V."""
     answers = []
-    for chunk, products in ((512, "blas"), (32, "own")):
-        engine = make("none", chunk=chunk, products=products, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    for chunk in (512, 32):
+        engine = make("none", chunk=chunk, kv_dtype=kv_dtype)
         answers.append(check_paths(engine, GREEDY))
         engine.close()
     assert answers[0] == answers[1]

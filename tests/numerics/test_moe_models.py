@@ -13,14 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replicas.config import CacheConfig, Hardware, MoEConfig, ParallelConfig, Products, Quantization, SchedulerConfig
+from replicas.config import CacheConfig, Hardware, MoEConfig, ParallelConfig, Quantization, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
 from replicas.memory import sizing
 from replicas.resolve import resolve
 from replicas.runner.model_files import load_model_config
-from replicas.runner.product_choice import choose_products
 from replicas.runner.weights import weight_bytes
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL
@@ -145,18 +144,6 @@ def test_a_config_of_the_hub_and_one_of_transformers_mean_the_same(tmp_path: Pat
     file.write_text(json.dumps(raw | {"num_experts_per_tok": 9}))
     with pytest.raises(InvalidConfig, match="9 experts a token cannot be chosen from 1 of 1 groups of 8 experts"):
         load_model_config(str(tmp_path))
-
-
-@pytest.mark.model
-def test_products_of_experts_are_never_blas(tmp_path: Path) -> None:
-    """Its order of sums depends on the rows of a step, and a last bit may choose another expert."""
-    saved("mixtral", tmp_path)
-    engine = load_engine(
-        EngineSettings(model=str(tmp_path), products="blas", num_threads=1, cache=CacheConfig(max_total_tokens=256))
-    )
-    assert engine.config.products == Products(one_order=True)
-    assert choose_products(engine.config, "auto")[1].endswith("since a last bit may choose another expert")
-    engine.close()
 
 
 def test_ranks_split_every_inner_size(tmp_path: Path) -> None:

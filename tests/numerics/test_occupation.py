@@ -20,7 +20,7 @@ PROMPT = np.arange(1000, 1400, dtype=np.int32)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     cache = CacheConfig(max_total_tokens=4096, host_memory_bytes=64 << 20)
-    made = load_engine(EngineSettings(model=MODEL, cache=cache, products="own", num_threads=1))
+    made = load_engine(EngineSettings(model=MODEL, cache=cache, num_threads=1))
     yield made
     made.close()
 

@@ -3,11 +3,10 @@ SmolLM2's first blocks.
 
 {miss, hit, partial hit, hit on the host} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted
 and resumed, not} x {a token a step, drafts of two} (DESIGN.md section 3): every two of these values meet
-(tests/pairwise.py). With our own products, and with BLAS for steps of 64 rows and more. In a busy batch some of the
-answer's tokens are made in steps that mix: prompts of others come while it is written. What is to be found on the host
-has left the device pool before the request comes, and again when it is retracted. The greedy oracle is Transformers in
-fp32; the sampled one is the plainest path of ours. In bf16, K and V too, that is the oracle of both: what a CPU's dot
-products or tiles make has its own last bits.
+(tests/pairwise.py). In a busy batch some of the answer's tokens are made in steps that mix: prompts of others come
+while it is written. What is to be found on the host has left the device pool before the request comes, and again when
+it is retracted. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours. In bf16, K and
+V too, that is the oracle of both: what a CPU's dot products or tiles make has its own last bits.
 """
 
 import functools
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.config import CacheConfig, DType, ParallelConfig, ProductSetting, Quantization, SchedulerConfig
+from replicas.config import CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.kernels import bf16_tiles
 from replicas.launch import EngineSettings, load_engine
@@ -59,18 +58,17 @@ IN_BF16 = {
 }
 
 
-def make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int, numbers: Numbers) -> Engine:
+def make_engine(page: int, chunk: int, *, tp: int, numbers: Numbers) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         if numbers.widened:
             patch.setattr(bf16_tiles, "way", lambda: None)
-        return _make_engine(page, chunk, products, tp=tp, numbers=numbers)
+        return _make_engine(page, chunk, tp=tp, numbers=numbers)
 
 
-def _make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int, numbers: Numbers) -> Engine:
+def _make_engine(page: int, chunk: int, *, tp: int, numbers: Numbers) -> Engine:
     return load_engine(
         EngineSettings(
             model=short_model(),
-            products=products,
             cache=CacheConfig(
                 page_size=page, max_total_tokens=4096, host_memory_bytes=HOST_BYTES, write_policy="write_back"
             ),
@@ -84,12 +82,11 @@ def _make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int, nu
     )
 
 
-ENGINES: dict[str, tuple[int, int, ProductSetting]] = {
-    "page1-chunked-own": (1, 32, "own"),
-    "page1-whole-own": (1, 512, "own"),
-    "page16-chunked-own": (16, 32, "own"),
-    "page16-whole-own": (16, 512, "own"),
-    "page16-chunked-blas": (16, 72, "blas"),
+ENGINES: dict[str, tuple[int, int]] = {
+    "page1-chunked": (1, 32),
+    "page1-whole": (1, 512),
+    "page16-chunked": (16, 32),
+    "page16-whole": (16, 512),
 }
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
 CACHED = ("miss", "partial", "hit", "host")
@@ -101,11 +98,11 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
     """Makes engines, one at a time: the one before ends when another is asked for."""
     made: dict[tuple[object, ...], Engine] = {}
 
-    def of(page: int, chunk: int, products: ProductSetting, *, tp: int = 1, numbers: Numbers = FP32) -> Engine:
-        key = (page, chunk, products, tp, numbers)
+    def of(page: int, chunk: int, *, tp: int = 1, numbers: Numbers = FP32) -> Engine:
+        key = (page, chunk, tp, numbers)
         if key not in made:
             end()
-            made[key] = make_engine(page, chunk, products, tp=tp, numbers=numbers)
+            made[key] = make_engine(page, chunk, tp=tp, numbers=numbers)
         return made[key]
 
     def end() -> None:
@@ -146,7 +143,6 @@ def seeded_oracle(prompt: np.ndarray) -> list[int]:
             model=short_model(),
             cache=CacheConfig(page_size=16, prefix_cache="chunk", max_total_tokens=1024),
             attention="torch_native",
-            products="own",
             num_threads=1,
             context_len=1024,
         )
@@ -209,7 +205,7 @@ def oracles(prompt: np.ndarray, greedy_oracle: list[int], seeded_oracle: list[in
 )
 def test_the_same_answer_on_every_path(
     engine_of: Callable[..., Engine],
-    engine: tuple[int, int, ProductSetting],
+    engine: tuple[int, int],
     oracles: Oracles,
     sampling: SamplingParams,
     cached: str,
@@ -228,7 +224,7 @@ def plain_answers(prompt: np.ndarray, engine_of: Callable[..., Engine]) -> Calla
     def of(numbers: Numbers) -> Oracles:
         made = []
         for sampling in (GREEDY, SEEDED):
-            engine = engine_of(16, 512, "own", numbers=numbers)
+            engine = engine_of(16, 512, numbers=numbers)
             assert engine.flush_cache()
             made.append(run(engine, {"plain": (prompt, sampling)})["plain"])
         return Oracles(prompt, *made)
@@ -238,7 +234,7 @@ def plain_answers(prompt: np.ndarray, engine_of: Callable[..., Engine]) -> Calla
 
 @cases(
     numbers=IN_BF16,
-    engine={name: ENGINES[name] for name in ("page16-whole-own", "page1-whole-own", "page16-chunked-own")},
+    engine={name: ENGINES[name] for name in ("page16-whole", "page1-whole", "page16-chunked")},
     sampling=SAMPLINGS,
     cached=CACHED,
     busy={"alone": False, "busy": True},
@@ -249,7 +245,7 @@ def test_the_same_answer_on_every_path_in_bfloat16(
     engine_of: Callable[..., Engine],
     plain_answers: Callable[[Numbers], Oracles],
     numbers: Numbers,
-    engine: tuple[int, int, ProductSetting],
+    engine: tuple[int, int],
     sampling: SamplingParams,
     cached: str,
     busy: bool,
@@ -264,14 +260,14 @@ def test_the_same_answer_on_every_path_in_bfloat16(
 
 @pytest.mark.slow
 @cases(
-    engine={"page1-whole-blas": (1, 512, "blas"), "page16-chunked-own": (16, 32, "own")},
+    engine={"page1-whole": (1, 512), "page16-chunked": (16, 32)},
     sampling=SAMPLINGS,
     cached=CACHED,
     disturbed={"alone": False, "disturbed": True},
 )
 def test_the_same_answer_from_three_ranks(
     engine_of: Callable[..., Engine],
-    engine: tuple[int, int, ProductSetting],
+    engine: tuple[int, int],
     oracles: Oracles,
     sampling: SamplingParams,
     cached: str,
@@ -285,7 +281,7 @@ def test_prompts_that_extend_over_one_prefix_answer_as_each_alone(
     engine_of: Callable[..., Engine], prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four, of 1 to 13 tokens behind 320 in common; the first is what Transformers says."""
-    engine = engine_of(16, 512, "own")
+    engine = engine_of(16, 512)
     prefix = np.tile(prompt, 320 // len(prompt) + 1)[:320]
     prompts = {
         f"{n}": (np.concatenate([prefix, prompt[20 : 20 + n]]), SEEDED if n == 9 else GREEDY) for n in (1, 5, 9, 13)

@@ -38,7 +38,7 @@ def engine_loop() -> Iterator[EngineLoop]:
     """One real engine for all tests: SmolLM2, 750 pages."""
     cache = CacheConfig(max_total_tokens=POOL_TOKENS)
     loop = EngineLoop(
-        load_engine(EngineSettings(model=MODEL, cache=cache, products="own", num_threads=1, record_events=True))
+        load_engine(EngineSettings(model=MODEL, cache=cache, num_threads=1, record_events=True))
     )
     loop.start()
     yield loop

@@ -60,7 +60,6 @@ def two_engines(model: str | None = None) -> Iterator[Engines]:
                 model=model or short_model(),
                 cache=CacheConfig(max_total_tokens=4_000),
                 scheduler=SchedulerConfig(chunked_prefill_size=64),
-                products="own",
                 num_threads=1,
                 record_events=True,
                 transfer=SETTINGS,

@@ -1,16 +1,14 @@
-"""The one product of all layers: which kernel multiplies by a weight, what is kept of it, and steps that go to BLAS."""
+"""The one product of all layers: which kernel multiplies by a weight, and what is kept of it."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.config import Products
 from replicas.kernels import bf16_tiles, int8
 from replicas.kernels.int8 import Int8Kernel
-from replicas.kernels.linear import ANY_ROWS, LinearKernel
+from replicas.kernels.linear import LinearKernel
 from replicas.kernels.panels import pack
-from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.linear import Matmul
 
 SHAPES = [(960, 576), (72, 1536), (30, 25)]  # 30 and 72 outputs do not fill panels of 32; 25 inputs are no vectors
@@ -49,32 +47,10 @@ def test_a_weight_in_panels_is_not_read_and_lies_nowhere_else() -> None:
         read.append(weight)
         return weight
 
-    ours = Matmul(Products(blas_rows={(32, 64): 1}))
+    ours = Matmul()
     ours.prepare(must_not, None, lambda make: panels)
     assert torch.equal(ours(x), prepared(weight)(x))
     assert (ours.weight, ours.num_bytes, ours.shape, read) == (None, panels.nbytes, (64, 32), [])
-
-
-def test_where_blas_takes_steps_it_has_the_weight_as_it_was_loaded_too() -> None:
-    weight = torch.randn(32, 64)
-    mixed = prepared(weight, of=Matmul(Products(blas_rows={(32, 64): 1})))
-    assert mixed.weight is not None
-    assert mixed.weight.data_ptr() == weight.data_ptr()
-    assert mixed.num_bytes == 2 * weight.nbytes
-
-
-def test_steps_of_as_many_rows_as_products_say_go_to_blas(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, blas, taken = torch.randn(64, 576), F.linear, []
-    monkeypatch.setattr(F, "linear", lambda x, *more: (taken.append(len(x)), blas(x, *more))[1])
-    chosen: list[tuple[dict[tuple[int, int], int], WeightFormat]] = [
-        ({}, "float32"), ({(64, 576): 80}, "float32"), ({(576, 64): 1}, "float32"), ({(64, 576): 80}, "bfloat16"),
-    ]  # fmt: skip
-    made = [prepared(weight, of=Matmul(Products(blas_rows=rows), format_)) for rows, format_ in chosen]
-    for matmul in made:
-        for rows in (79, 80, 200):
-            matmul(torch.randn(rows, 576))
-    assert taken == [80, 200]
-    assert [matmul.program_rows for matmul in made] == [ANY_ROWS, 80, ANY_ROWS, ANY_ROWS]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -97,7 +73,7 @@ def test_a_gpus_weight_is_kept_as_pytorch_multiplies_by_it() -> None:
     matmul = Matmul(format_="bfloat16")
     matmul.keep(weight, bias)
     assert torch.equal(matmul(x), F.linear(x, weight, bias))
-    assert (matmul.program_rows, matmul.shape, matmul.num_bytes) == (0, (30, 32), weight.nbytes + bias.nbytes)
+    assert (matmul.in_program, matmul.shape, matmul.num_bytes) == (False, (30, 32), weight.nbytes + bias.nbytes)
 
 
 def test_no_rows_give_no_rows() -> None:
