@@ -153,9 +153,8 @@ def _python_quoted() -> dict[str, str]:
 
 def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:
     """Return Serve's options, with our rule (autoscaling.py)."""
-    serves = settings.model_dump(
-        exclude={"ttft_objective_s", "pool_high", "running_high", "slack", "counts_batches"}, exclude_none=True
-    )
+    ours = {"ttft_objective_s", "pool_high", "running_high", "slack"}
+    serves = settings.model_dump(exclude=ours, exclude_none=True)
     objective = {
         "ttft_s": settings.ttft_objective_s,
         "pool_high": settings.pool_high,

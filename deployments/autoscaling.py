@@ -109,17 +109,17 @@ class TtftPolicy:
         return decide(signals, self.objective, least=least, most=most), {}
 
 
-def replica_stats(stats: EngineStats, *, counts_batches: bool = False) -> dict[str, float]:
+def replica_stats(stats: EngineStats) -> dict[str, float]:
     """Return the load that one replica reports to Serve (its ``record_autoscaling_stats`` hook), without what gives way
-    to every request, lines of batches, unless ``counts_batches``."""
+    to every request, lines of batches."""
     pool = stats.pool
-    offline_running, offline_pages = (0, 0) if counts_batches else (stats.num_offline_running, stats.offline_pages)
-    offline_waiting = stats.num_offline_waiting if counts_batches else 0
     return {
         "queued_tokens": float(stats.waiting_uncached_tokens),
-        "num_waiting": stats.num_waiting + offline_waiting + _waiting_for_room(stats),
-        "num_running": float(stats.num_running - offline_running),
-        "used_pages": float(pool.protected_pages + pool.reserved_pages + pool.quarantined_pages - offline_pages),
+        "num_waiting": stats.num_waiting + _waiting_for_room(stats),
+        "num_running": float(stats.num_running - stats.num_offline_running),
+        "used_pages": float(
+            pool.protected_pages + pool.reserved_pages + pool.quarantined_pages - stats.offline_pages
+        ),
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
         "slots": float(stats.max_running_requests),
         "pool_pages": float(pool.num_pages),

@@ -138,8 +138,7 @@ class RouterIngress:
             watch=metrics.watch,
         )
         dispatcher.quotas = used
-        if config.router.move_waiting:
-            self._tasks.append(asyncio.create_task(dispatcher.move_forever()))
+        self._tasks.append(asyncio.create_task(dispatcher.move_forever()))
         peers = _peers(config)
         self._service = _service(config, settings, dispatcher, self._fleet, leases, peers, metrics.shown)
         if used is not None:

@@ -80,8 +80,6 @@ class ModelReplica(ServedEngine):
                 metrics_address=None if self._metrics is None else self._metrics.target.address,
                 moves=moves,
             )
-            scaling = config.replicas.autoscaling
-            self._counts_batches = scaling is not None and scaling.counts_batches
             self._death_watch = None if engine.transfer is None else DeathWatch(engine.transfer)
             if self._death_watch is not None:
                 self._death_watch.start()
@@ -117,7 +115,7 @@ class ModelReplica(ServedEngine):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's load. Serve calls it where the application scales itself."""
-        return replica_stats(self.loop.stats(), counts_batches=self._counts_batches)
+        return replica_stats(self.loop.stats())
 
     def _info(self, moves: MoveAddress | None) -> ReplicaInfo:
         return replace(super()._info(moves), actor=ray.get_runtime_context().get_actor_name() or "")

@@ -107,7 +107,6 @@ class AutoscalingSettings(Settings):
     running_high: float = Field(default=0.9, gt=0, le=1)
     # replicas stop when the rest would be loaded to at most this share of the three limits above
     slack: float = Field(default=0.7, gt=0, le=1)
-    counts_batches: bool = False  # replicas start for lines of batches too, which else only use what is idle
     # how long the need for more replicas must last before they start
     upscale_delay_s: float = Field(default=10.0, ge=0)
     downscale_delay_s: float = Field(default=300.0, ge=0)  # how long fewer replicas must suffice before some stop

@@ -103,8 +103,6 @@ class RouterSettings(Settings):
     retry_wait_s: float = Field(default=30.0, ge=0)
     # how often a replica sends its cache events and statistics to every router
     report_period_s: float = Field(default=0.1, gt=0, le=10)
-    # whether requests that a replica has not begun go to another one that begins them sooner
-    move_waiting: bool = True
     # a replica silent for this long while another one reports loses its requests to that one
     hang_timeout_s: float = Field(default=4.0, gt=0)
     # how long a stream whose client asked for it (x-manta-reconnect) waits for it without a connection; 0: it ends
