@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -402,21 +403,22 @@ class TokenDelta:
         """Whether it holds only the report of a hand-off, which is not for the client."""
         return self.hand_off is not None and self.finish is None and not (self.token_ids or self.prompt_logprobs)
 
-    def merge(self, later: "TokenDelta") -> "TokenDelta":
-        """Return this delta and the one after it as one: what a slow consumer receives."""
-        assert (self.rid, self.index) == (later.rid, later.index)
-        assert self.finish is None, "nothing comes after a finish"
+    def merge(self, *later: "TokenDelta") -> "TokenDelta":
+        """Return this delta and those after it as one, in linear time: what a slow consumer receives."""
+        deltas, last = (self, *later), later[-1] if later else self
+        assert all((each.rid, each.index) == (self.rid, self.index) for each in later)
+        assert all(each.finish is None for each in deltas[:-1]), "nothing comes after a finish"
         return TokenDelta(
             rid=self.rid,
             index=self.index,
-            token_ids=self.token_ids + later.token_ids,
-            text=self.text + later.text,
-            logprobs=self.logprobs + later.logprobs,
-            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
-            usage=later.usage,
-            finish=later.finish,
-            hand_off=self.hand_off or later.hand_off,
-            stages=later.stages or self.stages,
+            token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
+            text="".join([each.text for each in deltas]),
+            logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+            prompt_logprobs=tuple(chain.from_iterable(each.prompt_logprobs for each in deltas)),
+            usage=last.usage,
+            finish=last.finish,
+            hand_off=next((each.hand_off for each in deltas if each.hand_off is not None), None),
+            stages=next((each.stages for each in reversed(deltas) if each.stages is not None), None),
         )
 
 

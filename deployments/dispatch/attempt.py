@@ -14,7 +14,6 @@ import math
 import sys
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from deployments.channel.channel_server import Stream
 from deployments.channel.frames import TakeBack
@@ -54,18 +53,6 @@ class TryLimits:
     max_wait_s: float = math.inf  # of the queue before a new request, as estimated
     objective_s: float = 2.0  # for the first token of a request whose client asks for none
     max_choices_per_key: int = sys.maxsize  # of one API key's requests that run or wait, at this router
-
-
-class StraightWay(Protocol):
-    """A client's connection that takes text at once, without waking the generators between it and the channel."""
-
-    def takes(self, index: int) -> bool:
-        """Return whether text of choice ``index`` can be taken now: all before it has been."""
-        ...
-
-    def send(self, delta: TokenDelta) -> None:
-        """Send the text of ``delta``, which has no finish."""
-        ...
 
 
 class Tries:
@@ -162,22 +149,20 @@ class Attempt:
         self._progress = progress
         self._tries = tries
         self._on_report = on_report
+        self._saw: Callable[[TokenDelta], object] = lambda delta: None
         self._stream: Stream | None = None  # while it runs
         self._kept = False  # the replica has admitted the request, or so it says
         self.move: Move | None = None  # where the request goes if its replica gives it back; it was asked
 
-    async def run(
-        self, saw: Callable[[TokenDelta], object], straight: StraightWay | None
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas, as the client's own, but those that go ``straight``. Raises: the error that the try failed
+    async def run(self, saw: Callable[[TokenDelta], object]) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the deltas, as the client's own, but those that go straight. Raises: the error that the try failed
         with. ``saw``: called with each delta on its way to the client."""
         # on the last try waiting for a replica that hangs can only be better than failing
         stream, leases = self._holder.begin(
             self._decision.replica_id, self._parts.values(), stays=lambda: self._tries.is_last
         )
-        self._stream, stream.kept = stream, self._keep
-        if straight is not None:
-            stream.straight = lambda delta: self._send(delta, saw, straight)
+        self._stream, self._saw = stream, saw
+        stream.kept, stream.straight = self._keep, self._goes_straight
         prefill: PrefillLeg | None = None
         if self._prefill is not None:
             prefill = PrefillLeg(
@@ -190,11 +175,8 @@ class Attempt:
                 for delta in await stream.take():
                     self._raise_if_retryable(delta)
                     self._note(delta, prefill)
-                    if delta.is_report:
-                        continue
-                    delta = self._progress.accept(delta, self._parts[delta.rid].choice)
-                    saw(delta)
-                    yield delta
+                    if not delta.is_report:
+                        yield self._accepted(delta)
             ending = Ending.OK
         except TakenBack:
             ending = Ending.MOVED
@@ -265,18 +247,22 @@ class Attempt:
             raise Overloaded(finish.message or "the replica's waiting queue is full")
         raise _ERRORS[finish.retry_as](finish.message or "the engine died")
 
-    def _send(self, delta: TokenDelta, saw: Callable[[TokenDelta], object], straight: StraightWay) -> bool:
-        """Do with ``delta`` as `run` does, if it is text alone and the client takes it. Returns: whether it was."""
-        choice = self._parts[delta.rid].choice
-        if delta.finish is not None or delta.hand_off is not None or not delta.token_ids:
+    def _goes_straight(self, delta: TokenDelta) -> bool:
+        """Send ``delta`` by the reader's short way, if it is text alone and that takes it. Returns: whether it did."""
+        way, choice = self._progress.straight, self._parts[delta.rid].choice
+        if way is None or delta.finish is not None or delta.hand_off is not None or not delta.token_ids:
             return False
-        if not straight.takes(delta.index if choice is None else choice):
+        if not way.takes(delta.index if choice is None else choice):
             return False
         self._note(delta, None)
-        delta = self._progress.accept(delta, choice)
-        saw(delta)
-        straight.send(delta)
+        way.send(self._accepted(delta))
         return True
+
+    def _accepted(self, delta: TokenDelta) -> TokenDelta:
+        """Turn ``delta``, on its way to the client, into the client's own."""
+        delta = self._progress.accept(delta, self._parts[delta.rid].choice)
+        self._saw(delta)
+        return delta
 
     def _prefill_done(self) -> None:
         self._router.prefill_done(self._decision)

@@ -21,13 +21,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from deployments.dispatch.attempt import Attempt, StraightWay, TakenBack, Tries, TryLimits
+from deployments.dispatch.attempt import Attempt, TakenBack, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
-from deployments.dispatch.progress import Progress, left_after
+from deployments.dispatch.progress import Progress, StraightWay, left_after
 from deployments.dispatch.quotas import BeyondLimit, Charge, Quotas
 from deployments.dispatch.rids import client_rid, owner_of
 from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
@@ -127,6 +127,27 @@ class Retry:
     num_delivered: int  # output tokens that the client had received
 
 
+class RequestDeltas:
+    """The deltas of one request, which runs while they are iterated; closing them aborts it."""
+
+    def __init__(self, progress: Progress, deltas: AsyncGenerator[TokenDelta, None]) -> None:
+        self._progress = progress
+        self._deltas = deltas
+
+    def __aiter__(self) -> "RequestDeltas":
+        return self
+
+    def __anext__(self) -> Awaitable[TokenDelta]:
+        return self._deltas.__anext__()
+
+    async def aclose(self) -> None:
+        await self._deltas.aclose()
+
+    def go_straight(self, way: StraightWay | None) -> None:
+        """Let ``way`` take text as it arrives; what it takes is not iterated."""
+        self._progress.straight = way
+
+
 class Dispatcher:
     """The open requests of one router; serves each with the replicas that its `Router` chooses."""
 
@@ -161,28 +182,32 @@ class Dispatcher:
         self._running: dict[Attempt, Waiting] = {}  # the tries that run
         self.watch = watch if watch is not None else RequestWatch()
 
-    async def stream(
+    def stream(
         self,
         request: GenerateRequest,
         hints: RouteHints = NO_HINTS,
         arrival: Arrival | None = None,
-        straight: StraightWay | None = None,
         made: Mapping[int, Sequence[int]] | None = None,
         charge: Charge | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of ``request``, but those that ``straight`` takes; closing the iterator aborts it.
+    ) -> RequestDeltas:
+        """Return the deltas of ``request``.
 
         Args: arrival: of its HTTP request; None: now. made: output ids of choices from a run of another router; the
               deltas go on behind them. charge: of several prompts (`together`); None: it is counted alone.
-        Raises: the error of the replica that refused it; NoReplica; Saturated; OverQuota; BeyondLimit; the last error.
+        Raises, once they are iterated: the error of the replica that refused it; NoReplica; Saturated; OverQuota;
+              BeyondLimit; the last error.
         """
-        request = self.with_objective(request, hints)
-        progress, started_s = Progress(request), self._clock()
+        progress = Progress(self.with_objective(request, hints))
         progress.restore(made or {})
+        return RequestDeltas(progress, self._stream(progress, hints, arrival, charge, resumes=made is not None))
+
+    async def _stream(
+        self, progress: Progress, hints: RouteHints, arrival: Arrival | None, charge: Charge | None, *, resumes: bool
+    ) -> AsyncGenerator[TokenDelta, None]:
+        request, started_s = progress.request, self._clock()
         tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
         counting = self._counted([request]) if charge is None else contextlib.nullcontext(charge)
-        resumes = made is not None
         with self._follow(progress, hints, arrival, started_s, resumes=resumes) as following, counting as counted:
             while True:
                 last = LAST_TRY if tries.is_last_of_several else ""
@@ -200,7 +225,7 @@ class Dispatcher:
                     query=query, decision=decision, arrived_s=started_s, key=owner_of(request.rid)
                 )
                 try:
-                    async with contextlib.aclosing(attempt.run(following.saw, straight)) as deltas:
+                    async with contextlib.aclosing(attempt.run(following.saw)) as deltas:
                         async for delta in deltas:
                             yield delta
                     return

@@ -147,7 +147,7 @@ class Numbering:
                 if delta.finish is not None:
                     raise _other_text()
                 return
-            delta = _joined(held)
+            delta = held[0].merge(*held[1:])
             held.clear()
             first, rest = _split(delta, place, cut.place)
             if (cut.is_checked and place.after(first) != cut.place) or (cut.place.ended and rest is not None):
@@ -186,14 +186,6 @@ class Numbering:
             else:
                 ids.append(str(Cursor(number=self._number, places=places, num_events=count, begun=begun)))
         return ids
-
-
-def _joined(deltas: list[TokenDelta]) -> TokenDelta:
-    """Merge them two by two, since each merge copies both: of an answer's length the work is n log n."""
-    while len(deltas) > 1:
-        pairs = zip(deltas[::2], deltas[1::2], strict=False)
-        deltas = [one.merge(other) for one, other in pairs] + (deltas[-1:] if len(deltas) % 2 else [])
-    return deltas[0]
 
 
 def _split(delta: TokenDelta, begin: Reached, cut: Reached) -> tuple[TokenDelta, TokenDelta | None]:

@@ -8,6 +8,7 @@ Invariant: an id is delivered once, in order; text follows from ids alone, so th
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +27,18 @@ class Part:
     def is_prefill(self) -> bool:
         """Whether it is the prefill leg of a pair, which yields no token."""
         return self.request.hand_off is not None and self.request.hand_off.leg is PdLeg.PREFILL
+
+
+class StraightWay(Protocol):
+    """A client's connection that takes text at once, without waking what iterates between it and the channel."""
+
+    def takes(self, index: int) -> bool:
+        """Return whether text of choice ``index`` can be taken now: all before it has been."""
+        ...
+
+    def send(self, delta: TokenDelta) -> None:
+        """Send the text of ``delta``, which has no finish."""
+        ...
 
 
 def _cached(usage: Usage) -> tuple[int, int, int, int]:
@@ -48,6 +61,7 @@ class Progress:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.straight: StraightWay | None = None  # past which deltas need not be iterated, if the reader has one
         self.num_restored = 0  # tokens of those delivered, by `restore`
         self._ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._ended = [False] * request.sampling.n

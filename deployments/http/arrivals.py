@@ -34,8 +34,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments import logs
-from deployments.dispatch.attempt import StraightWay
-from deployments.dispatch.dispatcher import NO_HINTS, RouteHints
+from deployments.dispatch.dispatcher import NO_HINTS, RequestDeltas, RouteHints
 from deployments.dispatch.leases import ReplicaCalls
 from deployments.dispatch.rids import check_name, clean_name, new_digits
 from deployments.dispatch.route_log import (
@@ -165,22 +164,12 @@ class Generations:
         self._caller = caller
         self.rids: list[str] = []
 
-    def stream(
-        self, request: GenerateRequest, straight: StraightWay | None = None, *, resumes: bool = False
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Start ``request`` for this caller. Returns: its deltas, but those that ``straight`` takes.
-
-        Args: resumes: another router may have run it: what that has made is not made again.
-        """
-        request = self._of_caller(request)
-        if resumes:
-            return self._resumed(request)
-        return self._service.dispatcher.stream(request, self._hints, self._arrival, straight)
+    def stream(self, request: GenerateRequest) -> RequestDeltas:
+        """Start ``request`` for this caller. Returns: its deltas."""
+        return self._service.dispatcher.stream(self._of_caller(request), self._hints, self._arrival)
 
     @asynccontextmanager
-    async def together(
-        self, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
+    async def together(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[RequestDeltas]]:
         """Start several ``requests``, which count as one until this is left. Gives: the deltas of each."""
         dispatcher, requests = self._service.dispatcher, [self._of_caller(each) for each in requests]
         async with dispatcher.together(requests, self._hints) as charge:
@@ -195,9 +184,10 @@ class Generations:
         self.rids.append(request.rid)
         return request
 
-    async def _resumed(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of ``request``, the first of which hold what a replica remembers of it."""
-        service, deltas = self._service, list[TokenDelta]()
+    async def resumed(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Start ``request``, which another router may have run. Yields: its deltas, the first of which hold what a
+        replica remembers of it, and does not make again."""
+        request, service, deltas = self._of_caller(request), self._service, list[TokenDelta]()
         if not request.return_logprobs:  # a replica remembers none
             answers = await service.fleet.ask_all(
                 lambda replica_id: service.leases.call(replica_id, ReplicaCalls.recall, request.recall),

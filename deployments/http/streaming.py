@@ -1,5 +1,8 @@
 """The answers of the generating endpoints: server-sent events or one body, until the client disconnects.
 
+    deltas ─> `Answer.written`: changes ─> a `Writer` ─> one body, a stream, a stream that can be resumed, a background
+              response. A `StreamWriter` also takes text straight from the channel.
+
 Owns:      the race between an answer and the client's disconnect; which deltas become which events; the parts and the
            token counts of an answer, which every form shows in its own words; which streams outlive their connection:
            those whose client says that it comes back (arrivals.py), of one prompt and few choices.
@@ -13,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import types
 from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
@@ -30,15 +32,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from json.encoder import encode_basestring
-from typing import Any, NamedTuple, TypeVar, cast
+from types import MappingProxyType, coroutine
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
+from deployments.dispatch.dispatcher import RequestDeltas
 from deployments.dispatch.event_ids import MOST_CHOICES, Cursor, Numbering
 from deployments.dispatch.kept_streams import Connection, Event, KeptStream, KeptStreams
+from deployments.dispatch.progress import StraightWay
 from deployments.dispatch.rids import client_rid
 from deployments.http.access import caller_of
 from deployments.http.api_document import LINES
@@ -57,7 +62,7 @@ from deployments.output.parts import Part, TextPart
 from deployments.output.reading import ChoiceReading
 from deployments.output.validation import SchemaPromise, SchemaWord
 from replicas.errors import InvalidRequest, RequestAborted
-from replicas.types import GenerateRequest, TokenDelta
+from replicas.types import GenerateRequest, TokenDelta, Usage
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +72,9 @@ ALIVE_S = 1.0  # after which a stream that is kept, and has nothing to send, sen
 BODY = "http.response.body"
 T = TypeVar("T")
 Key = tuple[int, int]  # (number of the request within its HTTP request, choice)
-Deltas = Mapping[Key, TokenDelta]
+Numbered = tuple[int, TokenDelta]  # with the number of its request
+Payload = dict[str, Any]  # of an event
+Queue = asyncio.Queue[tuple[int, TokenDelta | Exception | None]]
 
 
 class ClientGone(RequestAborted):
@@ -112,24 +119,6 @@ class AnswerTokens(NamedTuple):
     reasoning: int  # of the output's tokens
     kept: int = 0  # of the prompts' tokens, those that the cache has got, or had
 
-    @staticmethod
-    def of(deltas: Deltas, *, num_reasoning: int = 0) -> "AnswerTokens":
-        """Sum up: a prompt counts once, whatever its number of choices; every output counts.
-
-        Args: deltas: the last one of each choice.
-        """
-        prompts: dict[int, int] = {}
-        cached: dict[int, int] = {}
-        kept: dict[int, int] = {}
-        output = 0
-        for (number, choice), delta in deltas.items():
-            usage = delta.usage
-            prompts[number] = usage.prompt_tokens
-            output += usage.completion_tokens
-            if choice == 0 or number not in cached:  # choice 0 computes what the others share
-                cached[number], kept[number] = usage.cached_tokens, usage.kept_tokens
-        return AnswerTokens(sum(prompts.values()), sum(cached.values()), output, num_reasoning, sum(kept.values()))
-
 
 class Change(NamedTuple):
     """What one delta adds to a choice. In an answer that is not streamed, each choice is one change."""
@@ -139,6 +128,7 @@ class Change(NamedTuple):
     parts: Sequence[Part]  # of the text that is new
     begins: bool  # it is the first of its choice
     num_calls: int = 0  # tool calls of the choice so far
+    schema: SchemaWord | None = None  # what became of the choice's schema, where a stream tells it at the end
 
 
 class AnswerSoFar:
@@ -167,9 +157,24 @@ class AnswerSoFar:
         return Change(key, delta, parts, before is None, num_calls)
 
     @property
+    def latest(self) -> Iterable[TokenDelta]:
+        """The last delta of each choice."""
+        return self._latest.values()
+
+    @property
     def tokens(self) -> AnswerTokens:
-        readings = self._readings.values()
-        return AnswerTokens.of(self._latest, num_reasoning=sum([each.num_reasoning for each in readings]))
+        """Sum up: a prompt counts once, whatever its number of choices; every output counts."""
+        shown: dict[int, Usage] = {}  # of each prompt: that of choice 0, which computes what the others share
+        for (number, choice), delta in self._latest.items():
+            if choice == 0 or number not in shown:
+                shown[number] = delta.usage
+        return AnswerTokens(
+            prompt=sum(usage.prompt_tokens for usage in shown.values()),
+            cached=sum(usage.cached_tokens for usage in shown.values()),
+            output=sum(delta.usage.completion_tokens for delta in self._latest.values()),
+            reasoning=sum(each.num_reasoning for each in self._readings.values()),
+            kept=sum(usage.kept_tokens for usage in shown.values()),
+        )
 
 
 class Form(ABC):
@@ -201,6 +206,169 @@ class Form(ABC):
         return [body_of(error)[1]]
 
 
+class Writer(ABC, Generic[T]):
+    """Makes what is sent of an answer; each way to answer has its own."""
+
+    tells_schema = True  # at the end of each choice, where no header can
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+
+    def begin(self) -> T | None:
+        """Write what comes before the first change."""
+        return None
+
+    @abstractmethod
+    def write(self, change: Change, so_far: AnswerSoFar) -> T | None:
+        """Write the next change; None or empty: nothing is sent yet. Many logprobs are written on another thread."""
+
+    def end(self, so_far: AnswerSoFar) -> T | None:
+        """Write what comes behind the end of all choices."""
+        return None
+
+    def payloads(self, change: Change, so_far: AnswerSoFar) -> list[Payload]:
+        """Make the events of ``change``."""
+        payloads = self.form.events(change, so_far)
+        if change.schema is not None:
+            payloads[-1:] = [each | {"manta": {"schema": change.schema}} for each in payloads[-1:]]
+        return payloads
+
+
+class WholeWriter(Writer[Response]):
+    """Writes one body at the end."""
+
+    tells_schema = False
+
+    def __init__(self, form: Form) -> None:
+        super().__init__(form)
+        self.choices: list[Change] = []
+
+    def write(self, change: Change, so_far: AnswerSoFar) -> None:
+        self.choices.append(change)
+
+    def end(self, so_far: AnswerSoFar) -> Response:
+        return JsonAnswer(self.form.whole(self.choices, so_far))
+
+
+class StreamWriter(Writer[bytes]):
+    """Writes the bytes of a stream. Text goes straight, from the channel's callback to the client's connection in one
+    call: it is a `StraightWay`.
+
+    At 20 steps a second each layer between is out of the caches each time. What has more than text goes by the
+    iterators, and so does all while the client is slow: then deltas merge.
+    """
+
+    def __init__(self, form: Form, *, shortens: bool = True) -> None:
+        """``shortens``: events of text alone may be written without their payload."""
+        super().__init__(form)
+        self._shortens = shortens
+        self._texts: dict[Key, TextEvents] = {}  # of the choices that have begun
+        self._out: Send | None = None  # while the answer is open
+        self._slow: asyncio.Task[None] | None = None  # waits until the client has read
+
+    def write(self, change: Change, so_far: AnswerSoFar) -> bytes:
+        delta, goes_on = change.delta, change.delta.finish is None
+        if goes_on and change.key in self._texts:
+            return self._texts[change.key].event(delta.text) if delta.text else b""
+        events = self._joined(self.payloads(change, so_far))
+        if goes_on and self._shortens and self.form.only_text:
+            self._texts[change.key] = TextEvents(partial(self._text, change), named=self.form.names_events)
+        return events
+
+    def end(self, so_far: AnswerSoFar) -> bytes:
+        closes = self.form.names_events or self.form.is_lines
+        return self._joined(self.form.last_events(so_far)) + (b"" if closes else DONE)
+
+    def error(self, error: Exception) -> bytes:
+        """Write the end of a stream that has begun and fails."""
+        return self._joined(self.form.error_events(error))
+
+    def open(self, send: Send) -> None:
+        """Begin to take text straight: all before it has been sent."""
+        self._out = send
+
+    def close(self) -> None:
+        self._out = None
+        if self._slow is not None:
+            self._slow.cancel()
+
+    def takes(self, index: int) -> bool:
+        return self._out is not None and (0, index) in self._texts and (self._slow is None or self._slow.done())
+
+    def send(self, delta: TokenDelta) -> None:
+        assert self._out is not None, "an answer that is not open takes nothing"
+        if not delta.text:
+            return
+        body = self._texts[0, delta.index].event(delta.text)
+        sending = cast(Coroutine[Any, Any, None], self._out({"type": BODY, "body": body, "more_body": True}))
+        try:
+            waits_for = sending.send(None)
+        except StopIteration:
+            return  # written, or buffered
+        except OSError:
+            self._out = None  # the client has gone; the answer's own task ends it
+            return
+        self._slow = asyncio.ensure_future(_resumed(sending, waits_for))
+
+    def _joined(self, payloads: list[Payload]) -> bytes:
+        if self.form.is_lines:
+            return b"".join(_ENCODER.encode(payload).encode() + b"\n" for payload in payloads)
+        return b"".join(sse(payload, named=self.form.names_events) for payload in payloads)
+
+    def _text(self, change: Change, text: str) -> Payload:
+        """Make the payload of an event of the choice of ``change``, which has begun, that has nothing but ``text``."""
+        plain = replace(change.delta, text=text, finish=None, logprobs=(), prompt_logprobs=())
+        later = Change(key=change.key, delta=plain, parts=[TextPart(text)], begins=False)
+        [payload] = self.form.events(later, AnswerSoFar(None))
+        return payload
+
+
+@coroutine
+def _resumed(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Go on with a coroutine that was run up to its first wait."""
+    yield waits_for
+    yield from begun
+
+
+class NumberedWriter(Writer[list[Event]]):
+    """Writes the events, with their ids, that the client of a stream which can be resumed lacks."""
+
+    def __init__(self, form: Form, numbering: Numbering) -> None:
+        super().__init__(form)
+        self._numbering = numbering
+        self._num_had = 0  # of the events of the newest piece
+
+    async def pieces(self, deltas: AsyncGenerator[Numbered, None]) -> AsyncGenerator[Numbered, None]:
+        """Cut ``deltas`` where the client's last event ended."""
+        async with contextlib.aclosing(deltas):
+            async for number, delta in deltas:
+                for piece, num_had in self._numbering.pieces(delta):
+                    self._num_had = num_had
+                    yield number, piece
+
+    def write(self, change: Change, so_far: AnswerSoFar) -> list[Event]:
+        payloads = self.payloads(change, so_far)
+        ids = self._numbering.ids(len(payloads), self._num_had)
+        return [self._event(*each) for each in zip(ids, payloads[self._num_had :], strict=True)]
+
+    def end(self, so_far: AnswerSoFar) -> list[Event]:
+        last = self.form.last_events(so_far)
+        ids = self._numbering.last_ids(len(last) + (not self.form.names_events))
+        events = [self._event(*each) for each in zip(ids, last[self._numbering.num_last_had :], strict=False)]
+        if len(ids) > len(events):
+            events.append(Event(ids[-1], f"id: {ids[-1]}\n".encode() + DONE))
+        return events
+
+    def error(self, error: Exception) -> list[Event]:
+        """Write the end of a stream that fails."""
+        return [Event("", sse(each, named=self.form.names_events)) for each in self.form.error_events(error)]
+
+    def _event(self, event_id: str, payload: Payload) -> Event:
+        if "sequence_number" in payload:  # one for each event, from 0 on
+            payload = {**payload, "sequence_number": int(event_id.partition(":")[0]) - 1}
+        return Event(event_id, sse(payload, named=self.form.names_events, event_id=event_id))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer to one HTTP request that generates, for one prompt or several."""
@@ -222,16 +390,35 @@ class Answer:
             if resumable is not None:
                 return resumable
         generations = generations_of(request, self.answer_id)
-        if streams:
-            straight = Straight()
-            events = self._events(generations, straight)
-            response = await stream(request, events, straight, self._error_events)
-            if self.promise is not None:
-                response.headers[SCHEMA_HEADER] = self.promised_at_first
-            if self.form.is_lines:
-                response.headers["content-type"] = LINES
-            return response
-        return await answer(request, self._whole(generations))
+        if not streams:
+            return await answer(request, self._whole(generations))
+        writer = StreamWriter(self.form, shortens=not self._validates)
+        events = self.written(run(generations, self.requests, writer), writer)
+        response = await stream(request, events, failed=writer.error, straight=writer)
+        if self.promise is not None:
+            response.headers[SCHEMA_HEADER] = self.promised_at_first
+        if self.form.is_lines:
+            response.headers["content-type"] = LINES
+        return response
+
+    async def written(self, deltas: AsyncGenerator[Numbered, None], writer: Writer[T]) -> AsyncGenerator[T, None]:
+        """Yield what ``writer`` makes of the change of each of ``deltas``, and of the end of all."""
+        so_far = AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
+        said: dict[Key, list[str]] | None = {} if self._validates and writer.tells_schema else None
+        if first := writer.begin():
+            yield first
+        async with contextlib.aclosing(deltas):
+            async for number, delta in deltas:
+                change = so_far.add(number, delta)
+                if said is not None:
+                    said.setdefault(change.key, []).append(delta.text)
+                    if delta.finish is not None and self.promise is not None:
+                        ended = "".join(said[change.key]), delta.finish
+                        change = change._replace(schema=await self.promise.of([ended]))
+                if piece := await made(partial(writer.write, change, so_far), [change.delta]):
+                    yield piece
+        if last := await made(partial(writer.end, so_far), so_far.latest):
+            yield last
 
     @property
     def _can_resume(self) -> bool:
@@ -277,75 +464,20 @@ class Answer:
         headers = {RESUME: str(opening)}
         if self.promise is not None:
             headers[SCHEMA_HEADER] = self.promised_at_first
-        numbering = Numbering(after, num_choices=asked.sampling.n)
         resumes = bool(last_event) or RESUME in request.headers  # a client may have had its headers and no event
-        batches = self._batches(generations.stream(asked, resumes=resumes), numbering)
-        stream = KeptStream(
-            batches, lambda error: [Event("", self._error_events(error))], after=last_event, body=body, headers=headers
-        )
+        deltas = merged([generations.resumed(asked) if resumes else generations.stream(asked)])
+        writer = NumberedWriter(self.form, Numbering(after, num_choices=asked.sampling.n))
+        batches = self.written(writer.pieces(deltas), writer)
+        stream = KeptStream(batches, writer.error, after=last_event, body=body, headers=headers)
         return await kept_answer(request, streams, streams.add(key, stream))
 
-    async def _batches(
-        self, deltas: AsyncGenerator[TokenDelta, None], numbering: Numbering
-    ) -> AsyncGenerator[list[Event], None]:
-        """Yield the events that the client lacks, with their ids, piece by piece of the deltas."""
-        form, so_far, validates = self.form, self._so_far(), self._validates
-        said: dict[int, list[str]] = {}
-        async for _, delta in merged([deltas]):
-            for piece, num_had in numbering.pieces(delta):
-                beside = await self._verdict(piece, said.setdefault(piece.index, [])) if validates else {}
-                change = so_far.add(0, piece)
-                payloads = await made(partial(self._payloads, change, so_far, beside), [change.delta])
-                ids = numbering.ids(len(payloads), num_had)
-                if ids:
-                    yield [self._event(*each) for each in zip(ids, payloads[num_had:], strict=True)]
-        last = form.last_events(so_far)
-        ids = numbering.last_ids(len(last) + (not form.names_events))
-        events = [self._event(*each) for each in zip(ids, last[numbering.num_last_had :], strict=False)]
-        if len(ids) > len(events):
-            events.append(Event(ids[-1], f"id: {ids[-1]}\n".encode() + DONE))
-        if events:
-            yield events
-
-    def _event(self, event_id: str, payload: dict[str, Any]) -> Event:
-        if "sequence_number" in payload:  # one for each event, from 0 on
-            payload = {**payload, "sequence_number": int(event_id.partition(":")[0]) - 1}
-        return Event(event_id, sse(payload, named=self.form.names_events, event_id=event_id))
-
     async def _whole(self, generations: Generations) -> Response:
-        deltas = await collected(run(generations, self.requests))
-        so_far = AnswerSoFar(self.new_reading)
-        choices = [so_far.add(number, delta) for (number, _), delta in deltas.items()]
-        response = await made(lambda: JsonAnswer(self.form.whole(choices, so_far)), deltas.values())
+        writer = WholeWriter(self.form)
+        [response] = [each async for each in self.written(joined(run(generations, self.requests)), writer)]
         if self.promise is not None:
-            ended = [(each.text, each.finish) for each in deltas.values()]
+            ended = [(each.delta.text, each.delta.finish) for each in writer.choices]
             response.headers[SCHEMA_HEADER] = await self.promise.of(ended)
         return response
-
-    async def _events(self, generations: Generations, straight: "Straight") -> AsyncGenerator[bytes, None]:
-        form, so_far, validates = self.form, self._so_far(), self._validates
-        texts: dict[Key, TextEvents] = {}
-        said: dict[Key, list[str]] = {}  # what is to be validated
-        async for number, delta in run(generations, self.requests, straight):
-            key = (number, delta.index)
-            if key in texts and delta.finish is None:
-                if delta.text:
-                    yield texts[key].event(delta.text)
-                continue
-            beside = await self._verdict(delta, said.setdefault(key, [])) if validates else {}
-            change = so_far.add(number, delta)
-            events = await made(partial(self._encoded, change, so_far, beside), [change.delta])
-            if events:
-                yield events
-            if form.only_text and delta.finish is None and not validates:
-                text_event = partial(self._text_event, key, delta)
-                texts[key] = straight.texts[delta.index] = TextEvents(text_event, named=form.names_events)
-        last = self._joined(form.last_events(so_far)) + (b"" if form.names_events or form.is_lines else DONE)
-        if last:
-            yield last
-
-    def _so_far(self) -> AnswerSoFar:
-        return AnswerSoFar(self.new_reading, is_cumulative=self.form.is_cumulative)
 
     @property
     def promised_at_first(self) -> SchemaWord:
@@ -357,36 +489,6 @@ class Answer:
     def _validates(self) -> bool:
         """Whether the last event of a choice says what became of its schema."""
         return self.promise is not None and self.promised_at_first == "partial" and not self.form.names_events
-
-    def _encoded(self, change: Change, so_far: AnswerSoFar, beside: dict[str, Any]) -> bytes:
-        return self._joined(self._payloads(change, so_far, beside))
-
-    def _payloads(self, change: Change, so_far: AnswerSoFar, beside: dict[str, Any]) -> list[dict[str, Any]]:
-        payloads = self.form.events(change, so_far)
-        payloads[-1:] = [payload | beside for payload in payloads[-1:]]
-        return payloads
-
-    async def _verdict(self, delta: TokenDelta, said: list[str]) -> dict[str, Any]:
-        """What the last event of a choice says of its schema, which the header could not know."""
-        said.append(delta.text)
-        if self.promise is None or delta.finish is None:
-            return {}
-        return {"manta": {"schema": await self.promise.of([("".join(said), delta.finish)])}}
-
-    def _error_events(self, error: Exception) -> bytes:
-        return self._joined(self.form.error_events(error))
-
-    def _joined(self, payloads: list[dict[str, Any]]) -> bytes:
-        if self.form.is_lines:
-            return b"".join(_ENCODER.encode(payload).encode() + b"\n" for payload in payloads)
-        return b"".join(sse(payload, named=self.form.names_events) for payload in payloads)
-
-    def _text_event(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
-        """Make the payload of a later event of the same choice that has nothing but ``text``."""
-        plain = replace(delta, text=text, finish=None, logprobs=(), prompt_logprobs=())
-        change = Change(key=key, delta=plain, parts=[TextPart(text)], begins=False)
-        [payload] = self.form.events(change, AnswerSoFar(None))
-        return payload
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -426,28 +528,17 @@ async def answer(request: Request, work: Awaitable[Response]) -> Response:
         return JSONResponse(error_body(str(error), status=CLIENT_CLOSED), status_code=CLIENT_CLOSED)
 
 
-async def kept_answer(request: Request, streams: KeptStreams, connection: Connection) -> Response:
-    """Answer with the rest of a kept stream. Raises: the error that came instead of its first event."""
-    try:
-        await until_gone(request.receive, connection.begun())
-    except ClientGone:
-        streams.detach(connection)
-        return Response(status_code=CLIENT_CLOSED)
-    except BaseException:
-        streams.detach(connection)
-        raise
-    return KeptResponse(streams, connection)
-
-
 async def stream(
     request: Request,
     events: AsyncGenerator[bytes, None],
-    straight: "Straight",
-    error_events: Callable[[Exception], bytes],
+    *,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    failed: Callable[[Exception], bytes] | None = None,
+    straight: StreamWriter | None = None,
 ) -> Response:
-    """Answer with server-sent events, and with those that go ``straight`` from the channel meanwhile.
+    """Answer with server-sent ``events``, and with those that go ``straight`` from the channel meanwhile.
 
-    An error before the first of them is an ordinary error response; ``error_events`` makes the events of a later one.
+    An error before the first of them is an ordinary error response; ``failed`` makes the events of a later one.
     """
     try:
         first = await until_gone(request.receive, anext(events))
@@ -456,61 +547,39 @@ async def stream(
     except BaseException:
         await events.aclose()
         raise
-    return SseResponse(first, events, straight, error_events)
+    return SseResponse(headers, first, events, failed, straight)
 
 
-class Straight:
-    """The short way of text (a `StraightWay`): from the channel's callback to the client's connection in one call.
-
-    At 20 steps a second each layer between is out of the caches each time. What has more than text goes by the
-    generators, and so does all while the client is slow: then deltas merge.
-    """
-
-    def __init__(self) -> None:
-        self.texts: dict[int, TextEvents] = {}  # of the choices that have begun
-        self._out: Send | None = None  # while the answer is open
-        self._slow: asyncio.Task[None] | None = None  # waits until the client has read
-
-    def open(self, send: Send) -> None:
-        self._out = send
-
-    def close(self) -> None:
-        self._out = None
-        if self._slow is not None:
-            self._slow.cancel()
-
-    def takes(self, index: int) -> bool:
-        return self._out is not None and index in self.texts and (self._slow is None or self._slow.done())
-
-    def send(self, delta: TokenDelta) -> None:
-        assert self._out is not None, "an answer that is not open takes nothing"
-        if not delta.text:
-            return
-        body = self.texts[delta.index].event(delta.text)
-        sending = cast(Coroutine[Any, Any, None], self._out({"type": BODY, "body": body, "more_body": True}))
-        try:
-            waits_for = sending.send(None)
-        except StopIteration:
-            return  # written, or buffered
-        except OSError:
-            self._out = None  # the client has gone; the answer's own task ends it
-            return
-        self._slow = asyncio.ensure_future(_resumed(sending, waits_for))
+async def kept_answer(request: Request, streams: KeptStreams, connection: Connection) -> Response:
+    """Answer with the rest of a kept stream, which goes on without ``connection``. Raises: the error that came instead
+    of its first event."""
+    return await stream(request, _kept(streams, connection), headers=of_kept(connection.stream))
 
 
-@types.coroutine
-def _resumed(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """Go on with a coroutine that was run up to its first wait."""
-    yield waits_for
-    yield from begun
+async def _kept(streams: KeptStreams, connection: Connection) -> AsyncGenerator[bytes, None]:
+    try:
+        await connection.begun()
+        yield await connection.more()
+        while True:
+            try:
+                async with asyncio.timeout(ALIVE_S):
+                    events = await connection.more()
+            except TimeoutError:
+                events = b": alive\n"  # a comment; with an empty line behind it OpenAI's SDK takes it for an event
+            if not events:
+                return
+            yield events
+    finally:
+        streams.detach(connection)
+
+
+def of_kept(stream: KeptStream) -> dict[str, str]:
+    """Return the headers of a response with the events of ``stream``."""
+    return {**stream.headers, ALIVE: f"{ALIVE_S:g}"}
 
 
 class EventsResponse(Response):
-    """A response of server-sent events.
-
-    Its start passes the middlewares. Events go past them to what `Arrivals` was given: with 16 streams of 20 tokens a
-    second their code is out of the caches each time.
-    """
+    """A response of server-sent events, without these."""
 
     media_type = "text/event-stream"
 
@@ -521,95 +590,70 @@ class EventsResponse(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
-    async def start(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-
 
 class SseResponse(EventsResponse):
-    """A response that sends ``first``, then ``events``; an error between them becomes events too."""
+    """A response that sends ``first``, then ``events``; an error between them becomes events too.
+
+    Its start passes the middlewares. Events go past them to what `Arrivals` was given: with 16 streams of 20 tokens a
+    second their code is out of the caches each time.
+    """
 
     def __init__(
         self,
+        headers: Mapping[str, str],
         first: bytes,
         events: AsyncGenerator[bytes, None],
-        straight: Straight,
-        error_events: Callable[[Exception], bytes],
+        failed: Callable[[Exception], bytes] | None,
+        straight: StreamWriter | None,
     ) -> None:
-        super().__init__({})
+        super().__init__(headers)
         self._first = first
         self._events = events
+        self._failed = failed
         self._straight = straight
-        self._error_events = error_events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events):
-            with contextlib.suppress(ClientGone, OSError), contextlib.closing(self._straight):
-                await until_gone(receive, self._send(send, scope["state"]["send_body"]))
+            try:
+                with contextlib.suppress(ClientGone, OSError):
+                    await until_gone(receive, self._send(send, scope["state"]["send_body"]))
+            finally:
+                if self._straight is not None:
+                    self._straight.close()
 
     async def _send(self, start: Send, send: Send) -> None:
-        await self.start(start)
+        await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": BODY, "body": self._first, "more_body": True})
-        self._straight.open(send)
+        if self._straight is not None:
+            self._straight.open(send)
         try:
             async for event in self._events:
                 await send({"type": BODY, "body": event, "more_body": True})
-        except Exception as error:  # noqa: BLE001 - the status is sent: only an event can carry the error
-            await send({"type": BODY, "body": self._error_events(error), "more_body": True})
-        await send({"type": BODY, "body": b"", "more_body": False})
-
-
-def of_kept(stream: KeptStream) -> dict[str, str]:
-    """Return the headers of a response with the events of ``stream``."""
-    return {**stream.headers, ALIVE: f"{ALIVE_S:g}"}
-
-
-class KeptResponse(EventsResponse):
-    """A response that sends what its connection gets of a kept stream, which goes on without it."""
-
-    def __init__(self, streams: KeptStreams, connection: Connection) -> None:
-        super().__init__(of_kept(connection.stream))
-        self._streams = streams
-        self._connection = connection
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with contextlib.suppress(ClientGone, OSError):
-                await until_gone(receive, self._send(send, scope["state"]["send_body"]))
-        finally:
-            self._streams.detach(self._connection)
-
-    async def _send(self, start: Send, send: Send) -> None:
-        await self.start(start)
-        while True:
-            try:
-                async with asyncio.timeout(ALIVE_S):
-                    events = await self._connection.more()
-            except TimeoutError:
-                events = b": alive\n"  # a comment; with an empty line behind it OpenAI's SDK takes it for an event
-            if not events:
-                break
-            await send({"type": BODY, "body": events, "more_body": True})
+        except Exception as error:  # the status is sent: only an event can carry the error
+            if self._failed is None:
+                raise
+            await send({"type": BODY, "body": self._failed(error), "more_body": True})
         await send({"type": BODY, "body": b"", "more_body": False})
 
 
 def run(
-    generations: Generations, requests: Sequence[GenerateRequest], straight: Straight | None = None
-) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    generations: Generations, requests: Sequence[GenerateRequest], straight: StraightWay | None = None
+) -> AsyncGenerator[Numbered, None]:
     """Run the ``requests`` of one HTTP request. Returns: as `merged`, without what goes ``straight``."""
-    if len(requests) == 1:
-        return merged([generations.stream(requests[0], straight)])
-    return _together(generations, requests)  # these wait for each other in a queue: none goes straight
+    if len(requests) > 1:
+        return _together(generations, requests)  # these wait for each other in a queue: none goes straight
+    deltas = generations.stream(requests[0])
+    deltas.go_straight(straight)
+    return merged([deltas])
 
 
-async def _together(
-    generations: Generations, requests: Sequence[GenerateRequest]
-) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+async def _together(generations: Generations, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Numbered, None]:
     async with generations.together(requests) as streams, contextlib.aclosing(merged(streams)) as deltas:
         async for each in deltas:
             yield each
 
 
-async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+async def merged(streams: Sequence[RequestDeltas | AsyncGenerator[TokenDelta, None]]) -> AsyncGenerator[Numbered, None]:
     """Merge the deltas of several requests, in order of arrival, each with its request's number. Closing it closes all.
 
     Raises: the first error of any stream; GenerationFailed if the engine ended a request with an error.
@@ -620,7 +664,7 @@ async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenera
                 raise_if_failed(delta)
                 yield 0, delta
         return
-    queue: asyncio.Queue[tuple[int, TokenDelta | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+    queue: Queue = asyncio.Queue(maxsize=len(streams))
     tasks: list[asyncio.Task[None]] = []
     try:
         for number, deltas in enumerate(streams):
@@ -641,11 +685,7 @@ async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(
-    number: int,
-    deltas: AsyncGenerator[TokenDelta, None],
-    queue: "asyncio.Queue[tuple[int, TokenDelta | Exception | None]]",
-) -> None:
+async def _pump(number: int, deltas: RequestDeltas | AsyncGenerator[TokenDelta, None], queue: Queue) -> None:
     try:
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
@@ -663,27 +703,14 @@ def raise_if_failed(delta: TokenDelta) -> None:
         raise GenerationFailed(finish)
 
 
-async def collected(deltas: AsyncIterator[tuple[int, TokenDelta]]) -> dict[tuple[int, int], TokenDelta]:
+async def joined(deltas: AsyncIterator[Numbered]) -> AsyncGenerator[Numbered, None]:
     """Join the deltas of each choice into one, sorted by (request's number, choice)."""
-    pieces: dict[tuple[int, int], list[TokenDelta]] = {}
+    pieces: dict[Key, list[TokenDelta]] = {}
     async for number, delta in deltas:
         pieces.setdefault((number, delta.index), []).append(delta)
-    return {key: _joined(pieces[key]) for key in sorted(pieces)}
-
-
-def _joined(pieces: list[TokenDelta]) -> TokenDelta:
-    """Join deltas as `TokenDelta.merge` does one by one, in linear time."""
-    last = pieces[-1]
-    return TokenDelta(
-        rid=last.rid,
-        index=last.index,
-        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-        text="".join(piece.text for piece in pieces),
-        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
-        prompt_logprobs=tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
-        usage=last.usage,
-        finish=last.finish,
-    )
+    for number, index in sorted(pieces):
+        first, *later = pieces[number, index]
+        yield number, first.merge(*later)
 
 
 async def _gone(receive: Receive) -> None:

@@ -24,7 +24,7 @@ from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Few, Items, Route, WireType
 from deployments.http.convert import asked_adapter, check_count, checked, prompts_of_ids, refuse_unsupported, salt_of
 from deployments.http.service import LONG_TEXT, Service, service_of
-from deployments.http.streaming import AnswerTokens, JsonAnswer, answer, collected, run
+from deployments.http.streaming import AnswerSoFar, JsonAnswer, answer, joined, run
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
 
@@ -211,11 +211,12 @@ async def _read_out(
     generations = generations_of(request, None)
 
     async def work() -> Response:
-        deltas = await collected(run(generations, requests))
-        tokens = AnswerTokens.of(deltas)
+        so_far = AnswerSoFar(None)
+        deltas = [so_far.add(*each).delta async for each in joined(run(generations, requests))]
+        tokens = so_far.tokens
         details = {"cached_tokens": tokens.cached}
         counts = {"prompt_tokens": tokens.prompt, "total_tokens": tokens.prompt, "prompt_tokens_details": details}
-        read = [delta.logprobs[0] for delta in deltas.values()]
+        read = [delta.logprobs[0] for delta in deltas]
 
         def whole() -> Response:
             return JsonAnswer({"model": service.name_of(requests[0]), **made(read), "usage": counts})

@@ -11,8 +11,6 @@ import math
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -35,15 +33,14 @@ from deployments.http.streaming import (
     SCHEMA_HEADER,
     Answer,
     AnswerSoFar,
+    Change,
     JsonAnswer,
-    Straight,
-    made,
+    Writer,
     merged,
     sse,
     stream,
 )
 from replicas.errors import InvalidRequest, MantaError
-from replicas.types import TokenDelta
 
 router = APIRouter(route_class=Route)
 LOOK_S = 1.0  # how long a router waits for the next event before it tells one that asked
@@ -183,7 +180,7 @@ async def _events(request: Request, response_id: str, index: int) -> Response:
         of_error = {name: detail[name] for name in ("code", "message", "param")}
         return sse({"type": "error", "sequence_number": told["next"], **of_error}, named=True)
 
-    return await stream(request, rest(), Straight(), failed)
+    return await stream(request, rest(), failed=failed)
 
 
 def _check_kept(told: Body, index: int) -> None:
@@ -206,37 +203,39 @@ async def _run_in_background(request: Request, answer: Answer, *, streams: bool)
         )
     [asked] = answer.requests
     asked = replace(asked, deadline_s=min(asked.deadline_s or math.inf, background.timeout_s))
-    deltas = generations_of(request, response_id).stream(asked)
-    refused: list[Exception] = []
-
-    def failed(error: Exception) -> list[Event]:
-        refused.append(error)
-        return _encoded(form.error_events(error))
-
-    kept = BackgroundStream(_batches(answer, form, deltas), failed, form.writer.so_far)
+    writer = BackgroundWriter(form)
+    events = answer.written(merged([generations_of(request, response_id).stream(asked)]), writer)
+    kept = BackgroundStream(events, writer.error, form.writer.so_far)
     background.run(key, kept)
     await asyncio.sleep(0)  # its first step, in which the router decides
-    if refused:
+    if writer.failure is not None:
         background.delete(key)
-        raise refused[0]
+        raise writer.failure
     response = await _events(request, response_id, 0) if streams else JsonAnswer(kept.shown())
     if answer.promise is not None:
         response.headers[SCHEMA_HEADER] = answer.promised_at_first
     return response
 
 
-async def _batches(
-    answer: Answer, form: ResponseForm, deltas: AsyncGenerator[TokenDelta, None]
-) -> AsyncGenerator[list[Event], None]:
-    so_far = AnswerSoFar(answer.new_reading)
-    yield _encoded(form.writer.queue())
-    async for _, delta in merged([deltas]):
-        change = so_far.add(0, delta)
-        yield _encoded(await made(partial(form.events, change, so_far), [change.delta]))
+class BackgroundWriter(Writer[list[Event]]):
+    """Writes the events of a response in the background, which have their numbers within."""
 
+    form: ResponseForm
+    failure: Exception | None = None
 
-def _encoded(payloads: list[dict[str, Any]]) -> list[Event]:
-    return [Event("", sse(payload, named=True)) for payload in payloads]
+    def begin(self) -> list[Event]:
+        return self._encoded(self.form.writer.queue())
+
+    def write(self, change: Change, so_far: AnswerSoFar) -> list[Event]:
+        return self._encoded(self.payloads(change, so_far))
+
+    def error(self, error: Exception) -> list[Event]:
+        """Write the end of a response that fails."""
+        self.failure = error
+        return self._encoded(self.form.error_events(error))
+
+    def _encoded(self, payloads: list[Body]) -> list[Event]:
+        return [Event("", sse(payload, named=True)) for payload in payloads]
 
 
 async def _answer(request: Request, body: ResponsesRequest, tools: ToolSet, name: str) -> Answer:

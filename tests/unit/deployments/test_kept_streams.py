@@ -6,13 +6,14 @@ from random import Random
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from deployments.dispatch import kept_streams
 from deployments.dispatch.event_ids import Cursor, Numbering, StreamGone
 from deployments.dispatch.kept_streams import Event, KeptStream, KeptStreams
 from deployments.dispatch.route_log import RequestWatch
 from deployments.http import streaming
-from deployments.http.streaming import KeptResponse
+from deployments.http.streaming import kept_answer
 from replicas.errors import InvalidRequest
 from replicas.types import Finish, FinishReason, TokenDelta, Usage
 from tests.waiting import until_async
@@ -144,10 +145,11 @@ async def test_a_stream_that_has_nothing_to_send_says_that_it_is_alive(monkeypat
         sent.append(message.get("body", b""))
 
     source.give()
-    response = KeptResponse(streams, streams.add(("me", "a"), source.stream()))
+    stays: Any = asyncio.Event().wait
+    request = Request({"type": "http", "state": {"send_body": send}}, stays)
+    response = await kept_answer(request, streams, streams.add(("me", "a"), source.stream()))
     assert response.headers["x-manta-alive"] == "0.01"
-    scope: Any = {"state": {"send_body": send}}
-    answer = asyncio.create_task(response(scope, asyncio.Event().wait, send))
+    answer = asyncio.create_task(response(request.scope, stays, send))
     await until_async(lambda: sent.count(b": alive\n") > 2)
     source.give()
     source.finish()

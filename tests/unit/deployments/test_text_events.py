@@ -1,11 +1,12 @@
 """Events that differ in their text alone are what encoding each whole would give, and the short way that they go."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from deployments.http.streaming import Straight, TextEvents, sse
+from deployments.http.streaming import AnswerSoFar, Change, Form, StreamWriter, TextEvents, sse
 from replicas.types import TokenDelta, Usage
 
 
@@ -48,9 +49,27 @@ def some(text: str) -> TokenDelta:
     return TokenDelta(rid="a", token_ids=(1,), text=text, usage=usage)
 
 
+class Texts(Form):
+    """A form of text alone."""
+
+    only_text = True
+
+    def whole(self, choices: Sequence[Change], so_far: AnswerSoFar) -> None:
+        raise NotImplementedError
+
+    def events(self, change: Change, so_far: AnswerSoFar) -> list[dict[str, Any]]:
+        return [payload(change.delta.text)]
+
+
+def begun() -> StreamWriter:
+    """Write the first delta of an answer."""
+    writer, so_far = StreamWriter(Texts()), AnswerSoFar(None)
+    assert writer.write(so_far.add(0, some("first")), so_far) == sse(payload("first"))
+    return writer
+
+
 async def test_text_is_sent_at_once_and_not_while_the_client_is_slow() -> None:
-    client, straight = Client(), Straight()
-    straight.texts[0] = TextEvents(payload)
+    client, straight = Client(), begun()
     assert not straight.takes(0)  # the answer has not begun
     straight.open(client.send)
     assert (straight.takes(0), straight.takes(1)) == (True, False)
@@ -71,8 +90,7 @@ async def test_text_is_sent_at_once_and_not_while_the_client_is_slow() -> None:
 
 
 async def test_a_client_that_has_gone_ends_the_short_way_and_nothing_waits_for_it() -> None:
-    client, straight = Client(), Straight()
-    straight.texts[0] = TextEvents(payload)
+    client, straight = Client(), begun()
     straight.open(client.send)
     client.free.clear()
     straight.send(some("a"))
@@ -80,8 +98,7 @@ async def test_a_client_that_has_gone_ends_the_short_way_and_nothing_waits_for_i
     client.free.set()
     await asyncio.sleep(0.01)
     assert client.got == []
-    straight = Straight()
-    straight.texts[0] = TextEvents(payload)
+    straight = begun()
     client.gone = True
     straight.open(client.send)
     straight.send(some("b"))

@@ -13,7 +13,7 @@ from deployments.dispatch.dispatcher import Saturated
 from deployments.dispatch.route_log import MOST_ADAPTERS, judged
 from deployments.dispatch.timeline import Arrival, Timeline
 from deployments.http.http_errors import GenerationFailed
-from deployments.http.streaming import collected, merged
+from deployments.http.streaming import merged
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
 from deployments.watch.metrics.router_metrics import RouterFigures
@@ -209,7 +209,7 @@ async def test_how_a_request_ended_is_told_alike_of_one_choice_and_of_several(
     request = ask()
     request = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, n=choices))
     with contextlib.suppress(GenerationFailed):
-        await collected(merged([watched.house.dispatcher.stream(request)]))
+        [each async for each in merged([watched.house.dispatcher.stream(request)])]
     seen = await watched.scrape()
     counted = {key: value for key, value in seen.values("requests_total", "outcome").items() if value}
     assert counted == {outcome: 1}
