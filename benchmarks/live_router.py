@@ -43,7 +43,7 @@ from deployments.fleet.fleet import Fleet
 from kvtransfer.pages import page_keys
 from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.errors import MantaError
-from replicas.runner.worker import die_with_parent
+from replicas.ranks.worker import die_with_parent
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, PoolStats, TokenDelta, Usage
 from routing.router import Router
 from routing.types import Decision, IndexEvent, RouteQuery

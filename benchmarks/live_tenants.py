@@ -24,7 +24,7 @@ from benchmarks.client import Client, ClosedLoop, OpenLoop, Run
 from benchmarks.harness import MODEL, Row, Table, in_turn, percentile, rounds_of, say
 from benchmarks.sim_tenants import HEAVY, NUM_LIGHT, fairness
 from benchmarks.workloads import random_lengths
-from deployments.settings.keys import digest
+from deployments.tenancy.keys import digest
 
 ALONE, TOGETHER, NAMED = ARMS = ("alone", "no tenants", "tenants")
 LIGHT = tuple(f"light-{number + 1}" for number in range(NUM_LIGHT))

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import yaml
 
 from deployments.command import arguments
-from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE, digest, new_key
-from deployments.settings.places import ROOT, VERSION
+from deployments.places import ROOT, VERSION
 from deployments.settings.settings_file import ALL_ADDRESSES, Given, SettingsFile, check_port, refuse, setting_of
+from deployments.tenancy.keys import KEY_VARIABLE, KEYS_VARIABLE, digest, new_key
 from replicas.errors import InvalidConfig
 
 BROKEN_PIPE = 141  # as of a program that SIGPIPE ends

@@ -21,15 +21,15 @@ from ray.serve.exceptions import RayServeException
 
 from deployments import logs
 from deployments.http.service import config_folder
+from deployments.places import local_model, weights_bytes
 from deployments.replica.feasible import checked, device_of
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
 from deployments.settings.capacity import auto_count, num_routers, outages, shortages, too_wide
 from deployments.settings.groups import AutoscalingSettings
-from deployments.settings.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
-from deployments.settings.places import local_model, weights_bytes
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig, constants_in
+from deployments.tenancy.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.watch.observatory import serve_details
 from replicas.errors import InvalidConfig
 from replicas.memory.ram import available_ram

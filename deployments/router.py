@@ -30,15 +30,13 @@ from deployments import logs
 from deployments.batches.runner import BatchRunner
 from deployments.batches.store import batch_store
 from deployments.channel.channel_server import ChannelServer
-from deployments.dispatch import quotas, ray_leases
+from deployments.dispatch import ray_leases
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
-from deployments.dispatch.recording import Recorder
-from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RayPeers, ResponseAsk, RouterPeers
@@ -50,12 +48,15 @@ from deployments.http.http_app import make_app
 from deployments.http.lines import line_answers
 from deployments.http.routes import own_route
 from deployments.http.service import Service, adaptable_weights, read_face, tokenizer_folder
+from deployments.places import VERSION, ask_nodes_directly
+from deployments.record.recording import Recorder
+from deployments.record.route_log import RouteLog
 from deployments.settings.adapters import Adapters
 from deployments.settings.groups import without_secrets
-from deployments.settings.keys import NO_KEYS, KeyDigests
-from deployments.settings.places import VERSION, ask_nodes_directly
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig, parse
+from deployments.tenancy import quotas
+from deployments.tenancy.keys import NO_KEYS, KeyDigests
 from deployments.watch.metrics.router_metrics import RouterMetrics
 from deployments.watch.metrics.server import ServedMetrics
 from deployments.watch.observatory import serve_details
@@ -260,7 +261,7 @@ def _recorder(config: AppConfig, router_id: str, fleet: Fleet) -> Recorder | Non
         page_size=_page_size(config),
         max_bytes=config.router.record_bytes,
         facts=facts,
-        info_of=fleet.info_of,
+        filled_in_of=lambda name: {} if (info := fleet.info_of(name)) is None else info.filled_in,
     )
 
 

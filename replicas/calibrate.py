@@ -20,10 +20,10 @@ from replicas.attention.torch_native import attend
 from replicas.config import load_extensions
 from replicas.errors import InvalidConfig, MantaError
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.model_files import load_model_config
+from replicas.loading.weights import load_weights
 from replicas.memory.sparse_pool import write_channels
 from replicas.models.registry import model_class
-from replicas.runner.model_files import load_model_config
-from replicas.runner.weights import load_weights
 from replicas.text.tokenizer import Tokenizer
 
 

@@ -463,7 +463,7 @@ def load_extensions() -> None:
 def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvLayout:
     """Describe what the pages of this engine's pool mean.
 
-    Args:   model: identity of config and weights (runner/model_files.py).
+    Args:   model: identity of config and weights (loading/model_files.py).
             tp: another than the engine's: 1 for bytes that hold all heads.
     Raises: ValueError when the ranks share KV heads (more ranks than heads): such pages cannot be cut by heads.
     """

@@ -2,7 +2,7 @@
 
 Owns:  which keys say what, their defaults by architecture, and which features are refused; what generation_config.json
        says of a text's ends and of sampling.
-Never: reads config.json (`replicas/runner/model_files.py` does).
+Never: reads config.json (`replicas/loading/model_files.py` does).
 """
 
 import json

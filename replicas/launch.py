@@ -39,13 +39,13 @@ from replicas.engine.adapters import HeldAdapters
 from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
+from replicas.loading.device import measure_hardware
+from replicas.loading.model_files import load_model_config, model_identity
+from replicas.loading.product_choice import default_told, describe_products
 from replicas.memory.host import HostKVCache
+from replicas.ranks.port import MakeAgent, PortSpec
 from replicas.resolve import resolve
-from replicas.runner.device import measure_hardware
 from replicas.runner.kv_access import RankedCopier
-from replicas.runner.model_files import load_model_config, model_identity
-from replicas.runner.port import MakeAgent, PortSpec
-from replicas.runner.product_choice import default_told, describe_products
 from replicas.runner.warm_up import time_decode
 from replicas.text.tokenizer import Tokenizer
 

@@ -1,7 +1,7 @@
 """`resolve`: checks the settings of one engine, and fills what was left open from the model and the machine.
 
 Owns:  the sentence for each setting that is wrong: which, why, and what is allowed.
-Never: reads files or devices; replicas/runner/model_files.py reads the model's folder, replicas/launch.py the machine.
+Never: reads files or devices; replicas/loading/model_files.py reads the model's folder, replicas/launch.py the machine.
 """
 
 from collections.abc import Iterable, Iterator

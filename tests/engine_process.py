@@ -34,7 +34,7 @@ from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.launch import EngineSettings, load_engine
-from replicas.runner.worker import WorkerSpec
+from replicas.ranks.worker import WorkerSpec
 from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 
 START_S = 180.0  # mostly imports: 6 s on two idle cores, 26 s with six busy processes beside

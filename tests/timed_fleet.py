@@ -10,7 +10,7 @@ from random import Random
 from benchmarks.sim_engine import TOKEN, Build, StepTime, TimedEngine
 from benchmarks.sim_load import Events
 from benchmarks.workloads import Conversation, Workload
-from deployments.dispatch.timeline import before_first_s
+from deployments.record.timeline import before_first_s
 from replicas.config import SchedulerConfig
 from replicas.request import Req, stage_times
 from routing.router import Router

@@ -20,7 +20,7 @@ from deployments.http.api_document import LIMIT, describe
 from deployments.http.apis.ollama import OllamaFields
 from deployments.http.apis.readouts import ReadoutRequest
 from deployments.http.http_app import ROUTERS
-from deployments.settings.keys import NO_KEYS
+from deployments.tenancy.keys import NO_KEYS
 from routing.terms import CANDIDATE, DECODE_REPLICA, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"

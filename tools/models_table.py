@@ -28,9 +28,9 @@ from transformers.utils import logging
 from deployments.replica.feasible import most_pool_tokens
 from replicas.config import CacheConfig, Hardware, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import kv_bytes, weight_bytes
 from replicas.resolve import resolve
-from replicas.runner.model_files import load_model_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 VOCAB = 200

@@ -20,8 +20,8 @@ from replicas.engine.engine import Engine
 from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
+from replicas.ranks.worker import WorkerSpec
 from replicas.runner import model_runner
-from replicas.runner.worker import WorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

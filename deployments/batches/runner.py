@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from pydantic_core import from_json, to_json
 
 from deployments.batches.store import OPEN, BatchStore, Line, LineEntry, Row, entry_text, not_run, why
-from deployments.dispatch.route_log import RequestWatch, tell
+from deployments.record.route_log import RequestWatch, tell
 from replicas.errors import StepFailed
 
 log = logging.getLogger(__name__)

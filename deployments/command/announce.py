@@ -24,11 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deployments.command.arguments import URL as DEFAULT_URL
-from deployments.settings.keys import KEY_VARIABLE
-from deployments.settings.places import VERSION
+from deployments.places import VERSION
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import OBSERVATORY
+from deployments.tenancy.keys import KEY_VARIABLE
 from deployments.watch.terminal.ask import opened
 from deployments.watch.terminal.keyboard import on_terminal
 from routing.types import Role

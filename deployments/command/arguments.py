@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from deployments.settings.keys import KEY_VARIABLE
 from deployments.settings.settings_file import HTTP, OURS, PORT, CommandLine, Given, SettingChange, here
+from deployments.tenancy.keys import KEY_VARIABLE
 
 CONFIG = "serve_config.yaml"
 FILES = (".yaml", ".yml", ".json")  # endings of settings files; anything else is a model

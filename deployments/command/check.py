@@ -17,10 +17,10 @@ from ray._private.utils import get_num_cpus
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from deployments.http.service import read_face
+from deployments.places import local_model, may_be_hub_id
 from deployments.replica.feasible import ANY_MEMORY, examined, small_pools
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
-from deployments.settings.places import local_model, may_be_hub_id
 from deployments.settings.schema import AppConfig, constants_in
 from deployments.settings.settings_file import (
     MANTA,
@@ -193,7 +193,7 @@ def this_machine(*, count_gpus: bool) -> Capacity:
     """Measure what a Ray on this machine will have."""
     num_gpus = 0
     if count_gpus:
-        from replicas.runner import device
+        from replicas.loading import device
 
         num_gpus = device.num_gpus()
     return Capacity(num_cpus=get_num_cpus(), num_gpus=num_gpus, where="this machine")

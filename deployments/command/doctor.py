@@ -32,8 +32,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deployments.command import haproxy
-from deployments.settings import settings_file
-from deployments.settings.places import (
+from deployments.places import (
     IS_CHECKOUT,
     MODEL_ADVICE,
     ROOT,
@@ -42,6 +41,7 @@ from deployments.settings.places import (
     proxies_of,
     weights_bytes,
 )
+from deployments.settings import settings_file
 from deployments.settings.settings_file import ALL_ADDRESSES, PORT, Given, check_port
 from deployments.watch.terminal import ask
 from replicas.errors import InvalidConfig

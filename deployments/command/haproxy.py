@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from deployments.settings.places import ask_nodes_directly, is_loopback
+from deployments.places import ask_nodes_directly, is_loopback
 from deployments.settings.settings_file import ALL_ADDRESSES
 from replicas.errors import InvalidConfig
 

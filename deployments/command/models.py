@@ -13,12 +13,12 @@ from pathlib import Path
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from deployments.places import MODEL_ADVICE, local_model, local_path, may_be_hub_id, roots, weights_bytes
 from deployments.replica.feasible import ANY_MEMORY, examined
-from deployments.settings.places import MODEL_ADVICE, local_model, local_path, may_be_hub_id, roots, weights_bytes
 from deployments.watch.terminal.table import NOTHING, Cell, Table, count, plain
 from replicas.errors import InvalidConfig
+from replicas.loading.model_files import load_model_config, model_folder
 from replicas.memory.ram import available_ram
-from replicas.runner.model_files import load_model_config, model_folder
 
 
 def at_hand() -> dict[str, Path]:

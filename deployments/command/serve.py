@@ -34,9 +34,9 @@ from deployments.command import cluster, log_files, startup
 from deployments.command.announce import EventLines, Observatories, announce
 from deployments.command.check import read
 from deployments.settings.capacity import outages, shortages, too_wide
-from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import MANTA, OBSERVATORY, Given, check_port, refuse
+from deployments.tenancy.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.watch.observatory import serve_details
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig

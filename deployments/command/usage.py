@@ -2,7 +2,7 @@
 
 Owns:      the reading of these lines, as text or JSON, of files that were rotated too.
 Never:     asks a running Manta; reads a prompt, a text or a key: no line has one.
-Invariant: a request that ended has one line, at the router where it ended (dispatch/route_log.py), in the month of that
+Invariant: a request that ended has one line, at the router where it ended (record/route_log.py), in the month of that
            end, on that router's clock. A list of prompts has one each. One without a first token counts nothing. A
            stream that went on at other routers counts once and whole: with its first run, if that has a line, and else
            as the run that came furthest found it.
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from deployments.settings.tenants import NAME, NOBODY
+from deployments.tenancy.tenants import NAME, NOBODY
 from deployments.watch.terminal.table import Table, count, plain, spaced
 
 SUMS = ("requests", "uncached_input_tokens", "cached_input_tokens", "output_tokens")

@@ -20,7 +20,7 @@ from deployments.channel.frames import TakeBack
 from deployments.dispatch.leases import LeaseHolder, ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
-from deployments.dispatch.route_log import Try
+from deployments.record.route_log import Try
 from replicas.errors import DiedInStep, EngineDead, MantaError, Overloaded, StepFailed
 from replicas.types import GenerateRequest, HandOffReport, TokenDelta
 from routing.moves import Move

@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from deployments.dispatch.attempt import Attempt, TakenBack, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
-from deployments.dispatch.progress import Progress, StraightWay, left_after
-from deployments.dispatch.quotas import BeyondLimit, Charge, Quotas
-from deployments.dispatch.rids import client_rid, owner_of
-from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
-from deployments.dispatch.timeline import Arrival
+from deployments.dispatch.progress import Charge, Progress, StraightWay, left_after
+from deployments.record.rids import client_rid, owner_of
+from deployments.record.route_log import Following, RequestWatch, RouteLog, Try
+from deployments.record.timeline import Arrival
+from deployments.tenancy.quotas import BeyondLimit, Quotas
 from kvtransfer.pages import PageKey
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded, StepFailed

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from deployments.dispatch.event_ids import StreamGone
-from deployments.dispatch.route_log import RequestWatch, tell
+from deployments.record.route_log import RequestWatch, tell
 
 MOST_STREAMS, MOST_FIRST = 256, 64  # of one router; and so many more, each the only one of its key
 MOST_BYTES = 512 << 10  # of one stream: some 2,000 events of text

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from deployments.channel.channel_server import Stream
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.progress import Part
-from deployments.dispatch.route_log import Try
+from deployments.record.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg

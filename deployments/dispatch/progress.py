@@ -1,18 +1,22 @@
-"""What a client has received of one request, so that another replica can go on from there.
+"""What a client has received of one request, so that another replica can go on from there, and what counts of it.
 
-Owns:      the output ids delivered per choice, and which choices ended.
+Owns:      the output ids delivered per choice, and which choices ended; what the prompts of one HTTP request, which is
+           one request of its key, count with together.
 Never:     talks to a replica.
 Invariant: an id is delivered once, in order; text follows from ids alone, so that a resumed text has no seam.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from deployments.dispatch.rids import with_try
+from deployments.record.rids import with_try
+from deployments.tenancy.quotas import Quotas, Reserved, SoFar
+from deployments.tenancy.tenants import TenantKey
+from replicas.errors import MantaError
 from replicas.types import GenerateRequest, PdLeg, TokenDelta, Usage
 
 
@@ -156,3 +160,69 @@ class Progress:
             resumed_ids=tuple(self._ids[choice]),
             prompt_logprobs_from=None if seen else left.prompt_logprobs_from,
         )
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one HTTP request counts with: an estimate of all its prompts from before the first is sent, and what they
+    have used once the last has ended. Of one that another router ran before, what this one adds to it."""
+
+    requests: Sequence[GenerateRequest]  # one for each prompt
+    quotas: Quotas | None = None
+    key: TenantKey | None = None  # None: nothing is counted
+    uncached_len: int | None = None  # of several prompts together, estimated
+    _reserved: Reserved | None = None
+    _refusal: MantaError | None = None  # of one, and so of all that come to be sent until it has ended
+    _sent: list[tuple[Progress, int]] = field(default_factory=list)  # and the uncached tokens of its prompt, estimated
+
+    def sends(self, progress: Progress, uncached_len: int) -> None:
+        """Count a prompt that is about to be sent. Raises: OverQuota, BeyondLimit."""
+        if self.quotas is None or self.key is None:
+            return
+        if self._refusal is not None:
+            raise self._refusal
+        if self._reserved is None:
+            samplings = [each.sampling for each in self.requests]
+            try:
+                self._reserved = self.quotas.reserve(
+                    self.key,
+                    input_tokens=uncached_len if self.uncached_len is None else self.uncached_len,
+                    output_tokens=max(each.max_new_tokens for each in samplings),
+                    choices=sum(each.n for each in samplings),
+                    so_far=self._so_far,
+                    is_rest=progress.num_restored > 0,  # it was counted when it came
+                )
+            except MantaError as error:
+                self._refusal = error
+                raise
+        self._sent.append((progress, uncached_len))
+
+    def end(self, *, failed: bool) -> None:
+        """Count what has been used. Args: failed: here, not its client: what has not begun then counts nothing."""
+        if self.quotas is None or self._reserved is None:
+            return
+        counted = [each for each in self._sent if each[0].started or not failed]
+        if not counted:
+            self.quotas.give_back(self._reserved)
+            return
+        self.quotas.settle(
+            self._reserved,
+            input_tokens=sum(_spent(progress, uncached_len) for progress, uncached_len in counted),
+            output_tokens=sum(progress.num_delivered - progress.num_restored for progress, _ in counted),
+            choices=sum(progress.request.sampling.n for progress, _ in counted),
+        )
+
+    def _so_far(self) -> SoFar:
+        input_tokens = output_tokens = longest = 0
+        for progress, _ in self._sent:
+            input_tokens += _spent(progress, 0)
+            output_tokens += progress.num_delivered - progress.num_restored
+            longest = max(longest, progress.longest)
+        return SoFar(input_tokens, output_tokens, longest)
+
+
+def _spent(progress: Progress, uncached_len: int) -> int:
+    """Count the prompt tokens that were computed for what ``progress`` has of this router."""
+    if progress.num_restored:
+        return 0
+    return uncached_len if progress.uncached_tokens is None else progress.uncached_tokens

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import RayServeException
 
-from deployments.dispatch.quotas import TELL_S, Told
+from deployments.tenancy.quotas import TELL_S, Told
 
 Body = dict[str, Any]  # an answer of ``GET /route/{name}``; or about a response, of which no two routers know
 What = Literal["response", "events", "cancel", "delete"]

@@ -1,7 +1,7 @@
 """Refuses HTTP requests before a route works on them: those without the right key, those of other sites' web pages, and
 those whose bodies are too long or too slow.
 
-Owns:      the check of the API key and of the admin key (settings/keys.py reads both); the rules on Host, Origin and
+Owns:      the check of the API key and of the admin key (tenancy/keys.py reads both); the rules on Host, Origin and
            body type where no key is needed; every read of a body, here and in the observatory, with bounds on its bytes
            and time. CORS headers are Starlette's (http_app.py).
 Never:     parses a body. Applies the rules on web pages where a key protects
@@ -35,12 +35,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.dispatch.quotas import Quotas
-from deployments.dispatch.rids import owned
 from deployments.http.http_errors import BodyTooLarge, BodyTooSlow, error_response
-from deployments.settings.keys import ANYBODY, CALLER, KEY_VARIABLE, CacheIsolation, Caller, KeyDigests, shown_keys
-from deployments.settings.places import is_loopback
-from deployments.settings.tenants import TenantKey
+from deployments.places import is_loopback
+from deployments.record.rids import owned
+from deployments.tenancy.keys import ANYBODY, CALLER, KEY_VARIABLE, CacheIsolation, Caller, KeyDigests, shown_keys
+from deployments.tenancy.quotas import Quotas
+from deployments.tenancy.tenants import TenantKey
 from replicas.errors import InvalidRequest, MantaError, RequestAborted
 from replicas.types import GenerateRequest
 

@@ -39,7 +39,7 @@ from deployments.http.convert import adapters_of, asked_adapter, check_count, to
 from deployments.http.http_errors import error_body
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import JsonAnswer, answer
-from deployments.settings.places import shown_path
+from deployments.places import shown_path
 from replicas.errors import InvalidRequest
 from replicas.text.detokenizer import token_texts
 from replicas.types import AdapterRef, EngineStats

@@ -36,8 +36,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments import logs
 from deployments.dispatch.dispatcher import NO_HINTS, RequestDeltas, RouteHints
 from deployments.dispatch.leases import ReplicaCalls
-from deployments.dispatch.rids import check_name, clean_name, new_digits
-from deployments.dispatch.route_log import (
+from deployments.http.access import caller_of, scoped
+from deployments.http.http_errors import MESSAGES
+from deployments.http.service import Service, service_of
+from deployments.record.rids import check_name, clean_name, new_digits
+from deployments.record.route_log import (
     CLIENT_CLOSED,
     RequestWatch,
     RouteLog,
@@ -46,11 +49,8 @@ from deployments.dispatch.route_log import (
     outcome_of_status,
     tell,
 )
-from deployments.dispatch.timeline import Arrival
-from deployments.http.access import caller_of, scoped
-from deployments.http.http_errors import MESSAGES
-from deployments.http.service import Service, service_of
-from deployments.settings.keys import ANYBODY, Caller
+from deployments.record.timeline import Arrival
+from deployments.tenancy.keys import ANYBODY, Caller
 from replicas.errors import InvalidRequest
 from replicas.text.detokenizer import Detokenizer
 from replicas.text.tokenizer import Tokenizer

@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from deployments.dispatch.rids import new_rid
 from deployments.http.api_document import EVENT_STREAM, RUN, gives
 from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import ChatRequest, Route, TemplateFields
@@ -38,6 +37,7 @@ from deployments.output.reading import ChoiceReading, call_id
 from deployments.output.reasoning import ReasoningCount
 from deployments.output.tools import ToolUse, tool_use
 from deployments.output.validation import SchemaPromise
+from deployments.record.rids import new_rid
 from replicas.errors import InvalidRequest
 from replicas.types import FinishReason, GenerateRequest, TokenDelta
 

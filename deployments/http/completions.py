@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from deployments.dispatch.rids import new_rid
 from deployments.http.api_document import EVENT_STREAM, RUN, gives
 from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import CompletionRequest, Route
@@ -34,6 +33,7 @@ from deployments.http.convert import (
 from deployments.http.openai_format import OpenAIForm, TextOffsets, completion_logprobs, prompt_logprobs_body
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Change, Key
+from deployments.record.rids import new_rid
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, TokenIds
 

@@ -16,7 +16,7 @@ from deployments.http.apis import adapters, batches, messages, ollama, readouts,
 from deployments.http.arrivals import ALIVE, DROPPED, RESUME, Arrivals
 from deployments.http.service import Service
 from deployments.http.tracing import Traces, Tracing
-from deployments.settings.keys import NO_KEYS, KeyDigests
+from deployments.tenancy.keys import NO_KEYS, KeyDigests
 
 ROUTERS = (
     chat.router, completions.router, native.router, responses.router, messages.router, ollama.router, streams.router,

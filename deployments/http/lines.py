@@ -14,12 +14,12 @@ from pydantic_core import to_json
 
 from deployments.batches.runner import Answer
 from deployments.batches.store import Line, Row
-from deployments.dispatch.timeline import Arrival
 from deployments.http import chat, completions, http_errors
 from deployments.http.apis import readouts, responses
 from deployments.http.arrivals import BATCH, REPLICAS
 from deployments.http.service import Service
-from deployments.settings.keys import CALLER, NO_KEYS, KeyDigests
+from deployments.record.timeline import Arrival
+from deployments.tenancy.keys import CALLER, NO_KEYS, KeyDigests
 
 ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, responses.router, readouts.router)
 KEY_GONE = to_json(

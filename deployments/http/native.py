@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from deployments.dispatch.rids import check_name, new_rid
 from deployments.http.api_document import EVENT_STREAM, RUN, gives
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import NativeRequest, NativeSampling, Route
@@ -37,6 +36,7 @@ from deployments.http.convert import (
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, AnswerSoFar, Change, Form
 from deployments.output.validation import FormAsked, SchemaPromise
+from deployments.record.rids import check_name, new_rid
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob, finite

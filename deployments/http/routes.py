@@ -10,8 +10,6 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from deployments.dispatch.dispatcher import Dispatcher, query_of
-from deployments.dispatch.rids import new_rid
-from deployments.dispatch.route_forms import decision_body, record_body
 from deployments.fleet.peers import newer
 from deployments.http import bodies
 from deployments.http.access import admin_only, caller_of, scoped
@@ -21,6 +19,8 @@ from deployments.http.bodies import Route, WireType
 from deployments.http.convert import asked_adapter, checked, output_limit, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.service import Service, service_of
+from deployments.record.rids import new_rid
+from deployments.record.route_forms import decision_body, record_body
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import explain

@@ -35,10 +35,10 @@ from deployments.output.examined import ExaminedGrammars
 from deployments.output.output_format import OutputFormat
 from deployments.output.prompting import ChatPrompting
 from deployments.output.tools import ToolUse
+from deployments.places import local_path, nearest_folder, shown_path
 from deployments.settings.adapters import Adapters
-from deployments.settings.keys import CALLER, CacheIsolation
-from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
+from deployments.tenancy.keys import CALLER, CacheIsolation
 from replicas.checkpoints import hub
 from replicas.errors import InvalidConfig, InvalidRequest, PromptTooLong, UnsupportedModel
 from replicas.hf_config import (
@@ -48,8 +48,8 @@ from replicas.hf_config import (
     named_context,
     read_generation_config,
 )
+from replicas.loading.model_files import architecture_of, read_config
 from replicas.models.registry import MODELS
-from replicas.runner.model_files import architecture_of, read_config
 from replicas.text.tokenizer import Rendered, Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
 
@@ -353,7 +353,7 @@ def _config_json(model: ModelSettings) -> dict[str, Any]:
 def _with_defaults(model: ModelSettings, config: dict[str, Any]) -> dict[str, Any]:
     """Fill in what the model's family says: defaults, numbers of the text part of a model that also sees, the context
     under the name that all share. Takes Transformers' classes, 3 s of a start, and torch."""
-    from replicas.runner.model_files import family_config
+    from replicas.loading.model_files import family_config
 
     try:
         filled = family_config(config_folder(model))

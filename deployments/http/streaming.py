@@ -44,7 +44,6 @@ from deployments.dispatch.dispatcher import RequestDeltas
 from deployments.dispatch.event_ids import MOST_CHOICES, Cursor, Numbering
 from deployments.dispatch.kept_streams import Connection, Event, KeptStream, KeptStreams
 from deployments.dispatch.progress import StraightWay
-from deployments.dispatch.rids import client_rid
 from deployments.http.access import caller_of
 from deployments.http.api_document import LINES
 from deployments.http.arrivals import (
@@ -61,6 +60,7 @@ from deployments.http.service import service_of
 from deployments.output.parts import Part, TextPart
 from deployments.output.reading import ChoiceReading
 from deployments.output.validation import SchemaPromise, SchemaWord
+from deployments.record.rids import client_rid
 from replicas.errors import InvalidRequest, RequestAborted
 from replicas.types import GenerateRequest, TokenDelta, Usage
 

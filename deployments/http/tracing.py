@@ -34,8 +34,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
-from deployments.dispatch.timeline import Arrival
+from deployments.record.route_log import RouteLog, RouteRecord, Try
+from deployments.record.timeline import Arrival
 from deployments.settings.schema import ObservabilitySettings
 from replicas.errors import InvalidConfig
 

@@ -11,18 +11,18 @@ from typing import Any
 
 from deployments.http import tracing
 from deployments.http.service import config_folder, read_face, tokenizer_folder
+from deployments.places import check_model_path, local_path
 from deployments.settings.adapters import Adapters
 from deployments.settings.groups import with_secrets
-from deployments.settings.places import check_model_path, local_path
 from deployments.settings.roles import check_ranks, config_of, roles_of
 from deployments.settings.schema import AppConfig, examine, parse
 from deployments.settings.settings_file import setting_of
 from replicas.checkpoints.checkpoint import weight_files
 from replicas.config import Device, EngineConfig, Hardware, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
 from replicas.resolve import resolve, settings_problems
-from replicas.runner.model_files import load_model_config
 from replicas.text.tokenizer import Tokenizer
 from routing.types import Role
 

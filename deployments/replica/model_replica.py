@@ -27,10 +27,10 @@ from deployments import logs
 from deployments.autoscaling import replica_stats
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.node_tasks import DeathWatch
+from deployments.places import local_path
 from deployments.replica.cache_moves import ReplicaMoves
 from deployments.replica.feasible import num_threads
 from deployments.replica.served_engine import ServedEngine
-from deployments.settings.places import local_path
 from deployments.settings.roles import config_of
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.replica_metrics import replica_emitter
@@ -44,7 +44,7 @@ from routing.types import Role
 if TYPE_CHECKING:
     from replicas.engine.engine import Engine
     from replicas.engine.ranks import WorkerLauncher
-    from replicas.runner.worker import WorkerSpec
+    from replicas.ranks.worker import WorkerSpec
 
 log = logging.getLogger("ray.serve")
 
@@ -171,7 +171,7 @@ class RankActor:
     """The actor of one follower rank; its only method lasts as long as the rank does."""
 
     def run(self, spec: "WorkerSpec") -> None:
-        from replicas.runner.worker import run_worker
+        from replicas.ranks.worker import run_worker
 
         run_worker(spec)
 

@@ -41,7 +41,7 @@ from deployments.channel.frames import (
     encode,
 )
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
-from deployments.dispatch.rids import choice_of, client_rid, owner_of
+from deployments.record.rids import choice_of, client_rid, owner_of
 from deployments.replica.cache_moves import ReplicaMoves
 from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress

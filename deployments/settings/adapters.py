@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
+from deployments.places import local_path
 from deployments.settings.groups import ADAPTER_NAME, LONGEST_NAME, AdapterSettings
-from deployments.settings.places import local_path
-from deployments.settings.tenants import TAKEN
+from deployments.tenancy.tenants import TAKEN
 from kvtransfer.stores.folder import open_own, read_own
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS, Shapes, identify
 from replicas.errors import InvalidAdapter, InvalidConfig, InvalidRequest, Overloaded, UnknownModel

@@ -27,9 +27,9 @@ from deployments.settings.groups import (
     TransferGroup,
     in_bytes,
 )
-from deployments.settings.keys import SECRET, CacheIsolation, KeyDigests, read_keys
 from deployments.settings.settings_file import BYTES, sentences, setting_of, shown
-from deployments.settings.tenants import TAKEN
+from deployments.tenancy.keys import SECRET, CacheIsolation, KeyDigests, read_keys
+from deployments.tenancy.tenants import TAKEN
 from kvtransfer.stores.urls import parsed
 from replicas.config import (
     Attention,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import yaml
 
-from deployments.settings.places import local_model
+from deployments.places import local_model
 from replicas.errors import InvalidConfig
 
 if TYPE_CHECKING:

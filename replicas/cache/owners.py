@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 
 from replicas.cache.node import TreeNode
 
-EVERYBODY = "*"  # no tenant has this name (deployments/settings/tenants.py)
+EVERYBODY = "*"  # no tenant has this name (deployments/tenancy/tenants.py)
 ACTIVE_S = 600.0  # since a tenant's last request began or ended its prompt
 
 

@@ -1,7 +1,7 @@
 """What a model's folder holds for weights, whatever the kind of its files.
 
 Owns:      which files those are, and in what words a quantised checkpoint is described.
-Never:     loads a layer (runner/weights.py does); downloads.
+Never:     loads a layer (loading/weights.py does); downloads.
 Invariant: what `stored_as` promises to keep as it is, `Checkpoint.weight` has in that format, unless a tensor's own
            scales are too fine for it: that tensor is widened.
 """

@@ -8,8 +8,8 @@ Thread:    the engine's.
 Source:    SGLang's /release_memory_occupation and /resume_memory_occupation, with their names of the parts.
 
 kv_cache  the device pool: its memory goes back to the system, and comes again, zero, as it is touched
-weights   those that lie in the file of packed weights (runner/panel_file.py): they are read from it again when they are
-          needed; embeddings and norms stay
+weights   those that lie in the file of packed weights (loading/panel_file.py): they are read from it again when
+          they are needed; embeddings and norms stay
 """
 
 from collections.abc import Callable, Iterable

@@ -26,12 +26,12 @@ from replicas.kernels.team import PassingThread
 from replicas.layers.adapters import AdapterBank, AdapterOrder, DropAdapter, PutAdapter
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache
+from replicas.ranks.plan_channel import PlanChannel
+from replicas.ranks.port import MakeAgent, PortSpec, make_port
+from replicas.ranks.remote_port import RemotePort
+from replicas.ranks.worker import WorkerSpec, die_with_parent, run_worker, worker_specs
 from replicas.runner.kv_access import GiveBack, KvOrder, RankedCopier, RankedKvBytes, give_back_parts
 from replicas.runner.model_runner import ModelRunner
-from replicas.runner.plan_channel import PlanChannel
-from replicas.runner.port import MakeAgent, PortSpec, make_port
-from replicas.runner.remote_port import RemotePort
-from replicas.runner.worker import WorkerSpec, die_with_parent, run_worker, worker_specs
 from replicas.scheduler.plan import PendingStep, StepPlan
 from replicas.types import AdapterRef
 
@@ -50,7 +50,7 @@ class WorkerHandles(Protocol):
 
 
 class WorkerLauncher(Protocol):
-    """A way to start followers somewhere; each calls `replicas.runner.worker.run_worker(spec)`."""
+    """A way to start followers somewhere; each calls `replicas.ranks.worker.run_worker(spec)`."""
 
     host: str  # address of rank 0 that the followers can reach
 

@@ -1,7 +1,7 @@
 """The base of every layer: it takes its weights under their Hugging Face names, and is then called.
 
 Owns:      the walk over a tree of layers: names of weights, finishing after loading, bytes.
-Never:     reads files (runner/weights.py does).
+Never:     reads files (loading/weights.py does).
 Invariant: weights are put once, as whole tensors; each layer keeps its rank's slice; ``finalize`` comes before a call.
 """
 

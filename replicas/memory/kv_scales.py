@@ -2,7 +2,7 @@
 
 Owns:      the names under which checkpoints have them: ``k_scale`` and ``v_scale`` of the attention, of its ``attn`` or
            of the projections, ``kv_scale`` for both, and ``output_scale`` of a projection (compressed-tensors).
-Never:     loads weights (runner/weights.py, which knows these names by `KV_SCALE`).
+Never:     loads weights (loading/weights.py, which knows these names by `KV_SCALE`).
 Invariant: a number times its scale is the value. A layer for which the checkpoint has no scale, or a negative one (as
            some say "none"), has 1.
 """

@@ -1,1 +1,1 @@
-"""Runs plans on the device: batch building, the model, sampling, and follower ranks."""
+"""Runs plans on the device: batch building, the model, and sampling."""

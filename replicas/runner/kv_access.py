@@ -19,11 +19,11 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.model_files import model_identity
+from replicas.loading.panel_file import give_back_panels
 from replicas.memory.allocator import Pages
 from replicas.memory.host import HostKVCache
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.runner.model_files import model_identity
-from replicas.runner.panel_file import give_back_panels
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,9 @@ from replicas.kernels.adapters import low_rank
 from replicas.layers.adapters import AdapterBank
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.device import device_bytes, free_device_bytes
+from replicas.loading.model_files import load_model_config
+from replicas.loading.weights import load_weights, weight_bytes
 from replicas.memory import sizing
 from replicas.memory.kv_scales import checkpoint_scales
 from replicas.memory.pool import MHATokenToKVPool
@@ -38,12 +41,9 @@ from replicas.models.registry import model_class
 from replicas.runner import batch as batches
 from replicas.runner import set_aside
 from replicas.runner.batch import PendingTokens, Staging
-from replicas.runner.device import device_bytes, free_device_bytes
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
-from replicas.runner.model_files import load_model_config
 from replicas.runner.sampler import Sampler
 from replicas.runner.warm_up import run_largest_step
-from replicas.runner.weights import load_weights, weight_bytes
 from replicas.scheduler.plan import (
     DecodePlan,
     DoneStep,

@@ -25,7 +25,7 @@ from deployments.http.http_app import make_app
 from deployments.http.routes import own_route
 from deployments.http.service import Service
 from deployments.replica.served_engine import ServedEngine
-from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.watch.observatory.page_files import read_files
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine

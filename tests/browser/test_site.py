@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.browser.chromium import open_chromium
 from tests.programs import unavailable
 

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import yaml
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.cluster.machines import Client, Network
 from tests.scraped import Scraped
 from tests.serve.running import MARK, Running, is_idle, processes_of

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.programs import unavailable
 
 NETWORK = "10.77.0"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from deployments.command import haproxy
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.cluster.machines import Client, Network, require_machines
 
 BINARY = haproxy.found({})

@@ -30,7 +30,7 @@ from deployments.channel.channel_client import ChannelClient
 from deployments.http.api_document import describe
 from deployments.http.http_app import ROUTERS, make_app
 from deployments.http.service import ModelFace, Service
-from deployments.settings.keys import NO_KEYS, ApiKey, KeyDigests
+from deployments.tenancy.keys import NO_KEYS, ApiKey, KeyDigests
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, TokenLogprob
 from tests.unit.deployments.in_process import House, ScriptedReplica

@@ -18,7 +18,7 @@ from dashboards import __main__ as dashboards
 from deployments.command.check import read
 from deployments.command.haproxy import BINARY, FLAGS, ROUTES, WRAPPER
 from deployments.http.access import OPEN
-from deployments.settings.places import ROOT, VERSION
+from deployments.places import ROOT, VERSION
 from deployments.settings.schema import parse
 from deployments.settings.settings_file import PORT
 from tests.cluster.cluster import AGAIN, Cluster

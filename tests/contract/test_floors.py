@@ -60,11 +60,18 @@ FLOORS: dict[str, set[str]] = {
         "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config", "replicas.hf_config",
         "replicas.kernels.elementwise",
     },
+    "replicas.loading": {
+        "replicas.models", "replicas.layers", "replicas.kernels", "replicas.memory", "replicas.checkpoints",
+        "replicas.config", "replicas.hf_config", "replicas.errors",
+    },
     "replicas.runner": {
-        "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
-        "replicas.checkpoints",
-        "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
-        "kvtransfer.layout", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload",
+        "replicas.loading", "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels",
+        "replicas.memory", "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types",
+        "kvtransfer.layout", "kvtransfer.replay.payload",
+    },
+    "replicas.ranks": {
+        "replicas.runner", "replicas.layers", "replicas.memory", "replicas.scheduler.plan", "replicas.config",
+        "replicas.errors", "kvtransfer.layout", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports",
         "kvtransfer.peers",
     },
     "replicas.observer": {
@@ -76,22 +83,23 @@ FLOORS: dict[str, set[str]] = {
         "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine": {
-        "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.request",
+        "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.request",
         "replicas.text", "replicas.grammar", "replicas.disagg", "replicas.distributions", "replicas.config",
         "replicas.observer", "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
         "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine.ranks": {
-        "replicas.runner", "replicas.kernels", "replicas.layers.tp_group", "replicas.layers.adapters",
+        "replicas.ranks", "replicas.runner", "replicas.kernels", "replicas.layers.tp_group", "replicas.layers.adapters",
         "replicas.checkpoints.adapters", "replicas.engine.adapters", "replicas.scheduler.plan",
         "replicas.memory.host", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.ports",
     },
     "replicas.launch": {
-        "replicas.engine", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.memory.host",
+        "replicas.engine", "replicas.disagg", "replicas.loading", "replicas.runner", "replicas.ranks", "replicas.cache",
+        "replicas.memory.host",
         "replicas.text", "replicas.config", "replicas.resolve", "replicas.types", "replicas.errors", "kvtransfer",
     },
     "replicas.calibrate": {
-        "replicas.runner", "replicas.models", "replicas.attention", "replicas.layers.tp_group", "replicas.memory",
+        "replicas.loading", "replicas.models", "replicas.attention", "replicas.layers.tp_group", "replicas.memory",
         "replicas.text", "replicas.config", "replicas.errors",
     },
     "replicas.replay": {
@@ -101,13 +109,15 @@ FLOORS: dict[str, set[str]] = {
     "deployments": set(),  # as ``replicas``
     "deployments.autoscaling": {"replicas.types"},
     "deployments.logs": {"kvtransfer.replay", "replicas"},
+    "deployments.places": {"replicas.checkpoints", "replicas.errors"},
 }
 # the rooms of deployments/, from the lowest: each may import what is below it, and the houses under deployments/
 ROOMS = (
-    ("output",), ("settings",), ("channel",), ("dispatch",), ("fleet",), ("batches",), ("http",), ("watch",),
-    ("router", "replica"), ("app",), ("command", "__main__"),
+    ("output",), ("tenancy",), ("settings",), ("channel",), ("record",), ("dispatch",), ("fleet",), ("batches",),
+    ("http",), ("watch",), ("router", "replica"), ("app",), ("command", "__main__"),
 )  # fmt: skip
-BELOW = {"dashboards", "kvtransfer", "routing", "replicas", "deployments.logs", "deployments.autoscaling"}
+BELOW = {"dashboards", "kvtransfer", "routing", "replicas"}
+BELOW |= {f"deployments.{file}" for file in ("logs", "autoscaling", "places")}
 for level in ROOMS:
     FLOORS |= {f"deployments.{room}": set(BELOW) for room in level}
     BELOW |= {f"deployments.{room}" for room in level}
@@ -132,13 +142,13 @@ ONLY: dict[str, set[str]] = {
     "botocore": {"kvtransfer.stores.object"},
     "grafana_foundation_sdk": set(),
     "opentelemetry": {"deployments"},
-    "rich": {"deployments", "replicas.runner.weights"},
+    "rich": {"deployments", "replicas.loading.weights"},
     "flashinfer": {"replicas.attention", "replicas.runner.sampler"},
     "triton": {"replicas.attention", "replicas.kernels"},
     "numba": {"replicas.kernels", "replicas.attention", "replicas.layers"},
     "llvmlite": {"replicas.kernels"},
     "transformers": {
-        "replicas.text.tokenizer", "replicas.runner.model_files", "replicas.models.transformers",
+        "replicas.text.tokenizer", "replicas.loading.model_files", "replicas.models.transformers",
         "replicas.models.outline", "replicas.models.own_parts", "replicas.models.sharding",
         "replicas.checkpoints.gguf_folder",
     },
@@ -152,7 +162,7 @@ ONLY: dict[str, set[str]] = {
         "replicas.memory.sparse_pool", "replicas.calibrate",
         "replicas.memory.host",
         "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",
-        "replicas.checkpoints", "replicas.runner", "replicas.launch",
+        "replicas.checkpoints", "replicas.loading", "replicas.runner", "replicas.ranks", "replicas.launch",
     },
 }
 OURS = {floor.split(".")[0] for floor in FLOORS}
@@ -175,8 +185,8 @@ LATE: dict[str, str] = {
     "deployments.replica.model_replica": "settings are checked and applications built without torch",
     "deployments.replica.served_engine": "settings are checked and applications built without numba",
     "deployments.watch.metrics.replica_metrics": "the same; only a replica on a GPU has its figures",
-    "deployments.settings.keys": "only router.keys_file needs pydantic: the command line reads keys too",
-    "deployments.settings.places": "only the path of a GGUF file needs Transformers and gguf",
+    "deployments.tenancy.keys": "only router.keys_file needs pydantic: the command line reads keys too",
+    "deployments.places": "only the path of a GGUF file needs Transformers and gguf",
     "replicas.attention.registry": "a backend's libraries may be missing, and settings are checked without torch",
     "replicas.checkpoints.checkpoint": "only a GGUF file needs gguf",
     "replicas.checkpoints.gguf_file": "the file's header is read without torch",
@@ -185,7 +195,7 @@ LATE: dict[str, str] = {
     "replicas.kernels.experts.on_gpu": "Triton may be missing",
     "replicas.layers.moe": "Triton may be missing",
     "replicas.models.registry": "a family of our own needs no Transformers",
-    "replicas.runner.model_files": "only a model that Transformers runs needs its outline, and one in bfloat16 numba",
+    "replicas.loading.model_files": "only a model that Transformers runs needs its outline, and one in bfloat16 numba",
     "replicas.runner.model_runner": "only attention: double_sparse has a pool with labels",
     "replicas.memory.scaled_pool": "only latent attention has a latent pool",
     "replicas.replay.__main__": "`show` needs none of the engine's seconds of imports",
@@ -235,7 +245,7 @@ def test_imports_go_down_only(unit: str) -> None:
         ("replicas.cache.kv", "from replicas.scheduler.plan import ExtendPlan"),
         ("replicas.cache.kv", "from replicas.scheduler import plan"),
         ("replicas.cache.radix", "import torch"),
-        ("replicas.runner.worker", "from replicas.scheduler.scheduler import Scheduler"),
+        ("replicas.ranks.worker", "from replicas.scheduler.scheduler import Scheduler"),
         ("replicas.engine.engine", "def f():\n    import ray"),
         ("replicas.memory.allocator", "if TYPE_CHECKING:\n    from torch import Tensor"),
         ("replicas.runner.sampler", "import numba"),

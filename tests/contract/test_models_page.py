@@ -15,9 +15,9 @@ from deployments.http.service import read_face
 from deployments.replica.feasible import examined
 from deployments.settings.schema import ModelSettings
 from deployments.settings.settings_file import CommandLine
+from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
 from replicas.models.registry import MODELS
-from replicas.runner.model_files import load_model_config
 from tests.unit.tokenizer_folders import byte_level_folder
 from tools.models_table import PAGE, VOCAB, ModelType, Product, judge, page, product_row, products, written
 

@@ -11,9 +11,9 @@ import yaml
 from dashboards.catalog import CATALOG, POOL_STATES, STAGES
 from deployments.command.haproxy import BINARY, FLAGS, WRAPPER
 from deployments.command.settings_doc import table
+from deployments.places import ROOT, VERSION
 from deployments.settings.constants import is_constant
 from deployments.settings.groups import AutoscalingSettings
-from deployments.settings.places import ROOT, VERSION
 from deployments.settings.schema import AppConfig, parse
 from deployments.settings.settings_file import OURS
 from routing.terms import CANDIDATE, DECODE_REPLICA

@@ -10,9 +10,9 @@ import torch
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, EngineConfig, Hardware, SchedulerConfig
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.model_files import load_model_config
 from replicas.request import Req
 from replicas.resolve import resolve
-from replicas.runner.model_files import load_model_config
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.scheduler import Scheduler
 from replicas.types import GenerateRequest, SamplingParams

@@ -12,7 +12,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.ports.memory import KvMemory, page_digests
 from kvtransfer.types import TransferSettings
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.runner.port import PortSpec, kv_memory, make_port
+from replicas.ranks.port import PortSpec, kv_memory, make_port
 from tests.gpu.fake_cuda import CUDA, FakeCuda
 
 LAYOUT = KvLayout(

@@ -14,9 +14,9 @@ from kvtransfer.errors import IncompatibleLayout
 from replicas.attention.torch_native import TorchNativeAttention
 from replicas.config import FP8_TENSOR, CacheConfig, Hardware, KvDType, kv_layout
 from replicas.errors import InvalidConfig
+from replicas.loading.model_files import load_model_config
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
 from replicas.resolve import resolve
-from replicas.runner.model_files import load_model_config
 from tests.attention_steps import Step
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE, device_step, run, share

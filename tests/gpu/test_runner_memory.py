@@ -11,9 +11,9 @@ import torch
 from replicas.attention.workspace import num_sms
 from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.device import device_bytes
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner import set_aside
-from replicas.runner.device import device_bytes
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, TableWrite
 from tests.gpu import fake_cuda

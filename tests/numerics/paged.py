@@ -11,10 +11,10 @@ from replicas.attention.base import AttentionSpec, BatchMeta
 from replicas.attention.choice import make_attention
 from replicas.config import DType, Implementation, ModelConfig, Quantization
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.model_files import load_model_config
+from replicas.loading.weights import load_weights
 from replicas.memory.scaled_pool import kv_pool
 from replicas.models.registry import model_class
-from replicas.runner.model_files import load_model_config
-from replicas.runner.weights import load_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"

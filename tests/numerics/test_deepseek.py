@@ -19,8 +19,8 @@ from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.launch import EngineSettings, load_engine
+from replicas.loading.model_files import load_model_config
 from replicas.replay.replay import extract, restore
-from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL

@@ -16,9 +16,9 @@ from replicas.config import CacheConfig, Hardware, ModelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine, port_spec
+from replicas.loading.model_files import load_model_config
 from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool, read_channels
 from replicas.resolve import resolve
-from replicas.runner.model_files import load_model_config
 from tests.attention_steps import make_step
 from tests.embedded import MODEL
 from tests.harness import ask, finish_all

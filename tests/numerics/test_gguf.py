@@ -13,11 +13,11 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedModel
 
-from deployments.settings.places import local_path, shown_path
+from deployments.places import local_path, shown_path
 from replicas.checkpoints.gguf_file import GgufFile
 from replicas.checkpoints.gguf_folder import folder_of
 from replicas.errors import InvalidConfig
-from replicas.runner.model_files import load_model_config, model_folder, model_identity
+from replicas.loading.model_files import load_model_config, model_folder, model_identity
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.numerics import tiny

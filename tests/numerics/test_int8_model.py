@@ -17,8 +17,8 @@ from replicas.config import (
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
+from replicas.loading.model_files import load_model_config
 from replicas.resolve import resolve
-from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL, short_model
 from tests.numerics.perplexity import perplexity, text_ids

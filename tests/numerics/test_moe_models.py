@@ -17,10 +17,10 @@ from replicas.config import CacheConfig, Hardware, MoEConfig, ParallelConfig, Qu
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
+from replicas.loading.model_files import load_model_config
+from replicas.loading.weights import weight_bytes
 from replicas.memory import sizing
 from replicas.resolve import resolve
-from replicas.runner.model_files import load_model_config
-from replicas.runner.weights import weight_bytes
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL
 from tests.local_agents import LocalFabric

@@ -13,7 +13,7 @@ from torch import Tensor
 from replicas.checkpoints.methods import method_of
 from replicas.errors import InvalidConfig
 from replicas.layers.linear import ColumnParallelLinear
-from replicas.runner.model_files import load_model_config, model_identity
+from replicas.loading.model_files import load_model_config, model_identity
 from tests.numerics import quantised, tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.quantised import Made

@@ -20,7 +20,7 @@ from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.errors import EngineDead
 from replicas.launch import EngineSettings, load_engine
 from replicas.layers.adapters import AdapterBank, PutAdapter, RankAdapter
-from replicas.runner.worker import WorkerSpec
+from replicas.ranks.worker import WorkerSpec
 from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.adapters import make_adapter
 from tests.embedded import MODEL

@@ -15,8 +15,8 @@ from replicas.config import Hardware, Implementation, RopeConfig, kv_layout
 from replicas.errors import InvalidConfig
 from replicas.hf_config import model_config_from_hf
 from replicas.layers.rope_scaling import frequencies
+from replicas.loading.model_files import load_model_config
 from replicas.resolve import resolve
-from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 

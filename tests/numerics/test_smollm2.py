@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from replicas.config import Quantization
-from replicas.runner.weights import weight_bytes
+from replicas.loading.weights import weight_bytes
 from tests.numerics import tiny
 from tests.numerics.paged import SMOLLM2, PagedModel, assert_close_in_range, open_model
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from replicas.config import ModelConfig
 from replicas.layers.linear import QKVParallelLinear
 from replicas.layers.tp_group import TpGroup
-from replicas.runner.model_files import load_model_config
-from replicas.runner.weights import weight_bytes
+from replicas.loading.model_files import load_model_config
+from replicas.loading.weights import weight_bytes
 from tests.numerics import tiny
 from tests.numerics.paged import SMOLLM2, PagedModel, assert_close_in_range
 from tests.numerics.ranks import run_ranks

@@ -8,8 +8,8 @@ import torch
 from deployments.http.service import adaptable_weights
 from deployments.settings.schema import ModelSettings
 from replicas.layers.layer import full_name
+from replicas.loading.model_files import load_model_config
 from replicas.models.llama import Llama
-from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 

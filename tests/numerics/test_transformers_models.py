@@ -16,8 +16,8 @@ from replicas.config import AttentionKind, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.kernels import bf16_tiles
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
-from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests.local_agents import LocalFabric
 from tests.numerics import tiny

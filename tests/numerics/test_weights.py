@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from replicas.checkpoints.weight_index import safetensors_files
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.kernels import bf16_tiles
-from replicas.runner.model_files import load_model_config
-from replicas.runner.weights import weight_bytes
+from replicas.loading.model_files import load_model_config
+from replicas.loading.weights import weight_bytes
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 
@@ -48,7 +48,7 @@ def test_a_sharded_checkpoint_gives_the_logits_of_a_whole_one(llama: Path, tmp_p
 
 def test_loading_is_told_in_tenths_of_the_checkpoint(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Every weight is counted once, under its own layer."""
-    with caplog.at_level(logging.INFO, logger="replicas.runner.weights"):
+    with caplog.at_level(logging.INFO, logger="replicas.loading.weights"):
         open_model(llama)
     said = [record.getMessage() for record in caplog.records if "loading weights" in record.getMessage()]
     assert 2 <= len(said) <= 10

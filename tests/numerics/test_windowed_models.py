@@ -11,7 +11,7 @@ import pytest
 
 from replicas.config import AttentionKind
 from replicas.engine.engine import Engine
-from replicas.runner.model_files import load_model_config
+from replicas.loading.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL
 from tests.local_agents import LocalFabric

@@ -15,7 +15,7 @@ import pytest
 
 from deployments.channel.channel_client import ChannelClient
 from deployments.dispatch.attempt import Attempt
-from deployments.dispatch.route_log import RequestWatch
+from deployments.record.route_log import RequestWatch
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from routing.moves import Cause, Move, Waiting
 from routing.types import NoReplica

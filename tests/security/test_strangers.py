@@ -17,12 +17,12 @@ import pytest
 from dashboards.catalog import Process
 from deployments.batches import runner as runners
 from deployments.batches.store import BatchStore
-from deployments.dispatch.quotas import KINDS, Quotas
 from deployments.http.apis import batches as uploads
 from deployments.http.http_app import make_app
 from deployments.settings.adapters import Adapters, AdapterSettings
-from deployments.settings.keys import read_keys
-from deployments.settings.tenants import TenantKeys
+from deployments.tenancy.keys import read_keys
+from deployments.tenancy.quotas import KINDS, Quotas
+from deployments.tenancy.tenants import TenantKeys
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RouterEvents
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS

@@ -24,7 +24,7 @@ from pathlib import Path
 from PIL import Image
 
 from dashboards.files import BOARD_FILES, committed_board
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.programs import program
 from tests.serve.pictures import FOLDER, busiest, keep, loaded

@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.serve.running import HTTP, Running, serving
 from tests.waiting import until

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.programs import program
 from tests.serve.running import HTTP, free_port
 

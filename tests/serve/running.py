@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import yaml
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 
 MARK = "MANTA_TEST_MARK"
 START_S = 240.0

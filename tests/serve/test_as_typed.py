@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.cluster.machines import Machine, Network, require_machines
 from tests.serve.running import HTTP, MARK, Running, processes_of, serving
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.programs import program
 from tests.serve.running import Running, free_port, serving
 

@@ -13,7 +13,7 @@ from deployments.http.api_document import BODY, gives
 from deployments.http.bodies import LoadAdapterRequest, Route, UnloadAdapterRequest
 from deployments.http.convert import refuse_unsupported
 from deployments.http.service import Service, service_of
-from deployments.settings.places import shown_path
+from deployments.places import shown_path
 
 router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
 TEXT = {"response_class": PlainTextResponse, **gives(None, *BODY)}

@@ -17,7 +17,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, WithJsonSchema
 
-from deployments.dispatch.rids import new_rid
 from deployments.http import bodies
 from deployments.http.api_document import RUN, about, body_like, gives, said, shape, shown
 from deployments.http.arrivals import generations_of, name_of
@@ -25,6 +24,7 @@ from deployments.http.bodies import Few, Items, Route, WireType
 from deployments.http.convert import asked_adapter, check_count, checked, prompts_of_ids, refuse_unsupported, salt_of
 from deployments.http.service import LONG_TEXT, Service, service_of
 from deployments.http.streaming import AnswerSoFar, JsonAnswer, answer, joined, run
+from deployments.record.rids import new_rid
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
 

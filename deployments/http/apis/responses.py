@@ -18,7 +18,6 @@ from fastapi.responses import Response
 from deployments.dispatch.background import BackgroundStream, BackgroundStreams
 from deployments.dispatch.event_ids import StreamGone
 from deployments.dispatch.kept_streams import MOST_STREAMS, Event
-from deployments.dispatch.rids import new_digits
 from deployments.fleet.peers import Body, ResponseAsk, What
 from deployments.http.access import caller_of
 from deployments.http.api_document import NAMED_EVENTS, RUN, gives
@@ -40,6 +39,7 @@ from deployments.http.streaming import (
     sse,
     stream,
 )
+from deployments.record.rids import new_digits
 from replicas.errors import InvalidRequest, MantaError
 
 router = APIRouter(route_class=Route)

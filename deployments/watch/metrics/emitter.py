@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dashboards.catalog import CATALOG, OPEN, Kind, Metric, Process
-from deployments.settings.places import VERSION
+from deployments.places import VERSION
 from replicas.distributions import Tally
 from replicas.types import TallyCounts
 

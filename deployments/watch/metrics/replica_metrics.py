@@ -69,7 +69,7 @@ def tell_replica(
 
 
 def _device() -> Iterator[Told]:
-    from replicas.runner.device import gpu_figures
+    from replicas.loading.device import gpu_figures
 
     found = gpu_figures()
     if found is None:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dashboards.catalog import ANSWERING, ENDPOINTS, FINISHES, LINES, OUTCOMES, STAGES
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLost
-from deployments.dispatch.route_log import RequestWatch, Try, predicted_tokens
-from deployments.dispatch.timeline import Timeline
+from deployments.record.route_log import RequestWatch, Try, predicted_tokens
+from deployments.record.timeline import Timeline
 from deployments.watch.metrics.emitter import Emitter, Value
 from replicas.errors import AdapterNotReadable, DiedInStep, EngineDead, Overloaded, StepFailed
 from routing.moves import CAUSES, Cause

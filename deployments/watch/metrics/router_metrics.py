@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from dashboards.catalog import ROLES, Process
-from deployments.dispatch.quotas import Quotas
-from deployments.dispatch.route_log import OBJECTIVES, RequestWatch
 from deployments.fleet.fleet import Fleet
+from deployments.record.route_log import OBJECTIVES, RequestWatch
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
-from deployments.settings.tenants import TenantKeys
+from deployments.tenancy.quotas import Quotas
+from deployments.tenancy.tenants import TenantKeys
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of, tell_build
 from deployments.watch.metrics.router_events import RouterEvents
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics

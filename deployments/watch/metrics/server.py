@@ -24,7 +24,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from deployments.fleet.seen import Target
-from deployments.settings.keys import digest
+from deployments.tenancy.keys import digest
 from deployments.watch.metrics.emitter import Emitter
 from replicas.errors import InvalidConfig
 

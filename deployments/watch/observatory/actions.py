@@ -28,8 +28,8 @@ from ray.serve._private.logging_utils import get_serve_logs_dir
 from deployments.fleet.node_tasks import in_task
 from deployments.fleet.seen import SeenReplica
 from deployments.http.access import BrowserRules, Refused
-from deployments.settings.keys import KEY_VARIABLE
-from deployments.settings.places import shown_path
+from deployments.places import shown_path
+from deployments.tenancy.keys import KEY_VARIABLE
 from deployments.watch import process
 from deployments.watch.observatory.fan_in import Fetch, fetch_text
 from deployments.watch.observatory.parts import parts_of

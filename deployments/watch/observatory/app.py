@@ -22,8 +22,8 @@ from ray.serve import Application
 from dashboards.catalog import ROLES, Process
 from deployments import logs
 from deployments.http.access import browser_rules
-from deployments.settings.keys import KEY_VARIABLE, digest
-from deployments.settings.places import ask_nodes_directly
+from deployments.places import ask_nodes_directly
+from deployments.tenancy.keys import KEY_VARIABLE, digest
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from deployments.watch.observatory import serve_details

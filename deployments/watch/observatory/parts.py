@@ -19,7 +19,7 @@ from starlette.requests import HTTPConnection
 from deployments.fleet.seen import Target
 from deployments.http.access import FewReads, KeyNeeded
 from deployments.http.http_errors import error_response
-from deployments.settings.keys import KEY_VARIABLE, digest
+from deployments.tenancy.keys import KEY_VARIABLE, digest
 from deployments.watch.observatory.fan_in import Fetch, fetch_text
 from deployments.watch.observatory.page_files import PageFile
 from deployments.watch.observatory.state import State

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deployments.dispatch.route_log import judged
+from deployments.record.route_log import judged
 from deployments.watch.observatory.figures import Recent, short
 
 LINKS_S = 10.0

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.dispatch.dispatcher import Dispatcher
-from deployments.dispatch.route_forms import progress_of, record_body, request_row
-from deployments.dispatch.route_log import MOST_TOLD, OBJECTIVES, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body
 from deployments.fleet.seen import GoneReplica, SeenReplica, Target
+from deployments.record.route_forms import progress_of, record_body, request_row
+from deployments.record.route_log import MOST_TOLD, OBJECTIVES, RouteRecord
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from kvtransfer.pages import PageKeys

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from deployments.settings.groups import Settings
-from deployments.settings.keys import KEY_LEN, KEY_VARIABLE
 from deployments.settings.settings_file import sentences
+from deployments.tenancy.keys import KEY_LEN, KEY_VARIABLE
 from replicas.errors import InvalidConfig
 
 

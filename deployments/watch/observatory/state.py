@@ -24,7 +24,7 @@ from dashboards.alerts import FIRING
 from dashboards.catalog import POOL_STATES, TAKEN
 from deployments.channel.frames import ReplicaReport
 from deployments.fleet.seen import SeenReplica
-from deployments.settings.places import VERSION
+from deployments.places import VERSION
 from deployments.watch.observatory.alerts import (
     Alerts,
     Reading,

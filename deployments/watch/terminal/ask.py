@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deployments.settings.places import is_loopback, proxies_of
+from deployments.places import is_loopback, proxies_of
 
 TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 600.0  # between two parts of an answer: it may wait in a queue

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.programs import unavailable
 from tests.serve.running import HTTP, Running, free_port
 

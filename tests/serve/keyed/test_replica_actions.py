@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.serve.keyed.conftest import SHOWN, routers
 from tests.serve.running import HTTP, Running
 

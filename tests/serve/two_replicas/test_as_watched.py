@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.serve import watched as held
 from tests.serve.running import HTTP, Running

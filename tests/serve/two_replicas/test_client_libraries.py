@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.programs import REQUIRED
 from tests.serve.running import Running
 

@@ -26,10 +26,10 @@ from deployments.channel.frames import (
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import NO_HINTS, Dispatcher, RouteHints
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
-from deployments.dispatch.route_forms import request_row
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
 from deployments.http.service import Service, read_face
+from deployments.record.route_forms import request_row
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import ModelSettings
 from kvtransfer.moves.mover import MoveStats

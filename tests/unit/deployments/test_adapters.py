@@ -18,15 +18,15 @@ import httpx
 import pytest
 
 from deployments.__main__ import main
-from deployments.dispatch import route_log
 from deployments.http.http_app import make_app
 from deployments.http.service import adaptable_weights
+from deployments.record import route_log
 from deployments.replica.feasible import impossible
 from deployments.settings import adapters as adapters_module
 from deployments.settings.adapters import Adapters, FileThread
 from deployments.settings.groups import AdapterSettings
-from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.settings.schema import ModelSettings, parse
+from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
 from replicas.checkpoints import adapters as checkpoints
 from replicas.checkpoints.adapters import CONFIG, WEIGHTS
 from replicas.errors import AdapterNotReadable, InvalidAdapter, InvalidConfig, InvalidRequest, Overloaded, UnknownModel

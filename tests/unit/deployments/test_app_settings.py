@@ -20,11 +20,11 @@ from deployments.autoscaling import Objective, TtftPolicy
 from deployments.command.announce import curl
 from deployments.command.check import read
 from deployments.command.haproxy import prepare_ray
+from deployments.places import ROOT, ask_nodes_directly, local_path, may_be_hub_id, shown_path
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, outages, shortages, too_wide
 from deployments.settings.constants import CONSTANTS, EXPERIMENTS_VARIABLE
-from deployments.settings.places import ROOT, ask_nodes_directly, local_path, may_be_hub_id, shown_path
 from deployments.settings.roles import config_of
 from deployments.settings.schema import RouterSettings, constants_in, parse
 from deployments.settings.settings_file import check_port

@@ -23,7 +23,7 @@ from deployments.http.apis.responses import asked_of
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from deployments.replica.served_engine import ServedEngine
-from deployments.settings.keys import NO_KEYS, read_keys
+from deployments.tenancy.keys import NO_KEYS, read_keys
 from replicas.engine.loop import EngineLoop
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason

@@ -31,12 +31,12 @@ from deployments.batches import runner as runners
 from deployments.batches import store as stores
 from deployments.batches.runner import BatchRunner, Runs, keyed_lines
 from deployments.batches.store import BatchStore, FolderFull, Line, LineEntry, TooMany, batch_store, entry_text
-from deployments.dispatch.route_log import RequestWatch
 from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
 from deployments.http.lines import line_answers
 from deployments.http.service import Service
-from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.record.route_log import RequestWatch
+from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.watch.terminal import batches as terminal
 from replicas.errors import InvalidConfig, InvalidRequest, MantaError, Overloaded, StepFailed
 from replicas.text.tokenizer import Tokenizer

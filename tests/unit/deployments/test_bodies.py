@@ -22,13 +22,13 @@ from typing import Any
 
 import pytest
 
-from deployments.dispatch.route_log import RequestWatch
 from deployments.http.bodies import MAX_DETOKENIZED, DetokenizeRequest, check_shape, parse_json
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import Busy
 from deployments.http.service import BoundedExecutor
-from deployments.settings.keys import CALLER, ApiKey, KeyDigests
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
+from deployments.record.route_log import RequestWatch
+from deployments.tenancy.keys import CALLER, ApiKey, KeyDigests
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL

@@ -25,15 +25,15 @@ from deployments.command import check, serve
 from deployments.command.check import read
 from deployments.command.cluster import NoCluster
 from deployments.http import service
+from deployments.places import ROOT
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity
-from deployments.settings.places import ROOT
 from deployments.settings.schema import ModelSettings, parse
 from replicas.checkpoints import hub
 from replicas.errors import InvalidConfig
+from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
-from replicas.runner.model_files import load_model_config
 from routing.types import Role
 from tests.embedded import MODEL
 from tests.unit.deployments import listening

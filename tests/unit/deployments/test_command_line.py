@@ -15,10 +15,10 @@ import yaml
 from deployments import __main__ as command_line
 from deployments.command import announce, arguments, serve
 from deployments.command.arguments import CONFIG
-from deployments.settings.keys import read_keys
-from deployments.settings.places import ROOT, VERSION
+from deployments.places import ROOT, VERSION
 from deployments.settings.schema import parse
 from deployments.settings.settings_file import CommandLine, SettingChange
+from deployments.tenancy.keys import read_keys
 from replicas.errors import InvalidConfig
 
 COMMANDS = (

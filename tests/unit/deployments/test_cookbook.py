@@ -12,7 +12,7 @@ import pytest
 
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from tests.programs import program
 from tests.unit.deployments.listening import listening
 

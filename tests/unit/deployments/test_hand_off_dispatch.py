@@ -16,10 +16,10 @@ from deployments.dispatch.attempt import TakenBack
 from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import HoldOut
-from deployments.dispatch.route_forms import hand_off_body, pair_body, record_body
-from deployments.dispatch.route_log import Try
 from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
+from deployments.record.route_forms import hand_off_body, pair_body, record_body
+from deployments.record.route_log import Try
 from replicas.errors import Overloaded, StepFailed
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, RetryAs, TokenDelta
 from routing.moves import Move, Waiting

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deployments.dispatch.route_forms import request_row
+from deployments.record.route_forms import request_row
 from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from deployments.command import haproxy
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from replicas.errors import InvalidConfig
 
 ENABLE, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"

@@ -15,15 +15,15 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from deployments import app
-from deployments.dispatch.rids import client_rid, owner_of
 from deployments.http.access import KeyCheck
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import MESSAGES, OLLAMA
 from deployments.http.service import Service
 from deployments.output import examined
 from deployments.output.examined import ExaminedGrammars
-from deployments.settings.keys import NO_KEYS, CacheIsolation, KeyDigests, read_keys
+from deployments.record.rids import client_rid, owner_of
 from deployments.settings.schema import parse
+from deployments.tenancy.keys import NO_KEYS, CacheIsolation, KeyDigests, read_keys
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
 from replicas.grammar.checking import Examined

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from deployments.dispatch import kept_streams
 from deployments.dispatch.event_ids import Cursor, Numbering, StreamGone
 from deployments.dispatch.kept_streams import Event, KeptStream, KeptStreams
-from deployments.dispatch.route_log import RequestWatch
 from deployments.http import streaming
 from deployments.http.streaming import kept_answer
+from deployments.record.route_log import RequestWatch
 from replicas.errors import InvalidRequest
 from replicas.types import Finish, FinishReason, TokenDelta, Usage
 from tests.waiting import until_async

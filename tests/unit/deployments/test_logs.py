@@ -25,9 +25,9 @@ from deployments.app import replica_options
 from deployments.command import log_files, usage
 from deployments.command.serve import settle_log_format
 from deployments.dispatch.leases import ReplicaGone
-from deployments.dispatch.rids import clean_name
-from deployments.dispatch.route_log import RequestWatch, RouteLog
 from deployments.http.arrivals import Arrivals
+from deployments.record.rids import clean_name
+from deployments.record.route_log import RequestWatch, RouteLog
 from deployments.settings.schema import AppConfig, parse
 from kvtransfer.replay import observe
 from replicas.types import Usage
@@ -177,7 +177,7 @@ async def test_a_request_that_ends_is_one_line_with_its_figures(lines: Lines) ->
     assert line["prompt"] == len(ask().token_ids)
     assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["total_s"]
     assert line["itl_s"] is not None
-    assert (line["levelname"], line["name"]) == ("INFO", "deployments.dispatch.route_log")
+    assert (line["levelname"], line["name"]) == ("INFO", "deployments.record.route_log")
     assert "serve_access_log" not in line
 
 

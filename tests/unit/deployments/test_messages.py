@@ -22,7 +22,7 @@ from deployments.http.service import BoundedExecutor, Service
 from deployments.http.streaming import AnswerSoFar
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import ChoiceReading
-from deployments.settings.keys import ApiKey, KeyDigests
+from deployments.tenancy.keys import ApiKey, KeyDigests
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer

@@ -9,11 +9,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from deployments import places
 from deployments.command import models
 from deployments.http import service
-from deployments.settings import places
 from replicas.errors import InvalidConfig
-from replicas.runner.model_files import model_folder
+from replicas.loading.model_files import model_folder
 from tests.embedded import short_model
 
 COMMITS = {"old": "1" * 40, "new": "2" * 40}

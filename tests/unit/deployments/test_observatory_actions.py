@@ -17,7 +17,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInf
 
 from deployments.dispatch.leases import ReplicaGone
 from deployments.fleet.node_tasks import remote
-from deployments.settings.places import ROOT as ROOT_FOLDER
+from deployments.places import ROOT as ROOT_FOLDER
 from deployments.watch import process
 from deployments.watch.observatory import serve_details
 from deployments.watch.observatory.actions import Actions, NotReadable, on_node

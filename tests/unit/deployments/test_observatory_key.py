@@ -10,9 +10,9 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.command.announce import Observatories, announce, wait_open
 from deployments.command.serve import settle_key
-from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.settings.schema import RouterSettings
 from deployments.settings.settings_file import OBSERVATORY
+from deployments.tenancy.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.watch.observatory.app import build
 from deployments.watch.observatory.parts import AdminKey
 from deployments.watch.observatory.settings import check_one_key, key_sent, parse

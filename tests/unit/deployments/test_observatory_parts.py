@@ -10,7 +10,7 @@ import pytest
 from dashboards.catalog import METRICS, Process
 from deployments.command.check import read
 from deployments.fleet.seen import Target
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.observatory import fan_in
 from deployments.watch.observatory.app import Emission

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.dispatch.route_log import OBJECTIVES
+from deployments.record.route_log import OBJECTIVES
 from deployments.watch.observatory.figures import MOST_TTFTS, Recent
 from deployments.watch.observatory.requests import MOST_ROWS, Requests
 from deployments.watch.observatory.serve_details import ServeDetails

@@ -12,11 +12,11 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
-from deployments.dispatch import quotas
-from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.peers import Body, FoundRoute, NoPeers, RayPeers, ResponseAsk, newer, newest
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
+from deployments.record.route_log import RouteLog
+from deployments.tenancy import quotas
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.dispatch.progress import Progress
-from deployments.dispatch.rids import client_rid, new_rid, with_try
+from deployments.record.rids import client_rid, new_rid, with_try
 from replicas.types import Finish, FinishReason, TokenDelta
 from tests.unit.deployments.sample_values import ask, token
 

@@ -13,13 +13,13 @@ import httpx
 import pytest
 import yaml
 
-from deployments.dispatch import quotas as quotas_module
-from deployments.dispatch.progress import Progress
-from deployments.dispatch.quotas import Charge, OverQuota, Quotas, SoFar, Told
-from deployments.dispatch.rids import owned
+from deployments.dispatch.progress import Charge, Progress
 from deployments.http.http_app import make_app
-from deployments.settings.keys import read_keys
-from deployments.settings.tenants import KeyLimits, TenantKey, TenantKeys
+from deployments.record.rids import owned
+from deployments.tenancy import quotas as quotas_module
+from deployments.tenancy.keys import read_keys
+from deployments.tenancy.quotas import OverQuota, Quotas, SoFar, Told
+from deployments.tenancy.tenants import KeyLimits, TenantKey, TenantKeys
 from deployments.watch.terminal import keys as terminal
 from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.text.tokenizer import Tokenizer

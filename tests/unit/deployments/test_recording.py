@@ -17,16 +17,15 @@ import numpy as np
 import pytest
 
 from benchmarks import router
-from deployments.dispatch import recording
 from deployments.dispatch.dispatcher import RouteHints
-from deployments.dispatch.recording import Recorder
-from deployments.dispatch.route_log import Ended
-from deployments.dispatch.timeline import Arrival, Timeline
+from deployments.record import recording
+from deployments.record.recording import Recorder
+from deployments.record.route_log import Ended
+from deployments.record.timeline import Arrival, Timeline
 from kvtransfer.pages import page_keys
 from replicas.config import SchedulerConfig
 from replicas.types import GenerateRequest, SamplingParams
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
-from tests.unit.deployments.sample_values import info
 
 SECRET, SESSION = "a" * 16, "ward-7"
 SYSTEM = list(range(40_000, 40_000 + 3 * PAGE_SIZE))  # three pages that prompts share
@@ -54,7 +53,7 @@ async def recorded(
         page_size=PAGE_SIZE,
         max_bytes=max_bytes,
         facts=facts,
-        info_of=lambda name: dataclasses.replace(info(name), filled_in=filled_in),
+        filled_in_of=lambda name: filled_in,
     )
     async with House() as house, asyncio.timeout(20):
         house.dispatcher.watch.on_end = recorder.add

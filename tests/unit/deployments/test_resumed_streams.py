@@ -23,11 +23,11 @@ from deployments import client as deployed_client
 from deployments.client import ServerEvent, events
 from deployments.command import usage
 from deployments.dispatch.kept_streams import KeptStreams
-from deployments.dispatch.route_log import RequestWatch
 from deployments.http import arrivals, streaming
 from deployments.http.http_app import make_app
+from deployments.record.route_log import RequestWatch
 from deployments.replica.served_engine import ServedEngine
-from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
 from routing.types import Role
 from tests.joined_stream import equal, joined, named_events
 from tests.pairwise import ALL

@@ -9,6 +9,7 @@ import yaml
 from deployments.app import replica_options
 from deployments.command.announce import counted
 from deployments.command.check import read
+from deployments.places import ROOT
 from deployments.replica.feasible import checked
 from deployments.router import shown_settings
 from deployments.settings.groups import (
@@ -18,7 +19,6 @@ from deployments.settings.groups import (
     with_secrets,
     without_secrets,
 )
-from deployments.settings.places import ROOT
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import parse
 from kvtransfer.types import TransferSettings, Verify

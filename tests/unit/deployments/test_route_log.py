@@ -12,13 +12,13 @@ from starlette.datastructures import Headers
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import RouteHints, Saturated
 from deployments.dispatch.progress import left_after
-from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.peers import FoundRoute, NoPeers
 from deployments.http.arrivals import header_part, hints_of
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import error_response
 from deployments.http.routes import own_route
 from deployments.http.service import Service
+from deployments.record.route_log import RouteLog
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest
 from routing.types import Decision, NoReplica, RouteQuery

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.dispatch.route_log import RouteRecord, Try
-from deployments.dispatch.timeline import Arrival, Timeline
+from deployments.record.route_log import RouteRecord, Try
+from deployments.record.timeline import Arrival, Timeline
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.observatory import router_view as of_routers
 from deployments.watch.observatory.router_view import RouterView, hand_offs, request_body, router_view, scaling_rules

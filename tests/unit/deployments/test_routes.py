@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from deployments.dispatch.dispatcher import RouteHints
-from deployments.dispatch.route_forms import request_row
-from deployments.dispatch.route_log import RouteLog
-from deployments.dispatch.timeline import Arrival
 from deployments.http.routes import own_route
+from deployments.record.route_forms import request_row
+from deployments.record.route_log import RouteLog
+from deployments.record.timeline import Arrival
 from replicas.errors import InvalidRequest
 from routing.types import NoReplica
 from tests.fake_fleet import FakeFleet

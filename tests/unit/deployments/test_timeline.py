@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.dispatch.timeline import Arrival, LegTimes, Stages, Timeline
+from deployments.record.timeline import Arrival, LegTimes, Stages, Timeline
 from replicas.types import Finish, FinishReason, StageTimes, TokenDelta, Usage
 
 LENGTH = Finish(reason=FinishReason.LENGTH)

@@ -15,11 +15,11 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 
-from deployments.dispatch.route_log import RouteRecord
 from deployments.http import tracing
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from deployments.http.tracing import Tracing, span_tree
+from deployments.record.route_log import RouteRecord
 from replicas.errors import InvalidConfig
 from routing.types import Role
 from tests.unit.deployments.in_process import House, ScriptedReplica

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from deployments.channel.frames import KeptRequest, TakeBack, encode
-from deployments.dispatch.route_forms import record_body, request_row
-from deployments.dispatch.route_log import RouteRecord
 from deployments.http.arrivals import header_part
+from deployments.record.route_forms import record_body, request_row
+from deployments.record.route_log import RouteRecord
 from replicas.types import TokenDelta
 from routing.moves import Move
 from tests.unit.deployments.in_process import House, ScriptedReplica

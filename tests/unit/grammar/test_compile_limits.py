@@ -17,7 +17,7 @@ from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.kept_streams import KeptStreams
 from deployments.http.http_app import _lifespan
 from deployments.output.examined import MAX_OF_CALLER, MAX_WAITING, NUM_EXAMINERS, ExaminedGrammars, TooManyForms
-from deployments.settings.keys import NO_KEYS
+from deployments.tenancy.keys import NO_KEYS
 from replicas.errors import InvalidRequest, Overloaded
 from replicas.grammar import examiner
 from replicas.grammar.checking import Examined

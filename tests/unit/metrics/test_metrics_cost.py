@@ -8,8 +8,8 @@ import numpy as np
 from prometheus_client import generate_latest
 
 from dashboards.catalog import Process
-from deployments.dispatch.route_log import OBJECTIVES, Following, RequestWatch, RouteLog
-from deployments.dispatch.timeline import Arrival
+from deployments.record.route_log import OBJECTIVES, Following, RequestWatch, RouteLog
+from deployments.record.timeline import Arrival
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RouterEvents
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage

@@ -10,8 +10,8 @@ from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
 from kvtransfer.types import TransferStats
 from replicas.distributions import Distributions
-from replicas.runner import device
-from replicas.runner.device import GpuFigures, gpu_figures
+from replicas.loading import device
+from replicas.loading.device import GpuFigures, gpu_figures
 from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair

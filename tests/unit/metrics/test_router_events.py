@@ -10,10 +10,10 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from dashboards.catalog import ANSWERING, STAGES, Process
 from deployments.dispatch.dispatcher import Saturated
-from deployments.dispatch.route_log import MOST_ADAPTERS, judged
-from deployments.dispatch.timeline import Arrival, Timeline
 from deployments.http.http_errors import GenerationFailed
 from deployments.http.streaming import merged
+from deployments.record.route_log import MOST_ADAPTERS, judged
+from deployments.record.timeline import Arrival, Timeline
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
 from deployments.watch.metrics.router_metrics import RouterFigures

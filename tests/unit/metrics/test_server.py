@@ -13,7 +13,7 @@ import pytest
 
 from dashboards.catalog import Process
 from deployments.fleet.seen import Target
-from deployments.settings.keys import digest
+from deployments.tenancy.keys import digest
 from deployments.watch.metrics.emitter import Identity, emitter_of
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from replicas.errors import InvalidConfig

@@ -27,11 +27,11 @@ from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.panels import make
 from replicas.layers.layer import Layer, Put, full_name
 from replicas.layers.tp_group import TpGroup
+from replicas.loading.model_files import model_folder, model_identity
+from replicas.loading.panel_file import Keep, panel_file
 from replicas.memory.kv_scales import KV_SCALE
 from replicas.memory.pool import ALIGNMENT, give_back
 from replicas.models.llama import Llama
-from replicas.runner.model_files import model_folder, model_identity
-from replicas.runner.panel_file import Keep, panel_file
 
 if TYPE_CHECKING:
     from replicas.models.transformers import TransformersModel

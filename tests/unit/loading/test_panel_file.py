@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from replicas.kernels.panels import Panels, pack
-from replicas.runner import panel_file as files
-from replicas.runner.panel_file import panel_file
+from replicas.loading import panel_file as files
+from replicas.loading.panel_file import panel_file
 
 WEIGHTS = {"a": torch.arange(40 * 64.0).reshape(40, 64), "b": torch.randn(64, 33)}
 
@@ -114,7 +114,7 @@ def _load_in_process(folder: Path, results: "multiprocessing.Queue[list[str]]") 
 
 def test_of_engines_that_start_together_one_packs(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # not of this process, whose OpenMP threads a fork would lack
-    context.set_forkserver_preload(["replicas.runner.panel_file", __name__])
+    context.set_forkserver_preload(["replicas.loading.panel_file", __name__])
     results: multiprocessing.Queue[list[str]] = context.Queue()
     processes = [context.Process(target=_load_in_process, args=(tmp_path, results)) for _ in range(4)]
     for process in processes:

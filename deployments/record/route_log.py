@@ -23,10 +23,10 @@ from typing import ParamSpec
 
 from dashboards.catalog import ANSWERING, FAILED
 from deployments import logs
-from deployments.dispatch.quotas import OverQuota
-from deployments.dispatch.rids import client_rid, owner_of
-from deployments.dispatch.timeline import Arrival, LegTimes, Timeline
-from deployments.settings.tenants import OTHERS
+from deployments.record.rids import client_rid, owner_of
+from deployments.record.timeline import Arrival, LegTimes, Timeline
+from deployments.tenancy.quotas import OverQuota
+from deployments.tenancy.tenants import OTHERS
 from replicas.distributions import Tally
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta

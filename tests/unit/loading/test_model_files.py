@@ -12,8 +12,8 @@ import transformers
 
 from replicas.config import ModelConfig, Quantization
 from replicas.errors import InvalidConfig
-from replicas.runner import model_files
-from replicas.runner.model_files import load_model_config, model_identity
+from replicas.loading import model_files
+from replicas.loading.model_files import load_model_config, model_identity
 from tests.numerics import tiny
 
 SHAPE = {**tiny.SHAPE, "eos_token_id": 7}
@@ -55,7 +55,7 @@ def test_a_complete_file_means_what_transformers_makes_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(transformers.AutoConfig, "from_pretrained", must_not)
         direct = load_model_config(folder, dtype="float32")
-    monkeypatch.setattr("replicas.runner.model_files._is_complete", lambda config: False)
+    monkeypatch.setattr("replicas.loading.model_files._is_complete", lambda config: False)
     assert load_model_config(folder, dtype="float32") == direct
     assert isinstance(direct, ModelConfig)
 
@@ -74,7 +74,7 @@ def test_reading_the_embedded_models_config_leaves_torchs_compiler_alone(tmp_pat
     """3 s of a start: Transformers' configuration classes import it."""
     folder = write(tmp_path, "Llama", rope_theta=1e4)
     program = (
-        "import sys\nfrom replicas.runner.model_files import load_model_config\n"
+        "import sys\nfrom replicas.loading.model_files import load_model_config\n"
         f"load_model_config({folder!r})\nassert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,9 +13,9 @@ import torch
 
 from replicas.config import CacheConfig, EngineConfig, Hardware, KvDType, ModelConfig, MoEConfig
 from replicas.kernels import bf16_tiles
+from replicas.loading import product_choice
+from replicas.loading.product_choice import Measured, compare, describe_products
 from replicas.resolve import resolve
-from replicas.runner import product_choice
-from replicas.runner.product_choice import Measured, compare, describe_products
 from tests.harness import model_config
 
 MODEL = model_config(hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512)

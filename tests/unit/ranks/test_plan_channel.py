@@ -11,7 +11,7 @@ import pytest
 
 from replicas.errors import EngineDead, Overloaded
 from replicas.layers.adapters import DropAdapter, PutAdapter
-from replicas.runner.plan_channel import PlanChannel
+from replicas.ranks.plan_channel import PlanChannel
 
 KEY = b"secret"
 

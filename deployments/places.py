@@ -12,7 +12,7 @@ from pathlib import Path
 from replicas.errors import InvalidConfig
 
 VERSION = "0.1.0"  # pyproject.toml takes it from here
-ROOT = Path(__file__).resolve().parents[2]  # the checkout, where models/ lies, or the folder of the installed packages
+ROOT = Path(__file__).resolve().parents[1]  # the checkout, where models/ lies, or the folder of the installed packages
 IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 MODEL_ADVICE = f"{'`make model` makes the embedded model, and ' * IS_CHECKOUT}a hub id has the form owner/name"
 

@@ -1,7 +1,6 @@
 """What each key has used of late, and whether it may use more.
 
-Owns:      the counts of a key's requests and tokens: this router's own, and those that the others have told; what the
-           prompts of one HTTP request, which is one request of its key, count with together.
+Owns:      the counts of a key's requests and tokens: this router's own, and those that the others have told.
 Never:     asks another router on a request's way: each tells the others its own counts every TELL_S.
 Invariant: a token counts from when it is delivered. Of a request that runs, the rest of its estimate counts as well. So
            a limit is exceeded by at most what runs when it is reached, and what one router takes between two tellings.
@@ -21,10 +20,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from deployments.dispatch.progress import Progress
-from deployments.settings.tenants import OTHERS, TenantKey, TenantKeys
+from deployments.tenancy.tenants import OTHERS, TenantKey, TenantKeys
 from replicas.errors import InvalidRequest, MantaError
-from replicas.types import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -338,72 +335,6 @@ class Quotas:
         used = self._own[minute].setdefault(name, [0.0] * len(KINDS))
         for at, num in enumerate(counts):
             used[at] += num
-
-
-@dataclass(slots=True)
-class Charge:
-    """What one HTTP request counts with: an estimate of all its prompts from before the first is sent, and what they
-    have used once the last has ended. Of one that another router ran before, what this one adds to it."""
-
-    requests: Sequence[GenerateRequest]  # one for each prompt
-    quotas: Quotas | None = None
-    key: TenantKey | None = None  # None: nothing is counted
-    uncached_len: int | None = None  # of several prompts together, estimated
-    _reserved: Reserved | None = None
-    _refusal: MantaError | None = None  # of one, and so of all that come to be sent until it has ended
-    _sent: list[tuple[Progress, int]] = field(default_factory=list)  # and the uncached tokens of its prompt, estimated
-
-    def sends(self, progress: Progress, uncached_len: int) -> None:
-        """Count a prompt that is about to be sent. Raises: OverQuota, BeyondLimit."""
-        if self.quotas is None or self.key is None:
-            return
-        if self._refusal is not None:
-            raise self._refusal
-        if self._reserved is None:
-            samplings = [each.sampling for each in self.requests]
-            try:
-                self._reserved = self.quotas.reserve(
-                    self.key,
-                    input_tokens=uncached_len if self.uncached_len is None else self.uncached_len,
-                    output_tokens=max(each.max_new_tokens for each in samplings),
-                    choices=sum(each.n for each in samplings),
-                    so_far=self._so_far,
-                    is_rest=progress.num_restored > 0,  # it was counted when it came
-                )
-            except MantaError as error:
-                self._refusal = error
-                raise
-        self._sent.append((progress, uncached_len))
-
-    def end(self, *, failed: bool) -> None:
-        """Count what has been used. Args: failed: here, not its client: what has not begun then counts nothing."""
-        if self.quotas is None or self._reserved is None:
-            return
-        counted = [each for each in self._sent if each[0].started or not failed]
-        if not counted:
-            self.quotas.give_back(self._reserved)
-            return
-        self.quotas.settle(
-            self._reserved,
-            input_tokens=sum(_spent(progress, uncached_len) for progress, uncached_len in counted),
-            output_tokens=sum(progress.num_delivered - progress.num_restored for progress, _ in counted),
-            choices=sum(progress.request.sampling.n for progress, _ in counted),
-        )
-
-    def _so_far(self) -> SoFar:
-        input_tokens = output_tokens = longest = 0
-        for progress, _ in self._sent:
-            input_tokens += _spent(progress, 0)
-            output_tokens += progress.num_delivered - progress.num_restored
-            longest = max(longest, progress.longest)
-        return SoFar(input_tokens, output_tokens, longest)
-
-
-def _spent(progress: Progress, uncached_len: int) -> int:
-    """Count the prompt tokens that were computed for what ``progress`` has of this router."""
-    if progress.num_restored:
-        return 0
-    return uncached_len if progress.uncached_tokens is None else progress.uncached_tokens
 
 
 async def keep(quotas: Quotas, ask: Callable[[], Awaitable[Mapping[str, Told]]]) -> None:

@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from deployments.dispatch.leases import ReplicaInfo
-from deployments.dispatch.rids import owner_of
-from deployments.dispatch.route_log import Ended, RouteRecord, told_of
+from deployments.record.rids import owner_of
+from deployments.record.route_log import Ended, RouteRecord, told_of
 from kvtransfer.pages import page_keys
 
 VERSION = 1  # of the form of the lines
@@ -38,6 +37,8 @@ HASH_BYTES = 6  # eight characters a page; among ten million pages two have the 
 CLOSE_S = 5.0
 SCHEDULER = "scheduler."
 UNTOLD = ("rid", "key", "stream")  # of what the log says of a request
+
+FilledIn = Mapping[str, Mapping[str, Any]]  # settings that were left open: value and reason
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,13 @@ class Recorder:
         page_size: int,
         max_bytes: int,
         facts: Mapping[str, Any],
-        info_of: Callable[[str], ReplicaInfo | None],
+        filled_in_of: Callable[[str], FilledIn],
     ) -> None:
         """``facts``: of the fleet, for the first line. The file is made with the first request."""
         self.path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{name}.jsonl"
         self._facts = {"recording": VERSION, "page_size": page_size, **facts}
         self._page_size = page_size
-        self._info_of = info_of
+        self._filled_in_of = filled_in_of
         self._max_bytes = max_bytes
         self._salt = secrets.token_bytes(32)
         self._waiting: queue.Queue[Ended | None] = queue.Queue(MOST_WAITING)
@@ -127,7 +128,7 @@ class Recorder:
         if num_lost != self._num_told:
             told.append({"lost": num_lost - self._num_told})
         new = {each.record.tries[-1].decision.replica_id: each.record for each in batch if each.record is not None}
-        told += [_described(new[name], name, self._info_of(name)) for name in new if name not in self._described]
+        told += [_described(new[name], name, self._filled_in_of(name)) for name in new if name not in self._described]
         told += [self.line(each) for each in batch]
         data = b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in told)
         if self._size + len(data) > self._max_bytes:
@@ -191,9 +192,8 @@ class Recorder:
             log.error("requests are missing in the recording %s, which says how many: %s", self.path, error)
 
 
-def _described(record: RouteRecord, replica_id: str, info: ReplicaInfo | None) -> dict[str, Any]:
+def _described(record: RouteRecord, replica_id: str, filled_in: FilledIn) -> dict[str, Any]:
     """Return the line of a replica, as the decision of ``record`` saw it, with what it filled in of the scheduler."""
-    filled_in = {} if info is None else info.filled_in
     view = next(each.view for each in record.tries[-1].decision.candidates if each.replica_id == replica_id)
     return {
         "replica": replica_id,

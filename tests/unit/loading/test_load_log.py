@@ -1,6 +1,6 @@
 """The messages that are logged while weights load."""
 
-from replicas.runner.weights import LoadLog
+from replicas.loading.weights import LoadLog
 from tests.harness import Clock
 
 

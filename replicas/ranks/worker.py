@@ -17,6 +17,8 @@ from replicas.config import EngineConfig, load_extensions
 from replicas.layers.adapters import AdapterOrder, DropAdapter, PutAdapter
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache, HostMemory
+from replicas.ranks.port import PortSpec
+from replicas.ranks.remote_port import serve_port
 from replicas.runner.kv_access import (
     CopyPages,
     GiveBack,
@@ -28,8 +30,6 @@ from replicas.runner.kv_access import (
     run_order,
 )
 from replicas.runner.model_runner import ModelRunner
-from replicas.runner.port import PortSpec
-from replicas.runner.remote_port import serve_port
 from replicas.scheduler.plan import StepPlan
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from kvtransfer.ports.port import AgentPort
 from kvtransfer.ports.rank_port import ExpectOrder, NoteCounts, RankInfo
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import PeerAddress, SendDrained, SendFailed, SendOrder, TransferSettings
-from replicas.runner import remote_port
-from replicas.runner.port import PortSpec
-from replicas.runner.remote_port import PortChannel, PortReport, RemotePort, serve_port
+from replicas.ranks import remote_port
+from replicas.ranks.port import PortSpec
+from replicas.ranks.remote_port import PortChannel, PortReport, RemotePort, serve_port
 from tests.kv_pools import layout, local_engine
 from tests.local_agents import LocalFabric
 
@@ -47,7 +47,7 @@ def expect_many(port: RemotePort) -> None:
 
 def test_a_follower_that_reads_nothing_is_lost_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that waited for it would not come back."""
-    monkeypatch.setattr("replicas.runner.remote_port.MAX_UNREAD_BYTES", 100_000)
+    monkeypatch.setattr("replicas.ranks.remote_port.MAX_UNREAD_BYTES", 100_000)
     here, there = connections()
     there.send(INFO)
     port = RemotePort(here, timeout_s=10.0)

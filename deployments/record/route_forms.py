@@ -9,8 +9,8 @@ Never:     holds a prompt's text or ids; imports what a router needs beside its 
 import dataclasses
 from typing import Any
 
-from deployments.dispatch.rids import owner_of
-from deployments.dispatch.route_log import RouteRecord, Try
+from deployments.record.rids import owner_of
+from deployments.record.route_log import RouteRecord, Try
 from replicas.types import finite
 from routing.explain import candidate_terms, explain, sentence
 from routing.types import Candidate, Decision

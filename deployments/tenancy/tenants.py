@@ -61,7 +61,7 @@ class KeyLimits(_Entry):
 
     @functools.cached_property
     def a_minute(self) -> tuple[int | None, int | None, int | None]:
-        """Those that dispatch/quotas.py keeps, in its order."""
+        """Those that tenancy/quotas.py keeps, in its order."""
         return (self.requests, self.input_tokens, self.output_tokens)
 
 

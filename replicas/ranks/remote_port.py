@@ -41,7 +41,7 @@ from kvtransfer.ports.rank_port import (
     Written,
 )
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.runner.port import PortSpec, make_port
+from replicas.ranks.port import PortSpec, make_port
 
 MAX_UNREAD_BYTES = 16 << 20  # some 10,000 orders
 READ_BYTES = 1 << 18

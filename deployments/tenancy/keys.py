@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from deployments.settings.places import ROOT
+from deployments.places import ROOT
 from replicas.errors import InvalidConfig
 
 if TYPE_CHECKING:  # pydantic takes as long to load as all else of the command line
-    from deployments.settings.tenants import TenantKey, TenantKeys
+    from deployments.tenancy.tenants import TenantKey, TenantKeys
 
 KEYS_VARIABLE = "MANTA_API_KEYS"
 KEY_VARIABLE = "MANTA_ADMIN_KEY"
@@ -171,7 +171,7 @@ def read_keys(
 
 
 def _of_tenants(path: str) -> "TenantKeys":
-    from deployments.settings.tenants import TenantKeys
+    from deployments.tenancy.tenants import TenantKeys
 
     return TenantKeys.read(path)
 
