@@ -13,7 +13,6 @@ from deployments.channel.channel_server import ChannelAddress
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from replicas.errors import InvalidRequest, MantaError, Overloaded, StepFailed
 from replicas.types import Finish, FinishReason, GenerateRequest, RetryAs
-from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask, ids
 from tests.waiting import until_async
@@ -58,15 +57,6 @@ class Mortal(ScriptedReplica):
         await super()._generate(client, request)
 
 
-async def test_a_request_is_streamed_under_the_name_it_came_with(house: House) -> None:
-    await house.ready(ScriptedReplica("r0"))
-    deltas = await house.collect(max_new_tokens=4)
-    assert ids(deltas) == [1000, 1001, 1002, 1003]
-    assert {delta.rid for delta in deltas} == {"a1.0-me"}
-    assert deltas[-1].finish is not None
-    assert deltas[-1].finish.reason is FinishReason.LENGTH
-
-
 async def test_a_replica_that_dies_midway_is_replaced_without_a_seam(house: House) -> None:
     first, second = ScriptedReplica("r0", die_at=3), ScriptedReplica("r1")
     await house.ready(first, second)
@@ -78,13 +68,6 @@ async def test_a_replica_that_dies_midway_is_replaced_without_a_seam(house: Hous
     assert 1 <= retry.num_delivered <= 3  # what had arrived when the death was noticed
     assert resumed.resumed_ids == (1000, 1001, 1002)[: retry.num_delivered]
     assert "r0" in retry.reason
-
-
-async def test_a_replica_that_dies_before_the_first_token_costs_only_time(house: House) -> None:
-    first, second = ScriptedReplica("r0", die_at=0), ScriptedReplica("r1")
-    await house.ready(first, second)
-    assert ids(await house.collect(max_new_tokens=4)) == [1000, 1001, 1002, 1003]
-    assert second.requests[0].resumed_ids == ()
 
 
 async def test_a_lease_that_fails_after_the_first_tokens_moves_the_request_and_ends_it_where_it_was(
@@ -172,20 +155,6 @@ async def test_where_no_other_replica_is_there_a_request_that_fails_alone_is_ref
         await house.collect(rid="a1.0-bad")
 
 
-async def test_a_request_that_one_replica_failed_with_goes_on_at_another(house: House) -> None:
-    await house.ready(Failing("r0", "step_failed"), ScriptedReplica("r1"))
-    assert ids(await house.collect(rid="a1.0-bad", max_new_tokens=4)) == [1000, 1001, 1002, 1003]
-
-
-async def test_a_resumed_request_waits_for_a_replacement(house: House) -> None:
-    await house.ready(ScriptedReplica("r0", die_at=2))
-    pending = asyncio.create_task(house.collect(max_new_tokens=4))
-    await until_async(lambda: house.dispatcher.num_retries > 0)
-    house.remove("r0")
-    house.add(ScriptedReplica("r9"))
-    assert ids(await pending) == [1000, 1001, 1002, 1003]
-
-
 async def test_a_full_replica_is_passed_over_and_a_full_house_says_so(house: House) -> None:
     full, free = ScriptedReplica("r0", refuse=Overloaded("full")), ScriptedReplica("r1")
     await house.ready(full, free)
@@ -212,11 +181,6 @@ async def test_a_new_request_waits_for_a_replica_that_serve_has_started_though_n
     assert not house.fleet.expects_one
 
 
-async def test_without_a_replica_the_answer_comes_at_once(house: House) -> None:
-    with pytest.raises(NoReplica):
-        await asyncio.wait_for(house.collect(), 10)
-
-
 async def test_a_client_that_leaves_cancels_its_lease(house: House) -> None:
     replica = ScriptedReplica("r0")
     await house.ready(replica)
@@ -239,12 +203,3 @@ async def test_a_resumed_request_has_what_is_left_of_its_deadline_and_tells_how_
     assert 0 < left_s < 30.0
     assert waited_s > first.requests[0].waited_s
     assert left_s + waited_s == pytest.approx(30.0)
-
-
-async def test_a_late_delta_of_a_replica_that_was_given_up_changes_nothing(house: House) -> None:
-    """The names of the tries differ, so that a stray delta finds no stream."""
-    first, second = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1")
-    await house.ready(first, second)
-    await house.collect()
-    assert first.requests[0].rid != second.requests[0].rid
-    assert house.channel.num_streams == 0

@@ -55,16 +55,6 @@ async def test_statistics_that_come_again_do_not_bring_back_a_request_whose_clie
     assert fleet.report_ages_s() == {"r0": pytest.approx(0.203)}
 
 
-async def test_a_member_is_ready_once_it_has_attached_and_reported(house: House) -> None:
-    assert house.fleet.describe() == "no replica is running yet"
-    assert not await house.fleet.wait_ready(0.01)
-    house.add(ScriptedReplica("r0"))
-    assert house.fleet.describe() == "r0: starting"
-    assert await house.fleet.wait_ready(30)
-    assert house.fleet.describe() == "r0: accepting"
-    assert [each.replica_id for each in house.fleet.infos] == ["r0"]
-
-
 async def test_a_replica_that_leaves_gets_nothing_more_and_is_seen_to_drain_until_its_connection_ends() -> None:
     clock = Clock()
     fleet = fleet_of(*BOTH, clock=clock)
@@ -134,20 +124,6 @@ def fleet_of(*names: str, clock: Clock, **options: Any) -> Fleet:
     for name in names:
         fleet._attached(info(name))
     return fleet
-
-
-async def test_an_unhealthy_or_silent_replica_is_passed_over() -> None:
-    clock = Clock()
-    fleet = fleet_of("r0", clock=clock)
-    fleet.on_report("r0", report())
-    assert fleet.num_ready == 1
-    clock.now_s += STALE_S - 1
-    assert fleet.num_ready == 1
-    clock.now_s += 2
-    assert fleet.num_ready == 0
-    fleet.on_report("r0", report(error="rank 1 died"))
-    assert (fleet.num_ready, fleet.describe()) == (0, "r0: unhealthy")
-    fleet.check()
 
 
 async def test_requests_that_wait_for_pages_are_counted_apart_from_those_that_wait_for_prefill() -> None:
@@ -529,16 +505,6 @@ def test_a_prefill_replica_alone_cannot_go_on_for_one_that_hangs() -> None:
     assert left == ["r0"]
 
 
-def test_a_hung_step_is_passed_over_by_new_requests_and_taken_again_when_it_ends() -> None:
-    fleet = fleet_of(*BOTH, clock=Clock())
-    fleet.on_report("r0", report(5.0))
-    assert fleet.num_ready == 1, "alone it is waited for"
-    fleet.on_report("r1", report())
-    assert fleet.describe() == "r0: unhealthy, r1: accepting"
-    fleet.on_report("r0", report())
-    assert fleet.num_ready == 2
-
-
 @pytest.mark.parametrize("constrained", [False, True])
 def test_tries_are_counted_since_the_last_that_brought_two_tokens_of_one_choice(constrained: bool) -> None:
     tries, gone, asked = Tries(2), ReplicaGone("gone"), ask(n=2)
@@ -634,36 +600,3 @@ async def test_open_streams_go_on_elsewhere_and_late_tokens_of_the_first_are_dro
     first.hold.set()
     await speak(clocked, first)  # sent after its late tokens
     assert len(ids(deltas)) == 8
-
-
-async def test_a_request_waits_for_the_only_replica_although_it_hangs(clocked: House, clock: Clock) -> None:
-    only = ScriptedReplica("r0")
-    only.pause_at = 3
-    await clocked.ready(only)
-    deltas = list[TokenDelta]()
-    reading = follow(clocked, deltas, max_new_tokens=8)
-    await until_token(deltas, 3)
-    clock.now_s += 14.0
-    clocked.fleet.leave_hanging()
-    only.hold.set()
-    await asyncio.wait_for(reading, 60)
-    assert (ids(deltas), clocked.dispatcher.num_retries) == (list(range(1000, 1008)), 0)
-
-
-async def test_the_last_try_stays_with_a_replica_that_hangs(clocked: House, clock: Clock) -> None:
-    """Of two: the first died, so to fail is all that the request could do instead of waiting."""
-    first, second, third = ScriptedReplica("r0", die_at=1), ScriptedReplica("r1"), ScriptedReplica("r2")
-    await clocked.ready(first, second, third)
-    deltas = list[TokenDelta]()
-    second.hold.clear()
-    third.hold.clear()
-    reading = follow(clocked, deltas, max_new_tokens=8)
-    await until_async(lambda: bool(second.requests or third.requests))
-    [at] = [replica for replica in (second, third) if replica.requests]
-    [other] = {second, third} - {at}
-    clock.now_s += 6.0
-    await speak(clocked, other)
-    clocked.fleet.leave_hanging()
-    at.hold.set()
-    await asyncio.wait_for(reading, 60)
-    assert (ids(deltas), clocked.dispatcher.num_retries, other.requests) == (list(range(1000, 1008)), 1, [])

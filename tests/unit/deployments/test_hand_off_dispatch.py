@@ -14,7 +14,7 @@ import pytest
 from deployments.channel.channel_client import ChannelClient
 from deployments.dispatch.attempt import TakenBack
 from deployments.dispatch.dispatcher import NO_HINTS, query_of
-from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
+from deployments.dispatch.leases import ReplicaGone
 from deployments.dispatch.prefill_leg import HoldOut
 from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
@@ -165,15 +165,6 @@ async def test_a_prefill_replica_that_dies_while_the_request_queues_there_costs_
         assert leg(d.requests[1]) is None
 
 
-async def test_a_prefill_replica_that_hangs_is_left_as_one_that_dies(pairs: Pairs) -> None:
-    p, d = pairs.prefill(), pairs.decode()
-    pending = await pairs.begin(p, d)
-    pairs.house.channel.leave("p0", ReplicaHangs("replica p0 hangs: its step has been running for 4.2 s"))
-    assert ids(await pending) == WHOLE
-    assert [record.decision.prefill_id for record in pairs.tries] == ["p0", None]
-    assert (p.num_aborted, d.num_aborted) == (1, 1)
-
-
 async def test_a_prefill_replica_that_refuses_is_passed_over(pairs: Pairs) -> None:
     full = pairs.prefill("p0", refuse=Overloaded("full"))
     await pairs.add(full, pairs.prefill("p1"), pairs.decode())
@@ -286,18 +277,6 @@ async def test_a_prefill_replica_whose_hand_offs_fail_is_not_asked_again_at_once
     assert "a hand-off from it failed (the peer failed)" in hand_off_body(last)["held_out"]["p0"]
 
 
-async def test_the_death_of_prefill_after_the_first_token_changes_nothing(pairs: Pairs) -> None:
-    p, d = pairs.prefill(), pairs.decode()
-    await pairs.add(p, d)
-    seen: list[int] = []
-    async with contextlib.aclosing(pairs.house.dispatcher.stream(ask(max_new_tokens=8))) as deltas:
-        async for delta in deltas:
-            if not seen:
-                p.die()
-            seen += delta.token_ids
-    assert (seen, pairs.house.dispatcher.num_retries) == (WHOLE, 0)
-
-
 @pytest.mark.parametrize("die_at", [0, 3])
 async def test_a_decode_replica_that_dies_is_replaced_in_a_new_room(pairs: Pairs, die_at: int) -> None:
     p, d = pairs.prefill(), pairs.decode("d0", die_at=die_at)
@@ -314,17 +293,6 @@ async def test_a_decode_replica_that_dies_is_replaced_in_a_new_room(pairs: Pairs
     assert again.requests[0].resumed_ids == p.requests[1].resumed_ids == tuple(WHOLE[:delivered])
     assert room(p.requests[0]) != room(p.requests[1]) == room(again.requests[0])
     assert [each.decision.replica_id for each in pairs.tries] == ["d0", "d1"]
-
-
-async def test_a_decode_replica_that_dies_during_the_transfer_ends_the_prefill_leg(pairs: Pairs) -> None:
-    p, d, other = pairs.prefill(), pairs.decode("d0"), pairs.decode("d1")
-    pending = await pairs.begin(p, d)
-    await pairs.add(other)
-    d.die()
-    await until_async(lambda: p.num_aborted == 1)
-    p.prefill_hold.set()
-    assert ids(await pending) == WHOLE
-    assert len(p.requests) == 2
 
 
 @pytest.mark.parametrize("stage", ["queued", "streaming"])
@@ -389,19 +357,6 @@ async def test_a_dry_run_tells_the_pair(pairs: Pairs) -> None:
     body = pair_body(pairs.house.dispatcher.explain_only(query_of(ask(), NO_HINTS)))
     assert (body["pair"]["prefill"], body["pair"]["decode"]) == ("p0", "d0")
     assert [each["replica_id"] for each in body["pair"]["decode_replicas"]] == ["d0"]
-
-
-async def test_a_death_on_either_side_loses_none_of_many_requests(pairs: Pairs) -> None:
-    """Twelve requests, two of each role; one of each dies while all are under way."""
-    p0, p1, d0, d1 = pairs.prefill("p0"), pairs.prefill("p1"), pairs.decode("d0"), pairs.decode("d1")
-    p0.prefill_hold.clear()
-    await pairs.add(p0, p1, d0, d1)
-    pending = [asyncio.create_task(pairs.collect(rid=f"c{i}.0-me{i}")) for i in range(12)]
-    await until_async(lambda: len(p0.requests) + len(p1.requests) == 12)
-    d0.die()
-    p0.die()
-    answers = await asyncio.gather(*pending)
-    assert [ids(answer) for answer in answers] == [WHOLE] * 12
 
 
 FAILED = HandOffReport(transferred=False, reason="no way")

@@ -48,13 +48,9 @@ class Operated:
         self.places = {"a": (PLACE, True)}
         self.asked: list[tuple[Any, ...]] = []
         self.answer: Any = True
-        self.client = self._client()
-
-    def _client(self) -> httpx.AsyncClient:
-        known = {"a": seen("a")}
-        actions = Actions(find=self.places.get, seen=known.get, ask=self._ask, there=self._there)
+        actions = Actions(find=self.places.get, seen={"a": seen("a")}.get, ask=self._ask, there=self._there)
         transport = httpx.ASGITransport(app=make_app(self.site.parts, actions=actions), root_path=ROOT)
-        return httpx.AsyncClient(transport=transport, base_url=f"http://host{ROOT}", headers=SHOWN)
+        self.client = httpx.AsyncClient(transport=transport, base_url=f"http://host{ROOT}", headers=SHOWN)
 
     async def _ask(self, *asked: Any) -> Any:
         self.asked.append(asked)
@@ -77,8 +73,9 @@ async def test_the_facts_of_a_replica_join_what_it_reported_with_what_its_proces
     assert [facts[name] for name in named] == ["a", "box", "10.0.0.1", 4711, "cpu", 1, 16, 2.5, True]
 
 
-async def test_the_gpu_of_a_replica_is_read_from_its_own_metrics() -> None:
-    on_gpu = replace(seen("a"), info=replace(info("a"), kernels="", metrics="a:1000"))
+async def test_the_gpu_of_a_replica_is_read_from_its_own_metrics_and_its_models_path_is_the_apis() -> None:
+    place = str(ROOT_FOLDER / "models" / "tiny")
+    on_gpu = replace(seen("a"), info=replace(info("a"), kernels="", metrics="a:1000", model_path=place))
     texts = {"a:1000": GPU}
 
     async def fetch(address: str) -> str:
@@ -90,27 +87,26 @@ async def test_the_gpu_of_a_replica_is_read_from_its_own_metrics() -> None:
     actions = Actions(find=FOUND, seen={"a": on_gpu}.get, ask=nothing, there=nothing, fetch=fetch)
     facts = await actions.facts("a")
     assert (facts["device"], facts["gpu_used_bytes"], facts["gpu_own_bytes"]) == ("cuda", 7e10, 6.5e10)
-    assert facts["gpu_utilization"] == 0.42
+    assert (facts["gpu_utilization"], facts["model_path"]) == (0.42, "models/tiny")
     texts.clear()  # its metrics do not come
     assert "gpu_used_bytes" not in await actions.facts("a")
 
 
-async def test_without_an_admin_key_the_facts_are_shown_and_nothing_else() -> None:
+PATHS = [("GET", "/logs"), ("GET", "/stacks"), ("POST", "/flush"), ("POST", "/drain"), ("POST", "/kill")]
+
+
+async def test_without_an_admin_key_the_facts_are_shown_and_nothing_else_and_with_a_wrong_one_nothing() -> None:
     operated = Operated(key=None)
     assert (await operated.client.get("/api/replicas/a")).status_code == 200
     operated.asked.clear()
-    for method, path in (("GET", "logs"), ("GET", "stacks"), ("POST", "flush"), ("POST", "drain"), ("POST", "kill")):
-        refused = await operated.client.request(method, f"/api/replicas/a/{path}")
+    for method, path in PATHS:
+        refused = await operated.client.request(method, f"/api/replicas/a{path}")
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_key_not_set"), path
         assert "MANTA_ADMIN_KEY" in refused.json()["error"]["message"]
     assert operated.asked == []
-
-
-async def test_a_wrong_key_is_401_on_every_path() -> None:
     operated = Operated()
-    wrong = {"Authorization": "Bearer nobody's"}
-    for method, path in (("GET", ""), ("GET", "/logs"), ("GET", "/stacks"), ("POST", "/flush"), ("POST", "/kill")):
-        refused = await operated.client.request(method, f"/api/replicas/a{path}", headers=wrong)
+    for method, path in (("GET", ""), *PATHS):
+        refused = await operated.client.request(method, f"/api/replicas/a{path}", headers={"Authorization": "Bearer x"})
         assert refused.status_code == 401, path
     assert operated.asked == []
 
@@ -148,11 +144,13 @@ async def test_what_is_unknown_is_told_by_name() -> None:
         assert (await operated.client.get(f"/api/replicas/a/logs?lines={lines}")).status_code == 400, lines
 
 
-async def test_the_log_of_a_replica_that_has_died_is_still_shown_and_it_is_not_killed_twice() -> None:
+async def test_the_log_of_a_replica_that_has_died_is_still_shown_and_it_is_not_killed_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No browser keeps a log, and a name in our own log is one line."""
     operated = Operated()
-    assert (await operated.client.get("/api/replicas/a/logs?lines=7")).json() == {
-        "file": "a.log", "lines": ["one", "two"],
-    }  # fmt: skip
+    log = await operated.client.get("/api/replicas/a/logs?lines=7")
+    assert (log.json(), log.headers["Cache-Control"]) == ({"file": "a.log", "lines": ["one", "two"]}, "no-store")
     assert operated.asked == [("n1", "read_log", "a.log", 7)]
     operated.places["a"] = (PLACE, False)
     assert (await operated.client.get("/api/replicas/a/logs")).status_code == 200
@@ -160,6 +158,8 @@ async def test_the_log_of_a_replica_that_has_died_is_still_shown_and_it_is_not_k
     assert (await operated.client.get("/api/replicas/a/stacks")).status_code == 503
     gone = (await operated.client.get("/api/replicas/a")).json()
     assert (gone["running"], gone["pid"]) == (False, 4711)
+    await operated.client.post("/api/replicas/a%0Aforged/kill")
+    assert "replica 'a\\nforged'" in caplog.text
 
 
 class Controller:
@@ -189,17 +189,10 @@ class Controller:
         }  # fmt: skip
 
 
-def test_only_model_replicas_are_found_and_of_a_logs_path_the_name_counts() -> None:
-    looks = Controller("a").looks
-    found = looks.find("a")
-    assert found is not None
-    assert (found[0].actor, found[0].log_file, found[1]) == ("x", "a.log", True)
-    assert looks.find("r") is None
-
-
-def test_a_replica_that_is_gone_is_remembered_though_nobody_had_looked_at_it() -> None:
+def test_a_replica_that_is_gone_is_remembered_though_nobody_had_looked_at_it_and_a_router_is_none() -> None:
     controller = Controller("a", *(f"old {i}" for i in range(MOST_GONE)))
     controller.looks.look()
+    assert controller.looks.find("r") is None
     for ids in (["a", "b"], ["b"]):
         controller.ids, controller.now_s = ids, controller.now_s + LOOK_KEPT_S
         controller.looks.look()
@@ -207,6 +200,7 @@ def test_a_replica_that_is_gone_is_remembered_though_nobody_had_looked_at_it() -
     assert gone is not None
     assert here is not None
     assert (gone[1], here[1], forgotten) == (False, True, None)
+    assert (gone[0].actor, gone[0].log_file) == ("x", "a.log"), "of the log's path the name counts"
 
 
 class Built(Controller):
@@ -277,21 +271,17 @@ def test_what_serves_is_told_by_its_ranks_and_an_application_by_what_it_is_built
     assert serve_details.serving("manta") == {}, "nothing runs: there is nothing to stop"
 
 
-def test_however_many_look_at_replicas_serve_is_asked_once_a_second() -> None:
+def test_however_many_look_serve_is_asked_once_a_second_and_while_it_is_silent_one_look_waits_for_it() -> None:
     controller = Controller("a")
     for _ in range(50):
         controller.now_s += LOOK_KEPT_S / 10
         assert controller.looks.find("a")
     assert controller.num_asked == 5
-
-
-def test_while_serve_is_silent_one_look_waits_for_it_and_the_others_are_told() -> None:
-    controller = Controller("a")
-    controller.silent = True
+    controller.silent, controller.now_s = True, controller.now_s + LOOK_KEPT_S
     for _ in range(2):
         with pytest.raises(GetTimeoutError):
             controller.looks.find("a")
-    assert controller.num_asked == 1
+    assert controller.num_asked == 6
     controller.silent, controller.now_s = False, controller.now_s + LOOK_KEPT_S
     assert controller.looks.find("a")
 
@@ -356,23 +346,6 @@ async def test_while_serve_does_not_answer_it_is_said_so() -> None:
     actions = Actions(find=find, seen={}.get, ask=on_node)
     with pytest.raises(NotReadable, match="Serve's controller did not answer"):
         await actions.kill("a")
-
-
-async def test_no_browser_keeps_a_log_and_a_name_in_the_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    operated = Operated()
-    assert (await operated.client.get("/api/replicas/a/logs")).headers["Cache-Control"] == "no-store"
-    await operated.client.post("/api/replicas/a%0Aforged/kill")
-    assert "replica 'a\\nforged'" in caplog.text
-
-
-async def test_a_models_path_is_shown_as_the_api_shows_it() -> None:
-    here = replace(seen("a"), info=replace(info("a"), model_path=str(ROOT_FOLDER / "models" / "tiny")))
-
-    async def usage(*asked: Any) -> dict[str, Any]:
-        return {}
-
-    actions = Actions(find=FOUND, seen={"a": here}.get, ask=usage, there=usage)
-    assert (await actions.facts("a"))["model_path"] == "models/tiny"
 
 
 def test_ray_is_given_one_remote_function_however_often_a_replica_is_looked_at() -> None:

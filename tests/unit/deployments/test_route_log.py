@@ -1,7 +1,6 @@
 """Decisions can be looked up, explained and tried out; a saturated house says when to come back."""
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 
@@ -13,7 +12,7 @@ from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import RouteHints, Saturated
 from deployments.dispatch.progress import left_after
 from deployments.fleet.peers import FoundRoute, NoPeers
-from deployments.http.arrivals import header_part, hints_of
+from deployments.http.arrivals import hints_of
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import error_response
 from deployments.http.routes import own_route
@@ -25,7 +24,7 @@ from routing.types import Decision, NoReplica, RouteQuery
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
-from tests.unit.deployments.sample_values import ask, ids, stats
+from tests.unit.deployments.sample_values import stats
 from tests.waiting import until_async
 
 
@@ -34,24 +33,6 @@ async def scripted() -> AsyncIterator[House]:
     """Its clock stands still: what waits does not get less while a test is held up."""
     async with House(max_wait_s=10.0, clock=Clock()) as house:
         yield house
-
-
-async def test_a_record_tells_each_try_why_it_failed_and_what_came_of_it(scripted: House) -> None:
-    await scripted.ready(ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
-    await scripted.collect(rid="a1.0-me")
-    record = scripted.dispatcher.routes.find("me")
-    assert record is not None
-    first, second = record.tries
-    assert (first.decision.replica_id, second.decision.replica_id) == ("r0", "r1")
-    assert first.failure is not None
-    assert "ReplicaGone" in first.failure
-    assert (second.failure, second.cached_tokens) == (None, 0)
-    assert second.outcome is not None
-    assert second.outcome.ending.value == "ok"
-    assert second.ttft_s is not None
-    assert header_part(record) == (
-        "replica=r1; overlap_predicted=0; overlap_actual=0; policy=round_robin; reason=only_candidate; tries=2"
-    )
 
 
 async def test_only_the_most_recent_are_kept_and_a_name_finds_the_last_request_that_had_it(scripted: House) -> None:
@@ -195,14 +176,6 @@ async def test_waits_that_turn_out_longer_than_estimated_are_refused_before_the_
     assert scripted.router.num_open == 0
 
 
-async def test_a_request_that_was_sent_is_not_refused_however_long_the_queue_gets(scripted: House) -> None:
-    dying, busy = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1")
-    busy.stats = stats(waiting_uncached_tokens=10**6, prefill_tokens_per_s=1000.0)
-    await scripted.ready(dying, busy)
-    assert len(ids(await scripted.collect(rid="a1.0-me"))) == 8
-    assert scripted.dispatcher.num_retries == 1
-
-
 async def test_hints_limit_the_choice(scripted: House) -> None:
     await scripted.ready(ScriptedReplica("r0"), ScriptedReplica("r1"))
     only = hints_of(Headers({"x-manta-replicas": "r1, r9", "x-manta-session": "s"}))
@@ -255,16 +228,6 @@ async def test_a_route_is_told_and_a_dry_run_leaves_no_trace(client: httpx.Async
     assert (len(house.dispatcher.routes), house.router.num_pages("r0"), house.router.num_open) == before
     wrong = await client.post("/route/explain", json={"prompt": "a", "text": "b"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
-
-
-async def test_closing_a_stream_early_leaves_an_aborted_record(scripted: House) -> None:
-    await scripted.ready(ScriptedReplica("r0"))
-    async with contextlib.aclosing(scripted.dispatcher.stream(ask(max_new_tokens=100))) as deltas:
-        await anext(deltas)
-    record = scripted.dispatcher.routes.find("me")
-    assert record is not None
-    assert record.tries[0].outcome is not None
-    assert record.tries[0].outcome.ending.value == "cancelled"
 
 
 @pytest.mark.model

@@ -117,18 +117,6 @@ async def test_a_client_that_leaves_while_its_request_is_asked_for_leaves_nothin
     house.dispatcher.check()
 
 
-async def test_a_replica_that_dies_while_it_is_asked_is_a_failure_like_any_other(
-    house: House, slow: list[SlowReplica]
-) -> None:
-    tasks = await waits_behind_another(house, slow)
-    house.dispatcher.move_waiting()
-    slow[0].die()
-    assert [len(ids(await task)) for task in tasks] == [3, 3]
-    assert {retry.rid for retry in house.dispatcher.retries} == {"a0.0-me", "a1.0-me"}
-    assert [each.moved for each in record(house, "a1.0-me").tries] == [None, None]
-    house.dispatcher.check()
-
-
 async def test_a_request_whose_next_replica_leaves_while_it_is_asked_for_goes_where_it_can(
     house: House, slow: list[SlowReplica]
 ) -> None:
