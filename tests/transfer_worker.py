@@ -15,7 +15,6 @@ import types
 import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -202,15 +201,29 @@ class LocalSide:
         return LocalAgent(memory, self._fabric, name)
 
 
-class Spawned:
-    """A process and the pipe to it. Never a fork of a process that has used NIXL: NIXL does not survive it."""
+class Worker:
+    """A process with a Host over NixlAgents. Never a fork of a process that has used NIXL: NIXL does not survive it."""
 
-    def __init__(self, context: SpawnContext | ForkServerContext, main: Callable[..., None], *arguments: Any) -> None:
-        """``main`` gets the other end of the pipe, then ``arguments``."""
+    def __init__(self, transport: Literal["auto", "tcp"]) -> None:
+        context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=main, args=(theirs, *arguments), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, transport), daemon=True)
         self.process.start()
         theirs.close()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Raises: AssertionError with what became of a process that does not answer."""
+        try:
+            self._pipe.send((method, arguments))
+            answered = self._pipe.poll(CALL_LIMIT_S)
+            ok, value = self._pipe.recv() if answered else (False, f"no answer to {method} in {CALL_LIMIT_S} s")
+        except (EOFError, OSError):
+            self.process.join(1)
+            ok, value = False, f"the process ended in {method}, exit code {self.process.exitcode}"
+        if not ok:
+            self.kill()
+            raise AssertionError(value)
+        return value
 
     @property
     def is_alive(self) -> bool:
@@ -240,27 +253,6 @@ def _state(stat: Path) -> str:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "Z"
-
-
-class Worker(Spawned):
-    """A spawned process with a Host over NixlAgents."""
-
-    def __init__(self, transport: Literal["auto", "tcp"]) -> None:
-        super().__init__(multiprocessing.get_context("spawn"), serve, transport)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Raises: AssertionError with what became of a process that does not answer."""
-        try:
-            self._pipe.send((method, arguments))
-            answered = self._pipe.poll(CALL_LIMIT_S)
-            ok, value = self._pipe.recv() if answered else (False, f"no answer to {method} in {CALL_LIMIT_S} s")
-        except (EOFError, OSError):
-            self.process.join(1)
-            ok, value = False, f"the process ended in {method}, exit code {self.process.exitcode}"
-        if not ok:
-            self.kill()
-            raise AssertionError(value)
-        return value
 
 
 def serve(pipe: Connection, transport: Literal["auto", "tcp"]) -> None:

@@ -189,13 +189,3 @@ def test_a_constrained_answer_of_two_replicas_is_that_of_one(
         check_pair(of, prompt, cached, held)
         made = alone(of.unified, GenerateRequest(rid="again", token_ids=prompt, sampling=held))
         assert re.fullmatch(text, "".join(delta.text for delta in made))
-
-
-@pytest.mark.slow
-@cases(page_and_chunk={"page1-whole": (1, 512), "page16-chunked": (16, 32)}, sampling=SAMPLINGS, cached=CACHED)
-def test_two_replicas_of_a_real_vocabulary_answer_as_one(
-    trios: Callable[..., Trio], page_and_chunk: tuple[int, int], sampling: SamplingParams, cached: str
-) -> None:
-    of = trios(short_model(), *page_and_chunk)
-    text = "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
-    check_pair(of, of.unified.tokenizer.encode(text * 2)[:48], cached, sampling)

@@ -6,21 +6,17 @@ nothing afterwards.
 
 import signal
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
-from replicas.types import FinishReason
 from tests.engine_process import EngineProcess
 from tests.numerics.interrupted import (
     STATES,
     Case,
     answer,
     decode_leg,
-    ended,
     engine,
     ids,
-    meet,
     save_model,
     transfer,
     transferred,
@@ -57,25 +53,6 @@ def victim(model: str) -> Iterator[EngineProcess]:
     end = engine(model)
     yield end
     end.close()
-
-
-@pytest.mark.parametrize("met", [False, True], ids=["strangers", "met"])
-def test_the_decode_side_computes_what_a_killed_prefill_side_owes(
-    decode: EngineProcess, victim: EngineProcess, met: bool
-) -> None:
-    """The other half of the request never comes there."""
-    if met:
-        tries = count()
-        until(lambda: meet(victim, decode, f"first {next(tries)}"), "a hand-off while both live")
-    leg = decode_leg(victim, f"owed-{met}", 2)
-    decode.submit(leg)
-    until(lambda: transfer(victim).rooms_sending == 1, "opened")
-    victim.signal(signal.SIGKILL)
-    told = decode.finish(leg.rid)
-    assert ended(told).reason is FinishReason.LENGTH
-    assert not transferred(told)
-    assert ids(told) == answer(decode, leg)
-    until_at_rest(decode)
 
 
 def test_pages_of_a_hung_prefill_side_stay_in_quarantine_until_it_is_dead(
@@ -136,15 +113,5 @@ def test_a_decode_side_that_hangs_and_goes_on(decode: EngineProcess, sender: Eng
         case.check_prefill()
     decode.signal(signal.SIGCONT)
     case.check_answer()
-    until_at_rest(sender)
-    until_at_rest(decode)
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_a_request_that_is_aborted_on_the_decode_side(decode: EngineProcess, sender: EngineProcess, state: str) -> None:
-    case = Case(sender, decode, f"abort, {state}", state)
-    decode.abort(case.leg.rid)
-    assert ended(decode.finish(case.leg.rid)).reason is FinishReason.ABORT
-    case.check_prefill()
     until_at_rest(sender)
     until_at_rest(decode)

@@ -14,9 +14,7 @@ import pytest
 
 from replicas.engine.engine import Engine
 from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from tests import engine_process
 from tests.adapters import make_adapter
-from tests.embedded import short_model
 from tests.engine_process import EngineProcess, ProcessSettings
 from tests.numerics.handing_over import (
     CACHED,
@@ -31,10 +29,6 @@ from tests.numerics.handing_over import (
     tiny_prompt,
     warm_part,
 )
-from tests.pairwise import ALL
-
-SHORT = replace(GREEDY, max_new_tokens=3)
-SHORT_SEEDED = replace(SEEDED, max_new_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +61,6 @@ def cell(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[P
     transport, page, (prefill_tp, decode_tp) = request.param
     model = str(folders["gqa"])
     yield from start_processes(model, transport, page=page, prefill_tp=prefill_tp, decode_tp=decode_tp)
-
-
-@pytest.fixture(scope="module")
-def smol_processes() -> Iterator[Processes]:
-    yield from start_processes(short_model(), "cma", prefill_tp=1, decode_tp=1)
-
-
-@pytest.fixture(scope="module")
-def smol_ranks() -> Iterator[Processes]:
-    """Three ranks hand over to one."""
-    yield from start_processes(short_model(), "cma", prefill_tp=3, decode_tp=1)
 
 
 def start_processes(
@@ -172,40 +155,3 @@ def test_the_matrix_over_nixl(cell: Processes) -> None:
             end.finish("warm")
         check_held(check_processes(cell, prompt, sampling, salt=salt), prompt, cached, page)
     check_balance(cell)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "num_prompts"), [("smol_processes", 104 if ALL else 16), ("smol_ranks", 8)], ids=["1to1", "3to1"]
-)
-def test_two_smollm2_processes_answer_as_one_over_nixl(
-    request: pytest.FixtureRequest, ranks: str, num_prompts: int
-) -> None:
-    """Every window of a text that begins 3 tokens on; each length greedy and seeded."""
-    of: Processes = request.getfixturevalue(ranks)
-    text = "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
-    ids = of.unified.tokenizer.encode(text * 20)
-    for i in range(num_prompts):
-        length = (1, 16, 33, 20)[i % 4]
-        check_processes(of, ids[3 * i : 3 * i + length], (SHORT, SHORT_SEEDED)[i // 4 % 2])
-    check_balance(of)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_when_no_answer_comes_all_ranks_of_both_engines_say_what_they_do(
-    smol_ranks: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_process, "ANSWER_S", 0.1)
-        patch.setattr(engine_process, "_open", [smol_ranks.prefill, smol_ranks.decode])  # other tests' live on
-        with pytest.raises(AssertionError, match=r"does not answer within 0\.1 s") as failed:
-            smol_ranks.decode.finish("never asked")
-    said = str(failed.value)
-    # main, engine or the parent's watch, transfer, and the one that tells
-    assert said.count("Current thread") + said.count("Thread 0x") >= 4 * 4
-    assert said.count("in serve_port\n") == 2
-    assert said.count("in _main\n") >= 2
-    assert said.count("EngineStats(") == 2
-    check_balance(smol_ranks)
