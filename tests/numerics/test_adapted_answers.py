@@ -206,17 +206,6 @@ def test_the_same_answer_on_every_path(
     assert answers["asked"].ids == expected.ids
 
 
-def test_an_answer_goes_on_elsewhere_as_it_began(
-    engine_of: Callable[..., Engine], adapters: list[AdapterRef | None]
-) -> None:
-    engine = engine_of(page=16, chunk=512)
-    flush(engine)
-    whole = run(engine, [asked("whole", adapters[3], sampling=SEEDED)])["whole"].ids
-    flush(engine)
-    rest = run(engine, [asked("rest", adapters[3], sampling=SEEDED, resumed_ids=tuple(whole[:9]))])["rest"].ids
-    assert whole[:9] + rest == whole
-
-
 def test_drafts_change_no_answer(adapters: list[AdapterRef | None]) -> None:
     """Of a prompt that repeats itself, so that drafts are tried; rows of drafts have their request's adapter."""
     ids, most = np.tile(PROMPT[:12], 9), replace(GREEDY, max_new_tokens=48)

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,7 +30,6 @@ PERSON = {
 SCHEMA = Constraint(kind="json_schema", text=json.dumps(PERSON))
 GREEDY = SamplingParams(max_new_tokens=100, temperature=0.0, constraint=SCHEMA)
 SEEDED = replace(GREEDY, temperature=1.0, seed=11)
-LONG = np.random.default_rng(5).integers(1000, 20_000, 150).astype(np.int32)
 
 
 class Told(NamedTuple):
@@ -139,21 +138,6 @@ def test_logprobs_are_those_of_the_tokens_that_are_allowed(engine: Engine) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["off", "on"])
-def test_plain_requests_beside_constrained_ones_make_what_they_make_alone(overlap: Literal["on", "off"]) -> None:
-    engine = embedded_engine(overlap)
-    plain = [
-        request(engine, SamplingParams(max_new_tokens=60, temperature=0.0), "plain"),
-        request(engine, SamplingParams(max_new_tokens=60, seed=3), "seeded", token_ids=LONG[:40]),
-    ]
-    constrained = [request(engine, replace(SEEDED, n=2), "json"), request(engine, GREEDY, "greedy", token_ids=LONG)]
-    alone = {key: told.ids for each in (*plain, *constrained) for key, told in answers(engine, each).items()}
-    together = answers(engine, *plain, *constrained)
-    assert {key: told.ids for key, told in together.items()} == alone
-    assert is_person(together[("json", 1)].text)
-
-
-@pytest.mark.slow
 def test_steps_made_ahead_hold_constrained_rows_to_their_grammar(engine: Engine) -> None:
     """Every step but the first few is launched before the tokens of the one before it are known."""
     overlapping, num_ahead = embedded_engine("on"), 0
@@ -175,16 +159,6 @@ def test_steps_made_ahead_hold_constrained_rows_to_their_grammar(engine: Engine)
         assert ahead[key].finish == told.finish
         made, theirs = ([each.logprob for each in answer.logprobs] for answer in (ahead[key], told))
         assert made == pytest.approx(theirs, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_long_prompt_in_chunks_beside_running_requests_changes_nothing(engine: Engine) -> None:
-    asked = request(engine, SEEDED, "long", token_ids=np.concatenate((LONG, prompt(engine))))
-    alone = one(engine, asked)
-    assert is_person(alone.text)
-    engine.flush_cache()
-    others = [request(engine, replace(SEEDED, seed=seed), f"other{seed}") for seed in range(3)]
-    assert answers(engine, *others, asked)[("long", 0)].ids == alone.ids
 
 
 @pytest.mark.slow

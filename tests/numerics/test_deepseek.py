@@ -3,8 +3,6 @@ missed, hit and on the host, retracted, restored elsewhere, on one rank and two,
 
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.launch import EngineSettings, load_engine
 from replicas.loading.model_files import load_model_config
-from replicas.replay.replay import extract, restore
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL
-from tests.engine_process import EngineProcess, ProcessSettings
 from tests.numerics import tiny
-from tests.numerics.handing_over import GREEDY, check_held, make_engine, tiny_prompt
+from tests.numerics.handing_over import GREEDY, tiny_prompt
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_hand_off import check_pair, trio
-from tests.numerics.test_hand_off_nixl import Processes, check_balance, check_processes
 from tests.numerics.test_tensor_parallel import check_two_ranks
 
 NUM_NEW = 24
@@ -149,31 +143,6 @@ def test_every_path_of_an_engine_gives_the_tokens_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.model
-def test_a_snapshot_goes_on_with_other_pages_and_ranks(
-    saved: tuple[str, PreTrainedModel], wanted: list[int], tmp_path: Path
-) -> None:
-    """Taken from one rank in the middle of the answer, and gone on with by two."""
-    here = engine_of(saved[0], page=16, chunk=64)
-    here.submit(request())
-    ids: list[int] = []
-    while len(ids) < 9:
-        ids += [token for delta in here.step() for token in delta.token_ids]
-    extract(here, "a").save(tmp_path / "a")
-    there = engine_of(saved[0], page=4, chunk=64, tp=2)
-    try:
-        snapshot = ReplaySnapshot.load(tmp_path / "a")
-        assert snapshot.kv.shape == (3, 1, 90 + 8, 1, 128)
-        assert restore(there, snapshot) == []
-        assert extract(there, "a").kv.tobytes() == snapshot.kv.tobytes()
-        assert ids + finish(there) == wanted
-        assert there.stats().prefill_tokens == 0
-    finally:
-        here.close()
-        there.close()
-
-
-@pytest.mark.slow
 def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
     """Heads and experts' inner sizes split in two; the latent vector and what makes it on both."""
     check_two_ranks(("v2", "v3-halves"), tmp_path)
@@ -187,32 +156,6 @@ def test_two_replicas_answer_as_one(saved: tuple[str, PreTrainedModel]) -> None:
     for at, cached in enumerate(("miss", "decode part", "prefill part on host")):
         check_pair(made, tiny_prompt((37, 64, 80)[at], at), cached, GREEDY)
     made.close()
-
-
-@pytest.fixture(scope="module")
-def one_and_two(saved: tuple[str, PreTrainedModel]) -> Iterator[tuple[EngineProcess, EngineProcess, Engine]]:
-    """Engines of one rank and of two, and one that does all by itself."""
-    ends = [
-        EngineProcess(ProcessSettings(model=saved[0], page=16, chunk=32, transport="cma", tp=tp)) for tp in (1, 2)
-    ]
-    unified = make_engine(saved[0], 16, 32, None)
-    yield ends[0], ends[1], unified
-    for end in (unified, *ends):
-        end.close()
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_one_rank_and_two_hand_over_to_each_other_over_nixl(
-    one_and_two: tuple[EngineProcess, EngineProcess, Engine]
-) -> None:
-    one, two, unified = one_and_two
-    for at, (prefill, decode) in enumerate(((one, two), (two, one))):
-        of = Processes(prefill, decode, unified)
-        for length in (1, 37, 64):
-            prompt = tiny_prompt(length, seed=length + at)
-            check_held(check_processes(of, prompt, replace(GREEDY, max_new_tokens=3)), prompt, "miss", 16)
-        check_balance(of)
 
 
 @pytest.mark.parametrize(

@@ -81,20 +81,3 @@ def test_a_rank_of_the_prefill_side_that_hangs(other: EngineProcess, victim: Eng
     assert other.pool().quarantined_pages == 7
     signal_follower(victim, signal.SIGCONT)
     until_at_rest(other)
-
-
-def test_a_rank_of_the_decode_side_that_hangs(other: EngineProcess, victim: EngineProcess) -> None:
-    """It cannot compute either, while its rank hangs. Then it answers, without the pages that were to come."""
-    leg = decode_leg(other, "D", 2)
-    victim.submit(leg)
-    until(lambda: transfer(other).rooms_sending == 1, "opened")
-    signal_follower(victim, signal.SIGSTOP)
-    start_s = time.monotonic()
-    until(lambda: says_that_a_rank_hangs(victim), "the rank is missed")
-    assert time.monotonic() - start_s < SOON_S
-    signal_follower(victim, signal.SIGCONT)
-    told = victim.finish("D")
-    assert not transferred(told)
-    assert ids(told) == answer(victim, leg)
-    assert victim.pool().quarantined_pages == 7
-    until_at_rest(other)

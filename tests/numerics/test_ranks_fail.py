@@ -15,13 +15,12 @@ import pytest
 
 from replicas.config import AdapterLimits, CacheConfig, ParallelConfig
 from replicas.engine.engine import Engine
-from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.errors import EngineDead
 from replicas.launch import EngineSettings, load_engine
 from replicas.layers.adapters import AdapterBank, PutAdapter, RankAdapter
 from replicas.ranks.worker import WorkerSpec
-from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams
 from tests.adapters import make_adapter
 from tests.embedded import MODEL
 from tests.numerics.tiny import save
@@ -76,32 +75,6 @@ def two_ranks(folder: str, workers: LocalWorkers, adapters: AdapterLimits | None
             adapters=adapters,
         )
     )
-
-
-def test_a_rank_killed_under_load_ends_every_request_with_an_answer(folder: str) -> None:
-    workers = WatchedWorkers()
-    engine = two_ranks(folder, workers)
-    loop = EngineLoop(engine)
-    loop.start()
-    got: list[TokenDelta] = []
-    for i in range(3):
-        sampling = SamplingParams(max_new_tokens=200, temperature=0.0)
-        loop.submit(GenerateRequest(rid=str(i), token_ids=np.arange(5, dtype=np.int32), sampling=sampling), got.extend)
-    deadline_s = time.monotonic() + 30
-    while len(got) < 6:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    (pid,) = workers.pids
-    os.kill(pid, signal.SIGKILL)
-    while sum(delta.finish is not None for delta in got) < 3:
-        assert time.monotonic() < deadline_s, "somebody got no answer"
-        time.sleep(0.01)
-    ends = [delta.finish for delta in got if delta.finish is not None]
-    assert {end.reason for end in ends} == {FinishReason.ERROR}
-    assert {end.retry_as for end in ends} == {"engine_dead"}
-    assert loop.error is not None
-    loop.stop()
-    assert gone(pid)
 
 
 def test_a_rank_that_dies_while_starting_fails_the_start_at_once(folder: str) -> None:

@@ -51,10 +51,11 @@ class Numbers:
 
 
 FP32 = Numbers()
-IN_BF16 = {
+ROUNDED = {
     "bf16": Numbers(dtype="bfloat16"),
     "bf16-widened": Numbers(dtype="bfloat16", widened=True),
     "int4": Numbers(dtype="bfloat16", quantization="int4"),
+    "int8": Numbers(quantization="int8"),
 }
 
 
@@ -233,7 +234,7 @@ def plain_answers(prompt: np.ndarray, engine_of: Callable[..., Engine]) -> Calla
 
 
 @cases(
-    numbers=IN_BF16,
+    numbers=ROUNDED,
     engine={name: ENGINES[name] for name in ("page16-whole", "page1-whole", "page16-chunked")},
     sampling=SAMPLINGS,
     cached=CACHED,
@@ -241,7 +242,7 @@ def plain_answers(prompt: np.ndarray, engine_of: Callable[..., Engine]) -> Calla
     retracted={"kept": False, "retracted": True},
     drafted={"one": False, "drafted": True},
 )
-def test_the_same_answer_on_every_path_in_bfloat16(
+def test_the_same_answer_on_every_path_in_rounded_numbers(
     engine_of: Callable[..., Engine],
     plain_answers: Callable[[Numbers], Oracles],
     numbers: Numbers,
@@ -254,7 +255,7 @@ def test_the_same_answer_on_every_path_in_bfloat16(
 ) -> None:
     oracles = plain_answers(numbers)
     made = engine_of(*engine, numbers=numbers)
-    assert made.config.kv_dtype == "bfloat16"
+    assert made.config.kv_dtype == numbers.dtype
     check_answer(made, oracles, sampling, cached=cached, busy=busy, retracted=retracted, drafted=drafted)
 
 

@@ -3,11 +3,8 @@
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -17,7 +14,7 @@ from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
-STREAM_LEN = 32  # tokens
+
 # For Serve to notice, start a process that imports Ray and the tokenizer, and the index to be there. It depends on what
 # else the machine does: the limit is wide, and the time is printed.
 BACK_S = 60.0
@@ -169,82 +166,3 @@ def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: R
     print(f"no request was sent there {gone_s:.2f} s after kill -9")
     app.until(lambda: len({state["replica"]["replica_id"] for state in app.states()} - {victim}) == 2, 60)
     app.until(app.idle, 30)
-
-
-def test_kill_under_a_load_of_streams_breaks_none(app: Running) -> None:
-    """kill -9: streams that wait for their first token and streams in their middle all come to their full end.
-
-    The moment is chosen by what clients have read, with no call in between: three have half of theirs still to come.
-    """
-    stop, streams = threading.Event(), list[Streamed]()
-    reading: dict[int, tuple[str, int]] = {}  # client -> its replica, and how many chunks it has read
-    chosen: list[str] = []
-
-    def client(number: int) -> None:
-        round_ = 0
-        while not stop.is_set():
-            text = f"{number}-{round_}: a tale never told before. " * 8
-            streams.append(stream(app, text, lambda replica, num: reading.update({number: (replica, num)})))
-            reading.pop(number, None)
-            round_ += 1
-
-    def choose() -> bool:
-        early = [replica for replica, num_chunks in list(reading.values()) if num_chunks <= STREAM_LEN // 2]
-        chosen.extend(replica for replica in before if early.count(replica) >= 3)
-        return bool(chosen)
-
-    before = {state["replica"]["replica_id"]: state["replica"]["pid"] for state in app.states()}
-    with ThreadPoolExecutor(12) as pool:
-        clients = [pool.submit(client, number) for number in range(12)]
-        try:
-            app.until(lambda: len(streams) >= 12, 60)
-            app.until(choose, 60)
-            victim = chosen[0]
-            os.kill(before[victim], signal.SIGKILL)
-            killed_s = time.monotonic()
-            app.until(lambda: len({state["replica"]["replica_id"] for state in app.states()} - {victim}) == 2, 60)
-        finally:
-            stop.set()
-        for each in clients:
-            each.result()
-    assert {(each.status, each.num_tokens, each.finish) for each in streams} == {(200, STREAM_LEN, "length")}
-    begun = [each for each in streams if each.first_s < killed_s < each.last_s]
-    waiting = [each for each in streams if each.sent_s < killed_s < each.first_s]
-    print(f"{len(streams)} streams; at the kill {len(begun)} had begun and {len(waiting)} had not")
-    assert len(begun) + len(waiting) >= 6
-    assert sum(retry["replica_id"] == victim for retry in app.info()["recent_retries"]) >= 3
-    app.until(app.idle, 30)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed:
-    """One stream as its client saw it; times on the monotonic clock."""
-
-    status: int
-    sent_s: float
-    first_s: float  # first token
-    last_s: float
-    num_tokens: int
-    finish: str | None
-
-
-def stream(app: Running, text: str, on_chunk: Callable[[str, int], None]) -> Streamed:
-    """``on_chunk``: told the replica that it began at and the number of chunks with a token, at each."""
-    body = {"prompt": text, "max_tokens": STREAM_LEN, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}}  # fmt: skip
-    sent_s, first_s, num_chunks, num_tokens, finish = time.monotonic(), 0.0, 0, 0, None
-    with HTTP.stream("POST", f"{app.url}/v1/completions", json=body, timeout=120) as answer:
-        replica = fields(answer)["replica"]
-        for line in answer.iter_lines():
-            data = line.removeprefix("data: ")
-            if not data or data == "[DONE]":
-                continue
-            first_s, num_chunks = first_s or time.monotonic(), num_chunks + 1
-            on_chunk(replica, num_chunks)
-            chunk = json.loads(data)
-            num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-            finish = next((each["finish_reason"] for each in chunk.get("choices", ()) if each["finish_reason"]), finish)
-    return Streamed(
-        status=answer.status_code, sent_s=sent_s, first_s=first_s, last_s=time.monotonic(), num_tokens=num_tokens,
-        finish=finish,
-    )  # fmt: skip
