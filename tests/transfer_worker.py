@@ -26,7 +26,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
 from kvtransfer.ports.rank_port import ExpectOrder, PeerRanks, PortEvent, WriteOrder
-from kvtransfer.ports.transfer_agent import RemotePool, TransferAgent, TransferState
+from kvtransfer.ports.transfer_agent import TransferAgent
 from kvtransfer.types import PageIds
 from tests.kv_pools import join_heads, layout, random_pools
 from tests.local_agents import LocalAgent, LocalFabric
@@ -111,24 +111,6 @@ class Host:
         for port in self._ports.pop(here):
             port.close()
         del self._agents[here], self._pools[here]
-
-    def use_after_release(self, here: str, peer: RemotePool) -> list[str]:
-        """What the calls after a release raise."""
-        agent = self._agents[here][0]
-        agent.add_peer(peer)
-        one = np.array([1], dtype=np.int32)
-        transfer = agent.write(peer.agent, one, one, b"no port reads this")
-        while transfer.state is TransferState.POSTED:
-            transfer.poll()
-            self.step()
-        transfer.release()
-        raised = []
-        for call in (transfer.poll, transfer.post, transfer.release):
-            try:
-                call()
-            except AssertionError as error:
-                raised.append(str(error))
-        return raised
 
     def call_from_another_thread(self, here: str) -> str:
         """What it raises."""

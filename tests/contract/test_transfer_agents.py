@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.layout import head_slices
 from kvtransfer.ports.rank_port import ExpectOrder, PeerRanks, PortEvent, WriteFailed, Written
-from kvtransfer.ports.transfer_agent import RemotePool
 from kvtransfer.types import PageIds
 from tests.kv_pools import arrivals, write_order
 from tests.local_agents import LocalFabric
-from tests.transfer_worker import Kind, LocalSide, Side, Worker, events_until, spread, wire_layout
+from tests.transfer_worker import Kind, LocalSide, Side, Worker, events_until, spread
 
 LIMIT_S = 10.0
-NONE = np.empty(0, dtype=np.int32)
 
 
 class Sides:
@@ -193,29 +190,6 @@ def test_unequal_ranks_exchange_the_heads_they_share(sides: Sides, p_tp: int, d_
     close(p, d)
 
 
-def test_two_agents_of_one_process_write_to_each_other(sides: Sides) -> None:
-    side = sides.take()
-    p, d = start(side, seed=1), start(side, seed=2)
-    connect(p, d)
-    src, dst = spread(3, 3), spread(3, 4)
-    d.expect(p, dst)
-    p.send(d, src, dst)
-    events_until([side], has_come(3), LIMIT_S)
-    np.testing.assert_array_equal(d.call("pages")[dst], p.call("pages")[src])
-    close(p, d)
-
-
-def test_a_page_that_changes_on_the_way_is_caught(sides: Sides) -> None:
-    """D looks where P did not write: the bytes there are not those of the digest."""
-    p, d = pair(sides)
-    elsewhere = np.array([1, 2, 9, 4], dtype=np.int32)
-    d.expect(p, elsewhere)
-    p.send(d, spread(4, 3), np.array([1, 2, 3, 4], dtype=np.int32))
-    (arrived,) = arrivals(events_until([p.side, d.side], has_come(4), LIMIT_S))
-    assert arrived.bad_pages == (9,)
-    close(p, d)
-
-
 def test_a_killed_peer_is_a_failure_and_its_successor_is_served(sides: Sides) -> None:
     """SPEC H19: D dies with a write behind it and one before it; a new D has a new incarnation."""
     p, d = pair(sides)
@@ -237,20 +211,6 @@ def test_a_killed_peer_is_a_failure_and_its_successor_is_served(sides: Sides) ->
     close(p, again)
 
 
-def test_a_killed_sender_does_not_hold_up_another(sides: Sides) -> None:
-    p, d = pair(sides)
-    other = start(sides.take(), seed=3)
-    connect(other, d)
-    p.send(d, spread(64, 3), spread(64, 4), room=9)
-    p.side.kill()
-    dst = spread(8, 7)
-    d.expect(other, dst)
-    other.send(d, spread(8, 5), dst, order_id=2)
-    (arrived,) = arrivals(events_until([other.side, d.side], has_come(8), LIMIT_S))
-    assert (arrived.incarnation, arrived.bad_pages) == (other.ranks.incarnation, ())
-    close(other, d)
-
-
 def test_a_stopped_peer_is_given_up_without_letting_go_of_what_may_still_be_read(sides: Sides) -> None:
     """SPEC H19: nothing ends while D hangs; its order is drained only when D is dead and disconnected."""
     p, d = pair(sides)
@@ -265,23 +225,6 @@ def test_a_stopped_peer_is_given_up_without_letting_go_of_what_may_still_be_read
     [last] = failed(events, drained=True)
     assert (last.order_id, events[-1]) == (2, last)
     close(p)
-
-
-def test_a_stopped_peer_that_wakes_up_gets_what_was_posted(sides: Sides) -> None:
-    """A hang is not a failure: nothing is lost, and no note comes before its data."""
-    p, d = pair(sides)
-    dst = spread(16, 4)
-    p.send(d, spread(1, 3), spread(1, 8), room=9)
-    events_until([p.side, d.side], has_been_written, LIMIT_S)
-    d.expect(p, dst)
-    d.side.stop()
-    p.send(d, spread(16, 3), dst, order_id=2)
-    assert events_until([p.side], bool, 0.5) == []
-    d.side.resume()
-    events = events_until([p.side, d.side], has_come(16), LIMIT_S)
-    assert not [event for event in arrivals(events) if event.bad_pages]
-    np.testing.assert_array_equal(d.call("pages")[dst], p.call("pages")[spread(16, 3)])
-    close(p, d)
 
 
 def test_over_tcp_nothing_lands_that_is_written_behind_a_fence_until_both_connect_anew() -> None:
@@ -310,27 +253,6 @@ def test_over_tcp_nothing_lands_that_is_written_behind_a_fence_until_both_connec
     finally:
         for worker in workers:
             worker.kill()
-
-
-def test_a_released_transfer_cannot_be_used(sides: Sides) -> None:
-    """NIXL itself ends the process with SIGSEGV then."""
-    side = sides.take()
-    p, d = start(side, seed=1), start(side, seed=2)
-    (info,) = d.ranks.ranks
-    of = wire_layout()
-    pool = RemotePool(
-        agent=info.agent,
-        metadata=info.metadata,
-        base_address=info.base_address,
-        num_pages=info.num_pages,
-        page_bytes=of.page_bytes,
-        device=info.device,
-        slices=head_slices(of, 0, of, 0),
-    )
-    raised = p.call("use_after_release", pool)
-    assert len(raised) == 3
-    assert all("released" in text for text in raised)
-    close(p, d)
 
 
 def test_an_agent_belongs_to_one_thread(sides: Sides) -> None:

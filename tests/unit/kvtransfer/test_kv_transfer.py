@@ -156,17 +156,6 @@ def hand_off(p: Engine, d: Engine, *, room: int) -> None:
     p.wait(SendDone, room)
 
 
-def test_the_last_note_alone_is_enough_when_the_receiver_has_all_pages(make: Make) -> None:
-    """SPEC H09: zero pages included."""
-    p, d = make(seed=1), make(seed=2)
-    expect(p)
-    receive(d, p, page_ids(), first_page=4)
-    assert p.wait(SendReady, 1) == SendReady(room=1, first_page=4)
-    p.service.send_last(1, 4, page_ids(), meta(p, first_page=4))
-    assert isinstance(d.wait(Received, 1), Received)
-    p.wait(SendDone, 1)
-
-
 def test_a_flipped_byte_is_found_counted_named_and_never_received(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
     p.pools.ports[0]._agent._fabric.faults.flip_bytes = 1  # type: ignore[attr-defined]
@@ -195,14 +184,6 @@ def test_another_layout_is_refused_at_once_with_the_field_that_differs_and_nothi
     assert np.array_equal(join_heads(d.pools.pools), before)
 
 
-def test_another_token_fails_the_room_and_gets_no_page(make: Make) -> None:
-    p, d = make(seed=1), make(seed=2, token=b"guess")
-    receive(d, p, page_ids(5, 6, 2, 8))
-    d.wait(ReceiveFailed, 1)
-    d.wait(ReceiveDrained, 1)
-    assert p.service.stats().peers == 0
-
-
 def test_a_peer_that_is_gone_fails_the_room_without_waiting_for_an_answer(make: Make) -> None:
     p, d = make(seed=1), make(seed=2, call_timeout_s=300.0)
     p.service.close()
@@ -221,21 +202,6 @@ def test_a_peer_that_never_answers_fails_the_room_after_the_call_timeout_and_sta
         assert d.of(9) == [] or time.monotonic() - start_s >= 1.0
         d.wait(ReceiveDrained, 9)
         assert time.monotonic() - start_s >= 1.0
-
-
-def test_aborts_of_either_side_end_both_and_a_second_one_changes_nothing(make: Make) -> None:
-    p, d = make(seed=1), make(seed=2)
-    for room, abort in ((1, "receive"), (2, "send")):
-        begin(p, d, room=room)
-        for _ in range(2):
-            if abort == "receive":
-                d.service.abort_receive(room)
-            else:
-                p.service.abort_send(room, "the client is gone")
-        p.wait(SendDrained, room)
-        d.wait(ReceiveDrained, room)
-        assert p.of(room) == ["SendReady", "SendFailed", "SendDrained"]
-        assert d.of(room) == ["ReceiveFailed", "ReceiveDrained"]
 
 
 def test_a_room_that_is_open_here_is_not_opened_again(make: Make) -> None:
