@@ -1,35 +1,57 @@
-"""The tree of errors; each class says how HTTP answers it and whether a retry can help.
+"""The tree of errors; each class says what kind of failure it is and whether a retry can help.
 
-MantaError                     500
-├── InvalidRequest             400   the request is wrong; sending it again will not help
-│   ├── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool: trim it
-│   └── InvalidAdapter         400   a folder is no adapter of this model
-├── UnknownModel               404
-├── RequestAborted             499   the client went away, or asked for the abort
-├── Overloaded                 503   retryable: the waiting queue is full
-│   └── AdapterNotReadable     503   retryable: this machine cannot read an adapter's folder, or finds another one there
-├── StepFailed                 500   retryable once: a step failed with this request alone; the engine goes on
-├── EngineDead                 503   retryable: no step works any more, or a rank died; the replica is being replaced
-│   └── DiedInStep             503   retryable once: the request was in the step that ended the engine
-├── InvalidConfig              500   a setting is impossible; says which, why, and what is allowed
-│   └── UnsupportedModel       500   architecture not known; lists those that are
-├── PagesExhausted             500   internal: an allocation was short; the scheduler evicts or retracts on it
-└── RowsExhausted              500   internal: every row of the request table is taken; the scheduler waits
+MantaError                     internal
+├── InvalidRequest             invalid      the request is wrong; sending it again will not help
+│   ├── PromptTooLong          invalid      prompt (+ max_new_tokens) does not fit the model or the pool: trim it
+│   └── InvalidAdapter         invalid      a folder is no adapter of this model
+├── UnknownModel               not found
+├── RequestAborted             cancelled    the client went away, or asked for the abort
+├── Overloaded                 unavailable  retryable: the waiting queue is full
+│   └── AdapterNotReadable     unavailable  retryable: this machine cannot read an adapter's folder, or it has changed
+├── StepFailed                 internal     retryable once: a step failed with this request alone; the engine goes on
+├── EngineDead                 unavailable  retryable: no step works any more, or a rank died; the replica is replaced
+│   └── DiedInStep             unavailable  retryable once: the request was in the step that ended the engine
+├── InvalidConfig              internal     a setting is impossible; says which, why, and what is allowed
+│   └── UnsupportedModel       internal     architecture not known; lists those that are
+├── PagesExhausted             internal     an allocation was short; the scheduler evicts or retracts on it
+└── RowsExhausted              internal     every row of the request table is taken; the scheduler waits
 """
+
+import enum
+
+
+class Fault(enum.Enum):
+    """The kind of a failure. HTTP has a status for each (deployments/http/http_errors.py)."""
+
+    INVALID = "invalid"  # the request is wrong
+    UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"
+    GONE = "gone"
+    CONFLICT = "conflict"
+    TOO_LARGE = "too_large"
+    TOO_SLOW = "too_slow"  # its client sends the request too slowly
+    WRONG_TYPE = "wrong_type"  # of content
+    TOO_MANY = "too_many"  # requests: of its key, or of all
+    CANCELLED = "cancelled"  # by its client
+    TIMED_OUT = "timed_out"
+    INTERNAL = "internal"
+    UNAVAILABLE = "unavailable"
+    DISK_FULL = "disk_full"
 
 
 class MantaError(Exception):
     """The root of the tree. A message says what was wanted, what was found, and what to do."""
 
-    http_status = 500
+    fault = Fault.INTERNAL
     retryable = False
-    code: str | None = None  # the name that OpenAI's clients know it by; None: its HTTP status
+    code: str | None = None  # the name that OpenAI's clients know it by; None: its status
 
 
 class InvalidRequest(MantaError):
     """The request cannot be served as it is. ``param`` names the offending field where there is one."""
 
-    http_status = 400
+    fault = Fault.INVALID
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -90,20 +112,20 @@ class InvalidAdapter(InvalidRequest):
 class UnknownModel(MantaError):
     """The request names a model that is not served here."""
 
-    http_status = 404
+    fault = Fault.NOT_FOUND
     code = "model_not_found"
 
 
 class RequestAborted(MantaError):
     """The client disconnected or called abort."""
 
-    http_status = 499
+    fault = Fault.CANCELLED
 
 
 class Overloaded(MantaError):
     """The waiting queue is full; try again later or elsewhere."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
     retryable = True
 
 
@@ -122,7 +144,7 @@ class EngineDead(MantaError):
     """No step works any more or a rank died; every open request gets this and the replica becomes unhealthy. ``rids``:
     the requests of the step that ended it."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
     retryable = True
 
     def __init__(self, message: str, *, rids: frozenset[str] = frozenset()) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.types import PdTicket, TransferStats
-from replicas.errors import InvalidRequest
+from replicas.errors import Fault, InvalidRequest
 
 MAX_PROMPT_LOGPROBS = 300_000  # of one HTTP request, alternatives and choices counted: about 10 MB of its answer
 MAX_STOP_CHARACTERS = 16 << 10  # of a request, in all: the automaton that finds them takes 350 bytes for each
@@ -46,7 +46,7 @@ class Finish:
     reason: FinishReason
     matched: int | str | None = None  # stop token id or stop string, for STOP
     message: str | None = None  # for ABORT and ERROR: one sentence that says what happened
-    http_status: int = 200  # what a client that has received nothing yet should get
+    fault: Fault | None = None  # the kind of failure, for ABORT and ERROR
     # an end that another replica may mend; taken back: the router asked for it before it was admitted
     retry_as: RetryAs | None = None
 

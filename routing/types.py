@@ -31,7 +31,6 @@ class Role(enum.Enum):
 class NoReplica(Exception):
     """No replica may take the request now; the message lists the replicas and why each was passed over."""
 
-    http_status = 503
     retryable = True
 
 

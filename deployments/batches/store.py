@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvtransfer.stores.folder import open_own
-from replicas.errors import InvalidConfig, InvalidRequest, MantaError
+from replicas.errors import Fault, InvalidConfig, InvalidRequest, MantaError
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +82,14 @@ SELECT owner, MAX(bytes, {LEAST_BYTES}) AS bytes FROM files UNION ALL SELECT own
 class FolderFull(MantaError):
     """The files of all batches have as many bytes as the folder may hold."""
 
-    http_status = 413
+    fault = Fault.TOO_LARGE
     code = "files_full"
 
 
 class TooMany(MantaError):
     """The key has as many files, or open batches, as one may have."""
 
-    http_status = 429
+    fault = Fault.TOO_MANY
     code = "too_many_kept"
 
 
@@ -100,13 +100,13 @@ class FolderFails(MantaError):
 
     def __init__(self, why: str, *, is_full: bool) -> None:
         super().__init__(f"the folder of files and batches (router.batch_folder) {why}")
-        self.http_status = 507 if is_full else 503
+        self.fault = Fault.DISK_FULL if is_full else Fault.UNAVAILABLE
 
 
 class FileInUse(MantaError):
     """The file is the input of a batch that has not ended."""
 
-    http_status = 409
+    fault = Fault.CONFLICT
     code = "file_in_use"
 
 

@@ -21,7 +21,7 @@ from deployments.dispatch.leases import LeaseHolder, ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
 from deployments.record.route_log import Try
-from replicas.errors import DiedInStep, EngineDead, MantaError, Overloaded, StepFailed
+from replicas.errors import DiedInStep, EngineDead, Fault, MantaError, Overloaded, StepFailed
 from replicas.types import GenerateRequest, HandOffReport, TokenDelta
 from routing.moves import Move
 from routing.router import Router
@@ -37,7 +37,7 @@ MOST_AT_FAULT = 2  # replicas in whose failed steps a request may have been
 class TakenBack(MantaError):
     """The replica gave the request back before it was admitted; another one begins it sooner."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
 
     def __init__(self, message: str, move: Move | None) -> None:
         super().__init__(message)

@@ -34,7 +34,7 @@ from deployments.record.timeline import Arrival
 from deployments.tenancy.quotas import BeyondLimit, Quotas
 from kvtransfer.pages import PageKey
 from kvtransfer.types import PeerAddress
-from replicas.errors import MantaError, Overloaded, StepFailed
+from replicas.errors import Fault, MantaError, Overloaded, StepFailed
 from replicas.types import GenerateRequest, TokenDelta
 from routing.moves import LOOK_S, Waiting, moves
 from routing.router import Router
@@ -44,7 +44,7 @@ from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
 class Saturated(MantaError):
     """Every replica's queue is longer than ``router.max_wait_s``, or the key's choices are too many."""
 
-    http_status = 429
+    fault = Fault.TOO_MANY
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from replicas.errors import InvalidRequest, MantaError
+from replicas.errors import Fault, InvalidRequest, MantaError
 from replicas.types import TokenDelta
 
 MOST_CHOICES = 8  # of one stream: each event's id names the places of all
@@ -34,7 +34,7 @@ _ID = re.compile(rf"(\d{{1,9}}):({_PLACE}(?:,{_PLACE})*)(?:\+(\d{{1,4}})(?:@(\d)
 class StreamGone(MantaError):
     """The rest of a stream is not there any more, or cannot be made as it was."""
 
-    http_status = 410
+    fault = Fault.GONE
     code = "stream_gone"
 
 

@@ -23,7 +23,7 @@ from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
 from kvtransfer.types import PeerAddress
 from replicas.cache.tree_view import CacheTree
-from replicas.errors import MantaError
+from replicas.errors import Fault, MantaError
 from routing.types import Role
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class ReplicaGone(MantaError):
     """The replica of the request is dead, unreachable or no longer running; another one can go on."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
     retryable = True
 
 

@@ -29,7 +29,7 @@ from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.progress import Part
 from deployments.record.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
-from replicas.errors import EngineDead, MantaError, Overloaded
+from replicas.errors import EngineDead, Fault, MantaError, Overloaded
 from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg
 
 TRY_ENDED = "not known: the try ended first"
@@ -39,7 +39,7 @@ TRANSFERRED = "handed off, says the decode replica: the try ended first"
 class PrefillLost(MantaError):
     """The replica that was to compute the prompt is gone or refused it; another pair or a single replica can do it."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
     retryable = True
 
 

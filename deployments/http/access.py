@@ -41,7 +41,7 @@ from deployments.record.rids import owned
 from deployments.tenancy.keys import ANYBODY, CALLER, KEY_VARIABLE, CacheIsolation, Caller, KeyDigests, shown_keys
 from deployments.tenancy.quotas import Quotas
 from deployments.tenancy.tenants import TenantKey
-from replicas.errors import InvalidRequest, MantaError, RequestAborted
+from replicas.errors import Fault, InvalidRequest, MantaError, RequestAborted
 from replicas.types import GenerateRequest
 
 OPEN = ("/", "/health", "/ready", "/ping")
@@ -50,7 +50,7 @@ OPEN = ("/", "/health", "/ready", "/ping")
 class KeyNeeded(MantaError):
     """A request that needs a key has none, or a wrong one."""
 
-    http_status = 401
+    fault = Fault.UNAUTHENTICATED
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class KeyNeeded(MantaError):
 class NotAllowed(KeyNeeded):
     """The key is right, and may not do this."""
 
-    http_status = 403
+    fault = Fault.FORBIDDEN
 
 
 class Turns:
@@ -206,10 +206,10 @@ ADDED = ("origin", "sec-fetch-site", "referer")  # headers of browsers; curl and
 class Refused(MantaError):
     """A browser sent the request for a page that may not call this server."""
 
-    def __init__(self, message: str, *, code: str, status: int = 403) -> None:
+    def __init__(self, message: str, *, code: str, fault: Fault = Fault.FORBIDDEN) -> None:
         super().__init__(message)
         self.code = code
-        self.http_status = status
+        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,8 @@ class BrowserRules:
     def _check_kind(self, content_type: str, *, by_browser: bool) -> None:
         kind = content_type.partition(";")[0].strip().lower()
         if kind in OF_PAGES or (by_browser and kind not in ("", JSON) and not kind.endswith("+json")):
-            raise Refused(f"Content-Type: {kind[:100]!r} is not accepted: send {JSON}", code="not_json", status=415)
+            message = f"Content-Type: {kind[:100]!r} is not accepted: send {JSON}"
+            raise Refused(message, code="not_json", fault=Fault.WRONG_TYPE)
 
     def _is_known(self, host: str) -> bool:
         name = _name(host)

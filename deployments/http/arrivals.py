@@ -37,16 +37,14 @@ from deployments import logs
 from deployments.dispatch.dispatcher import NO_HINTS, RequestDeltas, RouteHints
 from deployments.dispatch.leases import ReplicaCalls
 from deployments.http.access import caller_of, scoped
-from deployments.http.http_errors import MESSAGES
+from deployments.http.http_errors import CLIENT_CLOSED, MESSAGES, outcome_of_status
 from deployments.http.service import Service, service_of
 from deployments.record.rids import check_name, clean_name, new_digits
 from deployments.record.route_log import (
-    CLIENT_CLOSED,
     RequestWatch,
     RouteLog,
     RouteRecord,
     Try,
-    outcome_of_status,
     tell,
 )
 from deployments.record.timeline import Arrival

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replicas.errors import EngineDead, InvalidRequest, MantaError, PromptTooLong
+from replicas.errors import EngineDead, Fault, InvalidRequest, MantaError, PromptTooLong
 from replicas.types import Finish
 from routing.types import NoReplica
 
@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED = 499
+STATUS = {Fault.INVALID: 400, Fault.UNAUTHENTICATED: 401, Fault.FORBIDDEN: 403, Fault.NOT_FOUND: 404,
+          Fault.TOO_SLOW: 408, Fault.CONFLICT: 409, Fault.GONE: 410, Fault.TOO_LARGE: 413, Fault.WRONG_TYPE: 415,
+          Fault.TOO_MANY: 429, Fault.CANCELLED: CLIENT_CLOSED, Fault.INTERNAL: 500, Fault.UNAVAILABLE: 503,
+          Fault.TIMED_OUT: 504, Fault.DISK_FULL: 507}  # fmt: skip
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           405: "invalid_request_error", 408: "timeout", 410: "not_found_error", 413: "invalid_request_error",
           415: "invalid_request_error", 429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable",
@@ -40,27 +44,27 @@ _MESSAGES_TYPES = {408: "timeout_error", 413: "request_too_large", 499: "api_err
 class BodyTooLarge(InvalidRequest):
     """The body has more bytes than ``router.max_body_bytes``."""
 
-    http_status = 413
+    fault = Fault.TOO_LARGE
 
 
 class BodyTooSlow(InvalidRequest):
     """The body was not complete within the time for bodies."""
 
-    http_status = 408
+    fault = Fault.TOO_SLOW
 
 
 class Busy(MantaError):
     """Too many long bodies or prompts wait to be read."""
 
-    http_status = 429
+    fault = Fault.TOO_MANY
 
 
 class GenerationFailed(MantaError):
-    """The engine ended a request before its first token; carries the status that the engine gave."""
+    """The engine ended a request before its first token; carries the kind of failure that the engine gave."""
 
     def __init__(self, finish: Finish) -> None:
         super().__init__(finish.message or f"the request ended with {finish.reason.value}")
-        self.http_status = finish.http_status if finish.http_status >= 400 else 500
+        self.fault = finish.fault or Fault.INTERNAL
 
 
 def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -69,10 +73,21 @@ def error_body(message: str, *, status: int, param: str | None = None, code: str
     return {"object": "error", "message": message, "error": error}
 
 
+def outcome_of_status(status: int) -> str:
+    """Return how a request that was answered with ``status`` ended, in the catalogue's words."""
+    if status < 400:
+        return "ok"
+    if status in (CLIENT_CLOSED, STATUS[Fault.TIMED_OUT]):
+        return "cancelled" if status == CLIENT_CLOSED else "timeout"
+    if status == STATUS[Fault.TOO_MANY]:
+        return "shed"
+    return "invalid" if status < 500 else "error"
+
+
 def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     """Make status and body for any exception; an unexpected one is logged, and its text is not shown."""
     if isinstance(error, MantaError | NoReplica):
-        status = error.http_status
+        status = STATUS[Fault.UNAVAILABLE if isinstance(error, NoReplica) else error.fault]
         param = error.param if isinstance(error, InvalidRequest) else None
         code = error.code if isinstance(error, MantaError) else None
         if isinstance(error, EngineDead):  # its text is internal; `GET /route/{rid}` and the logs have it

@@ -61,7 +61,7 @@ from deployments.output.parts import Part, TextPart
 from deployments.output.reading import ChoiceReading
 from deployments.output.validation import SchemaPromise, SchemaWord
 from deployments.record.rids import client_rid
-from replicas.errors import InvalidRequest, RequestAborted
+from replicas.errors import Fault, InvalidRequest, RequestAborted
 from replicas.types import GenerateRequest, TokenDelta, Usage
 
 log = logging.getLogger(__name__)
@@ -699,7 +699,7 @@ async def _pump(number: int, deltas: RequestDeltas | AsyncGenerator[TokenDelta, 
 def raise_if_failed(delta: TokenDelta) -> None:
     """Raise GenerationFailed for an error, deadlines included; a requested abort is an answer."""
     finish = delta.finish
-    if finish is not None and finish.http_status not in (200, CLIENT_CLOSED):
+    if finish is not None and finish.fault not in (None, Fault.CANCELLED):
         raise GenerationFailed(finish)
 
 

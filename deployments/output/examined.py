@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from replicas.errors import InvalidRequest, MantaError, Overloaded
+from replicas.errors import Fault, InvalidRequest, MantaError, Overloaded
 from replicas.grammar.checking import Examined
 from replicas.grammar.examiner import MAX_CPU_S, Examiner
 from replicas.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ NUM_EXAMINERS = 2
 class TooManyForms(MantaError):
     """Too many grammars of one API key wait to be examined."""
 
-    http_status = 429
+    fault = Fault.TOO_MANY
     retry_after_s = MAX_CPU_S
 
 

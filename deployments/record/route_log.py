@@ -28,7 +28,7 @@ from deployments.record.timeline import Arrival, LegTimes, Timeline
 from deployments.tenancy.quotas import OverQuota
 from deployments.tenancy.tenants import OTHERS
 from replicas.distributions import Tally
-from replicas.errors import Overloaded
+from replicas.errors import Fault, Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta
 from routing.moves import Cause
 from routing.types import Decision, RouteOutcome
@@ -193,9 +193,6 @@ class RouteLog:
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
-
-
-CLIENT_CLOSED, TIMED_OUT, SHED = 499, 504, 429  # http_status of what ended early
 
 
 OBJECTIVES: Mapping[str, float] = {"ttft_objective_s": 2.0, "itl_objective_s": 0.1}
@@ -434,7 +431,7 @@ class Following:
         worst = self.timeline.worst
         if worst is None or self.timeline.is_whole or worst.reason is FinishReason.ERROR:
             return worst
-        return worst if worst.reason is FinishReason.ABORT and worst.http_status == TIMED_OUT else None
+        return worst if worst.reason is FinishReason.ABORT and worst.fault is Fault.TIMED_OUT else None
 
     def _close_try(self) -> None:
         if self._try is not None:
@@ -497,7 +494,7 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
         if finish.reason is FinishReason.ERROR:
             return "error"
         if finish.reason is FinishReason.ABORT:
-            return "timeout" if finish.http_status == TIMED_OUT else "cancelled"
+            return "timeout" if finish.fault is Fault.TIMED_OUT else "cancelled"
         return "ok"
     if error is None or isinstance(error, GeneratorExit | asyncio.CancelledError):
         return "cancelled"
@@ -505,15 +502,14 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
         return "shed"
     if isinstance(error, OverQuota):
         return "invalid"  # it says nothing about the fleet
-    return outcome_of_status(getattr(error, "http_status", 500))
+    return _OUTCOMES.get(getattr(error, "fault", Fault.INTERNAL), "invalid")
 
 
-def outcome_of_status(status: int) -> str:
-    """Return how a request with this HTTP status ended, in the catalogue's words."""
-    if status < 400:
-        return "ok"
-    if status in (CLIENT_CLOSED, TIMED_OUT):
-        return "cancelled" if status == CLIENT_CLOSED else "timeout"
-    if status == SHED:
-        return "shed"
-    return "invalid" if status < 500 else "error"
+_OUTCOMES = {
+    Fault.CANCELLED: "cancelled",
+    Fault.TIMED_OUT: "timeout",
+    Fault.TOO_MANY: "shed",
+    Fault.INTERNAL: "error",
+    Fault.UNAVAILABLE: "error",
+    Fault.DISK_FULL: "error",
+}

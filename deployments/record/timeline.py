@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from replicas.errors import Fault
 from replicas.types import Finish, FinishReason, StageTimes, TokenDelta
 
 
@@ -208,6 +209,6 @@ def before_first_s(stages: StageTimes) -> float:
     return stages.queue_s + stages.prefill_s + stages.transfer_s
 
 
-def _badness(finish: Finish) -> tuple[int, int]:
+def _badness(finish: Finish) -> tuple[int, bool, bool]:
     order = {FinishReason.ERROR: 2, FinishReason.ABORT: 1}
-    return (order.get(finish.reason, 0), finish.http_status)
+    return order.get(finish.reason, 0), finish.fault is Fault.TIMED_OUT, finish.fault is not Fault.INVALID

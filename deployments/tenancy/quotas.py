@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from deployments.tenancy.tenants import OTHERS, TenantKey, TenantKeys
-from replicas.errors import InvalidRequest, MantaError
+from replicas.errors import Fault, InvalidRequest, MantaError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ Used = dict[str, list[float]]  # name of a key -> of each of KINDS
 class OverQuota(MantaError):
     """The key has used what it may in a minute."""
 
-    http_status = 429
+    fault = Fault.TOO_MANY
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:

@@ -20,6 +20,7 @@ Thread:    engine thread only.
 from kvtransfer.replay import observe
 from kvtransfer.types import KVTransferMeta, SendFailed, SendOrder, SendReady
 from replicas.disagg.rooms import HandOffParts, Rooms, leg_of
+from replicas.errors import Fault
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.tokens import NewToken
 from replicas.types import Finish, FinishReason, HandOff, PdLeg
@@ -126,7 +127,7 @@ class PrefillRole:
         if req.state is ReqState.FINISHED:
             return None
         message = f"the hand-off failed: {reason}"
-        self._scheduler.finish(req, Finish(reason=FinishReason.ERROR, message=message, http_status=503))
+        self._scheduler.finish(req, Finish(reason=FinishReason.ERROR, message=message, fault=Fault.UNAVAILABLE))
         return NewToken(req, None, None)
 
 

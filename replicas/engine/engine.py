@@ -42,7 +42,7 @@ from replicas.engine.failed_steps import Launch
 from replicas.engine.occupation import Occupation
 from replicas.engine.sinks import failed
 from replicas.engine.stepping import Stepping, snapshot
-from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded, PromptTooLong
+from replicas.errors import EngineDead, Fault, InvalidRequest, MantaError, Overloaded, PromptTooLong
 from replicas.grammar.matcher import Matcher
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
@@ -378,7 +378,7 @@ class Engine:
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""
-        finish = Finish(reason=FinishReason.ABORT, message=message, http_status=499)
+        finish = Finish(reason=FinishReason.ABORT, message=message, fault=Fault.CANCELLED)
         deltas = [self._end(choice, finish) for choice in self._open.choices(rid)]
         self._settle()
         return deltas
@@ -390,7 +390,7 @@ class Engine:
                  not open.
         """
         finish = Finish(
-            reason=FinishReason.ABORT, message="its router took it back", http_status=503, retry_as="taken_back"
+            reason=FinishReason.ABORT, message="its router took it back", fault=Fault.UNAVAILABLE, retry_as="taken_back"
         )
         deltas = [self._end(choice, finish) for choice in self._open.unadmitted(rid)]
         self._settle()
@@ -411,7 +411,7 @@ class Engine:
         finish = Finish(
             reason=FinishReason.ERROR,
             message="this replica leaves, and has no more time: another one goes on",
-            http_status=503,
+            fault=Fault.UNAVAILABLE,
             retry_as="engine_dead",
         )
         deltas = [self._end(choice, finish) for rid in self._open.rids for choice in self._open.choices(rid)]

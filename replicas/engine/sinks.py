@@ -120,7 +120,7 @@ def _call(sink: Sink, batch: list[TokenDelta]) -> None:
 def failed(error: MantaError) -> Finish:
     """Tell a caller that its request ends with ``error``."""
     return Finish(
-        reason=FinishReason.ERROR, message=str(error), http_status=error.http_status, retry_as=_retry_as(error)
+        reason=FinishReason.ERROR, message=str(error), fault=error.fault, retry_as=_retry_as(error)
     )
 
 

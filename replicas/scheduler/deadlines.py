@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas.cache.kv import KvCache
+from replicas.errors import Fault
 from replicas.request import Req
 from replicas.types import Finish, FinishReason
 
@@ -73,7 +74,7 @@ class Deadlines:
 
 def deadline_passed(req: Req, now_s: float) -> Finish:
     message = f"deadline passed after {now_s - req.stamps.arrival_s:.1f} s, {req.num_output} tokens made"
-    return Finish(reason=FinishReason.ABORT, message=message, http_status=504)
+    return Finish(reason=FinishReason.ABORT, message=message, fault=Fault.TIMED_OUT)
 
 
 class StarvedHeads:
@@ -99,4 +100,4 @@ def cannot_start(head: Req, kv: KvCache) -> Finish | None:
         f"available: {detained} pages are in quarantine until the peer of a failed hand-off lets go of them; try "
         "again elsewhere, or later"
     )
-    return Finish(reason=FinishReason.ERROR, message=message, http_status=503, retry_as="overloaded")
+    return Finish(reason=FinishReason.ERROR, message=message, fault=Fault.UNAVAILABLE, retry_as="overloaded")

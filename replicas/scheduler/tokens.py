@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
+from replicas.errors import Fault
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import BROKEN, DecodePlan, ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
@@ -166,7 +167,7 @@ def end_without_token(req: Req) -> Finish:
         return Finish(reason=FinishReason.LENGTH)  # no output was wanted
     if req.guide is not None:
         return not_allowed(req.guide.error or NOTHING_ALLOWED)
-    return Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500)
+    return Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, fault=Fault.INTERNAL)
 
 
 def require_fault(error: BaseException) -> None:
@@ -180,7 +181,7 @@ def at_fault(req: Req, error: BaseException) -> Finish:
     require_fault(error)
     why, asked = f"a step failed with {type(error).__name__}: {error}", _asked(req)
     log.error("request %s, choice %d, ends: %s; it asks for %s", req.rid, req.index, why, asked, exc_info=error)
-    return Finish(reason=FinishReason.ERROR, message=why, http_status=500, retry_as="step_failed")
+    return Finish(reason=FinishReason.ERROR, message=why, fault=Fault.INTERNAL, retry_as="step_failed")
 
 
 def _asked(req: Req) -> str:
@@ -204,7 +205,7 @@ def _asked(req: Req) -> str:
 
 def not_allowed(message: str) -> Finish:
     """Tell why a constrained request ends in the midst of its output."""
-    return Finish(reason=FinishReason.ERROR, message=f"the constrained output ended: {message}", http_status=400)
+    return Finish(reason=FinishReason.ERROR, message=f"the constrained output ended: {message}", fault=Fault.INVALID)
 
 
 def take_forced(req: Req, most: int) -> tuple[tuple[Drawn, ...], Finish | None]:

@@ -5,11 +5,14 @@ Lazy and TYPE_CHECKING imports count too: a cycle hidden in a function is still 
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
+from deployments.http.http_errors import STATUS
+from replicas.errors import Fault
 from tools.house import imports
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -386,3 +389,18 @@ def test_an_init_holds_a_docstring_only(path: pathlib.Path) -> None:
     assert len(body) == 1
     assert isinstance(body[0], ast.Expr)
     assert isinstance(body[0].value, ast.Constant)
+
+
+def test_below_http_a_failure_is_of_a_kind_and_has_no_status() -> None:
+    """One table says with which status HTTP answers each kind (deployments/http/http_errors.py)."""
+    named = re.compile(r"http_?status|status_?code|HTTPStatus", re.IGNORECASE)
+    houses = {"replicas", "kvtransfer", "routing", "deployments.dispatch", "deployments.record", "deployments.tenancy"}
+    trees = {unit: ast.parse(path.read_text()) for unit, path in UNITS.items() if under(unit, houses)}
+    assert [unit for unit, tree in trees.items() if named.search(ast.unparse(tree))] == []
+    ends = [node for tree in trees.values() for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finish"]  # fmt: skip
+    assert len(ends) > 9
+    numbers = {node.value for end in (*ends, trees["replicas.errors"]) for node in ast.walk(end)
+               if isinstance(node, ast.Constant) and isinstance(node.value, int)}  # fmt: skip
+    assert not numbers & set(STATUS.values())
+    assert STATUS.keys() == set(Fault)

@@ -13,7 +13,7 @@ from torch import Tensor
 from replicas.config import AdapterLimits
 from replicas.engine import adapters as adapters_module
 from replicas.engine.engine import Engine
-from replicas.errors import AdapterNotReadable
+from replicas.errors import AdapterNotReadable, Fault
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
 from replicas.kernels.adapters.on_gpu import FEW_ROWS, ROWS, GpuLowRank, Pair, tiles_of
@@ -318,7 +318,7 @@ def test_an_adapter_for_which_the_gpu_has_no_memory_is_answered_so(
         deltas += engine.step()
     assert deltas[-1].finish is not None
     assert "bytes for another: lower cache.mem_fraction_static" in str(deltas[-1].finish.message)
-    assert deltas[-1].finish.http_status == 503
+    assert deltas[-1].finish.fault is Fault.UNAVAILABLE
     monkeypatch.setattr(GpuLowRank, "put", put)
     assert told(engine, [adapters[1]]) == [merged_ids(folder, adapters[1])]
     engine.close()

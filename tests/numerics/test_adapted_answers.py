@@ -24,6 +24,7 @@ from replicas.config import (
     SchedulerConfig,
 )
 from replicas.engine.engine import Engine
+from replicas.errors import Fault
 from replicas.launch import EngineSettings, load_engine
 from replicas.replay.replay import extract, restore
 from replicas.types import AdapterRef, Finish, GenerateRequest, SamplingParams
@@ -315,19 +316,20 @@ def test_what_cannot_be_adapted_or_has_changed_ends_its_request_alone(
     deep = tmp_path / "deep"
     deep.mkdir()
     (deep / "config.json").write_text(text.replace('"num_hidden_layers": 4', '"num_hidden_layers": 5'))
+    wider = make_adapter(tmp_path / "b", deep)
     cases_ = {
-        "changed": (changed, "has changed", 503),
-        "gone": (gone, "has no adapter_config.json", 503),
-        "narrow": (make_adapter(tmp_path / "a", narrow), "is another model's", 400),
-        "deep": (make_adapter(tmp_path / "b", deep), "model.layers.4.mlp.down_proj (7 in all) cannot be changed", 400),
+        "changed": (changed, "has changed", Fault.UNAVAILABLE),
+        "gone": (gone, "has no adapter_config.json", Fault.UNAVAILABLE),
+        "narrow": (make_adapter(tmp_path / "a", narrow), "is another model's", Fault.INVALID),
+        "deep": (wider, "model.layers.4.mlp.down_proj (7 in all) cannot be changed", Fault.INVALID),
     }
     answers = run(engine, [asked("fine", adapters[1]), *(asked(rid, ref) for rid, (ref, *_) in cases_.items())])
     assert len(answers["fine"].ids) == NUM_NEW
-    for rid, (_, said, status) in cases_.items():
+    for rid, (_, said, fault) in cases_.items():
         finish = answers[rid].finish
         assert finish is not None
-        assert finish.http_status == status
-        assert finish.retry_as == (None if status == 400 else "overloaded")
+        assert finish.fault is fault
+        assert finish.retry_as == (None if fault is Fault.INVALID else "overloaded")
         assert finish.message is not None
         assert said in finish.message, finish.message
 
@@ -359,7 +361,7 @@ def test_experts_latent_attention_and_models_of_transformers_are_refused_by_name
     finish = answers["adapted"].finish
     assert finish is not None
     if said:
-        assert finish.http_status == 400
+        assert finish.fault is Fault.INVALID
         assert said in (finish.message or "")
     else:
         assert answers["adapted"].logprobs != answers["model"].logprobs

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from replicas.config import AdapterLimits, CacheConfig, SchedulerConfig
-from replicas.errors import InvalidRequest
+from replicas.errors import Fault, InvalidRequest
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import AdapterRef, Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
 from tests.adapters import make_adapter
@@ -76,7 +76,7 @@ def test_no_legal_fields_make_a_step_fail(tmp_path: Path, overlap: Any, num_step
     engine = load_engine(
         EngineSettings(model=str(model), cache=cache, scheduler=scheduler, adapters=AdapterLimits(), num_threads=1)
     )
-    random, left, statuses, number, most = Random(num_steps), dict[str, set[int]](), Counter[int](), 0, 9
+    random, left, faults, number, most = Random(num_steps), dict[str, set[int]](), Counter[Fault | None](), 0, 9
     for _ in range(num_steps):
         deltas = list[TokenDelta]()
         most = random.choice((1, 2, 9)) if random.random() < 0.05 else most  # alone, too: no other row makes up for it
@@ -91,10 +91,10 @@ def test_no_legal_fields_make_a_step_fail(tmp_path: Path, overlap: Any, num_step
         for delta in (*deltas, *engine.step()):
             if delta.finish is not None:
                 left[delta.rid].remove(delta.index)
-                statuses[delta.finish.http_status] += 1
+                faults[delta.finish.fault] += 1
                 assert delta.finish.retry_as is None, delta.finish
         left = {rid: choices for rid, choices in left.items() if choices}
     engine.scheduler.check()
     assert engine.stats().failed_steps == 0
-    assert statuses[200] > 2, statuses
+    assert faults[None] > 2, faults
     engine.close()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from replicas.engine.engine import Engine
+from replicas.errors import Fault
 from replicas.scheduler import scheduler
 from replicas.types import Constraint, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests import harness
@@ -172,7 +173,7 @@ def test_an_answer_resumed_at_any_token_goes_on_as_it_would_have(engine: Engine)
 
 def test_a_resumed_output_that_the_constraint_refuses_ends_the_request(engine: Engine) -> None:
     told = one(engine, request(engine, resumed_ids=(5000, 5001)))
-    assert (told.ids, told.finish.reason, told.finish.http_status) == ([], FinishReason.ERROR, 400)
+    assert (told.ids, told.finish.reason, told.finish.fault) == ([], FinishReason.ERROR, Fault.INVALID)
     assert "does not fit the constraint at token 0" in str(told.finish.message)
 
 
@@ -231,7 +232,7 @@ def test_masks_that_leave_nothing_end_their_request_alone(engine: Engine) -> Non
     (letter,) = engine.tokenizer.encode("q", add_special_tokens=False).tolist()
     stuck = replace(GREEDY, allowed_token_ids=(letter,))
     told = answers(engine, request(engine, stuck, "stuck"), request(engine, GREEDY, "fine"))
-    assert told[("stuck", 0)].finish.http_status == 400
+    assert told[("stuck", 0)].finish.fault is Fault.INVALID
     assert "allowed_token_ids" in str(told[("stuck", 0)].finish.message)
     assert is_person(told[("fine", 0)].text)
 
@@ -241,7 +242,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(engine: Engine
     told = answers(engine, request(engine, wrong, "wrong"), request(engine, GREEDY, "fine"))
     for index in range(2):
         finish = told[("wrong", index)].finish
-        assert (finish.reason, finish.http_status) == (FinishReason.ERROR, 400)
+        assert (finish.reason, finish.fault) == (FinishReason.ERROR, Fault.INVALID)
         assert "unclosed group" in str(finish.message)
     assert is_person(told[("fine", 0)].text)
 

@@ -16,7 +16,7 @@ import pytest
 from replicas.config import AdapterLimits, CacheConfig, ParallelConfig
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import LocalWorkers, local_worker
-from replicas.errors import EngineDead
+from replicas.errors import EngineDead, Fault
 from replicas.launch import EngineSettings, load_engine
 from replicas.layers.adapters import AdapterBank, PutAdapter, RankAdapter
 from replicas.ranks.worker import WorkerSpec
@@ -144,7 +144,7 @@ def test_an_adapter_for_which_one_rank_has_no_memory_is_held_by_none_and_refused
         for asked in ({"model": None, "a": refs["a"], "b": refs["b"]}, {"b": refs["b"]}, {"c": refs["c"]}):
             for rid, (ids, finish) in ends(engine, asked).items():
                 if rid == "b":
-                    assert (ids, finish.reason, finish.http_status) == ([], FinishReason.ERROR, 503)
+                    assert (ids, finish.reason, finish.fault) == ([], FinishReason.ERROR, Fault.UNAVAILABLE)
                     assert "a rank of this replica could not hold it" in str(finish.message)
                 else:
                     assert (ids, finish.reason) == (expected[rid], FinishReason.LENGTH)

@@ -10,7 +10,7 @@ import pytest
 from replicas.engine import compiling
 from replicas.engine.compiling import Compilation, Grammars
 from replicas.engine.engine import Engine
-from replicas.errors import InvalidRequest, Overloaded
+from replicas.errors import Fault, InvalidRequest, Overloaded
 from replicas.grammar import compiler as compilers
 from replicas.grammar.compiler import GrammarCompiler
 from replicas.grammar.matcher import Matcher
@@ -109,7 +109,7 @@ def test_a_deadline_ends_a_request_that_waits_for_its_grammar(held: tuple[Engine
     clock.now_s = 1.5
     (delta,) = wait_for(engine, ended)
     assert delta.finish is not None
-    assert (delta.finish.reason, delta.finish.http_status) == (FinishReason.ABORT, 504)
+    assert (delta.finish.reason, delta.finish.fault) == (FinishReason.ABORT, Fault.TIMED_OUT)
 
 
 @pytest.mark.parametrize("resumed_ids", [(), (5, 6)])
@@ -125,7 +125,7 @@ def test_a_grammar_that_takes_too_long_is_left_to_another_replica_and_compiled_a
     clock.now_s += 1.0
     (delta,) = wait_for(engine, ended)
     assert delta.finish is not None
-    assert (delta.finish.http_status, delta.finish.retry_as) == (503, "overloaded")
+    assert (delta.finish.fault, delta.finish.retry_as) == (Fault.UNAVAILABLE, "overloaded")
     compiler.go.set()
     constraint = Constraint(kind="regex", text="[a-z]+")
     deadline_s = time.monotonic() + WAIT_S
@@ -144,8 +144,8 @@ def test_no_more_grammars_are_compiled_at_once_than_there_are_threads(held: tupl
     assert not compiler.began.acquire(blocking=False)
     clock.now_s = 31.0
     told = wait_for(engine, lambda told: len(told) == compiling.MAX_THREADS + 1)
-    statuses = {delta.rid: delta.finish.http_status for delta in told if delta.finish}
-    assert statuses == {f"r{number}": 503 for number in range(compiling.MAX_THREADS + 1)}
+    faults = {delta.rid: delta.finish.fault for delta in told if delta.finish}
+    assert faults == {f"r{number}": Fault.UNAVAILABLE for number in range(compiling.MAX_THREADS + 1)}
 
 
 def test_a_request_whose_grammar_is_made_between_two_looks_is_not_lost() -> None:
@@ -175,8 +175,8 @@ def test_panics_answer_their_requests_and_leave_threads_for_others(held: tuple[E
         for number in range(compiling.MAX_THREADS + 1):
             engine.submit(ask(f"r{number}", range(1, 9), **constrained()))
             told = wait_for(engine, ended)
-            assert [(delta.finish.http_status, str(delta.finish.message)) for delta in told if delta.finish] == [
-                (400, "the grammar cannot be compiled: Panic('unwrap on None')")
+            assert [(delta.finish.fault, str(delta.finish.message)) for delta in told if delta.finish] == [
+                (Fault.INVALID, "the grammar cannot be compiled: Panic('unwrap on None')")
             ]
     engine.submit(ask("good", range(1, 9), **constrained()))
     wait_for(engine, ended)
@@ -225,7 +225,7 @@ def test_a_token_that_the_grammar_refuses_ends_its_request_alone() -> None:
     told = wait_for(engine, lambda told: sum(delta.finish is not None for delta in told) == 2)
     ends = {delta.rid: delta.finish for delta in told if delta.finish}
     assert ends["plain"].reason is FinishReason.LENGTH
-    assert (ends["odd"].reason, ends["odd"].http_status) == (FinishReason.ERROR, 400)
+    assert (ends["odd"].reason, ends["odd"].fault) == (FinishReason.ERROR, Fault.INVALID)
     assert "does not allow token" in str(ends["odd"].message)
 
 

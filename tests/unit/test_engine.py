@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
+from replicas.errors import Fault, InvalidRequest, Overloaded, PromptTooLong
 from replicas.request import ReqState
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
 from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams, TokenIds
@@ -211,7 +211,7 @@ def test_broken_logits_end_their_own_request_and_no_other() -> None:
     ends = {delta.rid: delta.finish for delta in deltas if delta.finish is not None}
     assert ends["sound"] == Finish(reason=FinishReason.LENGTH)
     assert ends["broken"] is not None
-    assert (ends["broken"].reason, ends["broken"].http_status) == (FinishReason.ERROR, 500)
+    assert (ends["broken"].reason, ends["broken"].fault) == (FinishReason.ERROR, Fault.INTERNAL)
     assert [t for d in deltas if d.rid == "sound" for t in d.token_ids] == continuation(PROMPT, 8)
     engine.scheduler.check()
 

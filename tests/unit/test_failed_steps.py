@@ -16,6 +16,7 @@ from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.engine.failed_steps import MOST_IN_A_ROW
 from replicas.engine.loop import EngineLoop
+from replicas.errors import Fault
 from replicas.grammar.matcher import Matcher
 from replicas.launch import EngineSettings, load_engine
 from replicas.runner.readouts import Readouts
@@ -105,7 +106,7 @@ def test_requests_beside_one_that_fails_get_the_tokens_that_they_get_alone(at: s
         for rid, prompt in prompts.items():
             wanted = continuation(prompt, 12)
             if rid in bad:
-                assert (found[rid, 0].http_status, found[rid, 0].retry_as) == (500, "step_failed")
+                assert (found[rid, 0].fault, found[rid, 0].retry_as) == (Fault.INTERNAL, "step_failed")
                 assert ids(deltas, rid) == wanted[: len(ids(deltas, rid))]
             else:
                 assert ids(deltas, rid) == wanted
@@ -376,7 +377,7 @@ def test_a_fault_in_any_part_of_a_step_ends_its_own_request(
     for rid in ("r0", "r1", "r2", "r3"):
         assert ids(deltas, rid) == wanted[rid]
     end = ends(deltas)["bad", 0]
-    assert (end.http_status, end.retry_as) == (500, "step_failed")
+    assert (end.fault, end.retry_as) == (Fault.INTERNAL, "step_failed")
     assert "must be long" in (end.message or "")
     assert ids(deltas, "bad") == wanted["bad"][: len(ids(deltas, "bad"))]
     assert at_rest(engine)

@@ -13,7 +13,7 @@ from replicas.config import AdapterLimits
 from replicas.engine import adapters
 from replicas.engine.adapters import HeldAdapters, ReadAdapter
 from replicas.engine.engine import Engine
-from replicas.errors import AdapterNotReadable, InvalidAdapter, Overloaded
+from replicas.errors import AdapterNotReadable, Fault, InvalidAdapter, Overloaded
 from replicas.types import AdapterRef, Finish
 from tests.harness import Clock, ask, fake_engine
 
@@ -132,7 +132,7 @@ def test_one_adapter_is_read_at_a_time_and_no_other_until_it_has_room(bench: Ben
     bench.engine.abort("aaa")
     bench.until(lambda: len(bench.finished) == 4)
     assert bench.port.began == ["aaa", "bb", "cc", "dd", "ee"]
-    assert {finish.http_status for finish in bench.finished.values()} == {200}
+    assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
 def test_a_request_whose_adapter_is_held_goes_on_beside_one_that_finds_no_room(bench: Bench) -> None:
@@ -228,10 +228,10 @@ def test_one_that_finds_no_room_gives_way_when_it_has_waited_its_time(bench: Ben
     bench.clock.now_s += adapters.WAIT_S / 2
     bench.until(lambda: {"cc", "dd"} <= set(bench.finished))
     finish = bench.finished["bbb1"]
-    assert (finish.http_status, finish.retry_as) == (503, "overloaded")
+    assert (finish.fault, finish.retry_as) == (Fault.UNAVAILABLE, "overloaded")
     assert "of 3 bytes had no room for 60 s beside 1 of running requests, 2 bytes" in str(finish.message)
     assert "raise adapters.host_bytes (4)" in str(finish.message)
-    assert {bench.finished[rid].http_status for rid in ("cc", "dd")} == {200}
+    assert {bench.finished[rid].fault for rid in ("cc", "dd")} == {None}
 
 
 def test_time_in_which_others_are_read_is_no_lack_of_room(bench: Bench) -> None:
@@ -242,7 +242,7 @@ def test_time_in_which_others_are_read_is_no_lack_of_room(bench: Bench) -> None:
         bench.run(2)
         bench.read(identity)
     bench.until(lambda: len(bench.finished) == 3)
-    assert {finish.http_status for finish in bench.finished.values()} == {200}
+    assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
 def test_time_in_which_all_places_to_run_are_taken_is_no_lack_of_room(bench: Bench) -> None:
@@ -260,7 +260,7 @@ def test_time_in_which_all_places_to_run_are_taken_is_no_lack_of_room(bench: Ben
     bench.run(5)
     bench.port.open()
     bench.until(lambda: "b" in bench.finished)
-    assert {finish.http_status for finish in bench.finished.values()} == {200}
+    assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
 def test_where_one_found_no_room_for_long_only_those_start_that_take_none(bench: Bench) -> None:
@@ -285,7 +285,7 @@ def test_where_one_found_no_room_for_long_only_those_start_that_take_none(bench:
     order = list(bench.finished)
     assert order[-4] == "aa3", "one started that takes room, or keeps some in use"
     assert order.index("xxx") < order.index("aa4")
-    assert {finish.http_status for finish in bench.finished.values()} == {200}
+    assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
 def test_a_read_that_never_ends_is_told_to_all_that_need_another(bench: Bench) -> None:
@@ -295,32 +295,32 @@ def test_a_read_that_never_ends_is_told_to_all_that_need_another(bench: Bench) -
     bench.submit("b")
     bench.submit("c", offline=True)
     bench.until(lambda: set(bench.finished) == {"a1", "b", "c"})
-    assert {finish.http_status for finish in bench.finished.values()} == {503}
+    assert {finish.fault for finish in bench.finished.values()} == {Fault.UNAVAILABLE}
     assert "see whether its file system answers" in str(bench.finished["c"].message)
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "retry_as"),
+    ("error", "fault", "retry_as"),
     [
-        (MemoryError(), 503, "overloaded"),
-        (AdapterNotReadable("gone"), 503, "overloaded"),
-        (InvalidAdapter("wrong"), 400, None),
+        (MemoryError(), Fault.UNAVAILABLE, "overloaded"),
+        (AdapterNotReadable("gone"), Fault.UNAVAILABLE, "overloaded"),
+        (InvalidAdapter("wrong"), Fault.INVALID, None),
     ],
 )
 def test_a_replicas_own_trouble_sends_the_request_elsewhere_and_what_is_wrong_with_the_adapter_ends_it(
-    bench: Bench, error: Exception, status: int, retry_as: str | None
+    bench: Bench, error: Exception, fault: Fault, retry_as: str | None
 ) -> None:
     bench.port.error = error
     bench.submit("a1", "a2")
     bench.read("a")
     bench.until(lambda: set(bench.finished) == {"a1", "a2"})
-    assert {(each.http_status, each.retry_as) for each in bench.finished.values()} == {(status, retry_as)}
+    assert {(each.fault, each.retry_as) for each in bench.finished.values()} == {(fault, retry_as)}
     assert bench.port.began == ["a"]
     bench.port.error = None
     bench.port.go.release()
     bench.submit("a3")
     bench.until(lambda: "a3" in bench.finished)
-    assert bench.finished["a3"].http_status == 200
+    assert bench.finished["a3"].fault is None
 
 
 def test_what_a_rank_refuses_is_given_once_for_all_that_wait_for_it_and_its_memory_is_free(bench: Bench) -> None:
@@ -329,7 +329,8 @@ def test_what_a_rank_refuses_is_given_once_for_all_that_wait_for_it_and_its_memo
     bench.submit(*waiting)
     bench.port.open()
     bench.until(lambda: set(bench.finished) == set(waiting))
-    assert {(each.http_status, each.message) for each in bench.finished.values()} == {(503, "no rank has memory")}
+    ends = {(each.fault, each.message) for each in bench.finished.values()}
+    assert ends == {(Fault.UNAVAILABLE, "no rank has memory")}
     assert (bench.port.gives, bench.port.began) == (1, ["a"])
     assert bench.port.weights is not None
     assert bench.port.weights() is None
@@ -337,7 +338,7 @@ def test_what_a_rank_refuses_is_given_once_for_all_that_wait_for_it_and_its_memo
     bench.clock.now_s += adapters.REFUSED_S
     bench.submit("a")
     bench.until(lambda: "a" in bench.finished)
-    assert (bench.finished["a"].http_status, bench.port.gives) == (200, 2)
+    assert (bench.finished["a"].fault, bench.port.gives) == (None, 2)
 
 
 def test_an_adapter_that_was_refused_costs_the_others_their_place_once_in_a_while(bench: Bench) -> None:
@@ -361,14 +362,14 @@ def test_an_adapter_that_was_refused_costs_the_others_their_place_once_in_a_whil
     bench.submit("xxxx3")  # it waits for its turn
     bench.run(20)
     assert bench.running == ["model"]
-    assert {(bench.finished[rid].http_status, bench.finished[rid].message) for rid in ("xxxx1", "xxxx2")} == {
-        (503, "no rank has memory")
+    assert {(bench.finished[rid].fault, bench.finished[rid].message) for rid in ("xxxx1", "xxxx2")} == {
+        (Fault.UNAVAILABLE, "no rank has memory")
     }
     assert (bench.port.began.count("xxxx"), bench.held.stats().num_dropped) == (1, 2)
     bench.port.refusal = None
     bench.clock.now_s += 1.0
     bench.until(lambda: "xxxx3" in bench.finished)
-    assert bench.finished["xxxx3"].http_status == 200
+    assert bench.finished["xxxx3"].fault is None
 
 
 def test_what_failed_when_it_was_read_ahead_is_read_again_in_its_turn(bench: Bench) -> None:
@@ -383,7 +384,7 @@ def test_what_failed_when_it_was_read_ahead_is_read_again_in_its_turn(bench: Ben
     assert bench.port.began == ["a"], "it is not tried again and again"
     bench.port.error = None
     bench.until(lambda: "a" in bench.finished)
-    assert bench.finished["a"].http_status == 200
+    assert bench.finished["a"].fault is None
     assert bench.port.began == ["a", "a"]
 
 
@@ -409,7 +410,7 @@ def test_lines_of_a_batch_that_run_give_up_as_many_adapters_as_a_chat_needs(benc
     retracted = {req.rid for req in bench.engine.scheduler.queues.lines if req.num_retractions}
     assert retracted == set(lines[:num_needed])
     bench.until(lambda: len(bench.finished) == 5)
-    assert {finish.http_status for finish in bench.finished.values()} == {200}
+    assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
 def test_lines_of_a_batch_go_on_while_a_chats_adapter_is_read(bench: Bench) -> None:
@@ -427,7 +428,7 @@ def test_lines_of_a_batch_go_on_while_a_chats_adapter_is_read(bench: Bench) -> N
     assert bench.finished == {}
     bench.port.open()
     bench.until(lambda: len(bench.finished) == 2)
-    assert {finish.http_status for finish in bench.finished.values()} == {200}
+    assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
 def test_lines_of_a_batch_go_on_while_chats_leave_a_chats_adapter_no_room(bench: Bench) -> None:
@@ -462,7 +463,7 @@ def test_no_line_gives_its_place_up_to_one_whose_adapter_is_not_there(bench: Ben
     assert sum(line.num_retractions for line in lines) == 1
     bench.port.open()
     bench.until(lambda: len(bench.finished) == 4)
-    assert {finish.http_status for finish in bench.finished.values()} == {200}
+    assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
 def test_no_line_gives_its_adapter_up_to_one_that_left(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicas.engine.loop import EngineLoop
-from replicas.errors import EngineDead
+from replicas.errors import EngineDead, Fault
 from replicas.request import ReqState
 from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResult
@@ -70,7 +70,7 @@ def test_a_deadline_ends_at_most_one_step_late() -> None:
     first, second = engine.step(), engine.step()
     assert [delta.finish for delta in first] == [None]
     assert second[-1].finish is not None
-    assert second[-1].finish.http_status == 504
+    assert second[-1].finish.fault is Fault.TIMED_OUT
     assert not engine.has_work
 
 

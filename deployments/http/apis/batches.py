@@ -27,7 +27,7 @@ from deployments.http.apis.multipart import boundary_of, read_form
 from deployments.http.bodies import BatchRequest, PathName, Route
 from deployments.http.http_errors import BodyTooLarge, BodyTooSlow, Busy
 from deployments.http.service import service_of
-from replicas.errors import InvalidRequest, MantaError
+from replicas.errors import Fault, InvalidRequest, MantaError
 from replicas.types import MAX_DEADLINE_S
 
 router = APIRouter(route_class=Route)
@@ -84,14 +84,14 @@ class FileContent(FileResponse):
 class NoBatches(MantaError):
     """This server has no folder for files and batches."""
 
-    http_status = 404
+    fault = Fault.NOT_FOUND
     code = "batches_off"
 
 
 class NotThere(MantaError):
     """No file or batch of this id belongs to this key."""
 
-    http_status = 404
+    fault = Fault.NOT_FOUND
     code = "not_found"
 
 

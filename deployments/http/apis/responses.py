@@ -40,7 +40,7 @@ from deployments.http.streaming import (
     stream,
 )
 from deployments.record.rids import new_digits
-from replicas.errors import InvalidRequest, MantaError
+from replicas.errors import Fault, InvalidRequest, MantaError
 
 router = APIRouter(route_class=Route)
 LOOK_S = 1.0  # how long a router waits for the next event before it tells one that asked
@@ -57,14 +57,14 @@ _READS = {
 class NoResponse(MantaError):
     """No response of this id is kept for this key."""
 
-    http_status = 404
+    fault = Fault.NOT_FOUND
     code = "response_not_found"
 
 
 class RoutersSilent(MantaError):
     """A response is not here, and other routers, one of which may have it, did not answer."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
     code = "routers_silent"
 
 

@@ -14,7 +14,7 @@ from deployments.http.arrivals import LAST_EVENT
 from deployments.http.bodies import PathName, Route
 from deployments.http.service import service_of
 from deployments.http.streaming import EventsResponse, kept_answer, of_kept
-from replicas.errors import MantaError
+from replicas.errors import Fault, MantaError
 
 router = APIRouter(route_class=Route)
 GIVES = gives(None, 400, 404, 410, 429, 499, 503, 504)
@@ -23,7 +23,7 @@ GIVES = gives(None, 400, 404, 410, 429, 499, 503, 504)
 class NoStream(MantaError):
     """No stream of this name was opened with this key."""
 
-    http_status = 404
+    fault = Fault.NOT_FOUND
     code = "stream_not_found"
 
 

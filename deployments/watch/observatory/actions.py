@@ -34,7 +34,7 @@ from deployments.watch import process
 from deployments.watch.observatory.fan_in import Fetch, fetch_text
 from deployments.watch.observatory.parts import parts_of
 from deployments.watch.observatory.serve_details import Listed
-from replicas.errors import InvalidRequest, MantaError
+from replicas.errors import Fault, InvalidRequest, MantaError
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +54,21 @@ Ask = Callable[..., Awaitable[Any]]  # replica id, method of ReplicaCalls, its a
 class UnknownReplica(MantaError):
     """Serve runs no replica of this name."""
 
-    http_status = 404
+    fault = Fault.NOT_FOUND
     code = "replica_not_found"
 
 
 class NotDone(MantaError):
     """The replica does not do what was asked now."""
 
-    http_status = 409
+    fault = Fault.CONFLICT
     code = "not_done"
 
 
 class NotReadable(MantaError):
     """The replica's process or log cannot be read now."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
     code = "not_readable"
 
 

@@ -21,7 +21,7 @@ from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import PERIOD_S, State
 from replicas.cache.tree_view import CacheTree
-from replicas.errors import MantaError
+from replicas.errors import Fault, MantaError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ LOOK_S = 5.0  # how often Serve is asked: 5 ms of its controller each time
 class NoRouter(MantaError):
     """No router of the application answers."""
 
-    http_status = 503
+    fault = Fault.UNAVAILABLE
     retryable = True
 
 

@@ -25,6 +25,7 @@ from deployments.http.service import Service
 from deployments.replica.served_engine import ServedEngine
 from deployments.tenancy.keys import NO_KEYS, read_keys
 from replicas.engine.loop import EngineLoop
+from replicas.errors import Fault
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason
 from tests.embedded import MODEL
@@ -236,7 +237,7 @@ async def test_a_key_may_run_half_of_all_and_leaves_the_others_room(
 async def test_a_failure_in_the_middle_is_a_failed_response_with_what_came(tokenizer: Tokenizer) -> None:
     async with House() as house, served(house.service(tokenizer)) as [sdk]:
         replica = ScriptedReplica("r0")
-        replica.finish = Finish(reason=FinishReason.ERROR, message="too late", http_status=504)
+        replica.finish = Finish(reason=FinishReason.ERROR, message="too late", fault=Fault.TIMED_OUT)
         await house.ready(replica)
         begun = await sdk.responses.create(**ASK, max_output_tokens=3, background=True)
         response = await ended(sdk, begun.id)

@@ -38,7 +38,7 @@ from deployments.http.service import Service
 from deployments.record.route_log import RequestWatch
 from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
 from deployments.watch.terminal import batches as terminal
-from replicas.errors import InvalidConfig, InvalidRequest, MantaError, Overloaded, StepFailed
+from replicas.errors import Fault, InvalidConfig, InvalidRequest, MantaError, Overloaded, StepFailed
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -635,7 +635,7 @@ def test_a_key_has_so_many_files_and_open_batches_and_what_batches_take_is_count
     made(store, b"{}", "a")
     with pytest.raises(TooMany, match="2 batches that have not ended") as refused:
         made(store, b"{}", "a")
-    assert refused.value.http_status == 429
+    assert refused.value.fault is Fault.TOO_MANY
     kept(store, b"", "a")
     for call in (lambda: store.new_file("a", num_bytes=0, alone=False), lambda: made(store, b"{}", "a")):
         with pytest.raises(TooMany, match="4 files"):

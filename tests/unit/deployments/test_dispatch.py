@@ -11,7 +11,7 @@ import pytest
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
-from replicas.errors import InvalidRequest, MantaError, Overloaded, StepFailed
+from replicas.errors import Fault, InvalidRequest, MantaError, Overloaded, StepFailed
 from replicas.types import Finish, FinishReason, GenerateRequest, RetryAs
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask, ids
@@ -121,7 +121,8 @@ class Failing(ScriptedReplica):
     async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
         bad = request.rid.endswith("-bad")
         retry_as: RetryAs = "engine_dead" if self.retry_as == "died_in_step" and not bad else self.retry_as
-        fails = Finish(reason=FinishReason.ERROR, message="IndexError: a secret", http_status=500, retry_as=retry_as)
+        why = "IndexError: a secret"
+        fails = Finish(reason=FinishReason.ERROR, message=why, fault=Fault.INTERNAL, retry_as=retry_as)
         done = Finish(reason=FinishReason.LENGTH)
         self.finish = fails if bad or retry_as == "engine_dead" else done
         await super()._generate(client, request)
@@ -139,7 +140,7 @@ async def test_a_request_that_was_in_the_failed_step_of_two_replicas_is_refused_
     await house.ready(*replicas)
     with pytest.raises(StepFailed) as refused:
         await house.collect(rid="a1.0-bad", max_new_tokens=4)
-    assert (refused.value.http_status, refused.value.code) == (500, "step_failed")
+    assert (refused.value.fault, refused.value.code) == (Fault.INTERNAL, "step_failed")
     told = str(refused.value)
     assert re.search("request bad was in a step .* on replica r0 and on r1: .* Report it with this id", told)
     assert "secret" not in told

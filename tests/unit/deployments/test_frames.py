@@ -31,6 +31,7 @@ from deployments.channel.frames import (
 from kvtransfer.pages import PageKeys, Tier
 from kvtransfer.types import PdTicket, PeerAddress, TransferStats
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
+from replicas.errors import Fault
 from replicas.types import (
     Finish,
     FinishReason,
@@ -55,7 +56,7 @@ DELTA = TokenDelta(
     logprobs=(TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (9, -math.inf))),),
     prompt_logprobs=(TokenLogprob(token_id=1, logprob=None), TokenLogprob(token_id=3, logprob=-2.0, rank=7)),
     usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1, num_retractions=4),
-    finish=Finish(reason=FinishReason.STOP, matched="\n", message=None, http_status=200),
+    finish=Finish(reason=FinishReason.STOP, matched="\n", message=None, fault=None),
     stages=StageTimes(queue_s=0.5, prefill_s=0.25, transfer_s=0.125, decode_s=2.0),
 )
 FAILED = HandOffReport(
@@ -65,11 +66,11 @@ FAILED = HandOffReport(
 FINISHES = [
     Finish(reason=FinishReason.STOP, matched=7),
     Finish(reason=FinishReason.HANDED_OFF),
-    Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="overloaded"),
-    Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="engine_dead"),
-    Finish(reason=FinishReason.ERROR, message="no", http_status=500, retry_as="step_failed"),
-    Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="died_in_step"),
-    Finish(reason=FinishReason.ABORT, message="aborted", http_status=499),
+    Finish(reason=FinishReason.ERROR, message="no", fault=Fault.UNAVAILABLE, retry_as="overloaded"),
+    Finish(reason=FinishReason.ERROR, message="no", fault=Fault.UNAVAILABLE, retry_as="engine_dead"),
+    Finish(reason=FinishReason.ERROR, message="no", fault=Fault.INTERNAL, retry_as="step_failed"),
+    Finish(reason=FinishReason.ERROR, message="no", fault=Fault.UNAVAILABLE, retry_as="died_in_step"),
+    Finish(reason=FinishReason.ABORT, message="aborted", fault=Fault.CANCELLED),
 ]
 TRANSFER = TransferStats(rooms_receiving=2, sent_bytes=1 << 40, oldest_drain_s=1.5)
 REPORT = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3, age_s=0.25, step_age_s=1.5)

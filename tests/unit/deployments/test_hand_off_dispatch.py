@@ -20,7 +20,7 @@ from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
 from deployments.record.route_forms import hand_off_body, pair_body, record_body
 from deployments.record.route_log import Try
-from replicas.errors import Overloaded, StepFailed
+from replicas.errors import Fault, Overloaded, StepFailed
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, RetryAs, TokenDelta
 from routing.moves import Move, Waiting
 from routing.types import Ending, NoReplica, Pair, PairReason, Role, RouteOutcome
@@ -206,7 +206,7 @@ async def test_a_prompt_that_fails_on_the_prefill_side_and_on_the_decode_side_is
     pairs: Pairs, retry_as: RetryAs
 ) -> None:
     """Where the prefill engine goes on, the decode side computes the prompt in the same try; else another try does."""
-    fails = Finish(reason=FinishReason.ERROR, message="no such index", http_status=500, retry_as=retry_as)
+    fails = Finish(reason=FinishReason.ERROR, message="no such index", fault=Fault.INTERNAL, retry_as=retry_as)
     p, d, third = pairs.prefill(leg_ends=fails), pairs.decode(), pairs.decode("d1")
     d.finish = third.finish = fails
     await pairs.add(p, d, third)

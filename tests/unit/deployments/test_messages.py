@@ -24,7 +24,7 @@ from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPar
 from deployments.output.reading import ChoiceReading
 from deployments.tenancy.keys import ApiKey, KeyDigests
 from replicas.engine.loop import EngineLoop
-from replicas.errors import InvalidRequest
+from replicas.errors import Fault, InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 from tests.embedded import MODEL
@@ -688,7 +688,7 @@ def test_an_answer_without_content_has_an_empty_text() -> None:
 
 
 def test_an_error_in_a_stream_is_an_event() -> None:
-    error = GenerationFailed(Finish(reason=FinishReason.ERROR, message="no memory", http_status=503))
+    error = GenerationFailed(Finish(reason=FinishReason.ERROR, message="no memory", fault=Fault.UNAVAILABLE))
     [event] = form_of()[0].error_events(error)
     assert event["type"] == "error"
     assert event["error"] == {"type": "overloaded_error", "message": "no memory"}

@@ -21,7 +21,7 @@ from deployments.tenancy.keys import read_keys
 from deployments.tenancy.quotas import OverQuota, Quotas, SoFar, Told
 from deployments.tenancy.tenants import KeyLimits, TenantKey, TenantKeys
 from deployments.watch.terminal import keys as terminal
-from replicas.errors import InvalidConfig, InvalidRequest
+from replicas.errors import Fault, InvalidConfig, InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason, TokenDelta, Usage
 from tests.embedded import MODEL
@@ -642,7 +642,7 @@ async def test_what_prompts_of_a_list_have_in_common_is_estimated_once(served: S
 
 @pytest.mark.model
 async def test_of_a_list_that_fails_here_what_has_not_begun_counts_nothing(served: Served) -> None:
-    broken = Finish(reason=FinishReason.ERROR, message="the step broke", http_status=500)
+    broken = Finish(reason=FinishReason.ERROR, message="the step broke", fault=Fault.INTERNAL)
     served.replica.hold.clear()
     asking = asyncio.create_task(served.ask(HEAVY, prompt=["a b c"] * 3))
     await until_async(lambda: len(served.replica.requests) == 3)

@@ -12,6 +12,7 @@ import pytest
 
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
+from replicas.errors import Fault
 from replicas.types import Finish, FinishReason
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -238,7 +239,7 @@ async def test_errors_before_the_first_event_are_the_sdks_own(sdk: openai.AsyncO
 async def test_an_error_in_the_middle_is_a_failed_response_with_what_came(house: House, service: Service) -> None:
     house.remove("r0")
     replica = ScriptedReplica("r1")
-    replica.finish = Finish(reason=FinishReason.ERROR, message="too late", http_status=504)
+    replica.finish = Finish(reason=FinishReason.ERROR, message="too late", fault=Fault.TIMED_OUT)
     await house.ready(replica)
     async with client_of(make_app(service)) as client:
         events = await stream(client, max_output_tokens=3)

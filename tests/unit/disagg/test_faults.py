@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.types import Received, SendReady
+from replicas.errors import Fault
 from replicas.request import ReqState
 from replicas.scheduler.deadlines import PATIENCE_S
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
@@ -355,7 +356,7 @@ def test_a_request_that_only_quarantine_keeps_out_is_refused_after_a_while_and_b
     pair.turn(pump=0)
     finish = pair.decode.deltas[("big", 0)][-1].finish
     assert finish is not None
-    assert (finish.reason, finish.http_status, finish.retry_as) == (FinishReason.ERROR, 503, "overloaded")
+    assert (finish.reason, finish.fault, finish.retry_as) == (FinishReason.ERROR, Fault.UNAVAILABLE, "overloaded")
     assert "18 pages are in quarantine" in (finish.message or "")
     submit("next", range(300, 330))
     pair.decode.submit(ask("small", [3, 4, 5]))

@@ -18,7 +18,7 @@ from deployments.dispatch.kept_streams import KeptStreams
 from deployments.http.http_app import _lifespan
 from deployments.output.examined import MAX_OF_CALLER, MAX_WAITING, NUM_EXAMINERS, ExaminedGrammars, TooManyForms
 from deployments.tenancy.keys import NO_KEYS
-from replicas.errors import InvalidRequest, Overloaded
+from replicas.errors import Fault, InvalidRequest, Overloaded
 from replicas.grammar import examiner
 from replicas.grammar.checking import Examined
 from replicas.grammar.examiner import Examiner
@@ -237,7 +237,7 @@ async def test_more_of_one_caller_are_429_and_another_finds_room(
     mine = await asked(grammars, *texts, caller="A")
     with pytest.raises(TooManyForms) as caught:
         await grammars.of("regex", "one more", "A")
-    assert (caught.value.http_status, caught.value.retry_after_s) == (429, 2.0)
+    assert (caught.value.fault, caught.value.retry_after_s) == (Fault.TOO_MANY, 2.0)
     [theirs, joined] = [*await asked(grammars, "other", caller="B"), *await asked(grammars, texts[0], caller="B")]
     await slow.answer("other", *texts)
     await asyncio.gather(theirs, joined, *mine)

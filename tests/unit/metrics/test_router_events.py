@@ -17,7 +17,7 @@ from deployments.record.timeline import Arrival, Timeline
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
 from deployments.watch.metrics.router_metrics import RouterFigures
-from replicas.errors import InvalidRequest, MantaError
+from replicas.errors import Fault, InvalidRequest, MantaError
 from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, TokenDelta
 from routing.types import NoReplica, Role
 from tests.scraped import Scraped
@@ -153,11 +153,11 @@ async def test_how_a_request_ended_is_told_by_its_outcome(watched: Watched) -> N
     stream = house.dispatcher.stream(ask(rid="b.0-left"))
     async with contextlib.aclosing(stream):
         await anext(stream)
-    replica.finish = Finish(reason=FinishReason.ABORT, http_status=504)
+    replica.finish = Finish(reason=FinishReason.ABORT, fault=Fault.TIMED_OUT)
     await watched.run(ask(rid="c.0-late"))
-    replica.finish = Finish(reason=FinishReason.ERROR, http_status=500)
+    replica.finish = Finish(reason=FinishReason.ERROR, fault=Fault.INTERNAL)
     await watched.run(ask(rid="d.0-broken"))
-    replica.finish = Finish(reason=FinishReason.ABORT, http_status=499)
+    replica.finish = Finish(reason=FinishReason.ABORT, fault=Fault.CANCELLED)
     await watched.run(ask(rid="e.0-aborted"))
     replica.refuse = InvalidRequest("n: too many")
     with pytest.raises(InvalidRequest):
@@ -195,9 +195,9 @@ async def test_how_a_request_ended_is_told_by_its_outcome(watched: Watched) -> N
 @pytest.mark.parametrize(
     ("finish", "outcome"),
     [
-        (Finish(reason=FinishReason.ABORT, http_status=504), "timeout"),
-        (Finish(reason=FinishReason.ERROR, http_status=500), "error"),
-        (Finish(reason=FinishReason.ABORT, http_status=499), "cancelled"),
+        (Finish(reason=FinishReason.ABORT, fault=Fault.TIMED_OUT), "timeout"),
+        (Finish(reason=FinishReason.ERROR, fault=Fault.INTERNAL), "error"),
+        (Finish(reason=FinishReason.ABORT, fault=Fault.CANCELLED), "cancelled"),
     ],
 )
 async def test_how_a_request_ended_is_told_alike_of_one_choice_and_of_several(
@@ -326,7 +326,7 @@ async def test_a_member_that_has_not_attached_is_starting(watched: Watched) -> N
 async def test_hand_offs_and_why_they_were_decided_are_counted(came: bool) -> None:
     watched, desks = Watched(apart=True), Desks()
     await watched.house.start()
-    ends = None if came else Finish(reason=FinishReason.ERROR, http_status=500)
+    ends = None if came else Finish(reason=FinishReason.ERROR, fault=Fault.INTERNAL)
     watched.house.add(HandOffReplica("p0", Role.PREFILL, desks, leg_ends=ends))
     watched.house.add(HandOffReplica("d0", Role.DECODE, desks))
     async with asyncio.timeout(30):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from replicas.errors import Fault
 from replicas.request import Req, ReqState
 from replicas.scheduler.decode import AheadGate
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
@@ -226,7 +227,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     assert bench.scheduler.last.ended == [running]
     assert running.finish is not None
     assert running.finish.reason is FinishReason.ABORT
-    assert running.finish.http_status == 504
+    assert running.finish.fault is Fault.TIMED_OUT
     bench.scheduler.check()
 
 
