@@ -47,52 +47,6 @@ def view(replica_id: str, time_s: float = 0.0, *, rate: float = 1_000.0, queued:
     )  # fmt: skip
 
 
-def test_a_queue_drains_at_the_prefill_rate_until_it_is_empty() -> None:
-    f = Fixture(view("a", queued=1_500))
-    f.now_s = 1.0
-    assert f.look()["a"].queued_tokens == 500
-    f.now_s = 1.9
-    assert f.look()["a"].queued_tokens == 0
-
-
-def test_what_is_sent_adds_its_uncached_tokens_and_idle_time_before_it_is_no_credit() -> None:
-    f = Fixture(view("a"))
-    f.now_s = 1.0
-    f.choose()
-    assert f.look()["a"].queued_tokens == 1_000
-    f.choose()  # 992 of its tokens are expected to be cached by then
-    assert f.look()["a"].queued_tokens == 1_008
-    f.now_s = 1.5
-    assert f.look()["a"].queued_tokens == 508
-
-
-def test_a_late_report_is_brought_up_to_date_with_what_was_sent_after_it() -> None:
-    f = Fixture(view("a"))
-    f.now_s = 1.0
-    f.choose()
-    f.now_s = 1.2
-    f.router.update([view("a", 0.9, queued=50)])  # 50 are done by 1.0, when the 1,000 came
-    assert f.look()["a"].queued_tokens == 800
-
-
-def test_what_ended_no_longer_waits() -> None:
-    f = Fixture(view("a", rate=0.0))
-    decision = f.choose()
-    f.router.done(decision, RouteOutcome(ending=Ending.OK))
-    assert f.look()["a"].queued_tokens == 0
-
-
-def test_a_client_that_leaves_before_its_first_token_leaves_no_queue_behind() -> None:
-    f = Fixture(view("a"))
-    left, answered = f.choose(), f.choose([2] * 300)
-    f.now_s = 0.1
-    f.router.update([view("a", 0.1, queued=1_300, num_waiting=2)])
-    f.router.done(left, RouteOutcome(ending=Ending.CANCELLED))
-    assert f.look()["a"].queued_tokens == 300
-    f.router.done(answered, RouteOutcome(ending=Ending.OK, ttft_s=0.05))
-    assert f.look()["a"].queued_tokens == 300  # as reported: what it was is computed, and no longer in the report
-
-
 def test_silence_fades_towards_what_the_others_say() -> None:
     """7 s after the report: 2 s are fresh, 5 s are one half-life."""
     f = Fixture(view("a", rate=0.0, queued=1_000, num_running=8), view("b", rate=0.0))
@@ -119,13 +73,6 @@ def test_what_a_replica_measured_is_believed_of_the_others_after_it_has_left() -
     assert asdict(f.look()["b"].terms) == before
     f.router.update([view("b", 1.0, rate=500.0)])
     assert f.look()["b"].terms.prefill_tokens_per_s == 500.0
-
-
-def test_the_terms_of_an_estimate() -> None:
-    f = Fixture(view("a", queued=500, num_running=2, decode_step_s=0.02))
-    terms = f.choose().candidates[0].terms
-    assert (terms.queue_s, terms.own_s, terms.decode_s, terms.pressure_s) == (0.5, 1.0, 0.01, 0.0)
-    assert terms.ttft_s == 1.51
 
 
 def test_a_short_prompt_pays_for_the_fixed_part_of_its_step() -> None:
@@ -195,11 +142,6 @@ def test_a_prompt_and_answer_larger_than_the_pool_wait_for_all_that_is_held_and_
     assert b.terms.pressure_s == pytest.approx(25.6)
 
 
-def test_no_place_among_the_running_costs_a_turn_s_share() -> None:
-    f = Fixture(view("a", num_running=4, num_waiting=1, decode_step_s=0.1, max_running_requests=4))
-    assert f.choose().candidates[0].terms.pressure_s == pytest.approx(10.0 * 2 / 4)
-
-
 def test_a_prefix_wins_until_waiting_costs_more_than_computing_it_anew() -> None:
     f = Fixture(view("a"), view("b"))
     holder = f.choose().replica_id
@@ -229,17 +171,6 @@ def test_computing_a_prefix_anew_is_charged_for_each_who_waits_there() -> None:
     fresh = f.router.explain_only(RouteQuery(rid="r", token_ids=[7] * 1_000))  # cached nowhere: nothing is done twice
     assert [candidate.terms.behind_s for candidate in fresh.candidates] == [0.0, 0.0]
     assert (fresh.replica_id, fresh.reason) == ("b", Reason.SOONEST)
-
-
-def test_those_who_waited_go_as_the_queue_drains() -> None:
-    """A fifth of 500 tokens is computed after 0.1 s, all after 0.5 s; 3 waited, for whom 0.992 s are done twice."""
-    f = Fixture(view("a"), view("b", queued=500, num_waiting=3))
-    f.router.choose(RouteQuery(rid="r", token_ids=PROMPT, allowed=frozenset({"a"})))
-    behind_s = []
-    for now_s in (0.1, 0.6):
-        f.now_s = now_s
-        behind_s.append(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT)).candidates[1].terms.behind_s)
-    assert behind_s == pytest.approx([0.8 * 2.976, 0.0])
 
 
 def test_a_session_breaks_a_tie_and_nothing_else() -> None:
@@ -342,16 +273,6 @@ def test_another_page_size_or_an_untold_pool_means_no_overlap() -> None:
         assert all(each.terms.host_tokens == 0 for each in f.look().values())
 
 
-def test_a_pool_told_later_begins_an_index() -> None:
-    f = Fixture(ReplicaView(replica_id="a", time_s=0.0))
-    f.router.apply("a", [KeysStored(1, np.array([1], dtype=np.uint64))])
-    f.router.update([view("a", 1.0)])
-    assert not f.router.apply("a", [])  # what it holds is unknown again
-    f.choose()
-    assert f.router.num_pages("a") == (0, 62)
-    f.router.check()
-
-
 def too_long() -> Fixture:
     """a holds the prompt and queues 180 s; b has the first token after 4.1 s, and 150 more wait there."""
     f = Fixture(view("a"), view("b"))
@@ -447,11 +368,6 @@ def test_a_request_goes_where_its_adapter_is_until_the_queue_there_takes_longer_
     assert f.choose([7] * 100, adapter="x").replica_id == "b"
     f.router.update([holds("a", time_s=2.0, load_s=0.4), holds("b", "x", time_s=2.0, load_s=0.4, queued=900)])
     assert f.choose([8] * 100, adapter="x").replica_id == "a"
-
-
-def test_without_an_adapter_nothing_is_loaded() -> None:
-    f = Fixture(holds("a", load_s=0.4), holds("b", "x", load_s=0.4))
-    assert all(each.terms.adapter_s == 0.0 for each in f.choose().candidates)
 
 
 def test_an_adapter_that_an_open_request_has_loaded_counts_as_there_until_that_request_ends() -> None:

@@ -80,13 +80,6 @@ def test_a_flush_leaves_what_was_sent_and_has_not_begun() -> None:
     index.check()
 
 
-def test_an_older_snapshot_than_the_gap_does_not_help() -> None:
-    f, _ = feed()
-    f.apply([KeysStored(1, keys(1)), KeysStored(5, keys(5))])
-    assert not f.apply_snapshot(IndexSnapshot(3, keys(1, 2, 3)))
-    assert f.apply_snapshot(IndexSnapshot(4, keys(1, 2, 3, 4)))
-
-
 def test_a_replica_that_claims_more_than_its_pool_is_asked_for_a_snapshot() -> None:
     f, index = feed(capacity=2)
     assert not f.apply([KeysStored(1, keys(1, 2, 3))])
@@ -111,19 +104,6 @@ def test_what_a_request_was_expected_to_leave_and_did_not_is_dropped_two_batches
     router.apply("a", [])
     assert router.num_pages("a") == (2, 0)
     router.check()
-
-
-def test_without_events_what_was_expected_stays() -> None:
-    router = Router("estimated_ttft", Random(0), lambda: 0.0)
-    router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=10)])
-    router.done(router.choose(RouteQuery(rid="r", token_ids=PROMPT)), RouteOutcome(ending=Ending.OK))
-    assert router.num_pages("a") == (0, 4)
-
-
-def test_an_unknown_replica_is_refused() -> None:
-    router, _ = routed()
-    assert not router.apply("b", [KeysStored(1, keys(1))])
-    assert not router.apply_snapshot("b", IndexSnapshot(1, keys(1)))
 
 
 def test_what_ended_before_the_first_snapshot_is_expected_no_more_after_it() -> None:

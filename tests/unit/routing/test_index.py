@@ -78,14 +78,6 @@ def test_more_confirmed_pages_than_the_pool_holds_are_refused() -> None:
     i.check()
 
 
-def test_a_replica_of_capacity_0_holds_nothing() -> None:
-    i = index(capacity=0)
-    i.expect(A, PROMPT, number=0)
-    assert i.stored(A, PROMPT)
-    assert overlap(i, PROMPT, A) == [0]
-    i.check()
-
-
 def test_a_replica_that_leaves_is_forgotten_at_once_and_its_bit_is_not_inherited_before_it_is_clean() -> None:
     i = index()
     i.stored(A, PROMPT)

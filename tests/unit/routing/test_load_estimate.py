@@ -30,14 +30,6 @@ def test_of_those_who_waited_as_many_are_left_as_of_their_tokens() -> None:
     ]  # fmt: skip
 
 
-def test_those_sent_since_the_report_wait_too() -> None:
-    made = load(view("a", num_waiting=2, queued_uncached_tokens=1_000))
-    for number in range(2):
-        made.send("a", number=number, uncached_tokens=500, now_s=0.0)
-    assert at(made, 0.0).num_waiting.tolist() == [4.0]
-    assert at(made, 1.0).num_waiting.tolist() == [2.0]
-
-
 def test_no_more_wait_than_there_are_requests() -> None:
     """Of three who waited at the report, two have ended: aborted, so that their tokens are still counted."""
     made = load(view("a", -1.0))
@@ -86,19 +78,6 @@ def test_a_late_report_fades_towards_the_mean_of_the_fresh() -> None:
     assert then.num_waiting.tolist() == pytest.approx([(32 + 2) / 2, 2, 2])
     assert then.num_requests.tolist() == [(100 + 12) / 2, 12, 12]
     assert then.utilization.tolist() == pytest.approx([0.5, 0.1, 0.1])
-
-
-def test_where_all_are_late_they_fade_towards_the_mean_of_all() -> None:
-    made = load(view("a", num_running=10), view("b", num_running=30))
-    assert at(made, FRESH_S).num_requests.tolist() == [10, 30]
-    assert at(made, FRESH_S + FADE_HALF_S).num_requests.tolist() == [15, 25]
-
-
-def test_a_standing_does_not_change_with_what_is_sent_afterwards() -> None:
-    made = load(view("a"))
-    before = at(made, 0.0)
-    made.send("a", number=0, uncached_tokens=700, now_s=0.0)
-    assert (before.queued_tokens.tolist(), before.num_waiting.tolist(), before.in_flight.tolist()) == ([0], [0], [0])
 
 
 def test_a_rate_follows_its_reports_by_half_in_a_second_and_0_is_no_measurement() -> None:

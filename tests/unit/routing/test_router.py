@@ -9,18 +9,9 @@ import pytest
 from routing.policies import Candidates
 from routing.router import Router
 from routing.types import Decision, Ending, NoReplica, Reason, ReplicaView, Role, RouteOutcome, RouteQuery
+from tests.harness import Clock
 
 FINISHED = RouteOutcome(ending=Ending.OK)
-
-
-class Clock:
-    """Time that moves only when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def query(rid: str = "r", *, num_tokens: int = 10, **kwargs: frozenset[str]) -> RouteQuery:
@@ -64,17 +55,6 @@ def test_least_tokens_with_equal_queues_takes_fewer_requests() -> None:
     assert (decision.replica_id, decision.reason) == ("b", Reason.FEWER_REQUESTS)
 
 
-def test_equal_load_is_drawn_and_both_get_some() -> None:
-    won = set()
-    for seed in range(10):
-        r = Router("least_tokens", Random(seed), Clock())
-        r.update([view("a"), view("b")])
-        decision = r.choose(query())
-        assert decision.reason is Reason.TIE
-        won.add(decision.replica_id)
-    assert won == {"a", "b"}
-
-
 def test_power_of_two_compares_two_and_takes_the_one_with_fewer_requests() -> None:
     r = router("power_of_two")
     r.update([view("a", running=1), view("b", running=2), view("c", running=3)])
@@ -107,17 +87,6 @@ def test_a_report_measured_before_the_request_was_sent_does_not_hide_it() -> Non
     assert numbers(r.choose(query())) == {"a": (1, 30)}
 
 
-def test_a_request_that_ended_since_the_report_no_longer_counts() -> None:
-    clock = Clock()
-    r = router(clock=clock)
-    r.update([view("a")])
-    decision = r.choose(query())
-    r.update([view("a", time_s=1.0, running=5)])  # ours is one of the five
-    clock.now_s = 2.0
-    r.done(decision, FINISHED)
-    assert numbers(r.choose(query())) == {"a": (4, 0)}
-
-
 def test_a_report_that_forgets_our_open_requests_does_not_make_the_replica_look_idle() -> None:
     r = router()
     r.update([view("a")])
@@ -141,26 +110,6 @@ def test_a_replica_that_left_is_forgotten_with_its_open_requests() -> None:
     r.check()
 
 
-def test_forget_takes_a_replica_out_before_the_next_update() -> None:
-    r = router("round_robin")
-    r.update([view("a"), view("b")])
-    r.forget("a")
-    r.forget("never seen")
-    assert {r.choose(query()).replica_id for _ in range(5)} == {"b"}
-    r.check()
-
-
-def test_a_report_changes_one_replica_and_brings_a_new_one() -> None:
-    r = router()
-    r.update([view("a", queued=5)])
-    r.report(view("b", queued=3))
-    assert numbers(r.choose(query())) == {"a": (0, 5), "b": (0, 3)}
-    r.report(view("a", time_s=1.0, queued=1))
-    assert r.choose(query()).replica_id == "a"
-    assert [each.replica_id for each in r.views] == ["a", "b"]
-    r.check()
-
-
 def test_pairs_are_chosen_while_a_replica_is_for_prefill_alone() -> None:
     r = router()
     r.report(view("d"))
@@ -179,27 +128,6 @@ def test_the_shortest_wait_is_known_without_the_candidates(monkeypatch: pytest.M
         decision = r.choose(query())
         assert decision.shortest_wait_s == 0.0
     assert decision.shortest_wait_s == min(each.terms.wait_s for each in decision.candidates)
-
-
-def test_done_twice_counts_once() -> None:
-    r = router()
-    r.update([view("a")])
-    decision = r.choose(query())
-    assert r.done(decision, RouteOutcome(ending=Ending.ERROR))
-    assert not r.done(decision, FINISHED)
-    assert r.endings == {Ending.ERROR: 1}
-    assert r.num_open == 0
-
-
-def test_a_retry_of_the_same_request_is_a_decision_of_its_own() -> None:
-    r = router("round_robin")
-    r.update([view("a"), view("b")])
-    first = r.choose(query("r1"))
-    second = r.choose(query("r1", excluded=frozenset({first.replica_id})))
-    assert second.replica_id != first.replica_id
-    assert r.num_open == 2
-    r.done(first, RouteOutcome(ending=Ending.ERROR))
-    assert r.num_open == 1
 
 
 def test_no_replica_says_what_there_is_and_what_to_do() -> None:

@@ -40,38 +40,6 @@ def reach(i: TierIndex, prompt: list[int], *replicas: int) -> list[tuple[int, in
     return list(zip(found.device.tolist(), found.own.tolist(), found.store.tolist(), strict=True))
 
 
-def test_a_replica_reaches_through_its_device_then_its_host_then_its_store() -> None:
-    i = index()
-    i.use_store(0, "disk")
-    i.use_store(1, "disk")
-    i.stored(0, [1, 2])
-    i.stored(0, [3], Tier.HOST)
-    i.stored(0, [3, 4, 5, 7], Tier.STORE)
-    assert reach(i, [1, 2, 3, 4, 5, 6, 7], 0, 1) == [(2, 3, 5), (0, 0, 0)]
-    assert reach(i, [4, 5, 6], 0, 1) == [(0, 0, 2), (0, 0, 2)]  # written by one, there for both
-
-
-def test_a_page_is_in_the_best_tier_alone_until_it_leaves_both() -> None:
-    i = index(replicas=1)
-    i.stored(0, [1, 2])
-    i.stored(0, [2], Tier.HOST)  # evicted
-    assert reach(i, [1, 2], 0) == [(1, 2, 2)]
-    i.stored(0, [2])  # loaded back
-    assert reach(i, [1, 2], 0) == [(2, 2, 2)]
-    i.stored(0, [2], Tier.HOST)
-    i.removed(0, [2])
-    assert reach(i, [1, 2], 0) == [(1, 1, 1)]
-
-
-def test_what_a_decision_expects_is_expected_on_the_device() -> None:
-    i = index(replicas=1)
-    i.stored(0, [1, 2, 3], Tier.HOST)
-    i.expect(0, [1, 2], number=0)
-    assert reach(i, [1, 2, 3], 0) == [(2, 3, 3)]
-    i.unexpect(0, [1, 2], number=0)
-    assert reach(i, [1, 2, 3], 0) == [(0, 3, 3)]
-
-
 def test_a_store_that_a_replica_does_not_use_is_not_counted_for_it() -> None:
     i = index(replicas=3)
     i.use_store(0, "disk")
@@ -108,14 +76,6 @@ def test_a_store_forgets_what_was_reported_longest_ago(monkeypatch: pytest.Monke
     i.stored(0, [1], Tier.STORE)
     i.stored(0, [4], Tier.STORE)
     assert [reach(i, [page], 0)[0][2] for page in (1, 2, 3, 4)] == [1, 0, 1, 1]
-
-
-def test_more_pages_than_both_tiers_hold_mean_that_the_index_is_wrong() -> None:
-    i = TierIndex()
-    i.join(0, capacity=2, host_pages=1)
-    assert i.stored(0, [1, 2])
-    assert i.stored(0, [3], Tier.HOST)
-    assert not i.stored(0, [4], Tier.HOST)
 
 
 @settings(max_examples=150, deadline=None)
