@@ -16,30 +16,19 @@ from fastapi.responses import Response
 from deployments.http.api_document import EVENT_STREAM, RUN, gives
 from deployments.http.arrivals import name_of, opening_of
 from deployments.http.bodies import ChatRequest, Route, TemplateFields
-from deployments.http.constraints import form_asked, tools_asked
-from deployments.http.convert import (
-    asked_adapter,
-    asks_form,
-    checked,
-    logprobs_wanted,
-    masks_of,
-    openai_sampling,
-    output_limit,
-    refuse_unsupported,
-    salt_of,
-    truncated,
-)
+from deployments.http.constraints import held_to
+from deployments.http.convert import Job, asks_form, logprobs_wanted, masks_of, openai_sampling, refuse_unsupported
 from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body
-from deployments.http.service import service_of
+from deployments.http.service import Service
 from deployments.http.streaming import Answer, Change, Form, Key
+from deployments.output.output_format import Thought
 from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from deployments.output.reading import ChoiceReading, call_id
 from deployments.output.reasoning import ReasoningCount
 from deployments.output.tools import ToolUse, tool_use
-from deployments.output.validation import SchemaPromise
-from deployments.record.rids import new_rid
+from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
-from replicas.types import FinishReason, GenerateRequest, TokenDelta
+from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds
 
 router = APIRouter(route_class=Route)
 # arguments of `Service.encode_chat` and `Tokenizer.chat` beside the template's variables
@@ -49,14 +38,17 @@ _TAKEN = frozenset({"self", "messages", "tools", "check", "marks", "use"})
 @router.post("/v1/chat/completions", **gives("OpenAI's `chat.completion`", *RUN, 410, stream=EVENT_STREAM))
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Continue a chat, streaming or not."""
-    answer = await _answer(request, body, name_of(request, body.rid))
-    return await answer.respond(request, streams=body.stream)
+    name = name_of(request, body.rid)
+    prepared = await prepare(request, body, name)
+    form = ChatForm.of(prepared.job, body, has_logprobs=prepared.request.return_logprobs, prepared=prepared)
+    return await prepared.answer(form, form.answer_id).respond(request, streams=body.stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A conversation that is ready to be sent to a replica, and what reads its answer."""
 
+    job: Job
     request: GenerateRequest
     use: ToolUse | None = None  # the tools that may be called
     # of each choice; None where the answer is all text, whatever it says
@@ -75,6 +67,7 @@ class Prepared:
 class ChatForm(OpenAIForm):
     """The form of a chat completion: each choice is a message, or the new part of one."""
 
+    prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     body: ChatRequest
@@ -123,14 +116,14 @@ class ChatForm(OpenAIForm):
 
     def logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
         num_top, by_id = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
-        return chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=num_top, by_id=by_id)
+        return chat_logprobs(self.job.service.tokenizer, delta.logprobs, num_top=num_top, by_id=by_id)
 
     def beside_choices(self, choices: Sequence[Change]) -> dict[str, Any]:
         num_top = self.body.prompt_logprobs
         if num_top is None:
             return {}
         rows = choices[0].delta.prompt_logprobs
-        return {"prompt_logprobs": prompt_logprobs_body(self.service.tokenizer, rows, num_top=num_top)}
+        return {"prompt_logprobs": prompt_logprobs_body(self.job.service.tokenizer, rows, num_top=num_top)}
 
     def _content(self, change: Change, part: Part) -> dict[str, Any]:
         match part:
@@ -155,60 +148,47 @@ class ChatForm(OpenAIForm):
         return self.choice_body(delta.index, change.key, delta, content, reason)
 
 
-async def prepare(request: Request, body: ChatRequest, name: str) -> Prepared:
-    """Check and tokenise a conversation, of this endpoint or of another that has converted its body to one.
+async def prepare(request: Request, body: ChatRequest, name: str, *, most_tokens: int | None = None) -> Prepared:
+    """Make a request of a conversation, of this endpoint or of another that has converted its body to one.
 
+    Args:   most_tokens: of the output, where the body gives no limit; the context may leave fewer.
     Raises: InvalidRequest, PromptTooLong, UnknownModel, Busy, Overloaded, TooManyForms, ClientGone.
     """
-    service = service_of(request)
-    adapter = await asked_adapter(request, body.model, body.lora_path)
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    job = await Job.of(request, body, name, prompt="messages", max_tokens=limit_name)
+    service, output = job.service, job.service.prompting.output
     _refuse(body)
     num_prompt, num_top = logprobs_wanted(body), body.top_logprobs or 0
     [masks] = masks_of(service, [body])
-    use = tools_of(body)
-    whole = await service.encode_chat(body.messages, use=use, **template_options(body))
-    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    ids = truncated(request, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
-    limit = output_limit(request, len(ids), getattr(body, limit_name))
-    form = await form_asked(request, body) if asks_form(body) else None
-    promise = None if form is None or (use is not None and use.must_call) else form.promise
-    asked = GenerateRequest(
-        rid=new_rid(name),
-        token_ids=ids,
-        sampling=openai_sampling(body, service.model.sampling, max_new_tokens=limit, masks=masks, form=form),
-        cache_salt=salt_of(body.cache_salt),
-        priority=body.priority or 0,
-        deadline_s=body.timeout,
-        return_logprobs=bool(body.logprobs),
-        top_logprobs=max(num_top, num_prompt or num_top),
+    use, options = tools_of(body), template_options(body)
+    whole = await service.encode_chat(body.messages, use=use, **options)
+    ids, limit = job.fit(whole, body.truncate_prompt_tokens, getattr(body, limit_name), most_tokens)
+    has_parts, thought = use is not None or output.reasoning is not None, Thought()
+    if has_parts:
+        last_tokens = partial(_last_tokens, service, ids)
+        thought = output.thought(last_tokens, len(ids), continues=options["continue_final_message"])
+    held = await held_to(request, body, use, thought) if use is not None or asks_form(body) else FormAsked()
+    sampling = openai_sampling(
+        body, service.model.sampling, max_new_tokens=limit, masks=masks, constraint=held.constraint,
+        shows_special=has_parts and output.needs_special,
+    )  # fmt: skip
+    asked = job.request(
+        ids, sampling, return_logprobs=bool(body.logprobs), top_logprobs=max(num_top, num_prompt or num_top),
         prompt_logprobs_from=None if num_prompt is None else 0,
-        adapter=adapter,
-    )
-    checked(request, asked, names={"prompt": "messages", "max_tokens": limit_name})
-    output = service.prompting.output
-    prepared = Prepared(request=asked, use=use, promise=promise, calls_of=f"{opening_of(request).digits}-{name}")
-    return prepared if use is None and output.reasoning is None else await _read_in_parts(request, body, prepared)
+    )  # fmt: skip
+    return Prepared(
+        job=job, request=asked, use=use, new_reading=_reading(service, body, use, thought) if has_parts else None,
+        promise=held.promise, calls_of=f"{opening_of(request).digits}-{name}",
+    )  # fmt: skip
 
 
-async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared) -> Prepared:
-    """Add what reads calls and reasoning, and what holds the answer to the calls that were asked for."""
-    service = service_of(request)
-    output, tokenizer = service.prompting.output, service.tokenizer
-    asked, use, promise = prepared.request, prepared.use, prepared.promise
-    thought = output.thought(
-        lambda length: tokenizer.decode(asked.token_ids[-length:], skip_special_tokens=False),
-        len(asked.token_ids),
-        continues=template_options(body)["continue_final_message"],
-    )
-    sampling = asked.sampling
-    constraint = sampling.constraint
-    if use is not None:
-        constraint = await tools_asked(request, use, content=constraint)
-    if constraint is not None:
-        held = replace(constraint, after=thought.after, opens=thought.opens)
-        sampling = replace(sampling, constraint=held)
-    if output.needs_special:
-        sampling = replace(sampling, skip_special_tokens=False)
+def _last_tokens(service: Service, ids: TokenIds, length: int) -> str:
+    return service.tokenizer.decode(ids[-length:], skip_special_tokens=False)
+
+
+def _reading(service: Service, body: ChatRequest, use: ToolUse | None, thought: Thought) -> Callable[[], ChoiceReading]:
+    """Return what makes the reader of each choice, for calls and reasoning."""
+    output, pieces = service.prompting.output, service.tokenizer.pieces(skip_special_tokens=False)
     reader = partial(
         output.reader,
         schemas=None if use is None else use.schemas,
@@ -216,34 +196,13 @@ async def _read_in_parts(request: Request, body: ChatRequest, prepared: Prepared
         reasoning_open=thought.is_open,
         separate_reasoning=body.separate_reasoning is not False,
     )
-    pieces = tokenizer.pieces(skip_special_tokens=False)
 
     def new_reading() -> ChoiceReading:
         form = output.reasoning
         count = None if form is None else ReasoningCount(pieces, form, is_open=thought.is_open)
         return ChoiceReading(reader(), count, shows_reasoning=body.include_reasoning is not False)
 
-    return replace(
-        prepared,
-        request=replace(asked, sampling=sampling),
-        new_reading=new_reading,
-        promise=None if promise is None else replace(promise, after=thought.after),
-    )
-
-
-async def _answer(request: Request, body: ChatRequest, name: str) -> Answer:
-    prepared = await prepare(request, body, name)
-    answer_id = f"chatcmpl-{name}"
-    form = ChatForm(
-        service=service_of(request),
-        model=service_of(request).name_of(prepared.request),
-        body=body,
-        answer_id=answer_id,
-        created=opening_of(request).created,
-        has_logprobs=prepared.request.return_logprobs,
-        prepared=prepared,
-    )
-    return prepared.answer(form, answer_id)
+    return new_reading
 
 
 def template_options(body: TemplateFields) -> dict[str, Any]:

@@ -12,28 +12,24 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.http.api_document import EVENT_STREAM, RUN, gives
-from deployments.http.arrivals import name_of, opening_of
+from deployments.http.arrivals import name_of
 from deployments.http.bodies import CompletionRequest, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
-    asked_adapter,
+    Job,
     asks_form,
     check_count,
     check_together,
-    checked,
     logprobs_wanted,
     masks_of,
     openai_sampling,
-    output_limit,
     prompts_of_ids,
     refuse_unsupported,
-    salt_of,
-    truncated,
 )
 from deployments.http.openai_format import OpenAIForm, TextOffsets, completion_logprobs, prompt_logprobs_body
-from deployments.http.service import Service, service_of
+from deployments.http.service import Service
 from deployments.http.streaming import Answer, Change, Key
-from deployments.record.rids import new_rid
+from deployments.output.validation import FormAsked
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, TokenIds
 
@@ -52,6 +48,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 class CompletionForm(OpenAIForm):
     """The form of a text completion: each choice is text, after its prompt if that is echoed."""
 
+    prefix = "cmpl"
     kind = "text_completion"
     chunk_kind = "text_completion"
     body: CompletionRequest
@@ -73,7 +70,7 @@ class CompletionForm(OpenAIForm):
         num_top = self.body.prompt_logprobs
         if num_top is not None:
             rows = delta.prompt_logprobs
-            choice["prompt_logprobs"] = prompt_logprobs_body(self.service.tokenizer, rows, num_top=num_top)
+            choice["prompt_logprobs"] = prompt_logprobs_body(self.job.service.tokenizer, rows, num_top=num_top)
         return choice
 
     def logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
@@ -82,7 +79,7 @@ class CompletionForm(OpenAIForm):
         offsets = self.offsets[key]
         prompt = delta.prompt_logprobs if self.body.echo else ()
         return completion_logprobs(
-            self.service.tokenizer,
+            self.job.service.tokenizer,
             (*prompt, *delta.logprobs),
             num_top=self.body.logprobs or 0,
             offsets=(offsets.of_prompt([each.token_id for each in prompt]) if prompt else [])
@@ -93,52 +90,34 @@ class CompletionForm(OpenAIForm):
     def _offsets(self, number: int) -> TextOffsets:
         skip = self.requests[number].sampling.skip_special_tokens
         echo = self.prompts[number] if self.body.echo else None
-        return TextOffsets(self.service.tokenizer, echo=echo, skip_special_tokens=skip)
+        return TextOffsets(self.job.service.tokenizer, echo=echo, skip_special_tokens=skip)
 
 
 async def _answer(request: Request, body: CompletionRequest, name: str) -> Answer:
-    service = service_of(request)
-    adapter = await asked_adapter(request, body.model, body.lora_path)
+    job = await Job.of(request, body, name)
+    service = job.service
     _refuse(body)
-    num_prompt = logprobs_wanted(body)
+    num_prompt, has_logprobs = logprobs_wanted(body), body.logprobs is not None
+    scores_prompt = num_prompt is not None or (body.echo and has_logprobs)
     [masks] = masks_of(service, [body])
-    asked = await form_asked(request, body) if asks_form(body) else None
+    held = await form_asked(request, body) if asks_form(body) else FormAsked()
     requests, prompts = [], []
     for given, whole in await _prompts(service, body):
-        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        ids = truncated(request, whole, body.truncate_prompt_tokens, max_new_tokens=wanted)
-        text = given if len(ids) == len(whole) else None
-        limit = output_limit(request, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
-        scores_prompt = num_prompt is not None or (body.echo and body.logprobs is not None)
-        made = GenerateRequest(
-            rid=new_rid(name),
-            token_ids=ids,
-            sampling=openai_sampling(body, service.model.sampling, max_new_tokens=limit, masks=masks, form=asked),
-            cache_salt=salt_of(body.cache_salt),
-            priority=body.priority or 0,
-            deadline_s=body.timeout,
-            return_logprobs=body.logprobs is not None,
-            top_logprobs=max(body.logprobs or 0, num_prompt or 0),
-            prompt_logprobs_from=0 if scores_prompt else None,
-            adapter=adapter,
+        ids, limit = job.fit(whole, body.truncate_prompt_tokens, body.max_tokens, DEFAULT_MAX_TOKENS)
+        sampling = openai_sampling(
+            body, service.model.sampling, max_new_tokens=limit, masks=masks, constraint=held.constraint
         )
-        requests.append(checked(request, made, names={}))
+        made = job.request(
+            ids, sampling, return_logprobs=has_logprobs, top_logprobs=max(body.logprobs or 0, num_prompt or 0),
+            prompt_logprobs_from=0 if scores_prompt else None,
+        )  # fmt: skip
+        requests.append(made)
+        text = given if len(ids) == len(whole) else None
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
         await asyncio.sleep(0)  # echoes of 256 prompts take long
     check_together(requests)
-    answer_id = f"cmpl-{name}"
-    form = CompletionForm(
-        service=service,
-        model=service.model.name if adapter is None else adapter.name,
-        body=body,
-        answer_id=answer_id,
-        created=opening_of(request).created,
-        has_logprobs=body.logprobs is not None,
-        requests=requests,
-        prompts=prompts,
-    )
-    promise = None if asked is None else asked.promise
-    return Answer(requests=requests, form=form, answer_id=answer_id, promise=promise)
+    form = CompletionForm.of(job, body, has_logprobs=has_logprobs, requests=requests, prompts=prompts)
+    return Answer(requests=requests, form=form, answer_id=form.answer_id, promise=held.promise)
 
 
 def _refuse(body: CompletionRequest) -> None:

@@ -8,6 +8,7 @@ Invariant: an error names the field that the client used.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from deployments.http.convert import FORM_FIELDS
 from deployments.http.service import LONG_TEXT, service_of
 from deployments.http.streaming import until_gone
 from deployments.output.closing import closed_text
+from deployments.output.output_format import Thought
 from deployments.output.structural_tags import tags_of
 from deployments.output.tool_grammar import arguments_schema, is_constrained, problems_of, tool_constraint
 from deployments.output.tools import ToolUse
@@ -45,14 +47,32 @@ class _Wish(NamedTuple):
     strict: bool = False
 
 
-async def form_asked(request: Request, fields: WireType) -> FormAsked | None:
-    """Read what ``fields`` of ``request`` ask of the output's form; None if nothing.
+async def held_to(request: Request, fields: WireType, use: ToolUse | None, thought: Thought) -> FormAsked:
+    """Make what an answer is held to: the form that ``fields`` ask for, calls of tools, or either of them; behind what
+    the model thinks.
+
+    Raises: as `form_asked` and `_tools_asked`.
+    """
+    form = await form_asked(request, fields)
+    constraint, promise = form.constraint, form.promise
+    if use is not None and (constraint is not None or is_constrained(use)):
+        constraint = await until_gone(request.receive, _tools_asked(request, use, constraint))
+    if use is not None and use.must_call:
+        promise = None
+    if thought.after:
+        constraint = None if constraint is None else replace(constraint, after=thought.after, opens=thought.opens)
+        promise = None if promise is None else replace(promise, after=thought.after)
+    return FormAsked(constraint=constraint, promise=promise)
+
+
+async def form_asked(request: Request, fields: WireType) -> FormAsked:
+    """Read what ``fields`` of ``request`` ask of the output's form.
 
     Raises: InvalidRequest, naming the field; Overloaded; TooManyForms; ClientGone.
     """
     wishes = list(_wishes(fields))
     if not wishes:
-        return None
+        return FormAsked()
     if len(wishes) > 1:
         one, other = wishes[0].path, wishes[1].path
         raise InvalidRequest(f"{other}: only one form may be given, and {one} is too", param=other.partition(".")[0])
@@ -91,19 +111,12 @@ def _unheld(problems: Sequence[Problem], otherwise: str) -> InvalidRequest:
     )
 
 
-async def tools_asked(request: Request, use: ToolUse, *, content: Constraint | None = None) -> Constraint | None:
-    """Make the constraint that holds an output to calls of tools; None where nothing does.
-
-    Args:   content: what an answer without a call must be.
-    Raises: InvalidRequest, naming the tool, also for a strict one of which a keyword cannot be enforced; Overloaded;
-            TooManyForms; ClientGone.
-    """
-    if content is None and not is_constrained(use):
-        return None
-    return await until_gone(request.receive, _tools_asked(request, use, content))
-
-
 async def _tools_asked(request: Request, use: ToolUse, content: Constraint | None) -> Constraint:
+    """Make the constraint that holds an output to calls of tools. ``content``: what an answer without a call must be.
+
+    Raises: InvalidRequest, naming the tool, also for a strict one of which a keyword cannot be enforced; Overloaded;
+            TooManyForms.
+    """
     service = service_of(request)
     output, token_id = service.prompting.output, service.tokenizer.id_of
     schemas: dict[str, Any] = {}
@@ -113,7 +126,9 @@ async def _tools_asked(request: Request, use: ToolUse, content: Constraint | Non
         path = f"tools[{i}].function.parameters"
         wish = _Wish(path, "json_schema", arguments_schema(tool), strict=tool.strict)
         try:
-            schema = json.loads((await _examined(request, wish)).constraint.text)
+            held = (await _examined(request, wish)).constraint
+            assert held is not None
+            schema = json.loads(held.text)
             problems = problems_of(output.tools, schema) if output.tools else []
             if tool.strict and problems:
                 raise _unheld(problems, "then they are not held where this model writes parameters in tags")

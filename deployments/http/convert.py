@@ -9,9 +9,10 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
 
 from deployments.http.access import caller_of
 from deployments.http.bodies import (
@@ -26,9 +27,17 @@ from deployments.http.bodies import (
     WireType,
 )  # fmt: skip
 from deployments.http.service import Service, service_of
-from deployments.output.validation import FormAsked
+from deployments.record.rids import new_rid
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
-from replicas.types import AdapterRef, GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs, to_token_ids
+from replicas.types import (
+    AdapterRef,
+    Constraint,
+    GenerateRequest,
+    SamplingParams,
+    TokenIds,
+    check_prompt_logprobs,
+    to_token_ids,
+)
 
 T = TypeVar("T")
 MAX_CHOICES = 512  # of all prompts of one HTTP request: about half of a replica's waiting queue
@@ -62,6 +71,117 @@ class Masks(NamedTuple):
 
     allowed_token_ids: tuple[int, ...] | None
     bad_words: tuple[tuple[int, ...], ...]
+
+
+class JobFields(Protocol):
+    """The fields by which a body says what all of its prompts have in common."""
+
+    model: str | None
+    lora_path: str | None
+    cache_salt: str | None
+    priority: int | None
+    timeout: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request asks of all its prompts: from each, and what is wanted of it, it makes a request.
+
+    body ─> prompt ─`fit`─> ids and the most output tokens ─> what is wanted: `SamplingParams` ─`request`─> checked
+    """
+
+    http: Request
+    name: str  # of the requests
+    adapter: AdapterRef | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    names: Mapping[str, str] = field(default_factory=dict)  # this route's for ``prompt``, max_tokens and min_tokens
+
+    @staticmethod
+    async def of(http: Request, body: JobFields, name: str, **names: str) -> "Job":
+        """Read ``body``. Raises: InvalidRequest; UnknownModel; Overloaded."""
+        return Job(
+            http=http,
+            name=name,
+            adapter=await asked_adapter(http, body.model, body.lora_path),
+            cache_salt=salt_of(body.cache_salt),
+            priority=body.priority or 0,
+            deadline_s=body.timeout,
+            names=names,
+        )
+
+    @property
+    def service(self) -> Service:
+        return service_of(self.http)
+
+    @property
+    def model(self) -> str:
+        """The name of what answers."""
+        return self.service.model.name if self.adapter is None else self.adapter.name
+
+    def fit(
+        self,
+        ids: TokenIds,
+        keep: int | None = None,
+        given: int | None = None,
+        default: int | None = None,
+        *,
+        param: str = "truncate_prompt_tokens",
+    ) -> tuple[TokenIds, int]:
+        """Keep the last ``keep`` tokens of a prompt (-1: as many as leave room for the output; None: all), and choose
+        its most output tokens: as ``given``, else ``default``, or less if the context has less room, the model's or
+        what the caller's key may use of it.
+
+        Raises: InvalidRequest or PromptTooLong, naming the field.
+        """
+        model_len, of_key = self.service.model.context_len, self._context_of_key
+        longest = model_len if of_key is None else min(model_len, of_key)
+        most = default if given is None else given
+        if keep == -1:
+            keep = max(longest - max(1 if most is None else most, 0), 1)
+        if keep is not None and not 0 < keep <= model_len:
+            raise InvalidRequest(
+                f"{param}: must be -1, or between 1 and the context of {model_len} tokens, got {keep}", param=param
+            )
+        ids = ids if keep is None else ids[-keep:]
+        left = max(longest - len(ids), 1)  # a prompt that leaves none is refused
+        limit = given if given is not None else left if default is None else min(default, left)
+        self._check_length(len(ids), limit)
+        return ids, limit
+
+    def request(self, ids: TokenIds, sampling: SamplingParams, **own: Any) -> GenerateRequest:
+        """Make the request for a prompt that fits. Raises: InvalidRequest, naming the field.
+
+        Args: own: fields that this prompt has otherwise than the others, or which only this route sets.
+        """
+        common = {name: getattr(self, name) for name in ("adapter", "cache_salt", "priority", "deadline_s")}
+        made = GenerateRequest(**{"rid": new_rid(self.name), **common, **own}, token_ids=ids, sampling=sampling)
+        try:
+            made.validate(vocab_size=self.service.model.vocab_size)
+        except InvalidRequest as error:
+            text = _FIELD.sub(lambda found: self.names.get(found[0], found[0]), str(error))
+            raise InvalidRequest(text, param=self.names.get(error.param or "", error.param)) from error
+        return made
+
+    @property
+    def _context_of_key(self) -> int | None:
+        key = caller_of(self.http).key
+        return None if key is None else key.limits.context
+
+    def _check_length(self, prompt_len: int, limit: int) -> None:
+        service, of_key = self.service, self._context_of_key
+        prompt, output = self.names.get("prompt", "prompt"), self.names.get("max_tokens", "max_tokens")
+        service.check_length(prompt_len, param=prompt, room=1 if limit > 0 else 0)
+        if of_key is not None and prompt_len + limit > of_key:
+            param = output if prompt_len + min(limit, 1) <= of_key else prompt
+            raise InvalidRequest(
+                f"{param}: prompt and answer may have {of_key:,} tokens with this key; the prompt has {prompt_len:,}, "
+                f"and {limit:,} more are asked for",
+                param=param,
+            )
+        if prompt_len + limit > service.model.context_len:
+            raise PromptTooLong.of_output(prompt_len, limit, longest=service.model.context_len, param=output)
 
 
 async def asked_adapter(request: HTTPConnection, model: str | None, lora_path: str | None = None) -> AdapterRef | None:
@@ -157,17 +277,20 @@ def openai_sampling(
     *,
     max_new_tokens: int,
     masks: Masks,
-    form: FormAsked | None = None,
+    constraint: Constraint | None,
+    shows_special: bool = False,
 ) -> SamplingParams:
-    """Convert the sampling fields of a completion or chat request; `checked` checks their ranges.
+    """Convert the sampling fields of a completion or chat request; `Job.request` checks their ranges.
 
     Args: authors: what is meant where the request says nothing (`ModelFace.sampling`), before OpenAI's defaults.
+          shows_special: special tokens are part of the text, whatever the request says: a reader needs them.
     """
     return _sampling(
         fields,
         authors,
         masks,
-        form,
+        constraint=constraint,
+        skip_special_tokens=_or(fields.skip_special_tokens, True) and not shows_special,
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
         min_holds_stops=True,
@@ -182,7 +305,7 @@ def native_sampling(
     *,
     max_new_tokens: int,
     masks: Masks,
-    form: FormAsked | None = None,
+    constraint: Constraint | None = None,
 ) -> SamplingParams:
     """Convert the sampling fields of ``/generate``, as `openai_sampling`."""
     refuse_unsupported(fields, best_of=1)
@@ -193,7 +316,8 @@ def native_sampling(
         fields,
         authors,
         masks,
-        form,
+        constraint=constraint,
+        skip_special_tokens=_or(fields.skip_special_tokens, True),
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_new_tokens, 0),
         seed=_seed(getattr(fields, seed_name), param=seed_name),
@@ -201,9 +325,7 @@ def native_sampling(
     )
 
 
-def _sampling(
-    fields: Sampling, authors: Mapping[str, Any], masks: Masks, form: FormAsked | None, **own: Any
-) -> SamplingParams:
+def _sampling(fields: Sampling, authors: Mapping[str, Any], masks: Masks, **own: Any) -> SamplingParams:
     """Convert the fields that all routes share; ``own`` are the route's."""
     top_k = _or(fields.top_k, authors.get("top_k"))
     return SamplingParams(
@@ -221,29 +343,7 @@ def _sampling(
         stop=_stop(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
-        skip_special_tokens=_or(fields.skip_special_tokens, True),
-        constraint=None if form is None else form.constraint,
     )
-
-
-def output_limit(request: HTTPConnection, prompt_len: int, given: int | None, default: int | None = None) -> int:
-    """Choose the most output tokens of a request: as given, else ``default``, or less if the context has less room, the
-    model's or what the caller's key may use of it."""
-    if given is not None:
-        return given
-    left = max(_longest(request) - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
-    return left if default is None else min(default, left)
-
-
-def _context_of_key(request: HTTPConnection) -> int | None:
-    key = caller_of(request).key
-    return None if key is None else key.limits.context
-
-
-def _longest(request: HTTPConnection) -> int:
-    """Count the tokens that a prompt and its answer may have: the model's context, or what the caller's key may use."""
-    longest, of_key = service_of(request).model.context_len, _context_of_key(request)
-    return longest if of_key is None else min(longest, of_key)
 
 
 def masks_of(service: Service, samplings: Sequence[Sampling]) -> list[Masks]:
@@ -272,28 +372,6 @@ def _masks(service: Service, allowed: list[int] | None, words: Sequence[str]) ->
     return Masks(None if allowed is None else tuple(dict.fromkeys(allowed)), tuple(dict.fromkeys(spelt)))
 
 
-def truncated(
-    request: HTTPConnection,
-    ids: TokenIds,
-    keep: int | None,
-    *,
-    max_new_tokens: int | None,
-    param: str = "truncate_prompt_tokens",
-) -> TokenIds:
-    """Keep the last ``keep`` of ``ids``; -1: as many as leave room for ``max_new_tokens`` (None: for one)."""
-    if keep is None:
-        return ids
-    if keep == -1:
-        keep = max(_longest(request) - max(1 if max_new_tokens is None else max_new_tokens, 0), 1)
-    context_len = service_of(request).model.context_len
-    if not 0 < keep <= context_len:
-        raise InvalidRequest(
-            f"{param}: must be -1, or between 1 and the context of {context_len} tokens, got {keep}",
-            param=param,
-        )
-    return ids[-keep:]
-
-
 def logprobs_wanted(fields: GeneratingFields) -> int | None:
     """Read ``prompt_logprobs``. Raises: InvalidRequest if it is given with a stream."""
     if fields.prompt_logprobs is None:
@@ -301,34 +379,6 @@ def logprobs_wanted(fields: GeneratingFields) -> int | None:
     if fields.stream:
         raise InvalidRequest("prompt_logprobs: are not given in a stream; leave stream out", param="prompt_logprobs")
     return fields.prompt_logprobs
-
-
-def checked(of: HTTPConnection, request: GenerateRequest, *, names: Mapping[str, str]) -> GenerateRequest:
-    """Return ``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field.
-
-    Args: of: the HTTP request, whose caller's key may use only so much of the context. names: this route's own names
-    for ``prompt``, ``max_tokens`` and ``min_tokens``.
-    """
-    service, of_key = service_of(of), _context_of_key(of)
-    prompt_len, limit = len(request.token_ids), request.sampling.max_new_tokens
-    param = names.get("prompt", "prompt")
-    service.check_length(prompt_len, param=param, room=1 if limit > 0 else 0)
-    if of_key is not None and prompt_len + limit > of_key:
-        param = names.get("max_tokens", "max_tokens") if prompt_len + min(limit, 1) <= of_key else param
-        raise InvalidRequest(
-            f"{param}: prompt and answer may have {of_key:,} tokens with this key; the prompt has {prompt_len:,}, "
-            f"and {limit:,} more are asked for",
-            param=param,
-        )
-    if prompt_len + limit > service.model.context_len:
-        param = names.get("max_tokens", "max_tokens")
-        raise PromptTooLong.of_output(prompt_len, limit, longest=service.model.context_len, param=param)
-    try:
-        request.validate(vocab_size=service.model.vocab_size)
-    except InvalidRequest as error:
-        text = _FIELD.sub(lambda found: names.get(found[0], found[0]), str(error))
-        raise InvalidRequest(text, param=names.get(error.param or "", error.param)) from error
-    return request
 
 
 def check_together(requests: Sequence[GenerateRequest]) -> None:

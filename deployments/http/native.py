@@ -20,18 +20,16 @@ from deployments.http.bodies import NativeRequest, NativeSampling, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
     FORM_FIELDS,
+    Job,
     asked_adapters,
     asks_form,
     check_count,
     check_together,
-    checked,
     masks_of,
     native_sampling,
-    output_limit,
     prompts_of_ids,
     refuse_unsupported,
     salt_of,
-    truncated,
 )
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, AnswerSoFar, Change, Form
@@ -150,30 +148,24 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
     adapters = await asked_adapters(request, body.model, _each(body.lora_path, count, "lora_path"))
-    prompts = [_cut(request, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
+    job = Job(
+        http=request, name=name, cache_salt=salt_of(body.cache_salt, body.extra_key), priority=body.priority or 0,
+        deadline_s=body.timeout, names={**_NAMES, "prompt": param},
+    )  # fmt: skip
+    fitted = [_fit(job, ids, body, each) for ids, each in zip(whole, samplings, strict=True)]
     masks = masks_of(service, samplings)
-    forms = [await form_asked(request, each) if asks_form(each) else None for each in samplings]
-    limits = [
-        output_limit(request, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
-        for ids, sampling in zip(prompts, samplings, strict=True)
-    ]
+    forms = [await form_asked(request, each) if asks_form(each) else FormAsked() for each in samplings]
     requests = []
-    for i in range(count):
-        made = GenerateRequest(
-            rid=new_rid(names[i]),
-            token_ids=prompts[i],
-            sampling=native_sampling(
-                samplings[i], service.model.sampling, max_new_tokens=limits[i], masks=masks[i], form=forms[i]
-            ),
-            cache_salt=salt_of(body.cache_salt, body.extra_key),
-            priority=body.priority or 0,
-            deadline_s=body.timeout,
-            return_logprobs=with_logprobs[i],
+    for i, (ids, limit) in enumerate(fitted):
+        made = native_sampling(
+            samplings[i], service.model.sampling, max_new_tokens=limit, masks=masks[i], constraint=forms[i].constraint
+        )
+        asked = job.request(
+            ids, made, rid=new_rid(names[i]), adapter=adapters[i], return_logprobs=with_logprobs[i],
             top_logprobs=tops[i] if with_logprobs[i] else 0,
             prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
-            adapter=adapters[i],
-        )
-        requests.append(checked(request, made, names={**_NAMES, "prompt": param}))
+        )  # fmt: skip
+        requests.append(asked)
         await asyncio.sleep(0)  # 256 of them take long
     check_together(requests)
     form = NativeForm(
@@ -189,17 +181,17 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     return Answer(requests=requests, form=form, answer_id=answer_id, promise=_shared(forms))
 
 
-def _shared(forms: list[FormAsked | None]) -> SchemaPromise | None:
+def _shared(forms: list[FormAsked]) -> SchemaPromise | None:
     """The promise of the prompts' schemas, if it is one for all of them."""
-    promises = {None if form is None else form.promise for form in forms}
+    promises = {form.promise for form in forms}
     return promises.pop() if len(promises) == 1 else None
 
 
-def _cut(request: Request, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> TokenIds:
-    limit = DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
-    if body.truncate_prompt_tokens is not None:
-        return truncated(request, ids, body.truncate_prompt_tokens, max_new_tokens=limit)
-    return truncated(request, ids, sampling.truncate, max_new_tokens=limit, param="truncate")
+def _fit(job: Job, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> tuple[TokenIds, int]:
+    keep, param = body.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if keep is None:
+        keep, param = sampling.truncate, "truncate"
+    return job.fit(ids, keep, sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, param=param)
 
 
 async def _prompts(service: Service, body: NativeRequest, *, must_fit: bool) -> tuple[list[TokenIds], bool, str]:

@@ -7,10 +7,11 @@ import codecs
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from deployments.http.arrivals import opening_of
 from deployments.http.bodies import GeneratingFields
-from deployments.http.service import Service
+from deployments.http.convert import Job
 from deployments.http.streaming import AnswerSoFar, AnswerTokens, Change, Form, Key
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import TokenDelta, TokenLogprob, finite
@@ -22,15 +23,21 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class OpenAIForm(Form):
     """The parts of a form that completions and chat share; a choice is each endpoint's own."""
 
+    prefix: ClassVar[str]  # of the answer's id
     kind: ClassVar[str]  # the answer's ``object``
     chunk_kind: ClassVar[str]
 
-    service: Service
-    model: str  # the name of what answers
+    job: Job
     body: GeneratingFields
     answer_id: str
     created: int  # seconds since 1970
     has_logprobs: bool  # choices carry the logprobs of their tokens
+
+    @classmethod
+    def of(cls, job: Job, body: GeneratingFields, **own: Any) -> Self:
+        """Make the form of the answer to ``body``. ``own``: the other fields."""
+        answer_id, created = f"{cls.prefix}-{job.name}", opening_of(job.http).created
+        return cls(job=job, body=body, answer_id=answer_id, created=created, **own)
 
     @abstractmethod
     def choice(self, change: Change) -> dict[str, Any]:
@@ -95,7 +102,7 @@ class OpenAIForm(Form):
             "id": self.answer_id,
             "object": kind,
             "created": self.created,
-            "model": self.model,
+            "model": self.job.model,
             "choices": choices,
             "system_fingerprint": None,
         }

@@ -16,13 +16,12 @@ from deployments.http.access import admin_only, caller_of, scoped
 from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
 from deployments.http.bodies import Route, WireType
-from deployments.http.convert import asked_adapter, checked, output_limit, prompts_of_ids, salt_of
+from deployments.http.convert import Job, asked_adapter, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.service import Service, service_of
-from deployments.record.rids import new_rid
 from deployments.record.route_forms import decision_body, record_body
 from replicas.errors import InvalidRequest
-from replicas.types import GenerateRequest, SamplingParams, TokenIds
+from replicas.types import SamplingParams, TokenIds
 from routing.explain import explain
 
 # both show requests and prefixes of all callers
@@ -53,18 +52,14 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
     """Route a request without sending it. Raises: InvalidRequest, PromptTooLong; NoReplica if none may take it."""
     service = service_of(request)
     adapter = await asked_adapter(request, body.model, body.lora_path)
-    ids, param = await _ids(service, body)
-    most = output_limit(request, len(ids), body.max_tokens, 128)
-    would_be = GenerateRequest(
-        rid=new_rid("explain"),
-        token_ids=ids,
-        sampling=SamplingParams(max_new_tokens=most),
-        cache_salt=salt_of(body.cache_salt, body.extra_key),
-        priority=body.priority or 0,
-        adapter=adapter,
-    )
+    whole, param = await _ids(service, body)
+    job = Job(
+        http=request, name="explain", adapter=adapter, cache_salt=salt_of(body.cache_salt, body.extra_key),
+        priority=body.priority or 0, names={"prompt": param},
+    )  # fmt: skip
+    ids, most = job.fit(whole, given=body.max_tokens, default=128)
+    would_be = job.request(ids, SamplingParams(max_new_tokens=most))
     would_be = scoped(would_be, caller_of(request), isolation=service.isolation, model=service.name_of(would_be))
-    checked(request, would_be, names={"prompt": param})
     dispatcher, hints = service.dispatcher, hints_of(request.headers)
     decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be, hints), hints))
     router_id, shown = dispatcher.router_id, decision_body(decision)

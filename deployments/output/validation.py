@@ -88,8 +88,8 @@ class SchemaPromise:
 class FormAsked:
     """What an output is held to, and what is promised of it if that is a schema."""
 
-    constraint: Constraint
-    promise: SchemaPromise | None
+    constraint: Constraint | None = None
+    promise: SchemaPromise | None = None
 
 
 def is_valid(schema_text: str, text: str, *, until: float) -> bool:

@@ -102,17 +102,14 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     cuts = _breakpoints(body)
     name = name_of(request)
     chat = chat_of(body, system, _sampling(body))
-    prepared = await prepare(request, chat, name)
-    limit = min(body.max_tokens, prepared.request.sampling.max_new_tokens)
-    sampling = dataclasses.replace(prepared.request.sampling, max_new_tokens=limit)
-    sampling.validate(vocab_size=service.model.vocab_size)
+    prepared = await prepare(request, chat, name, most_tokens=body.max_tokens)
     marks = await _marks(service, body, cuts, chat, len(prepared.request.token_ids)) if cuts else ()
-    asked = dataclasses.replace(prepared.request, sampling=sampling, cache_marks=marks)
+    asked = dataclasses.replace(prepared.request, cache_marks=marks)
     form = MessageForm(
         answer_id=f"msg_{name}",
         model=service.name_of(asked),
         max_tokens=body.max_tokens,
-        stop=sampling.stop,
+        stop=asked.sampling.stop,
         is_text=prepared.new_reading is None,
         marks=marks,
         blocks=ContentBlocks(functools.partial(call_id, prepared.calls_of, 0, prefix="toolu_")),

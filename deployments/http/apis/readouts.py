@@ -21,12 +21,11 @@ from deployments.http import bodies
 from deployments.http.api_document import RUN, about, body_like, gives, said, shape, shown
 from deployments.http.arrivals import generations_of, name_of
 from deployments.http.bodies import Few, Items, Route, WireType
-from deployments.http.convert import asked_adapter, check_count, checked, prompts_of_ids, refuse_unsupported, salt_of
+from deployments.http.convert import Job, check_count, prompts_of_ids, refuse_unsupported
 from deployments.http.service import LONG_TEXT, Service, service_of
 from deployments.http.streaming import AnswerSoFar, JsonAnswer, answer, joined, run
-from deployments.record.rids import new_rid
 from replicas.errors import InvalidRequest
-from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
+from replicas.types import Readout, SamplingParams, TokenIds, TokenLogprob
 
 router = APIRouter(route_class=Route)
 _Document = Annotated[bodies.Object, WithJsonSchema(shape(text=bodies.TEXT))]
@@ -190,24 +189,11 @@ async def _read_out(
     param: str,
 ) -> Response:
     """Run ``prompts`` and answer with what ``made`` makes of their readouts."""
-    service, name = service_of(request), name_of(request)
     refuse_unsupported(body, *type(body).model_fields)
-    adapter = await asked_adapter(request, body.model, body.lora_path)
-    requests = [
-        GenerateRequest(
-            rid=new_rid(name),
-            token_ids=ids,
-            sampling=SamplingParams(max_new_tokens=1, temperature=0.0, readout=readout),
-            cache_salt=salt_of(body.cache_salt),
-            priority=body.priority or 0,
-            deadline_s=body.timeout,
-            return_logprobs=True,
-            adapter=adapter,
-        )
-        for ids in prompts
-    ]
-    for each in requests:
-        checked(request, each, names={"prompt": param, "max_tokens": param})
+    job = await Job.of(request, body, name_of(request), prompt=param, max_tokens=param)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, readout=readout)
+    fitted = [job.fit(ids, given=1) for ids in prompts]
+    requests = [job.request(ids, sampling, return_logprobs=True) for ids, _ in fitted]
     generations = generations_of(request, None)
 
     async def work() -> Response:
@@ -219,7 +205,7 @@ async def _read_out(
         read = [delta.logprobs[0] for delta in deltas]
 
         def whole() -> Response:
-            return JsonAnswer({"model": service.name_of(requests[0]), **made(read), "usage": counts})
+            return JsonAnswer({"model": job.model, **made(read), "usage": counts})
 
         size = sum(len(each.hidden) for each in read)
         return whole() if size <= LONG_ANSWER else await asyncio.to_thread(whole)

@@ -33,12 +33,10 @@ def form_of(tool_choice: Any = "auto", **options: Any) -> ChatForm:
         return ChoiceReading(OUTPUT.reader(schemas=use.schemas), count, **options)
 
     request = GenerateRequest(rid="a", token_ids=[1])  # type: ignore[arg-type]
-    prepared = Prepared(request=request, use=use, new_reading=new_reading, calls_of="r")
-    service: Any = SimpleNamespace(model=SimpleNamespace(name="m"))
+    job: Any = SimpleNamespace(model="m")
+    prepared = Prepared(job=job, request=request, use=use, new_reading=new_reading, calls_of="r")
     body = ChatRequest(messages=[])
-    return ChatForm(
-        service=service, body=body, answer_id="chatcmpl-a", created=1, model="m", has_logprobs=False, prepared=prepared
-    )
+    return ChatForm(job=job, body=body, answer_id="chatcmpl-a", created=1, has_logprobs=False, prepared=prepared)
 
 
 def deltas(text: str, *cuts: int, reason: FinishReason = FinishReason.STOP) -> list[TokenDelta]:

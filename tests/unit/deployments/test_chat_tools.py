@@ -11,9 +11,11 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from starlette.requests import Request
 
-from deployments.http.constraints import tools_asked
+from deployments.http.bodies import WireType
+from deployments.http.constraints import held_to
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
+from deployments.output.output_format import Thought
 from deployments.output.tool_formats import QWEN3_CODER
 from deployments.output.tools import tool_use
 from replicas.errors import InvalidRequest
@@ -209,7 +211,7 @@ async def test_tools_whose_grammar_is_too_long_are_told_of_as_the_tools(service:
     assert use is not None
     request = Request({"type": "http", "app": make_app(service)}, asyncio.Event().wait)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"tools: the grammar of their calls has 1,.* at most 1,048,576") as caught:
-        await tools_asked(request, use)
+        await held_to(request, WireType(), use, Thought())
     assert caught.value.param == "tools"
 
 
