@@ -293,9 +293,9 @@ class SimReplica:
         Prompts go one after the other; what those before it store by then counts as cached."""
         engine, size = self.engine, self._build.page_size
         keys = page_keys(job.prompt, size, job.request.tenant)
-        ahead, shared = -engine.num_under_way, engine.kv.peek_len(job.prompt, job.request.tenant)
+        ahead, shared = -engine.num_under_way, engine.kv.cache.peek_len(job.prompt, job.request.tenant)
         for other in self._without_first:
-            held = other.req.computed_len or engine.kv.peek_len(other.prompt[:-1], other.request.tenant)
+            held = other.req.computed_len or engine.kv.cache.peek_len(other.prompt[:-1], other.request.tenant)
             ahead += other.request.input_len - held
             theirs = page_keys(other.prompt, size, other.request.tenant)
             same = sum(1 for _ in takewhile(bool, (a == b for a, b in zip(keys, theirs, strict=False))))

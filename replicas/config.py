@@ -60,8 +60,8 @@ class NamesOf:
 
 
 Attention = Annotated[str, NamesOf(("replicas.attention.registry:BACKENDS",), also=("auto",))]
-Eviction = Annotated[str, NamesOf(("replicas.cache.evict:POLICIES",))]
-HostEviction = Annotated[str, NamesOf(("replicas.cache.evict:POLICIES", "replicas.cache.arc:HOST_QUEUES"))]
+Eviction = Annotated[str, NamesOf(("replicas.cache.retention:POLICIES",))]
+HostEviction = Annotated[str, NamesOf(("replicas.cache.retention:POLICIES", "replicas.cache.arc:HOST_QUEUES"))]
 WritePolicyName = Annotated[str, NamesOf(("replicas.cache.write_policy:RULES",))]
 PrefetchPolicy = Annotated[str, NamesOf(("replicas.cache.store_tier:PREFETCH",))]
 QueuePolicy = Annotated[str, NamesOf(("replicas.scheduler.orders:ORDERS",))]

@@ -11,12 +11,13 @@ Source:    Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache"
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from kvtransfer.pages import PageKey
-from replicas.cache.evict import EvictionQueue, TierQueue, kept
 from replicas.cache.node import TreeNode
+from replicas.cache.retention import POLICY, EvictionQueue, Retention, TierOrder, TierQueue
 from replicas.cache.write_policy import LAST, ReuseGaps, WritePolicy
 
 LOST_PER_PAGE = 2  # the paper has 1, for a cache that has none before it
@@ -28,29 +29,16 @@ class ArcQueue:
     """The nodes of a tier of ``num_pages`` pages, with the interface of an `EvictionQueue`. A node is hot after its
     second use, even if it was lost in between."""
 
-    def __init__(
-        self,
-        num_pages: int,
-        *,
-        gaps: ReuseGaps,
-        clock: Callable[[], float],
-        can_go: Callable[[TreeNode], bool],
-        spare: Callable[[TreeNode], bool],
-        over: Callable[[], Collection[str]],
-        marked: Container[TreeNode],
-    ) -> None:
+    def __init__(self, num_pages: int, *, retention: Retention, order: TierOrder, gaps: ReuseGaps) -> None:
+        self.order = order
         self._num_pages = num_pages
+        self._retention = retention
         self._gaps = gaps
-        self._clock = clock
-        self._can_go = can_go
-        self._spare = spare
-        self._over = over
-        self._marked = marked
         self._cold = EvictionQueue(
-            "lru", can_go=lambda node: can_go(node) and not node.hit_count, spare=spare, over=over, marked=marked
+            retention, replace(order, can_go=lambda node: order.can_go(node) and not node.hit_count)
         )
         self._hot = EvictionQueue(
-            "lru", can_go=lambda node: can_go(node) and node.hit_count > 0, spare=spare, over=over, marked=marked
+            retention, replace(order, can_go=lambda node: order.can_go(node) and node.hit_count > 0)
         )
         self._cold_pages = 0  # of cold nodes in the tier; |T1| of the paper
         self._cold_share = 0.0  # pages; p of the paper: what T1 is to have
@@ -63,7 +51,7 @@ class ArcQueue:
 
     def refile(self, node: TreeNode) -> None:
         """Take note that ``node`` was used, cut in two, or is spare now."""
-        if node.hit_count and self._can_go(node):
+        if node.hit_count and self.order.can_go(node):
             self._hot.add(node)
         else:
             self._queue(node).refile(node)
@@ -74,12 +62,13 @@ class ArcQueue:
 
     def warms(self, node: TreeNode) -> None:
         """Take note that ``node`` is about to be used a second time."""
-        self._cold.left(node)
+        self._cold.forget(node)
         self._cold_pages -= len(node.host)
 
     def entered(self, node: TreeNode) -> None:
         """Take note that the tier has the pages of ``node`` now: those it lost lately say which share was too small."""
         assert node.page_keys is not None
+        self.order.held[node.tenant] += len(node.host)
         was_hot = node.hit_count > 0
         for key in node.page_keys.tolist():
             cold, hot = len(self._lost_cold), len(self._lost_hot)
@@ -92,11 +81,11 @@ class ArcQueue:
                 self._cold_share = max(0.0, self._cold_share - max(1.0, cold / hot))
                 was_hot = True
         if was_hot:
-            self._cold.left(node)  # it may be queued already, as one used once
+            self._cold.forget(node)  # it may be queued already, as one used once
             node.hit_count = max(node.hit_count, 1)
         else:
             self._cold_pages += len(node.host)
-        if self._can_go(node):
+        if self.order.can_go(node):
             self.add(node)
 
     def left(self, node: TreeNode) -> None:
@@ -120,13 +109,12 @@ class ArcQueue:
         cold, hot = self._cold.peek(), self._hot.peek()
         if cold is None or hot is None:
             return cold or hot
-        if self._spare(cold) != self._spare(hot):
-            return cold if self._spare(cold) else hot
-        over = self._over()
-        if (of_cold := kept(cold, over, self._marked)) != (of_hot := kept(hot, over, self._marked)):
+        over = self._retention.over(self.order.held)
+        of_cold, of_hot = (self._retention.rank(node, self.order, over)[:POLICY] for node in (cold, hot))
+        if of_cold != of_hot:
             return cold if of_cold < of_hot else hot
         longest_s = self._gaps.quantile(LAST)
-        if longest_s is not None and hot.used_s < min(cold.used_s, self._clock() - longest_s):
+        if longest_s is not None and hot.used_s < min(cold.used_s, self._retention.clock() - longest_s):
             return hot
         return cold if self._cold_pages > self._cold_share else hot
 
@@ -159,43 +147,22 @@ class ArcQueue:
 class MakeHostQueue(Protocol):
     """Makes the queue of a host tier; `ArcQueue` is one."""
 
-    def __call__(
-        self,
-        num_pages: int,
-        *,
-        gaps: ReuseGaps,
-        clock: Callable[[], float],
-        can_go: Callable[[TreeNode], bool],
-        spare: Callable[[TreeNode], bool],
-        over: Callable[[], Collection[str]],
-        marked: Container[TreeNode],
-    ) -> TierQueue: ...
+    def __call__(self, num_pages: int, *, retention: Retention, order: TierOrder, gaps: ReuseGaps) -> TierQueue: ...
 
 
-# the values of ``cache.host_eviction`` beside evict.py's POLICIES
+# the values of ``cache.host_eviction`` beside retention.py's POLICIES
 HOST_QUEUES: dict[str, MakeHostQueue] = {"arc": ArcQueue}
 
 
-def host_queue(
-    policy: str,
-    num_pages: int,
-    *,
-    write: WritePolicy,
-    clock: Callable[[], float],
-    over: Callable[[], Collection[str]] = tuple,
-    marked: Container[TreeNode] = (),
-) -> TierQueue:
+def host_queue(policy: str, num_pages: int, *, retention: Retention, write: WritePolicy) -> TierQueue:
     """Make the queue of a host tier of ``num_pages`` pages. Copies of what the device has go first, if ``write`` makes
     them again when the device evicts it: then the two tiers hold most between them."""
-
-    def can_go(node: TreeNode) -> bool:
-        return node.host_evictable
-
-    def spare(node: TreeNode) -> bool:
-        return node.on_device and write.rule.at_eviction
-
+    order = TierOrder(
+        policy="lru" if policy in HOST_QUEUES else policy,
+        pages=lambda node: node.host,
+        can_go=lambda node: node.host_evictable,
+        spare=lambda node: node.on_device and write.rule.at_eviction,
+    )
     if policy in HOST_QUEUES:
-        return HOST_QUEUES[policy](
-            num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare, over=over, marked=marked
-        )
-    return EvictionQueue(policy, can_go=can_go, spare=spare, over=over, marked=marked)
+        return HOST_QUEUES[policy](num_pages, retention=retention, order=order, gaps=write.gaps)
+    return EvictionQueue(retention, order)

@@ -33,6 +33,10 @@ class Lock:
 class PrefixCache(Protocol):
     """The prefix cache of one pool. Contract suite: tests/unit/cache/test_prefix_cache_protocol.py."""
 
+    evictable_pages: int
+    protected_pages: int
+    num_nodes: int
+
     def match_prefix(self, token_ids: TokenIds, salt: str, *, count_hit: bool = True) -> MatchResult:
         """Find the longest cached prefix in whole pages; refresh its access times and, by default, its hit counts."""
         ...
@@ -53,10 +57,6 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def used_by(self, node: TreeNode, tenant: str, weight: float) -> None:
-        """Take note whose request uses the path down to ``node``, or has computed it; ``weight``: of its share."""
-        ...
-
     def inc_lock_ref(self, node: TreeNode) -> Lock:
         """Pin the path from ``node`` to its root: it is not evicted until the receipt comes back (SPEC E11, E15)."""
         ...
@@ -70,15 +70,6 @@ class PrefixCache(Protocol):
     def reset(self) -> Pages:
         """Empty the cache; nothing may be locked. Returns the freed page ids."""
         ...
-
-    @property
-    def evictable_pages(self) -> int: ...
-
-    @property
-    def protected_pages(self) -> int: ...
-
-    @property
-    def num_nodes(self) -> int: ...
 
     def all_pages(self) -> Pages:
         """List every page that the cache owns, for checks. O(cache)."""

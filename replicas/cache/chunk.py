@@ -13,6 +13,7 @@ class ChunkCache:
     """A PrefixCache without reuse: every match is empty, and no page is kept."""
 
     def __init__(self) -> None:
+        self.evictable_pages = self.protected_pages = self.num_nodes = 0
         self._root = TreeNode.root("")
 
     def match_prefix(self, token_ids: TokenIds, salt: str, *, count_hit: bool = True) -> MatchResult:
@@ -27,9 +28,6 @@ class ChunkCache:
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         return 0
 
-    def used_by(self, node: TreeNode, tenant: str, weight: float) -> None:
-        pass
-
     def inc_lock_ref(self, node: TreeNode) -> Lock:
         return Lock(node)
 
@@ -42,18 +40,6 @@ class ChunkCache:
 
     def reset(self) -> Pages:
         return NO_PAGES
-
-    @property
-    def evictable_pages(self) -> int:
-        return 0
-
-    @property
-    def protected_pages(self) -> int:
-        return 0
-
-    @property
-    def num_nodes(self) -> int:
-        return 0
 
     def all_pages(self) -> Pages:
         return NO_PAGES

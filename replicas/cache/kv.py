@@ -25,8 +25,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvtransfer.pages import page_keys
 from replicas.cache.audit import audit
-from replicas.cache.base import Lock, MatchResult
+from replicas.cache.base import Lock
 from replicas.cache.host_pages import HostTier
 from replicas.cache.node import path_to
 from replicas.cache.pages import PageStore
@@ -35,7 +36,7 @@ from replicas.cache.store_tier import StoreTier
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, Slots
-from replicas.memory.table import ReqToTokenPool, Write
+from replicas.memory.table import ReqToTokenPool
 from replicas.request import Holding, Req
 from replicas.types import TokenIds
 
@@ -69,28 +70,12 @@ class KvCache:
             clock=clock,
             host=host,
         )
-        self._allocator, self._cache = self.store.allocator, self.store.cache
-        self._sessions = self.store.radix if cache.sessions else None
-        self._table = ReqToTokenPool(max_requests, context_len)
+        self.cache = self.store.cache
+        self.table = ReqToTokenPool(max_requests, context_len)
+        self._allocator, self._radix, self._has_sessions = self.store.allocator, self.store.radix, cache.sessions
         self._holders: dict[int, Req] = {}  # by row
         self.store_tier: StoreTier | None = None  # set once, by who starts the engine
         self.window: int | None = None  # likewise: the most tokens that any layer sees; None: all
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self._allocator.num_pages * self.page_size
-
-    def match(self, token_ids: TokenIds, salt: str) -> MatchResult:
-        """Find the longest cached prefix; refresh access times. May split a node, but holds nothing."""
-        return self._cache.match_prefix(token_ids, salt)
-
-    def peek_len(self, token_ids: TokenIds, salt: str) -> int:
-        """Count the tokens of that prefix; change nothing, so that ordering the queue does not keep pages alive."""
-        return self._cache.peek_len(token_ids, salt)
-
-    def peek_path(self, token_ids: TokenIds, salt: str) -> list[int]:
-        """Return numbers that name the nodes of that prefix, from the root on, until the cache changes."""
-        return self._cache.peek_path(token_ids, salt)
 
     def admit(self, req: Req, *, reuse: bool = True, whole: bool = False) -> int:
         """Take a row for ``req`` and lock its longest cached prefix; none without ``reuse``.
@@ -102,14 +87,15 @@ class KvCache:
         Raises:  RowsExhausted.
         """
         assert req.holding is None, f"request {req.rid} holds row {req.holding.row} already"
-        row = self._table.alloc()
-        longest = self.longest_reuse(req, whole=whole) if reuse else 0
-        match = self._cache.match_prefix(req.ids[:longest], req.salt)
+        row = self.table.alloc()
+        longest = longest_reuse(req, whole=whole) if reuse else 0
+        match = self.cache.match_prefix(req.ids[:longest], req.salt)
         for node in path_to(match.node):
             node.priority = max(node.priority, req.rank.priority)
-        self._cache.used_by(match.node, req.asked.tenant, req.asked.weight)
-        self._table.write(row, 0, self._allocator.pages_to_slots(match.pages))
-        lock = self._cache.inc_lock_ref(match.node)
+        if self._radix is not None:
+            self._radix.retention.used_by(match.node, req.asked.tenant, req.asked.weight)
+        self.table.write(row, 0, self._allocator.pages_to_slots(match.pages))
+        lock = self.cache.inc_lock_ref(match.node)
         req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
         req.computed_len = match.prefix_len
         self._holders[row] = req
@@ -117,26 +103,10 @@ class KvCache:
 
     def arrived(self, req: Req) -> None:
         """Take note that ``req`` came: the session that it goes on with is kept until its answer."""
-        if self._sessions is not None:
-            self._sessions.returns(req.ids[: self.longest_reuse(req)], req.salt, rid=req.rid)
-
-    def ask_store(self, req: Req) -> None:
-        """Look in the store for what the other tiers lack of the prefix of ``req``, which waits to start."""
-        if self.store_tier is not None:
-            self.store_tier.ask(req, self.longest_reuse(req))
-
-    def waits_for_store(self, req: Req, now_s: float) -> bool:
-        """Whether ``req`` should wait for what is read for it; when it should not, it is no longer read for it."""
-        return self.store_tier is not None and self.store_tier.waits(req, now_s)
-
-    def forget_store(self, req: Req) -> None:
-        """Stop reading for ``req``, which has ended."""
-        if self.store_tier is not None:
-            self.store_tier.forget(req)
-
-    def load_budget(self, chunk_size: int) -> int:
-        """Count the tokens that a step may load from the host: it takes about as long as to compute ``chunk_size``."""
-        return 0 if self.store.tiers is None else self.store.tiers.load_budget(chunk_size)
+        if self._radix is not None and self._has_sessions:
+            ids, salt, ps = req.ids[: longest_reuse(req)], req.salt, self.page_size
+            path = self._radix.nodes_of(ids, salt)
+            self._radix.retention.sessions.returns(path, rid=req.rid, keys=lambda: page_keys(ids, ps, salt))
 
     def load(self, req: Req, max_tokens: int, *, whole: bool = False) -> tuple[int, int]:
         """Load up to ``max_tokens`` of the prefix that ``req`` can reuse and that is on the host; they follow what it
@@ -149,7 +119,7 @@ class KvCache:
         tiers, holding, ps = self.store.tiers, _holding(req), self.page_size
         if tiers is None or holding.prefix_len != holding.kv_len:
             return 0, 0
-        ids = req.ids[: self.longest_reuse(req, whole=whole)]
+        ids = req.ids[: longest_reuse(req, whole=whole)]
         match = tiers.match_prefix(ids, req.salt, count_hit=False)
         if match.host_len == 0 or match.prefix_len != holding.prefix_len or not tiers.worth_loading():
             return 0, 0
@@ -163,7 +133,7 @@ class KvCache:
             pages = self._allocator.alloc(num_pages, rid=req.rid)
             num_loaded = tiers.load(match, pages)
             self._allocator.free(pages[num_loaded:])
-            self._table.write(holding.row, holding.kv_len, self._allocator.pages_to_slots(pages[:num_loaded]))
+            self.table.write(holding.row, holding.kv_len, self._allocator.pages_to_slots(pages[:num_loaded]))
             if num_loaded:
                 end = match.prefix_len + num_loaded * ps
                 lock = tiers.inc_lock_ref(tiers.match_prefix(ids[:end], req.salt, count_hit=False).node)
@@ -180,17 +150,7 @@ class KvCache:
 
     def keeps(self, req: Req) -> bool:
         """Whether what is computed of ``req`` is found again when it is retracted."""
-        return self.store.reuses_prefixes and self.longest_reuse(req) >= req.computed_len
-
-    def longest_reuse(self, req: Req, *, whole: bool = False) -> int:
-        """Count the tokens of ``req`` that `admit` may find in the cache."""
-        longest = req.num_tokens - (0 if whole else 1)
-        if req.prompt_logprobs_from is not None:
-            longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
-        readout = req.sampling.readout
-        if readout is not None and readout.pooling == "mean":
-            longest = 0  # the cache holds no hidden states
-        return longest
+        return self.store.reuses_prefixes and longest_reuse(req) >= req.computed_len
 
     def extend(self, req: Req, new_len: int) -> Slots:
         """Take slots for tokens [kv_len, new_len) of ``req``; evict when pages are short (SPEC D10).
@@ -200,15 +160,15 @@ class KvCache:
         holding = _holding(req)
         kv_len = holding.kv_len
         self.store.make_room(self._num_pages(new_len) - self._num_pages(kv_len), f"request {req.rid}")
-        last_slot = int(self._table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
+        last_slot = int(self.table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
         slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid)
-        self._table.write(holding.row, kv_len, slots)
+        self.table.write(holding.row, kv_len, slots)
         holding.kv_len = new_len
         return slots
 
     def slots_of(self, req: Req, start: int, end: int) -> Slots:
         """Copy the slots of tokens [start, end) of ``req``: [end - start]."""
-        return self._table.view(_holding(req).row, start, end).copy()
+        return self.table.view(_holding(req).row, start, end).copy()
 
     def pages_needed_decode(self, reqs: Sequence[Req]) -> int:
         """Count the pages that `extend_decode` would take."""
@@ -218,7 +178,7 @@ class KvCache:
     def extend_decode(self, reqs: Sequence[Req]) -> Slots:
         """Take one more slot for each of ``reqs`` (SPEC D07, F10; K3: once a batch, K2: at column kv_len, from 0).
 
-        The next plan must be of exactly these requests: it names the slots, so they are not in `drain_table_writes`.
+        The next plan must be of exactly these requests: it names the slots, so they are not among `table.drain_writes`.
 
         Returns: [B] slots. Raises: PagesExhausted; no slot is taken then.
         """
@@ -226,9 +186,9 @@ class KvCache:
         rows = np.array([holding.row for holding in holdings], dtype=np.int32)
         kv_lens = np.array([holding.kv_len for holding in holdings], dtype=np.int32)
         self.store.make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}")
-        last_slots = self._table.gather(rows, kv_lens - 1)
+        last_slots = self.table.gather(rows, kv_lens - 1)
         slots = self._allocator.alloc_decode(kv_lens + 1, last_slots)
-        self._table.append_each(rows, kv_lens, slots)
+        self.table.append_each(rows, kv_lens, slots)
         for holding in holdings:
             holding.kv_len += 1
         if self.window is not None:
@@ -241,16 +201,16 @@ class KvCache:
         not come true. Returns: none of them where even eviction cannot make room."""
         kv_len = _holding(req).kv_len
         num_pages = self._num_pages(kv_len + num_tokens) - self._num_pages(kv_len)
-        fits = num_pages * self.page_size <= self.available_tokens()
+        fits = num_pages * self.page_size <= self.store.available_tokens()
         return self.extend(req, kv_len + num_tokens) if fits else np.empty(0, dtype=np.int32)
 
     def kept_behind(self, req: Req, most: int) -> TokenIds:
         """Return up to ``most`` tokens that the cache keeps behind those of ``req``, which runs: an answer to the same
         prompt, in its namespace. Change nothing."""
-        holding, radix = _holding(req), self.store.radix
-        if radix is None:
+        holding = _holding(req)
+        if self._radix is None:
             return req.ids[:0]
-        return radix.kept_behind(_lock(holding).node, req.ids[holding.prefix_len : req.num_tokens], most)
+        return self._radix.kept_behind(_lock(holding).node, req.ids[holding.prefix_len : req.num_tokens], most)
 
     def cut(self, req: Req) -> None:
         """Take back the slots of ``req`` behind its computed tokens."""
@@ -258,7 +218,7 @@ class KvCache:
         first = self._num_pages(req.computed_len) * self.page_size
         if first < holding.kv_len:
             self._allocator.free(self._row_pages(holding.row, first, holding.kv_len))
-        self._table.cut(holding.row, req.computed_len)
+        self.table.cut(holding.row, req.computed_len)
         holding.kv_len = req.computed_len
 
     def _leave_behind(self, req: Req, seen: int) -> None:
@@ -269,9 +229,9 @@ class KvCache:
         if unseen < start or unseen <= holding.gone_len:
             return
         if holding.prefix_len:
-            root = self._cache.match_prefix(req.ids[:0], req.salt, count_hit=False).node
-            self._cache.dec_lock_ref(_lock(holding))
-            holding.lock, holding.prefix_len = self._cache.inc_lock_ref(root), 0
+            root = self.cache.match_prefix(req.ids[:0], req.salt, count_hit=False).node
+            self.cache.dec_lock_ref(_lock(holding))
+            holding.lock, holding.prefix_len = self.cache.inc_lock_ref(root), 0
         if unseen > start:
             self._allocator.free(self._row_pages(holding.row, start, unseen))
         holding.gone_len = unseen
@@ -289,18 +249,18 @@ class KvCache:
             _note_kept(req, prefix_len)
             return
         pages = self._row_pages(holding.row, 0, whole)
-        already = self._cache.insert(req.ids[:whole], pages, req.salt, priority=req.rank.priority)
-        match = self._cache.match_prefix(req.ids[:whole], req.salt, count_hit=False)
-        if not match.prefix_len:
-            return  # a cache that keeps nothing
+        already = self.cache.insert(req.ids[:whole], pages, req.salt, priority=req.rank.priority)
+        if self._radix is None:
+            return
+        match = self.cache.match_prefix(req.ids[:whole], req.salt, count_hit=False)
         assert prefix_len <= already, f"request {req.rid}: {prefix_len} tokens were locked, {already} are there"
         assert match.prefix_len == whole, f"request {req.rid}: of {whole} tokens given {match.prefix_len} are found"
-        self._cache.used_by(match.node, req.asked.tenant, req.asked.weight)
-        lock = self._cache.inc_lock_ref(match.node)  # before the old one goes: the path is never unpinned
-        self._cache.dec_lock_ref(_lock(holding))
+        self._radix.retention.used_by(match.node, req.asked.tenant, req.asked.weight)
+        lock = self.cache.inc_lock_ref(match.node)  # before the old one goes: the path is never unpinned
+        self.cache.dec_lock_ref(_lock(holding))
         if already > prefix_len:
             first, last = prefix_len // ps, already // ps
-            self._table.write(holding.row, prefix_len, self._allocator.pages_to_slots(match.pages[first:last]))
+            self.table.write(holding.row, prefix_len, self._allocator.pages_to_slots(match.pages[first:last]))
             self._allocator.free(pages[first:last])
         holding.lock, holding.prefix_len = lock, whole
         _note_kept(req, whole)
@@ -315,12 +275,13 @@ class KvCache:
         holding = _holding(req)
         if keep:
             self._keep_marked(req)
-        if keep and req.finish is not None and self._sessions is not None:
-            ids = req.ids[: holding.prefix_len]
-            self._sessions.answered(ids, req.prompt_len, req.salt, name=req.asked.routing_key, rid=req.rid)
+        if keep and req.finish is not None and self._radix is not None and self._has_sessions:
+            path = self._radix.nodes_of(req.ids[: holding.prefix_len], req.salt)
+            sessions = self._radix.retention.sessions
+            sessions.answered(path, req.prompt_len, name=req.asked.routing_key, rid=req.rid)
         private = self._row_pages(holding.row, max(holding.prefix_len, holding.gone_len), holding.kv_len)
         self._forget(req)
-        self._cache.dec_lock_ref(_lock(holding))
+        self.cache.dec_lock_ref(_lock(holding))
         self._allocator.free(private)
 
     def quarantine(self, req: Req, *, locked: bool) -> Detained:
@@ -338,22 +299,14 @@ class KvCache:
         self.store.quarantine.add(receipt)
         self._forget(req)
         if not locked:
-            self._cache.dec_lock_ref(lock)
+            self.cache.dec_lock_ref(lock)
         return receipt
-
-    def release_quarantined(self, receipt: Detained) -> None:
-        """Free the pages of ``receipt``, which no peer reads or writes."""
-        self.store.release_quarantined(receipt)
 
     def pages(self, req: Req, first: int, end: int) -> Pages:
         """Return the ids of pages [first, end) of the sequence of ``req``: [end - first]; the last may be partial."""
         holding = _holding(req)
         assert first * self.page_size >= holding.gone_len, f"request {req.rid} has given pages back"
         return self._row_pages(holding.row, first * self.page_size, min(end * self.page_size, holding.kv_len))
-
-    def available_tokens(self) -> int:
-        """Count the tokens in pages that are free or can be evicted."""
-        return self.store.available_tokens()
 
     @property
     def in_use(self) -> bool:
@@ -365,7 +318,7 @@ class KvCache:
 
         O(1): what an ended request still holds is seen; `audit` finds which pages.
         """
-        num_rows = self._table.max_requests - self._table.num_free
+        num_rows = self.table.max_requests - self.table.num_free
         if num_rows or (self.store.held_pages and not len(self.store.quarantine)):
             self.store.count_lost(num_rows)
 
@@ -377,33 +330,27 @@ class KvCache:
             raise InvalidRequest(f"the cache is in use by {named}: flush it when they have finished, or abort them")
         self.store.flush()
 
-    def drain_table_writes(self) -> tuple[Write, ...]:
-        """Return (row, start, slots) of every change of the table since the last call, except those of `extend_decode`;
-        for the next plan."""
-        return self._table.drain_writes()
-
     def check(self, reqs: Sequence[Req]) -> None:
         """Assert every invariant of the pools, given all requests that hold something. O(pool)."""
         held = {id(req) for req in self._holders.values()}
         assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
-        audit(self._allocator, self._table, self._cache, self.store.quarantine, reqs)
+        audit(self._allocator, self.table, self.cache, self.store.quarantine, reqs)
         if self.store_tier is not None:
             self.store_tier.check()
 
     def _keep_marked(self, req: Req) -> None:
         """Keep what the client of ``req`` marked, as far as it is there."""
-        radix = self.store.radix
-        if radix is None:
+        if self._radix is None:
             return
         for mark in req.asked.marks:
-            ids = req.ids[: min(mark.length, req.prompt_len)]
-            radix.mark(ids, req.salt, mark.ttl_s, tenant=req.asked.tenant, weight=req.asked.weight)
+            path = self._radix.nodes_of(req.ids[: min(mark.length, req.prompt_len)], req.salt, split=True)
+            self._radix.retention.mark(path, mark.ttl_s, tenant=req.asked.tenant, weight=req.asked.weight)
 
     def _forget(self, req: Req) -> None:
         """Free the row of ``req``; its pages and lock are the caller's to free."""
         row = _holding(req).row
         del self._holders[row]
-        self._table.free(row)
+        self.table.free(row)
         req.holding = None
         req.computed_len = 0
 
@@ -412,7 +359,18 @@ class KvCache:
 
     def _row_pages(self, row: int, start: int, end: int) -> Pages:
         """Return the pages of positions [start, end) of ``row``; ``start`` begins a page."""
-        return self._table.view(row, start, end)[:: self.page_size] // np.int32(self.page_size)
+        return self.table.view(row, start, end)[:: self.page_size] // np.int32(self.page_size)
+
+
+def longest_reuse(req: Req, *, whole: bool = False) -> int:
+    """Count the tokens of ``req`` that `KvCache.admit` may find in the cache."""
+    longest = req.num_tokens - (0 if whole else 1)
+    if req.prompt_logprobs_from is not None:
+        longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
+    readout = req.sampling.readout
+    if readout is not None and readout.pooling == "mean":
+        longest = 0  # the cache holds no hidden states
+    return longest
 
 
 def _note_kept(req: Req, num_tokens: int) -> None:

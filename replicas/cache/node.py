@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.pages import PageKeys
+from kvtransfer.pages import PageKey, PageKeys, page_keys
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
 
@@ -127,12 +127,24 @@ class Session:
     end: TreeNode | None = None  # the deepest node that is kept for it; None: none is
     mark: TreeNode | None = None  # in which its last prompt ends, in whole pages; None: it has left the tree
     came_back: bool = False  # whether a prompt has gone on with it
-    until_s: float = 0.0  # when its lease runs out
 
 
 def first_page(token_ids: TokenIds, page_size: int, at: int = 0) -> bytes:
     """Return the key under which the child that continues with ``token_ids[at:]`` is filed."""
     return token_ids[at : at + page_size].tobytes()
+
+
+def last_key(node: TreeNode) -> PageKey:
+    """Return the key of the last page of ``node``."""
+    if node.page_keys is not None:
+        return int(node.page_keys[-1])
+    return int(page_keys(node.key, len(node.key) // node.num_pages, node.salt, key_before(node))[-1])
+
+
+def key_before(node: TreeNode) -> PageKey | None:
+    """Return the key of the page before those of ``node``; None where a sequence begins."""
+    assert node.parent is not None
+    return last_key(node.parent) if node.parent.parent is not None else None
 
 
 def path_to(node: TreeNode | None, *, below: TreeNode | None = None) -> list[TreeNode]:

@@ -86,7 +86,7 @@ class TieredPageHome:
             tiers.host.unpin(host[~only_device])
             if passing is None:
                 return None
-            tiers.backup(device[only_device], passing)
+            tiers.copier.backup(device[only_device], passing)
             host[only_device] = passing
         payload, digests = self._memory.view[host], self._memory.digests[host]  # copies
         if passing is not None:

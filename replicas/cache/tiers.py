@@ -16,7 +16,7 @@ Pages of a victim that is not worth a copy are forgotten, and with them what han
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -56,17 +56,10 @@ class HiRadixCache(RadixCache):
         self.on_copied: Callable[[TreeNode], None] = lambda node: None  # it has a copy now: news for a store
         self.clean_pages = 0  # of the device, with a copy
         self.compute_s_per_token = 0.0  # by the engine's steps; 0 until measured
-        self._copier = host.copier
+        self.copier = host.copier
         self._write = WritePolicy.make(host.write, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
-        self._host_held = Counter[str]()  # pages on the host, by tenant
-        self._host_queue = host_queue(
-            host.eviction,
-            host.num_pages,
-            write=self._write,
-            clock=clock,
-            over=lambda: self._owners.over(self._host_held),
-            marked=self._marks.until_s,
-        )
+        self._host_queue = host_queue(host.eviction, host.num_pages, retention=self.retention, write=self._write)
+        self.retention.queues.append(self._host_queue)
         self._dirty: deque[TreeNode] = deque()  # to be copied in idle time, oldest first; some are copied or gone
         # (node, device pages, host pages) whose bytes the call under way copies at its end
         self._copies: list[tuple[TreeNode, Pages, Pages]] = []
@@ -90,8 +83,6 @@ class HiRadixCache(RadixCache):
         """Empty both tiers."""
         held = [node.host for node in self._nodes() if node.on_host]
         freed = super().reset()
-        self._host_queue.clear()
-        self._host_held.clear()
         self._write.gaps.clear()
         self._dirty.clear()
         for pages in held:
@@ -108,7 +99,7 @@ class HiRadixCache(RadixCache):
         path = path_to(match.host_node, below=match.node)
         wanted = np.concatenate([node.host for node in path])[: len(pages)]
         started_s = self._clock()
-        ok = self._copier.load(wanted, pages)
+        ok = self.copier.load(wanted, pages)
         good = len(ok) if ok.all() else int(ok.argmin())
         load_s = self._clock() - started_s
         self.counters.loaded(len(ok), load_s, num_wrong=int((~ok).sum()))
@@ -191,7 +182,7 @@ class HiRadixCache(RadixCache):
         if hits and not leaf.hit_count:
             self._host_queue.warms(leaf)
         leaf.hit_count, leaf.used_s = max(hits, leaf.hit_count), used_s
-        self._touched(leaf)
+        self.retention.refile(leaf)
 
     def copy_idle(self, most_pages: int, *, to_store: bool) -> int:
         """Copy about ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free; a node is
@@ -201,7 +192,7 @@ class HiRadixCache(RadixCache):
                  device and the store have too; else as many as the write policy wants.
         Returns: how many were copied; 0 when there is nothing to do.
         """
-        wanted = self._evictable * (1.0 if to_store else self._write.rule.idle_fraction)
+        wanted = self.evictable_pages * (1.0 if to_store else self._write.rule.idle_fraction)
         if self.clean_pages >= wanted:
             return 0
         copied, left = 0, len(self._dirty)
@@ -266,10 +257,6 @@ class HiRadixCache(RadixCache):
                 parts.append(pages[start:common] if len(pages) else np.zeros(max(common - start, 0), dtype=np.int32))
         return np.concatenate(hosts), np.concatenate(devices)
 
-    def backup(self, device_pages: Pages, host_pages: Pages) -> None:
-        """Copy pages of the device into host pages that are taken."""
-        self._copier.backup(device_pages, host_pages)
-
     def copy(self, nodes: Sequence[TreeNode]) -> None:
         """Copy ``nodes`` to the host where they have no copy, as far as there is room."""
         for node in nodes:
@@ -281,18 +268,10 @@ class HiRadixCache(RadixCache):
         super().check()
         held = [node.host for node in self._nodes() if node.on_host]
         self.host.check(np.concatenate(held) if held else NO_PAGES)
-        self._check_held(self._host_held, lambda node: len(node.host))
-        self._host_queue.check(node for node in self._nodes() if node.on_host)
         self._write.gaps.check()
         clean = sum(len(node.pages) for node in self._nodes() if node.on_host)
         assert clean == self.clean_pages, f"{clean} device pages have a copy, {self.clean_pages} are counted"
         assert not self._copies, "a call has ended before its copies were made"
-
-    def _give(self, node: TreeNode, tenant: str) -> None:
-        self._host_held[node.tenant] -= len(node.host)
-        self._host_held[tenant] += len(node.host)
-        super()._give(node, tenant)
-        self._host_queue.changed(node)
 
     def _use(self, node: TreeNode, now_s: float, *, hit: bool) -> None:
         if hit and not node.hit_count:
@@ -301,29 +280,20 @@ class HiRadixCache(RadixCache):
                 self._write.gaps.waited(now_s - node.used_s)
         super()._use(node, now_s, hit=hit)
 
-    def _touched(self, node: TreeNode) -> None:
-        super()._touched(node)
-        self._host_queue.refile(node)
-
-    def _file(self, node: TreeNode) -> None:
-        super()._file(node)
-        if node.host_evictable:
-            self._host_queue.add(node)
-
     def _split_node(self, node: TreeNode, at: int) -> TreeNode:
         head = super()._split_node(node, at)
         if not head.on_host:
             self._is_dirty(head)
         if any(each is node for each, _, _ in self._copies):
             self._copies.append((head, NO_PAGES, NO_PAGES))
-        self._file(head)
+        self.retention.file(head)
         return head
 
     def _is_dirty(self, node: TreeNode) -> None:
         """Queue ``node``, without a copy, for idle time. There may never be any: what is copied or gone leaves when it
         is more than half."""
         self._dirty.append(node)
-        if len(self._dirty) > 2 * self._num_nodes + 64:
+        if len(self._dirty) > 2 * self.num_nodes + 64:
             waiting = dict.fromkeys(each for each in self._dirty if each.parent is not None and not each.on_host)
             self._dirty = deque(waiting)
 
@@ -334,7 +304,6 @@ class HiRadixCache(RadixCache):
             if known := self._write.gaps.computed(leaf.page_keys, now_s):
                 (leaf if known == leaf.num_pages else self._split_node(leaf, known)).hit_count = 1
         else:
-            self._host_held[leaf.tenant] += len(leaf.host)
             self._host_queue.entered(leaf)
 
     def _to_device(self, node: TreeNode, pages: Pages) -> None:
@@ -342,10 +311,8 @@ class HiRadixCache(RadixCache):
         self._host_queue.refile(node)
         self.clean_pages += len(pages)
 
-    def _give_up(self, leaf: TreeNode, most: int) -> Pages:
-        """Take up to ``most`` pages of an unlocked leaf of the device off it: to the host, or forget them."""
-        if leaf.num_pages > most:
-            self._file(self._split_node(leaf, leaf.num_pages - most))
+    def _give_up(self, leaf: TreeNode) -> Pages:
+        """Take an unlocked leaf of the device off it: to the host, or forget it."""
         pages, parent = leaf.pages, leaf.parent
         assert parent is not None
         if not leaf.on_host and self._is_worth_copying(leaf):
@@ -353,18 +320,18 @@ class HiRadixCache(RadixCache):
         if not leaf.on_host:
             self._remove_subtree(leaf)
             return pages
+        self._queue.left(leaf)
         leaf.pages = NO_PAGES
-        self._held[leaf.tenant] -= len(pages)
         parent.device_children -= 1
-        self._evictable -= len(pages)
+        self.evictable_pages -= len(pages)
         self.clean_pages -= len(pages)
         self._tell_stored(leaf)
-        self._file(leaf)
-        self._file(parent)
+        self.retention.file(leaf)
+        self.retention.file(parent)
         return pages
 
     def _is_worth_copying(self, leaf: TreeNode) -> bool:
-        if leaf.children or leaf.lease is not None or leaf in self._marks.until_s:
+        if leaf.children or self.retention.keeps(leaf):
             return True  # they are on the host, and nothing without it; or it is kept for who comes back
         victim = self._host_queue.peek() if self.host.num_free < leaf.num_pages else None
         missed = victim is not None and not victim.on_device
@@ -379,10 +346,9 @@ class HiRadixCache(RadixCache):
         if self.host.num_free >= node.num_pages and node.parent is not None:
             node.host = self.host.take(node.num_pages)
             self.clean_pages += node.num_pages
-            self._host_held[node.tenant] += node.num_pages
             self._host_queue.entered(node)
             self._copies.append((node, node.pages, node.host))
-            self._file(node)
+            self.retention.file(node)
 
     def _copy(self) -> None:
         """Make the copies that were decided on since the last call."""
@@ -395,29 +361,28 @@ class HiRadixCache(RadixCache):
             _, last = np.unique(host[::-1], return_index=True)
             device, host = device[::-1][last], host[::-1][last]
         started_s = self._clock()
-        self._copier.backup(device, host)
+        self.copier.backup(device, host)
         self.counters.written_pages += len(host)
         self.counters.write_s += self._clock() - started_s
         for node, _, _ in copies:
             if node.on_host and node.parent is not None:
                 self.on_copied(node)
 
-    def _forget(self, leaf: TreeNode, keep: int) -> None:
-        super()._forget(leaf, keep)
+    def _remove_leaf(self, leaf: TreeNode) -> None:
+        super()._remove_leaf(leaf)
         assert leaf.page_keys is not None
-        self._write.gaps.dropped(leaf.page_keys[keep:], leaf.used_s)
+        self._write.gaps.dropped(leaf.page_keys, leaf.used_s)
 
     def _room_on_host(self, num_pages: int, spare: Callable[[TreeNode], bool] = lambda node: False) -> None:
         """Evict from the host until ``num_pages`` are free there, or nothing more can go, or is next to ``spare``."""
-        self._expire()
+        self.retention.expire()
         while (short := num_pages - self.host.num_free) > 0 and (node := self._host_queue.pop()) is not None:
             if spare(node):
                 self._host_queue.add(node)
                 return
             if node.num_pages > short:
-                self._file(self._split_node(node, node.num_pages - short))
+                self._split_node(node, node.num_pages - short)
             self.counters.evicted_pages += node.num_pages
-            self._host_held[node.tenant] -= len(node.host)
             self._host_queue.left(node)
             self.host.free(node.host)
             if node.on_device:
@@ -430,7 +395,6 @@ class HiRadixCache(RadixCache):
         """Remove an unlocked node, and what is below it on the host alone."""
         for node in [*reversed(list(walk([top]))), top]:
             if node.on_host:
-                self._host_held[node.tenant] -= len(node.host)
                 self._host_queue.left(node)
             self.host.free(node.host)
             self._remove_leaf(node)

@@ -83,7 +83,7 @@ class Rooms:
         leg.exposed = False
         if leg.detained is not None:
             assert isinstance(leg.detained, Detained)
-            self._kv.release_quarantined(leg.detained)
+            self._kv.store.release_quarantined(leg.detained)
             leg.detained = None
         return req
 

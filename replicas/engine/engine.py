@@ -156,7 +156,8 @@ class Engine:
         self.occupation = Occupation(
             kv, device=config.device, has_transfer=transfer is not None, give_back=executor.give_back
         )
-        self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_transfer=transfer is not None)
+        pool_tokens = kv.store.stats().total_tokens
+        self._intake = Intake(config.model, pool_tokens=pool_tokens, has_transfer=transfer is not None)
         self.grammars = Grammars(tokenizer, config.model.vocab_size, clock)
         self._open = OpenRequests()
         self._observer = Observer(kv, executor.kv_bytes)

@@ -170,7 +170,7 @@ def _take(req: Req, kv: KvCache, ratio: NewTokenRatio, *, reserved: int, alone: 
     """Take row, locked prefix and pages for ``req``, or nothing."""
     reused = kv.admit(req, whole=True)  # locks the prefix: its pages no longer count as evictable
     need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req) + reserved)
-    if need <= kv.available_tokens():
+    if need <= kv.store.available_tokens():
         try:
             kv.load(req, req.num_tokens, whole=True)
             kv.extend(req, req.num_tokens)

@@ -96,7 +96,7 @@ def cannot_start(head: Req, kv: KvCache) -> Finish | None:
     if not detained:
         return None
     message = (
-        f"{head.num_tokens} tokens need more than the {kv.available_tokens()} of {pool.total_tokens} that are "
+        f"{head.num_tokens} tokens need more than the {kv.store.available_tokens()} of {pool.total_tokens} that are "
         f"available: {detained} pages are in quarantine until the peer of a failed hand-off lets go of them; try "
         "again elsewhere, or later"
     )

@@ -135,7 +135,7 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
     is a prefill leg cannot: its pages may be on their way.
     """
     retracted, running = False, queues.running
-    while running and kv.pages_needed_decode(running) * kv.page_size > kv.available_tokens():
+    while running and kv.pages_needed_decode(running) * kv.page_size > kv.store.available_tokens():
         chunked, holders = queues.chunked, [*running, *queues.paused, *(r for r in queues.forced if r.asked.offline)]
         if chunked is not None and chunked.asked.offline:
             holders.append(chunked)
@@ -354,7 +354,7 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
         return None
     if has_queue and len(reqs) < len(queues.running):
         return None  # a request is about to end, which frees memory for one that waits
-    if kv.pages_needed_decode(reqs) * kv.page_size > kv.available_tokens():
+    if kv.pages_needed_decode(reqs) * kv.page_size > kv.store.available_tokens():
         return None
     follows = _places(reqs, queues.under_way.newest)
     return None if follows is None else (reqs, follows)  # None: one has joined, whose token is not of that step

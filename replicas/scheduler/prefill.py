@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from replicas.cache.kv import KvCache
+from replicas.cache.kv import KvCache, longest_reuse
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
@@ -189,17 +189,19 @@ def _start(
         return Refusal.RUNNING_LIMIT if full else Refusal.STEP_BUDGET
     if queues.adapters is not None and not queues.adapters.ready(req):
         return Refusal.ADAPTER
-    if kv.waits_for_store(req, now_s):
+    if kv.store_tier is not None and kv.store_tier.waits(req, now_s):
         return Refusal.LOADING
     if _prefix_is_computed(batch, req, kv, limits.share_len):
         return Refusal.SHARED_PREFIX
     reused = kv.admit(req)  # locks the prefix: its pages no longer count as evictable
     alone = num_running == 0
     need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req))
-    if need + (0 if alone else batch.reserved) > kv.available_tokens():
+    if need + (0 if alone else batch.reserved) > kv.store.available_tokens():
         kv.release(req, keep=False)  # it has computed nothing
         return Refusal.MEMORY
-    loaded, left = kv.load(req, kv.load_budget(limits.chunk_size) - batch.loaded)
+    tiers = kv.store.tiers
+    budgeted = 0 if tiers is None else tiers.load_budget(limits.chunk_size) - batch.loaded
+    loaded, left = kv.load(req, budgeted)
     batch.loaded += loaded
     if left:
         kv.release(req, keep=False)  # what has come stays in the tree; the next step goes on
@@ -257,7 +259,7 @@ def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: S
 
 def _prefix_is_computed(batch: ExtendBatch, req: Req, kv: KvCache, share_len: int) -> bool:
     """Whether ``req`` could reuse at least ``share_len`` more tokens if it waited for this batch (SPEC F04)."""
-    ids = req.ids[: kv.longest_reuse(req)]
+    ids = req.ids[: longest_reuse(req)]
     own = -1
     for leader in batch.reqs:
         if leader.salt != req.salt:
@@ -265,7 +267,7 @@ def _prefix_is_computed(batch: ExtendBatch, req: Req, kv: KvCache, share_len: in
         common = _common_prefix_len(leader.ids[: leader.num_tokens], ids) // kv.page_size * kv.page_size
         if common < share_len:
             continue
-        own = kv.peek_len(ids, req.salt) if own < 0 else own
+        own = kv.cache.peek_len(ids, req.salt) if own < 0 else own
         if kv.store.reuses_prefixes and common - own >= share_len:
             return True
     return False

@@ -17,7 +17,7 @@ Thread:    engine thread only.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from replicas.cache.kv import KvCache
+from replicas.cache.kv import KvCache, longest_reuse
 from replicas.config import SchedulerConfig
 from replicas.request import OFFLINE, CachedTokens, Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving, run_tokens
@@ -89,8 +89,8 @@ class Scheduler:
                     late_factor=config.late_factor,
                     quantum=QUANTUM * config.chunked_prefill_size,
                 ),
-                peek_len=kv.peek_len,
-                peek_path=kv.peek_path,
+                peek_len=kv.cache.peek_len,
+                peek_path=kv.cache.peek_path,
                 num_computed=lambda: self.counters.prefill_tokens,
             ),
             lines=LineQueue(LineShare(config.chunked_prefill_size, page_size=kv.page_size)),
@@ -158,7 +158,8 @@ class Scheduler:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)
         self._wait(req)
-        self.kv.ask_store(req)
+        if self.kv.store_tier is not None:
+            self.kv.store_tier.ask(req, longest_reuse(req))
 
     def ask_grant(self, req: Req) -> None:
         """Accept a decode leg. It gets row and pages when they fit, and is then among `HandOffQueue.take_granted`."""
@@ -227,7 +228,8 @@ class Scheduler:
                 self.queues.under_way.hold(req, keep=keep)
             else:
                 let_go(req, self.kv, keep=keep)
-        self.kv.forget_store(req)
+        if self.kv.store_tier is not None:
+            self.kv.store_tier.forget(req)
         self._gate.disturb()
         self.counters.count_end(finish.reason)
         if req.leg is not None:
@@ -503,4 +505,4 @@ class Scheduler:
         return self._shared.groups(reqs, first=first) if self._config.cascade else ()
 
     def _table_writes(self) -> tuple[TableWrite, ...]:
-        return tuple(TableWrite(row, start, slots) for row, start, slots in self.kv.drain_table_writes())
+        return tuple(TableWrite(row, start, slots) for row, start, slots in self.kv.table.drain_writes())

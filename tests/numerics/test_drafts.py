@@ -120,7 +120,7 @@ def requests(engine: Engine) -> list[GenerateRequest]:
 
 def cached_bytes(engine: Engine, token_ids: np.ndarray) -> np.ndarray:
     """The K and V that the cache keeps of a sequence."""
-    match, kv_bytes = engine.kv.match(token_ids, ""), engine.executor.kv_bytes
+    match, kv_bytes = engine.kv.cache.match_prefix(token_ids, ""), engine.executor.kv_bytes
     assert kv_bytes is not None
     page = engine.kv.page_size
     slots = (match.pages[:, None] * page + np.arange(page, dtype=np.int32)).reshape(-1)

@@ -15,8 +15,8 @@ from deployments.settings.schema import parse
 from replicas.attention.base import AttentionBackend, AttentionSpec
 from replicas.attention.registry import BACKENDS, Backend
 from replicas.attention.torch_native import TorchNativeAttention
-from replicas.cache.evict import POLICIES
 from replicas.cache.node import TreeNode
+from replicas.cache.retention import POLICIES
 from replicas.cache.store_tier import PREFETCH
 from replicas.cache.write_policy import RULES, WriteRule
 from replicas.config import CacheConfig, SchedulerConfig

@@ -6,12 +6,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from replicas.cache.evict import POLICIES, EvictionQueue, Rank, kept
-from replicas.cache.node import Session, TreeNode
+from replicas.cache.node import NO_PAGES, Session, TreeNode
+from replicas.cache.retention import POLICIES, EvictionQueue, Retention, TierOrder
 from replicas.request import OFFLINE
 
 TENANTS = st.sampled_from(["", "one", "two"])
 WHICH = st.integers(0, 1_000)
+
+
+def queue_of(policy: str) -> EvictionQueue:
+    order = TierOrder(policy=policy, pages=lambda node: NO_PAGES, can_go=lambda node: node.lock_ref == 0)
+    return EvictionQueue(Retention(lambda: 0.0), order)
 
 
 class QueueAgainstSearch(RuleBasedStateMachine):
@@ -20,13 +25,9 @@ class QueueAgainstSearch(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
         self.over: frozenset[str] = frozenset()
-        self.queue = EvictionQueue(policy, can_go=lambda node: node.lock_ref == 0, over=lambda: self.over)
-        by_policy = POLICIES[policy]
-
-        def rank(node: TreeNode) -> Rank:
-            return (*kept(node, self.over), *by_policy(node))
-
-        self.rank = rank
+        self.queue = queue_of(policy)
+        self.retention = self.queue._retention
+        self.retention.over = lambda held: self.over  # type: ignore[method-assign]
         self.nodes: list[TreeNode] = []
         self.tick = 0
 
@@ -125,7 +126,8 @@ class QueueAgainstSearch(RuleBasedStateMachine):
                 assert victim is None
                 return
             assert victim in free
-            assert self.rank(victim) == min(map(self.rank, free))
+            ranks = [self.retention.rank(node, self.queue.order, self.over) for node in free]
+            assert ranks[free.index(victim)] == min(ranks)
             self.nodes.remove(victim)
 
     @invariant()
@@ -140,9 +142,10 @@ TestQueueAgainstSearch.settings = settings(max_examples=150, stateful_step_count
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_node_that_is_used_for_ever_fills_no_heap(policy: str) -> None:
     """Under mru each use lowers the rank and files an entry: those that are no longer true are swept."""
-    queue = EvictionQueue(policy, can_go=lambda node: True)
+    queue = queue_of(policy)
     nodes = [TreeNode.root("") for _ in range(10)]
     for node in nodes:
+        node.lock_ref = 0
         queue.add(node)
     for tick in range(1, 2_001):
         nodes[tick % 10].last_access = tick

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from replicas.cache.evict import POLICIES
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
+from replicas.cache.retention import POLICIES
 from replicas.config import CacheConfig
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
@@ -83,7 +83,7 @@ class KvUnderLoad(RuleBasedStateMachine):
 
     def compute(self, req: Req, slots: np.ndarray) -> None:
         """What the device does: reads the prefix through its table, writes the new tokens' K/V."""
-        for row, start, values in self.kv.drain_table_writes():
+        for row, start, values in self.kv.table.drain_writes():
             self.device[row, start : start + len(values)] = values
         assert req.holding is not None
         self.device[req.holding.row, req.computed_len : req.holding.kv_len] = slots  # the plan's own
@@ -170,7 +170,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         reqs = [req for req in self.held if req.extend_len == 0 and req.max_remaining > 0]
         if not reqs:
             return
-        fits = self.kv.pages_needed_decode(reqs) * self.kv.page_size <= self.kv.available_tokens()
+        fits = self.kv.pages_needed_decode(reqs) * self.kv.page_size <= self.kv.store.available_tokens()
         try:
             slots = self.kv.extend_decode(reqs)
         except PagesExhausted:
@@ -197,7 +197,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         total = stats.free_pages + stats.evictable_pages + stats.protected_pages + stats.reserved_pages
         assert total == self.num_pages
         if not self.held:
-            assert self.kv.available_tokens() == self.kv.capacity_tokens
+            assert self.kv.store.available_tokens() == self.kv.store.stats().total_tokens
 
     def teardown(self) -> None:
         for req in getattr(self, "held", []):

@@ -5,10 +5,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtransfer.pages import page_keys
 from replicas.cache.base import Lock
 from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
-from replicas.cache.evict import POLICIES
 from replicas.cache.radix import RadixCache
+from replicas.cache.retention import POLICIES
 
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
 SALTS = st.sampled_from(["", "x"])
@@ -58,7 +59,7 @@ class RadixAgainstDictionary(RuleBasedStateMachine):
         assert self.cache.peek_len(ids, salt) == len(known) * self.ps
         match = self.cache.match_prefix(ids, salt)
         assert (match.prefix_len, match.pages.tolist()) == (len(known) * self.ps, known)
-        self.cache.used_by(match.node, tenant, 2.0 if tenant == "two" else 1.0)
+        self.cache.retention.used_by(match.node, tenant, 2.0 if tenant == "two" else 1.0)
         if lock:
             self.locks.append((self.cache.inc_lock_ref(match.node), set(known)))
 
@@ -81,17 +82,21 @@ class RadixAgainstDictionary(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, salt=SALTS)
     def prompt_arrives(self, tokens: list[int], salt: str) -> None:
-        self.cache.returns(np.array(tokens, dtype=np.int32), salt)
+        ids = np.array(tokens, dtype=np.int32)
+        self.cache.retention.sessions.returns(
+            self.cache.nodes_of(ids, salt), keys=lambda: page_keys(ids, self.ps, salt)
+        )
 
     @rule(tokens=TOKENS, salt=SALTS, prompt_len=st.integers(0, 12), name=st.sampled_from(["", "a", "b"]))
     def answer(self, tokens: list[int], salt: str, prompt_len: int, name: str) -> None:
         ids = np.array(tokens, dtype=np.int32)
         self.cache.match_prefix(ids[:prompt_len], salt)
-        self.cache.answered(ids, prompt_len, salt, name=name)
+        self.cache.retention.sessions.answered(self.cache.nodes_of(ids, salt), prompt_len, name=name)
 
     @rule(tokens=TOKENS, salt=SALTS, ttl_s=st.sampled_from([5.0, 60.0]), tenant=st.sampled_from(["", "one"]))
     def mark(self, tokens: list[int], salt: str, ttl_s: float, tenant: str) -> None:
-        self.cache.mark(np.array(tokens, dtype=np.int32), salt, ttl_s, tenant=tenant, weight=1.0)
+        path = self.cache.nodes_of(np.array(tokens, dtype=np.int32), salt, split=True)
+        self.cache.retention.mark(path, ttl_s, tenant=tenant, weight=1.0)
 
     @rule(seconds=st.integers(1, 70))
     def time_passes(self, seconds: int) -> None:

@@ -133,7 +133,7 @@ def test_what_a_failed_step_has_written_is_no_cached_prefix() -> None:
     prompt = [7] * 8 + [POISON] + [8] * 20  # two pages before, in the chunk of 16
     engine.submit(ask("bad", prompt))
     finish_all(engine)
-    assert engine.kv.peek_len(np.array(prompt, np.int32), "") == 0
+    assert engine.kv.cache.peek_len(np.array(prompt, np.int32), "") == 0
     assert at_rest(engine)
 
 

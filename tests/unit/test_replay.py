@@ -110,7 +110,7 @@ def test_a_restored_request_does_not_use_what_is_cached_here() -> None:
     other = make()
     other.submit(ask("same", PROMPT))
     finish_all(other)
-    assert other.kv.peek_len(np.array(PROMPT, dtype=np.int32), "") == 20
+    assert other.kv.cache.peek_len(np.array(PROMPT, dtype=np.int32), "") == 20
     restore(other, snapshot)
     other.step()
     pool = other.stats().pool

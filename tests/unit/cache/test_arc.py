@@ -5,6 +5,7 @@ import pytest
 
 from replicas.cache.arc import ArcQueue, host_queue
 from replicas.cache.node import TreeNode
+from replicas.cache.retention import Retention
 from replicas.cache.write_policy import WritePolicy
 
 
@@ -15,7 +16,7 @@ class Tier:
         self.now_s = 0.0
         self.free = num_pages
         self.write = WritePolicy.make(write, ghost_capacity=100)
-        self.queue = host_queue(policy, num_pages, write=self.write, clock=lambda: self.now_s)
+        self.queue = host_queue(policy, num_pages, retention=Retention(lambda: self.now_s), write=self.write)
         self.nodes: dict[int, TreeNode] = {}
 
     def put(self, number: int, num_pages: int = 1, *, on_device: bool = False, hits: int = 0) -> None:

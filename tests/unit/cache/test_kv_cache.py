@@ -72,17 +72,17 @@ def test_an_idle_check_counts_what_nobody_holds_and_nothing_else() -> None:
         receipts.append(kv.quarantine(req, locked=locked))
         assert not fails()
     for receipt in receipts:
-        kv.release_quarantined(receipt)
+        kv.store.release_quarantined(receipt)
         assert not fails()
-    row = kv._table.alloc()
+    row = kv.table.alloc()
     assert fails()
-    kv._table.free(row)
+    kv.table.free(row)
     assert not fails()
     page = kv.store.allocator.alloc(1, rid="a leak")
     assert fails()
     kv.store.allocator.free(page)
     assert not fails()
-    lock = kv.store.cache.inc_lock_ref(kv.match(np.arange(8, dtype=np.int32), "").node)
+    lock = kv.store.cache.inc_lock_ref(kv.cache.match_prefix(np.arange(8, dtype=np.int32), "").node)
     assert fails()
     kv.store.cache.dec_lock_ref(lock)
     assert not fails()
@@ -136,13 +136,13 @@ def test_commit_swaps_the_requests_duplicates_for_the_trees_pages() -> None:
     kv.admit(b)
     slots = {req.rid: kv.extend(req, 10).tolist() for req in (a, b)}
     assert pages(kv) == (2, 0, 0, 6, 0)
-    kv.drain_table_writes()
+    kv.table.drain_writes()
     for req in (a, b):
         req.computed_len = 10
         kv.commit(req)
     assert b.holding is not None
     assert b.holding.prefix_len == 8
-    writes = [(row, start, new.tolist()) for row, start, new in kv.drain_table_writes()]
+    writes = [(row, start, new.tolist()) for row, start, new in kv.table.drain_writes()]
     assert writes == [(b.holding.row, 0, slots["a"][:8])]
     assert pages(kv) == (4, 0, 2, 2, 0)  # the tails stay with their requests
     kv.check([a, b])
@@ -153,9 +153,9 @@ def test_a_prompt_in_chunks_is_committed_as_it_grows() -> None:
     kv = make()
     req = choice_of("a", range(12))
     assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
-    assert kv.peek_len(req.ids[:12], "") == 4
+    assert kv.cache.peek_len(req.ids[:12], "") == 4
     assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
-    assert kv.peek_len(req.ids[:12], "") == 12
+    assert kv.cache.peek_len(req.ids[:12], "") == 12
     assert pages(kv) == (5, 0, 3, 0, 0)
     kv.check([req])
 
@@ -267,7 +267,7 @@ def test_a_receiver_keeps_its_own_pages_apart_and_lets_the_prefix_go() -> None:
     assert (req.holding, req.computed_len) == (None, 0)
     assert pages(kv) == (3, 2, 0, 0, 3)
     kv.check([])
-    kv.release_quarantined(receipt)
+    kv.store.release_quarantined(receipt)
     assert pages(kv) == (6, 2, 0, 0, 0)
     kv.check([])
 
@@ -283,7 +283,7 @@ def test_a_sender_keeps_what_the_tree_has_locked_too() -> None:
     with pytest.raises(PagesExhausted, match="4 protected and 0 reserved, 1 in quarantine"):
         kv.extend(other, 30)  # nothing of it can be evicted
     kv.release(other, keep=False)
-    kv.release_quarantined(receipt)
+    kv.store.release_quarantined(receipt)
     assert pages(kv) == (4, 4, 0, 0, 0)
     kv.check([])
 
@@ -314,7 +314,7 @@ def test_flush_refuses_while_a_peer_may_use_pages() -> None:
     assert kv.in_use
     with pytest.raises(InvalidRequest, match="in use by slow"):
         kv.flush()
-    kv.release_quarantined(receipt)
+    kv.store.release_quarantined(receipt)
     assert not kv.in_use
     kv.flush()
 
@@ -323,9 +323,9 @@ def test_a_receipt_is_given_back_once() -> None:
     kv = make()
     req = held(kv, "a", 8)
     receipt = kv.quarantine(req, locked=False)
-    kv.release_quarantined(receipt)
+    kv.store.release_quarantined(receipt)
     with pytest.raises(AssertionError, match="have left quarantine before"):
-        kv.release_quarantined(receipt)
+        kv.store.release_quarantined(receipt)
 
 
 def test_a_whole_prefix_that_a_higher_priority_reused_outlives_what_came_after_it() -> None:
@@ -339,7 +339,7 @@ def test_a_whole_prefix_that_a_higher_priority_reused_outlives_what_came_after_i
         req.computed_len = 8
         kv.release(req, keep=True)
     kv.store.make_room(6, "a test")
-    left = [kv.match(np.array(prompt, dtype=np.int32), "").prefix_len for prompt in (first, other)]
+    left = [kv.cache.match_prefix(np.array(prompt, dtype=np.int32), "").prefix_len for prompt in (first, other)]
     assert left == [8, 0]
 
 
@@ -347,13 +347,13 @@ def test_a_row_that_walks_through_another_prefix_than_the_trees_is_noticed() -> 
     """SPEC B05: the pages are there, whole, and another prompt's."""
     kv = make()
     kv.release(prefilled(kv, "other", 9), keep=True)
-    wrong = kv.match(np.arange(4, dtype=np.int32), "").pages
+    wrong = kv.cache.match_prefix(np.arange(4, dtype=np.int32), "").pages
     kv.release(_computed(kv, "own", [70, 71, 72, 73, 74]), keep=True)
     choice = choice_of("again", [70, 71, 72, 73, 75])
     kv.admit(choice)
     kv.check([choice])
     assert choice.holding is not None
-    kv._table._slots[choice.holding.row, :4] = kv.store.allocator.pages_to_slots(wrong)
+    kv.table._slots[choice.holding.row, :4] = kv.store.allocator.pages_to_slots(wrong)
     with pytest.raises(AssertionError, match="B05"):
         kv.check([choice])
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from replicas.cache.owners import ACTIVE_S
+from replicas.cache.retention import ACTIVE_S
 from replicas.scheduler.prefill import Refusal
 from replicas.types import CacheMark
 from tests.harness import Bench, choice_of
@@ -15,7 +15,8 @@ TTL_S = 300.0
 
 def mark(shelf: Shelf, pages: set[int], tenant: str, ttl_s: float = TTL_S) -> None:
     """Mark what `Shelf.put` returned."""
-    shelf.cache.mark(ids(1000 * min(pages), len(pages)), "", ttl_s, tenant=tenant, weight=1.0)
+    path = shelf.cache.nodes_of(ids(1000 * min(pages), len(pages)), "", split=True)
+    shelf.cache.retention.mark(path, ttl_s, tenant=tenant, weight=1.0)
     shelf.cache.check()
 
 
@@ -30,7 +31,7 @@ def left_of_a_prompt(*marks: CacheMark, wait_s: float = 0.0) -> int:
     for other in range(6):
         bench.submit([100 + other] * 20, max_new_tokens=2)
         bench.run()
-    return bench.kv.peek_len(np.array(prompt, dtype=np.int32), "")
+    return bench.kv.cache.peek_len(np.array(prompt, dtype=np.int32), "")
 
 
 def test_a_marked_part_of_a_prompt_outlives_what_was_used_after_it_and_the_rest_does_not() -> None:
@@ -59,7 +60,7 @@ def test_of_marks_whose_nodes_have_left_few_are_kept() -> None:
     for _ in range(100):
         mark(shelf, shelf.put("", 1), "")
         shelf.evict(1)
-    assert len(shelf.cache._marks._due) <= 65
+    assert len(shelf.cache.retention._marks._due) <= 65
 
 
 def test_what_a_tenant_marked_beyond_its_share_goes_before_what_others_did_not_mark() -> None:
@@ -89,7 +90,8 @@ def test_one_that_has_gone_keeps_its_share_for_as_long_as_it_asked_for() -> None
 def test_a_mark_of_less_than_a_page_keeps_no_share() -> None:
     shelf = Shelf()
     gone = shelf.put("gone", 3)
-    shelf.cache.mark(ids(1000 * min(gone), 3)[:1], "", 3600.0, tenant="gone", weight=1.0)
+    path = shelf.cache.nodes_of(ids(1000 * min(gone), 3)[:1], "", split=True)
+    shelf.cache.retention.mark(path, 3600.0, tenant="gone", weight=1.0)
     shelf.clock.now_s += ACTIVE_S
     for other in ("other", "third"):
         shelf.put(other, 4)
@@ -99,7 +101,7 @@ def test_a_mark_of_less_than_a_page_keeps_no_share() -> None:
 def test_a_request_that_is_only_refused_renews_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(num_pages=24, sessions=False)
     marked: list[object] = []
-    monkeypatch.setattr(bench.kv.store.radix, "mark", lambda *args, **_: marked.append(args))
+    monkeypatch.setattr(bench.kv.store.radix.retention, "mark", lambda *args, **_: marked.append(args))
     prompt = list(range(1, 21))
     bench.submit(prompt, max_new_tokens=2)
     bench.run()
@@ -130,7 +132,7 @@ def test_a_mark_is_no_lock() -> None:
 def test_the_host_goes_by_the_same_order(eviction: str) -> None:
     rig = Rig(num_host=4, eviction=eviction, write="write_through")
     rig.put(ids(100, 2), 1)
-    rig.cache.mark(ids(100, 2), "", TTL_S, tenant="", weight=1.0)
+    rig.cache.retention.mark(rig.cache.nodes_of(ids(100, 2), ""), TTL_S, tenant="", weight=1.0)
     rig.put(ids(200, 2), 10)
     rig.evict(4)
     rig.put(ids(300, 1), 20)  # needs a page of the host

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from replicas.cache.evict import EvictionQueue, Place
-from replicas.cache.owners import ACTIVE_S, EVERYBODY, Owners
+from replicas.cache.node import TreeNode
 from replicas.cache.radix import RadixCache
+from replicas.cache.retention import ACTIVE_S, EVERYBODY, EvictionQueue, Place, Retention
 from tests.harness import Bench, Clock
 from tests.unit.cache.test_tiers import Rig
 
@@ -35,7 +35,7 @@ class Shelf:
         return set(pages.tolist())
 
     def use(self, token_ids: np.ndarray, tenant: str, *, weight: float = 1.0) -> None:
-        self.cache.used_by(self.cache.match_prefix(token_ids, "").node, tenant, weight)
+        self.cache.retention.used_by(self.cache.match_prefix(token_ids, "").node, tenant, weight)
         self.cache.check()
 
     def evict(self, num_pages: int) -> set[int]:
@@ -99,10 +99,10 @@ def test_the_pages_of_one_that_has_gone_protect_nothing() -> None:
 
 
 def test_what_is_held_is_forgotten_with_its_last_page() -> None:
-    owners, held = Owners(Clock()), Counter({"a": 0, "b": 3, "c": 1})
+    retention, held = Retention(Clock()), Counter({"a": 0, "b": 3, "c": 1})
     for tenant in "abc":
-        owners.used(tenant, 1.0)
-    assert owners.over(held) == {"b"}
+        retention.used_by(TreeNode.root(""), tenant, 1.0)
+    assert retention.over(held) == {"b"}
     assert list(held) == ["b", "c"]
 
 
@@ -113,13 +113,13 @@ def test_a_victim_costs_no_look_at_all_tenants(monkeypatch: pytest.MonkeyPatch) 
     leaves = [ids(1000 * number, 1) for number in range(640)]
     for number, leaf in enumerate(leaves):
         cache.insert(leaf, np.array([number], dtype=np.int32), "")
-        cache.used_by(cache.match_prefix(leaf, "").node, f"tenant {number}", 1.0)
+        cache.retention.used_by(cache.match_prefix(leaf, "").node, f"tenant {number}", 1.0)
     shelf.next = len(leaves)
     beyond = shelf.put("heavy", 3)
     for leaf in leaves:
         cache.match_prefix(leaf, "")
     num_looks = num_firsts = 0
-    over, first = cache._owners.over, EvictionQueue._first
+    over, first = cache.retention.over, EvictionQueue._first
 
     def looking(held: Counter[str]) -> frozenset[str]:
         nonlocal num_looks
@@ -131,7 +131,7 @@ def test_a_victim_costs_no_look_at_all_tenants(monkeypatch: pytest.MonkeyPatch) 
         num_firsts += 1
         return first(queue, tenant)
 
-    monkeypatch.setattr(cache._owners, "over", looking)
+    monkeypatch.setattr(cache.retention, "over", looking)
     monkeypatch.setattr(EvictionQueue, "_first", counting)
     freed = cache.evict(63)
     assert set(freed[:3].tolist()) == beyond
@@ -146,10 +146,10 @@ def test_the_host_goes_by_the_same_order(eviction: str) -> None:
     for first, num_pages, tenant in ((1, 2, "light"), (10, 2, "heavy"), (20, 2, "heavy")):
         token_ids = ids(100 * first, num_pages)
         rig.put(token_ids, first)
-        rig.cache.used_by(rig.cache.match_prefix(token_ids, "").node, tenant, 1.0)
+        rig.cache.retention.used_by(rig.cache.match_prefix(token_ids, "").node, tenant, 1.0)
     rig.evict(6)
     rig.put(ids(9000, 1), 30)  # needs a page of the host
-    rig.cache.used_by(rig.cache.match_prefix(ids(9000, 1), "").node, "light", 1.0)
+    rig.cache.retention.used_by(rig.cache.match_prefix(ids(9000, 1), "").node, "light", 1.0)
     assert rig.tiers(ids(100, 2)) == (0, 2)
     assert sum(sum(rig.tiers(ids(100 * first, 2))) for first in (10, 20)) == 3
 

@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+from kvtransfer.pages import page_keys
 from replicas.cache.node import TreeNode
 from replicas.cache.radix import RadixCache
 from replicas.cache.sessions import LEASE_S
@@ -21,22 +22,29 @@ class Tree:
     def __init__(self) -> None:
         self.clock = Clock()
         self.cache = RadixCache(PS, clock=self.clock)
+        self.sessions = self.cache.retention.sessions
         self.num_pages = 0
 
     def ids(self, agent: int, num_pages: int) -> TokenIds:
         return np.full(num_pages * PS, agent, dtype=np.int32)
 
+    def returns(self, prompt: TokenIds, rid: str = "") -> None:
+        self.sessions.returns(self.cache.nodes_of(prompt, ""), rid=rid, keys=lambda: page_keys(prompt, PS, ""))
+
+    def answered(self, whole: TokenIds, prompt_len: int, *, name: str = "", rid: str = "") -> None:
+        self.sessions.answered(self.cache.nodes_of(whole, ""), prompt_len, name=name, rid=rid)
+
     def turn(self, agent: int, prompt_pages: int, *, answer_pages: int = 1, name: str = "") -> None:
         """A prompt arrives, is computed and answered."""
         prompt, whole = self.ids(agent, prompt_pages), self.ids(agent, prompt_pages + answer_pages)
-        self.cache.returns(prompt, "", rid=f"agent {agent}")
+        self.returns(prompt, rid=f"agent {agent}")
         for ids in (prompt, whole):
             num = len(ids) // PS
             pages: Pages = np.arange(self.num_pages, self.num_pages + num, dtype=np.int32)
             self.num_pages += num
             self.cache.insert(ids, pages, "")
             self.cache.match_prefix(ids, "", count_hit=False)
-        self.cache.answered(whole, len(prompt), "", name=name, rid=f"agent {agent}")
+        self.answered(whole, len(prompt), name=name, rid=f"agent {agent}")
         self.cache.check()
 
     def left(self, agent: int) -> int:
@@ -93,7 +101,7 @@ def test_a_session_without_a_name_is_known_by_what_it_says_when_all_of_it_was_ev
     tree.evict(6)
     for agent in (2, 1):
         tree.turn(agent, 4)
-    assert tree.cache.sessions.num_leased == 2  # both have come back
+    assert len(tree.sessions.leases.until_s) == 2  # both have come back
     tree.evict(5)
     assert (tree.left(1), tree.left(2)) == (5, 0)
 
@@ -102,18 +110,18 @@ def test_a_session_that_left_the_tree_while_its_prompt_waited_is_not_found_by_wh
     tree = Tree()
     tree.turn(1, 2)
     cache, prompt, whole = tree.cache, tree.ids(1, 4), tree.ids(1, 5)
-    cache.returns(prompt, "", rid="next")
+    tree.returns(prompt, rid="next")
     tree.evict(3)
     for length in (4, 5):
         cache.insert(tree.ids(1, length), np.arange(10, 10 + length, dtype=np.int32), "")
-    cache.answered(whole, len(prompt), "", rid="next")
+    tree.answered(whole, len(prompt), rid="next")
     cache.check()
     tree.clock.now_s += LEASE_S + 1
-    cache.sessions.expire()
-    cache.returns(tree.ids(1, 3), "", rid="another")  # begins as its first prompt did, and ends before its second
-    assert cache.sessions.num_leased == 0
-    cache.returns(whole, "", rid="its own")
-    assert cache.sessions.num_leased == 1
+    tree.sessions.expire()
+    tree.returns(tree.ids(1, 3), rid="another")  # begins as its first prompt did, and ends before its second
+    assert len(tree.sessions.leases.until_s) == 0
+    tree.returns(whole, rid="its own")
+    assert len(tree.sessions.leases.until_s) == 1
 
 
 def test_what_is_kept_for_a_session_is_kept_until_its_lease_runs_out() -> None:
@@ -128,7 +136,7 @@ def test_what_is_kept_for_a_session_is_kept_until_its_lease_runs_out() -> None:
     tree.turn(8, 3)
     tree.evict(5)
     assert (tree.left(1), tree.left(8)) == (0, 4)
-    assert tree.cache.sessions.num_leased == 0
+    assert len(tree.sessions.leases.until_s) == 0
 
 
 def test_two_that_go_on_from_one_answer_are_two_sessions() -> None:
@@ -136,13 +144,13 @@ def test_two_that_go_on_from_one_answer_are_two_sessions() -> None:
     tree.turn(1, 2)
     branch = np.concatenate([tree.ids(1, 3), tree.ids(7, 1)])
     tree.turn(1, 4)
-    before = tree.cache.sessions.num_leased
-    tree.cache.returns(branch, "")
+    before = len(tree.sessions.leases.until_s)
+    tree.returns(branch)
     tree.cache.insert(branch, np.arange(90, 94, dtype=np.int32), "")
     tree.cache.match_prefix(branch, "", count_hit=False)
-    tree.cache.answered(branch, len(branch), "", name="branch")
+    tree.answered(branch, len(branch), name="branch")
     tree.cache.check()
-    assert (before, tree.cache.sessions.num_leased) == (1, 2)
+    assert (before, len(tree.sessions.leases.until_s)) == (1, 2)
 
 
 def test_an_older_session_that_answers_alike_takes_over_what_is_kept_for_a_younger() -> None:
@@ -150,10 +158,10 @@ def test_an_older_session_that_answers_alike_takes_over_what_is_kept_for_a_young
     tree.turn(2, 2, name="old")
     tree.turn(1, 2, name="young")
     tree.turn(1, 1, answer_pages=2, name="old")
-    assert tree.cache.sessions.num_leased == 2  # both of "old": it has asked two prompts
+    assert len(tree.sessions.leases.until_s) == 2  # both of "old": it has asked two prompts
     tree.turn(1, 4, name="young")
     tree.evict(2)
-    assert (tree.left(1), tree.cache.sessions.num_leased) == (3, 2)
+    assert (tree.left(1), len(tree.sessions.leases.until_s)) == (3, 2)
 
 
 @pytest.mark.parametrize("name", ["", "agent"])
@@ -189,5 +197,5 @@ def test_the_scheduler_tells_the_tree_of_prompts_and_answers(sessions: bool) -> 
     for other in range(6):
         bench.submit([100 + other] * 20, max_new_tokens=2)
         bench.run()
-    kept = bench.kv.peek_len(np.array(history, dtype=np.int32), "")
+    kept = bench.kv.cache.peek_len(np.array(history, dtype=np.int32), "")
     assert kept == (len(history) - 8 if sessions else 0)

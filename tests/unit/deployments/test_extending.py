@@ -18,7 +18,7 @@ from deployments.settings.schema import AppConfig, parse
 from kvtransfer.stores.store import ReadStatus, WriteStatus
 from kvtransfer.stores.urls import BACKENDS, open_store
 from replicas.attention import registry
-from replicas.cache import evict
+from replicas.cache import retention
 from replicas.cache.store_tier import PREFETCH
 from replicas.cache.write_policy import RULES
 from replicas.checkpoints.methods import METHODS
@@ -37,7 +37,7 @@ from tests.unit.output.outputs import read
 
 TABLES: tuple[MutableMapping[str, Any], ...] = (
     POLICIES, TOOL_FORMATS, REASONING_FORMATS, BACKENDS,
-    registry.BACKENDS, evict.POLICIES, RULES, PREFETCH, ORDERS, METHODS, SETS, MODELS,
+    registry.BACKENDS, retention.POLICIES, RULES, PREFETCH, ORDERS, METHODS, SETS, MODELS,
 )  # fmt: skip
 TOY = '''
 from deployments.output.call_readers import CallReader

@@ -323,7 +323,7 @@ def test_a_prefix_that_lines_computed_and_another_request_uses_is_no_longer_thei
     for i in range(4):
         bench.submit([100 * (i + 1) + t for t in range(17)], max_new_tokens=1, offline=True)
         bench.run()
-    assert bench.kv.peek_len(bench.reqs[0].ids[:17], "") == 16
+    assert bench.kv.cache.peek_len(bench.reqs[0].ids[:17], "") == 16
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -31,7 +31,7 @@ def receive(bench: Bench, req: Req) -> None:
     """All of it is here: what the wire does to the device, and the first token."""
     assert req.holding is not None
     assert req.leg is not None
-    slots = bench.kv._table.view(req.holding.row, 0, req.num_tokens)
+    slots = bench.kv.table.view(req.holding.row, 0, req.num_tokens)
     bench.device.tokens[slots], bench.device.positions[slots] = req.ids[: req.num_tokens], np.arange(req.num_tokens)
     req.leg.exposed = False
     first = continuation(req.ids[: req.num_tokens].tolist(), 1)[0]

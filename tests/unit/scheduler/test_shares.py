@@ -18,6 +18,20 @@ from tests.harness import Bench, choice_of
 CHUNK = 16
 
 
+class OneWaits:
+    """A store tier that reads for one request and never comes to an end."""
+
+    def __init__(self, waiting: Req) -> None:
+        self.waiting = waiting
+
+    def waits(self, req: Req, now_s: float) -> bool:
+        return req is self.waiting
+
+    def ask(self, req: Req, longest: int) -> None: ...
+    def forget(self, req: Req) -> None: ...
+    def check(self) -> None: ...
+
+
 def prompt(number: int, length: int = 12) -> list[int]:
     return [1000 * number + at for at in range(length)]
 
@@ -145,7 +159,7 @@ def test_who_has_credit_goes_before_a_debt_also_while_one_that_goes_first_cannot
     for number, tenant in ((900, "first"), (901, "another")):
         flood(bench, 1, tenant, first=number, max_new_tokens=1000)
     (blocked,) = flood(bench, 1, "first", first=902)
-    monkeypatch.setattr(bench.kv, "waits_for_store", lambda req, now_s: req is blocked)
+    monkeypatch.setattr(bench.kv, "store_tier", OneWaits(blocked))
     while shares.credit("indebted") > 0.0:
         bench.step()
     floods = flood(bench, 20, "flooding", first=100, max_new_tokens=2)
@@ -396,7 +410,7 @@ def test_steps_have_no_more_tokens_for_a_light_prompt_that_does_not_end_in_them(
         bench.step()
     light = bench.submit(prompt(700, 20 if blocked else 300), tenant="light", cache_salt="light", max_new_tokens=4)
     if blocked:
-        monkeypatch.setattr(bench.kv, "waits_for_store", lambda req, now_s: req is light)
+        monkeypatch.setattr(bench.kv, "store_tier", OneWaits(light))
     for _ in range(8):
         plan = bench.step()
         assert isinstance(plan, ExtendPlan)
