@@ -22,9 +22,7 @@ from deployments.http.apis import responses
 from deployments.http.apis.responses import asked_of
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
-from deployments.replica.served_engine import ServedEngine
 from deployments.tenancy.keys import NO_KEYS, read_keys
-from replicas.engine.loop import EngineLoop
 from replicas.errors import Fault
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason
@@ -156,18 +154,6 @@ async def test_a_response_is_cancelled_while_it_waits_and_while_it_runs(tokenize
         assert (await sdk.responses.cancel(whole.id)).status == "incomplete"  # it had ended
 
 
-async def test_what_is_cancelled_holds_no_page_of_a_real_engine(service: Service, idle_engine: EngineLoop) -> None:
-    async with served(service) as [sdk]:
-        ids = []
-        for _ in range(3):
-            begun = await sdk.responses.create(**ASK, background=True, extra_body={"ignore_eos": True})
-            ids.append(begun.id)
-        await until_async(lambda: idle_engine.num_open == 3)
-        assert [(await sdk.responses.cancel(each)).status for each in ids] == ["cancelled"] * 3
-        await until_async(lambda: not idle_engine.num_open)  # whose fixture checks the pages
-        assert service.dispatcher.num_open == 0
-
-
 async def test_a_response_is_there_for_its_own_key_alone_until_it_is_deleted(tokenizer: Tokenizer) -> None:
     async with House() as house, served(house.service(tokenizer), "the-first-key", "the-other-key") as [mine, other]:
         await house.ready(ScriptedReplica("r0"))
@@ -181,18 +167,6 @@ async def test_a_response_is_there_for_its_own_key_alone_until_it_is_deleted(tok
         await mine.responses.delete(begun.id)
         with pytest.raises(openai.NotFoundError, match="it was deleted"):
             await mine.responses.retrieve(begun.id)
-
-
-async def test_deleting_ends_what_runs(tokenizer: Tokenizer) -> None:
-    async with House() as house, served(house.service(tokenizer)) as [sdk]:
-        replica = ScriptedReplica("r0")
-        replica.pause_at = 2
-        await house.ready(replica)
-        begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
-        await until_async(lambda: not replica.hold.is_set())
-        await sdk.responses.delete(begun.id)
-        await until_async(lambda: not house.dispatcher.num_open, 20.0)
-        await until_async(lambda: replica.num_aborted == 1)
 
 
 async def test_the_oldest_that_has_ended_makes_room_and_what_runs_does_not(
@@ -428,22 +402,6 @@ async def test_a_stream_goes_on_behind_a_silence_of_the_router_that_has_it(
             last = (await (await silent_amid(unanswered)))[-1]
             assert (last.type, last.code) == ("error", code)
             replica.hold.set()
-
-
-async def test_a_replica_that_drains_ends_its_responses_first(service: Service, house: House) -> None:
-    async with served(service) as [sdk]:
-        begun = await sdk.responses.create(
-            **ASK, max_output_tokens=40, background=True, extra_body={"ignore_eos": True}
-        )
-        replica = house.leases.replicas["r0"]
-        assert isinstance(replica, ServedEngine)
-        while (await sdk.responses.retrieve(begun.id)).status == "queued":
-            await asyncio.sleep(0.01)
-        await replica.drain()
-        await until_async(lambda: not house.fleet.num_ready)
-        response = await ended(sdk, begun.id)
-        assert response.usage is not None
-        assert response.usage.output_tokens == 40
 
 
 async def test_a_router_that_stops_ends_its_responses(tokenizer: Tokenizer) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import random
@@ -492,27 +491,6 @@ class Lines(RequestWatch):
 
     def lines_running(self, num: int) -> None:
         self.running = num
-
-
-async def test_lines_run_at_the_replicas_in_runs_of_neighbours(tokenizer: Tokenizer, store: BatchStore) -> None:
-    texts = [f"{chr(ord('a') + n % 8)} is a letter, and this is its question number {n}" for n in range(64)]
-    random.Random(1).shuffle(texts)
-    async with House() as house:
-        service = house.service(tokenizer, batches=store)
-        # one at a time: lines that begin at once come in any order
-        async with served(service) as [sdk], running(runner_of(service, most=1)):
-            replicas = [ScriptedReplica("r0"), ScriptedReplica("r1")]
-            await house.ready(*replicas)
-            done = await ended(sdk, await begun(sdk, [line(n, text) for n, text in enumerate(texts)]))
-            assert done.request_counts is not None
-            assert done.request_counts.completed == 64
-            told = await entries(sdk, done.output_file_id)
-            assert [each["custom_id"] for each in told] == [f"line-{n}" for n in range(64)]
-            for replica in replicas:
-                asked = [tokenizer.decode(request.token_ids).partition("user\n")[2][0] for request in replica.requests]
-                assert len(asked) >= 16
-                changes = sum(a != b for a, b in itertools.pairwise(asked))
-                assert changes <= 8  # the letters of a run, and of what it took from the other's
 
 
 def test_lines_that_are_run_again_come_behind_all_others_in_turn() -> None:

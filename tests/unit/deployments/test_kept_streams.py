@@ -220,22 +220,6 @@ async def test_a_key_without_a_stream_has_a_place_though_two_keys_hold_all(monke
     streams.stop()
 
 
-async def test_a_key_with_half_of_all_streams_has_room_in_the_place_of_its_own_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kept_streams, "MOST_STREAMS", 4)
-    streams, sources = KeptStreams(), [Source() for _ in range(2)]
-    connections = [streams.add(("many", name), source.stream()) for name, source in zip("ab", sources, strict=True)]
-    assert streams.has_room(("few", "a"))
-    assert not streams.has_room(("many", "c"))
-    sources[1].give()
-    await connections[1].begun()
-    streams.detach(connections[1])
-    assert streams.has_room(("many", "c"))
-    assert streams.find(("many", "b")) is None
-    streams.stop()
-
-
 async def test_a_stream_that_its_client_left_unread_is_kept_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """One event may be larger than all that is kept for a client that is away."""
     monkeypatch.setattr(kept_streams, "MOST_BYTES", 400)

@@ -99,17 +99,6 @@ def test_a_line_is_one_object_with_time_level_logger_message_and_replica(lines: 
 
 
 @json_only
-def test_an_exception_is_part_of_its_line(lines: Lines) -> None:
-    try:
-        raise ValueError("broken")
-    except ValueError:
-        log.exception("a step failed")
-    line = only(lines())
-    assert line["exc_text"].startswith("Traceback (most recent call last):\n")
-    assert line["exc_text"].endswith("ValueError: broken")
-
-
-@json_only
 async def test_lines_of_a_request_carry_its_id_in_tasks_too_and_others_do_not(lines: Lines) -> None:
     async def work() -> None:
         log.info("inside")

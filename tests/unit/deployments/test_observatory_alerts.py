@@ -10,7 +10,7 @@ from dashboards.alerts import ALERTS, BOUNDS, SOURCES, Grew, Over, Share, Stands
 from dashboards.files import LOOK, SCRAPE_S
 from deployments.fleet.seen import GoneReplica, SeenReplica
 from deployments.settings.groups import ReplicaSettings
-from deployments.watch.observatory.alerts import OBJECTIVE_OF, Alerts, fleet_readings
+from deployments.watch.observatory.alerts import OBJECTIVE_OF
 from deployments.watch.observatory.figures import Growth
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ServeDetails
@@ -187,15 +187,6 @@ def test_who_waits_for_room_is_counted_beside_the_pool_and_slots_are_no_lack_of_
         assert ("AdmissionBlocked" in watching.alerts) == bool(number)
 
 
-def test_what_is_seen_at_once_stands_before_what_is_pending_and_the_worst_first() -> None:
-    there = replace(seen("a"), state="silent", why="it has said nothing for 4.2 s")
-    found = Watching(ROUTERS).go_on(STEP_S, lambda second: [view("one", there)]).state.since()["alerts"]
-    assert [(each["name"], each["state"]) for each in found] == [
-        ("ReplicaSilent", "seen"), ("TargetDown", "seen"), ("NoReadyReplica", "pending"),
-    ]  # fmt: skip
-    assert [each["replica"] for each in found] == ["a", None, None]
-
-
 def test_all_alerts_are_judged_here_but_those_that_only_prometheus_can_see() -> None:
     assert {alert.name for alert in ALERTS} - FIRING.keys() == {"PoolVanished", "KeysFileFailed"}
     named = set[str]()
@@ -227,18 +218,6 @@ def test_an_alert_fires_before_serve_or_the_fleet_end_what_it_tells_of() -> None
         if alert.name in ends_s:
             seen_s = look_s if alert.for_s else 0.0  # with 0 s the first look at it fires
             assert alert.for_s + seen_s < ends_s[alert.name], alert.name
-
-
-def test_the_work_of_a_silent_replica_is_not_counted_as_running() -> None:
-    def stopped(second: int) -> list[RouterView]:
-        gone = replace(seen("a", num_running=5, num_waiting=7, used_pages=9), state="silent", why="mute")
-        return [view("one", gone, seen("b", num_running=2))]
-
-    watching = Watching().go_on(STEP_S, stopped)
-    assert watching.figure("queue")["value"] == 0
-    assert watching.figure("queue")["more"]["running"] == 2
-    assert watching.figure("kv")["value"] == 0
-    assert [row["error"] for row in watching.state.since()["replicas"]] == ["mute", None]
 
 
 def test_nothing_is_wrong_with_a_fleet_that_works() -> None:
@@ -276,16 +255,6 @@ def test_a_pool_that_frees_a_page_now_and_then_is_judged_by_its_average(name: st
     assert rare.alerts == {}
 
 
-def test_each_role_that_is_at_its_maximum_is_told() -> None:
-    full = {"pressure": {"queue": 1.5}, "running": 2, "minimum": 1, "maximum": 2}
-    targets = [full | {"role": role} for role in ("prefill", "decode")]
-    readings = fleet_readings({"prefill", "decode"}, routers=[{"id": "r", "answering": True}], targets=targets)
-    alerts = Alerts(Growth(step_s=1.0, kept_s=60.0), Growth(step_s=1.0, kept_s=60.0))
-    alerts.judge(readings, 10.0, 1000.0)
-    told = alerts.body({"model": "tiny"}, 10.0)
-    assert [(each["summary"].split()[1], each["replica"]) for each in told] == [("prefill", None), ("decode", None)]
-
-
 def test_five_bad_minutes_after_a_good_hour_burn_no_budget() -> None:
     good, bad = 3600, 300
 
@@ -294,17 +263,6 @@ def test_five_bad_minutes_after_a_good_hour_burn_no_budget() -> None:
         return [view("one", seen("a"), counts={"ttft_judged": 10 * second, "ttft_missed": missed})]
 
     assert "TtftObjectiveBurn" not in Watching().go_on(good + bad, judged).alerts
-
-
-def test_the_worst_alert_comes_first_and_names_its_replica_and_where_to_read() -> None:
-    def both(second: int) -> list[RouterView]:
-        return [view("one", seen("a", used_pages=10), replace(seen("b"), state="unhealthy"))]
-
-    first, second = Watching().go_on(300, both).state.since()["alerts"]
-    assert (first["name"], first["severity"], first["replica"], first["since"]) == (
-        "ReplicaUnhealthy", "critical", "b", 5000.0,
-    )  # fmt: skip
-    assert (second["severity"], second["figure"], second["runbook"]) == ("warning", "kv", "runbook#kvpoolnearlyfull")
 
 
 def test_a_replica_that_is_lost_and_seen_again_begins_anew() -> None:

@@ -58,13 +58,6 @@ def again(rid: str) -> dict[str, Any]:
     return row(rid, replica="b", tries=2, tries_at=tries)
 
 
-def test_a_fleet_that_was_there_before_the_observatory_is_no_news() -> None:
-    told = Told()
-    told.go_on([], BOTH)  # Serve has answered and no router yet
-    told.go_on([view("one", seen("a"), seen("b"))], seconds=5)
-    assert told.kinds == []
-
-
 def test_a_start_is_told_and_when_it_is_ready() -> None:
     told = Told()
     told.go_on([], details(unified=1))
@@ -120,18 +113,6 @@ def test_a_name_is_kept_and_no_other_replica_has_it_within_an_hour() -> None:
     there = (begun[1], listed("c", role="decode"), prefill)
     assert names(*there) == {"a": "decode 2", "c": "decode 3", "p": "prefill 1"}
     assert names(*there, listed("d", role="decode"))["d"] == "decode 1", "an hour is over"
-
-
-def test_a_router_that_ends_takes_no_replica_with_it() -> None:
-    told = Told()
-    told.go_on([view("one", seen("a"), seen("b"))])
-    told.go_on([], seconds=40)
-    told.go_on([view("two", seen("a", age_s=None), seen("b"))])
-    told.go_on([view("two", seen("a"), seen("b"))])
-    assert told.kinds == []
-    told.go_on([], seconds=40)
-    told.go_on([view("three", seen("b"))], details(listed("b"), unified=2))
-    assert told.kinds == [("lost", "a")], "who could have told why has ended"
 
 
 def test_a_silent_replica_that_speaks_again_has_not_died() -> None:

@@ -12,7 +12,6 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.types import Message
 
-from deployments.dispatch.leases import ReplicaGone
 from deployments.fleet.peers import FoundRoute
 from deployments.fleet.seen import Target
 from deployments.http.access import FewReads, browser_rules
@@ -23,7 +22,6 @@ from deployments.watch.observatory.parts import COOKIE, LASTS_S, AdminKey, Parts
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.state import State
 from deployments.watch.observatory.trees import Trees
-from deployments.watch.observatory.watch import NoRouter
 from kvtransfer.pages import PageKey
 from replicas.cache.tree_view import CacheTree, LeftOut, NodeView
 from routing.terms import CANDIDATE, DECODE_REPLICA
@@ -110,10 +108,6 @@ async def client(site: Site) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_the_state_is_answered_whole(site: Site, client: httpx.AsyncClient) -> None:
-    assert (await client.get("/api/state")).json() == site.state.since()
-
-
 async def test_an_answer_has_what_changed_and_is_made_once_and_zipped_where_that_is_accepted(
     site: Site, client: httpx.AsyncClient
 ) -> None:
@@ -149,13 +143,6 @@ async def test_discovery_has_an_entry_a_process_with_its_node_and_no_job(client:
         {"targets": ["one:1000"], "labels": {"node": "0123456789abcdef"}},
         {"targets": ["own:1"], "labels": {"node": "nn"}},
     ]
-
-
-async def test_a_replica_that_left_is_out_of_discovery_with_the_next_poll(
-    site: Site, client: httpx.AsyncClient
-) -> None:
-    site.state.advance([view("one")], details(unified=1), 1001.0)
-    assert [each["targets"] for each in (await client.get("/sd")).json()] == [["one:1000"], ["own:1"]]
 
 
 async def test_metrics_of_who_answers_come_and_the_silent_are_named(client: httpx.AsyncClient) -> None:
@@ -221,16 +208,6 @@ async def test_a_tree_that_cannot_be_had_is_refused_with_the_reason(
     answer = await client.get(f"/api/tree?{query}")
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("error", [NoRouter("no router answered"), ReplicaGone("replica a is gone")])
-async def test_a_tree_without_a_router_or_replica_to_tell_it_is_503(
-    site: Site, client: httpx.AsyncClient, error: Exception
-) -> None:
-    site.routers.error = error
-    answer = await client.get("/api/tree?replica=a")
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert answer.json()["error"]["message"] == str(error)
 
 
 async def test_a_request_comes_with_row_keys_and_route(site: Site, client: httpx.AsyncClient) -> None:

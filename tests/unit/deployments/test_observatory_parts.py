@@ -1,6 +1,7 @@
 """Fan-in, numbers, polling and settings of the observatory, each by itself."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.settings import key_moved, parse, with_key
 from deployments.watch.observatory.state import State
-from deployments.watch.observatory.watch import Watch
+from deployments.watch.observatory.trees import Trees
+from deployments.watch.observatory.watch import NoRouter, Watch
+from replicas.cache.tree_view import CacheTree
 from replicas.errors import InvalidConfig
+from tests.harness import Clock
 from tests.unit.deployments.observed import details, listed, seen, view
 from tests.unit.deployments.test_observatory_http import ListedRouters
 
@@ -119,12 +123,6 @@ async def test_when_serve_does_not_answer_its_last_word_stands() -> None:
         assert state.replica_ids == ["b"]
 
 
-def test_the_page_is_told_where_grafana_is() -> None:
-    state = State(grafana_url="http://grafana:3000")
-    state.advance([view("one", seen("a"))], details(listed("a"), unified=1), 1.0)
-    assert state.since(0)["facts"]["grafana"] == "http://grafana:3000"
-
-
 def test_its_own_metrics_are_those_of_the_catalogue_all_of_them() -> None:
     emitter = Emitter(Process.OBSERVATORY, Identity(model="tiny", role="observatory", replica="own"))
     state = State()
@@ -185,3 +183,38 @@ def test_the_projects_files_hold_it_and_it_must_watch_an_application_of_the_file
     other.write_text((ROOT / file).read_text().replace("application: manta", "application: another"))
     with pytest.raises(InvalidConfig, match="application: 'another' is not in this file; known: manta"):
         read(str(other))
+
+
+class SlowTrees(ListedRouters):
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
+        await self.go.wait()
+        return await super().cache_tree(replica_id, max_depth=max_depth, min_tokens=min_tokens)
+
+
+async def test_who_looks_within_a_second_shares_one_tree_and_other_depths_have_their_own() -> None:
+    """One that leaves takes it from nobody, and a failure is told to those who waited, and not kept."""
+    routers, clock = SlowTrees(), Clock()
+    trees = Trees(routers, clock=clock, calendar=lambda: 1000.0 + clock.now_s)
+    looks = [asyncio.create_task(trees.get("a", max_depth=depth, min_tokens=0)) for depth in (6, 6, 6, 3)]
+    await asyncio.sleep(0)
+    looks.pop(0).cancel()
+    await asyncio.sleep(0)
+    routers.go.set()
+    bodies = await asyncio.gather(*looks)
+    assert sorted(routers.asked) == [("a", 3, 0), ("a", 6, 0)]
+    clock.now_s += 0.9
+    assert await trees.get("a", max_depth=6, min_tokens=0) is bodies[0]
+    clock.now_s += 0.2
+    routers.error = NoRouter("no router answered")
+    for _ in range(2):
+        with pytest.raises(NoRouter):
+            await trees.get("a", max_depth=6, min_tokens=0)
+    routers.error = None
+    assert json.loads(await trees.get("a", max_depth=6, min_tokens=0))["time"] == pytest.approx(1000 + clock.now_s)
+    assert len(routers.asked) == 5

@@ -24,14 +24,6 @@ def by_id(state: State) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in state.since()["replicas"]}
 
 
-def test_before_anything_is_heard_the_state_is_whole_and_empty() -> None:
-    state = State(first_version=0).since()
-    assert (state["version"], state["whole"], state["routers"], state["replicas"], state["requests"]) == (
-        0, True, [], [], [],
-    )  # fmt: skip
-    assert (state["figures"], state["alerts"], state["history"]["points"]) == ([], [], [])
-
-
 def test_the_fake_fleet_of_the_pages_tests_has_the_form_of_the_state() -> None:
     state = State()
     state.advance([view("one", seen("a", used_pages=10), rows=(row("x"),))], details(listed("a"), unified=1), 10.0)
@@ -106,25 +98,6 @@ def test_a_replicas_attention_is_shown_with_the_reason_once_it_is_known() -> Non
     assert (rows["b"]["attention"], rows["b"]["attention_why"]) == (None, None)  # starting
 
 
-def test_a_pools_states_are_in_tokens_and_sum_to_its_capacity() -> None:
-    state = State()
-    state.advance([view("one", seen("a", used_pages=3))], NOBODY, 10.0)
-    [pool] = by_id(state)["a"]["pools"]
-    assert pool == {
-        "tier": "L1", "capacity": 160, "free": 112, "evictable": 0, "protected": 48, "reserved": 0, "quarantined": 0,
-    }  # fmt: skip
-    assert figure(state, "kv")["value"] == 0.3
-    state.check()
-
-
-def test_the_pool_in_use_is_that_of_the_fullest_replica_which_is_named() -> None:
-    state = State()
-    both = seen("a", used_pages=7), seen("b", used_pages=3)
-    state.advance([view("one", *both)], details(listed("a"), listed("b"), unified=2), 10.0)
-    kv = figure(state, "kv")
-    assert (kv["value"], kv["more"]) == (0.7, {"mean": 0.5, "replica": "a", "without_room": 0})
-
-
 def test_the_host_tier_is_a_pool_and_what_the_tiers_did_is_told() -> None:
     state = State()
     tiers = TierStats(host_pages=20, host_used_pages=5, store="disk", store_bytes=7000, host_hit_tokens=480,
@@ -163,24 +136,6 @@ def test_a_router_that_serve_no_longer_lists_is_gone_at_once_and_nobody_knows_ho
     state.advance([view("two")], details(listed("two", "router")), 11.0)
     assert [router["id"] for router in state.since()["routers"]] == ["two"]
     assert {each["rid"]: each["outcome"] for each in state.since()["requests"]} == {"x": "unknown", "y": "running"}
-
-
-def test_replicas_that_only_serve_knows_start_or_drain() -> None:
-    state = State()
-    serve = details(listed("new", state="STARTING"), listed("old", state="STOPPING"), listed("a"))
-    state.advance([view("one", seen("a"), seen("b", age_s=None))], serve, 10.0)
-    assert {name: row["state"] for name, row in by_id(state).items()} == {
-        "a": "accepting", "b": "starting", "new": "starting", "old": "draining",
-    }  # fmt: skip
-    assert by_id(state)["new"]["running"] is None
-    assert by_id(state)["new"]["pools"] == []
-    assert by_id(state)["new"]["node"] == "01234567"
-
-
-def test_each_router_is_asked_for_what_came_after_its_own_last_answer() -> None:
-    state = State()
-    state.advance([view("one", seq=7), view("two", seq=90)], NOBODY, 10.0)
-    assert state.merged.since == {"one": 7, "two": 90}
 
 
 def test_rates_are_over_the_last_five_seconds_and_begin_anew_when_a_counter_goes_back() -> None:
@@ -233,14 +188,6 @@ def test_a_scrape_in_the_middle_of_a_look_sees_all_roles() -> None:
     for time_s in (1.0, 2.0):
         scaling.take(Looking(desired={"prefill": 1, "decode": 1}), {}, {}, time_s)
     assert scraped == [[], [], ["prefill", "decode"], ["prefill", "decode"]]
-
-
-def test_a_role_with_a_fixed_number_has_it_for_bounds_and_null_pressure_before_a_report() -> None:
-    state = State()
-    state.advance([view("one")], details(unified=2), 10.0)
-    [target] = state.since()["autoscaling"]["targets"]
-    assert (target["running"], target["minimum"], target["maximum"]) == (0, 2, 2)
-    assert target["pressure"] == {"queue": None, "kv_pool": None, "slots": None}
 
 
 def test_serves_own_form_is_read() -> None:

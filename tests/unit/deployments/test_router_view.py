@@ -9,7 +9,6 @@ import pytest
 from deployments.record.route_log import RouteRecord, Try
 from deployments.record.timeline import Arrival, Timeline
 from deployments.settings.schema import AppConfig, parse
-from deployments.watch.observatory import router_view as of_routers
 from deployments.watch.observatory.router_view import RouterView, hand_offs, request_body, router_view, scaling_rules
 from kvtransfer.pages import page_keys
 from replicas.types import HandOffReport
@@ -62,26 +61,6 @@ async def test_requests_that_are_called_alike_have_keys_of_their_own_and_the_clo
     assert [(row["rid"], row["key"]) for row in view.requests] == [("same", "a1.0-same"), ("same", "b2.0-same")]
     assert view.time_s is not None
     assert before_s <= view.time_s <= time.time()
-
-
-async def test_a_first_look_is_told_the_newest_alone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_routers, "MOST_TOLD", 2)
-    for name in ("one", "two", "three"):
-        await serve(house, name)
-    first = told(house, {})
-    assert [row["rid"] for row in first.requests] == ["two", "three"]
-    assert told(house, {"router": first.seq}).requests == ()  # what was left out does not come later
-
-
-async def test_the_fleet_is_told_with_reports_and_their_ages(house: House) -> None:
-    found = told(house, {})
-    assert (found.router_id, found.model, found.mode, found.num_open) == ("router", "tiny", "unified", 0)
-    [replica] = found.replicas
-    assert (replica.replica_id, replica.role, replica.state) == ("r0", "unified", "accepting")
-    assert replica.info is not None
-    assert replica.report is not None
-    assert replica.report_age_s is not None
-    assert 0 <= replica.report_age_s < 5
 
 
 async def test_a_request_is_told_with_its_row_its_page_keys_and_its_route(house: House) -> None:

@@ -1,6 +1,5 @@
 """Traces of requests: as an OTLP receiver gets them from the real exporter, and as trees of spans."""
 
-import asyncio
 import collections
 import itertools
 import json
@@ -25,7 +24,6 @@ from routing.types import Role
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import answering, client_of
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
-from tests.unit.deployments.sample_values import ask
 from tests.unit.deployments.test_http_life import leave_after_first_event
 
 SECRET = "The password of the harbour is swordfish"
@@ -262,7 +260,8 @@ async def test_a_stream_and_several_prompts_are_one_span_each(service: Service, 
     stages = dict.fromkeys(["manta.route", "manta.queue", "manta.prefill", "manta.decode"], 2)
     assert names == {**stages, "text_completion smol": 1}
     [root] = [span for span in collector.all_spans if span.name.startswith("text")]
-    assert values(root.attributes)["gen_ai.usage.output_tokens"] == 4
+    told = values(root.attributes)
+    assert (told["gen_ai.usage.output_tokens"], told["gen_ai.response.finish_reasons"]) == (4, ["length", "length"])
 
 
 @pytest.mark.model
@@ -285,18 +284,6 @@ async def test_only_a_trace_that_is_kept_is_an_exemplar(service: Service, collec
     [record] = service.dispatcher.routes.recent()
     kept = {"trace_id": collector.spans["chat smol"].trace_id.hex()} if ratio else None
     assert record.timeline.arrival.exemplar == kept
-
-
-@pytest.mark.model
-async def test_a_receiver_that_is_away_disturbs_no_request(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds that the end is waited for
-    traced = Traced(service, "http://127.0.0.1:1", 1.0)
-    async with asyncio.timeout(30):
-        answer = await traced.client.post("/v1/chat/completions", json=CHAT)
-    assert answer.status_code == 200
-    async with asyncio.timeout(30):
-        await traced.tracing.stop()
-    await traced.client.aclose()
 
 
 def test_tracing_is_off_unless_an_endpoint_is_configured() -> None:
@@ -353,36 +340,7 @@ async def test_a_hand_off_has_a_span_with_both_ends_and_what_came(pairs: House) 
     assert stages["manta.decode"].attributes["manta.replica"] == "d0"
 
 
-async def test_the_spans_of_stages_sum_to_the_total(pairs: House) -> None:
-    record = await run(pairs, ScriptedReplica("r0"))
-    stages = span_tree([record]).stages
-    total_s = record.timeline.total_s
-    assert total_s is not None
-    assert sum(stage.end_ns - stage.start_ns for stage in stages) == pytest.approx(total_s * 1e9, abs=2000)
-    assert stages[0].start_ns == pytest.approx(record.time_s * 1e9, abs=1000)
-
-
 async def test_a_try_that_failed_is_told_by_its_errors_name_alone(pairs: House) -> None:
     tree = span_tree([await run(pairs, ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))])
     assert tree.failed_tries == ({"manta.replica": "r0", "error.type": "ReplicaGone"},)
     assert (tree.error, tree.attributes["manta.outcome"]) == (None, "ok")
-
-
-async def test_an_aborted_request_has_no_span_of_a_stage(pairs: House) -> None:
-    await pairs.ready(ScriptedReplica("r0"))
-    deltas = pairs.dispatcher.stream(ask(rid="a1.0-me"))
-    await anext(deltas)
-    await deltas.aclose()
-    tree = span_tree(pairs.dispatcher.routes.recent())
-    assert (tree.stages, tree.error, tree.attributes["manta.outcome"]) == ((), None, "cancelled")
-
-
-async def test_the_spans_of_several_prompts_are_in_one_tree_with_summed_usage(pairs: House) -> None:
-    await pairs.ready(ScriptedReplica("r0"))
-    for rid in ("a1.0-me", "a2.0-me"):
-        await pairs.collect(rid=rid)
-    tree = span_tree(pairs.dispatcher.routes.recent())
-    told = [tree.attributes[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output")]
-    assert told == [2 * 4, 2 * 8]
-    assert tree.attributes["gen_ai.response.finish_reasons"] == ["length", "length"]
-    assert len(tree.stages) == 2 * 4
