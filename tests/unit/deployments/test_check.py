@@ -26,15 +26,13 @@ from deployments.command.check import read
 from deployments.command.cluster import NoCluster
 from deployments.http import service
 from deployments.places import ROOT
-from deployments.replica.feasible import engine_of, impossible
+from deployments.replica.feasible import impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity
 from deployments.settings.schema import ModelSettings, parse
 from replicas.checkpoints import hub
 from replicas.errors import InvalidConfig
 from replicas.loading.model_files import load_model_config
-from replicas.memory.sizing import weight_bytes
-from routing.types import Role
 from tests.embedded import MODEL
 from tests.unit.deployments import listening
 
@@ -121,15 +119,6 @@ def test_what_is_wrong_is_said_with_the_files_name_and_line(tmp_path: Path, old:
     [said] = problems(tmp_path, FILE.replace(old, new, 1) + WATCHED)
     assert said.startswith(f"bad.yaml:{says}")
     assert not re.search(r"[{}]|pydantic|Traceback", said)
-
-
-@pytest.mark.model
-def test_the_file_as_it_is_is_in_order(tmp_path: Path) -> None:
-    file = tmp_path / "good.yaml"
-    file.write_text(FILE + WATCHED)
-    schema, configs = read(str(file))
-    assert list(configs) == ["manta"]
-    assert schema.http_options.port == 8000
 
 
 @pytest.mark.model
@@ -399,12 +388,6 @@ def test_a_share_of_little_memory_is_a_budget_too() -> None:
 
 
 @pytest.mark.model
-def test_the_weights_of_the_embedded_model_are_counted_by_its_shape() -> None:
-    config = parse({"model": {"path": MODEL}})
-    assert weight_bytes(engine_of(config, Role.UNIFIED).model, 1) == 4 * 134_515_008
-
-
-@pytest.mark.model
 def test_a_shortage_of_a_role_names_its_own_settings() -> None:
     apart = {"model": {"path": MODEL}, "mode": "disaggregated", "decode": {"tp": 2}}
     said = impossible(parse(apart))
@@ -605,5 +588,6 @@ def test_the_projects_files_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> No
     """But for the GPUs or the cores that this machine may lack."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     for file in ("serve_config.yaml", "docs/examples/disaggregated.yaml", "docs/examples/tiers.yaml"):
-        assert list(read(str(ROOT / file))[1]) == ["manta"]
+        schema, configs = read(str(ROOT / file))
+        assert (list(configs), schema.http_options.port) == (["manta"], 8000)
         assert yaml.safe_load((ROOT / file).read_text())

@@ -153,53 +153,6 @@ async def test_queue_and_prefill_are_told_with_the_first_token(apart: Apart) -> 
     assert sum(row["stages"].values()) == pytest.approx(row["ttft_s"])
 
 
-async def test_prefill_lost_while_it_computes_costs_only_time(apart: Apart) -> None:
-    request = apart.request(700, start=5_000)
-    expected = await apart.alone(request)
-    pending = asyncio.create_task(apart.answer(request))
-    async with asyncio.timeout(20):
-        while not apart.engines.prefill.num_open:
-            await asyncio.sleep(0.005)
-    apart.lose("p0")
-    assert ids(await pending) == ids(expected)
-    [retry] = apart.house.dispatcher.retries
-    assert retry.replica_id == "p0"
-    assert retry.reason.startswith("PrefillLost")
-
-
-async def test_prefill_lost_during_the_transfer_costs_only_time(apart: Apart) -> None:
-    """Its writes are posted and do not land; they do later, into pages that nobody else has."""
-    request = apart.request(120, start=9_000)
-    expected = await apart.alone(request)
-    apart.engines.fabric.hang("decode")
-    decode, prefill = apart.engines.decode, apart.engines.prefill
-    before = prefill.stats().prefill_tokens
-    pending = asyncio.create_task(apart.answer(request))
-    async with asyncio.timeout(20):
-        while not (decode.stats().num_receiving and prefill.stats().prefill_tokens > before):
-            await asyncio.sleep(0.01)
-    apart.lose("p0")
-    assert ids(await pending) == ids(expected)
-    assert apart.house.dispatcher.num_retries == 1
-    apart.engines.fabric.resume("decode")
-
-
-async def test_decode_lost_while_streaming_goes_on_elsewhere_in_a_new_room(apart: Apart) -> None:
-    """The second decode replica is the same engine by another name."""
-    request = apart.request(100, start=13_000, max_new_tokens=120)
-    expected = await apart.alone(request)
-    seen: list[int] = []
-    async with asyncio.timeout(120), contextlib.aclosing(apart.house.dispatcher.stream(request)) as deltas:
-        async for delta in deltas:
-            if not seen:
-                await apart.add(apart.engines.decode, "d1", Role.DECODE)
-                apart.lose("d0")
-            seen += delta.token_ids
-    assert seen == ids(expected)
-    assert [each.decision.replica_id for each in apart.house.dispatcher.routes.recent()[-1].tries] == ["d0", "d1"]
-    assert transferred(apart)
-
-
 @pytest.mark.parametrize("stage", ["queued", "transferring", "streaming"])
 async def test_a_client_that_leaves_leaves_nothing_behind(apart: Apart, stage: str) -> None:
     long = stage == "queued"
@@ -223,10 +176,3 @@ async def test_a_client_that_leaves_leaves_nothing_behind(apart: Apart, stage: s
     await stream.aclose()
     apart.engines.fabric.resume("decode")
     await apart.engines.settle()
-
-
-async def test_many_at_once_are_all_equal(apart: Apart) -> None:
-    requests = [apart.request(40 + 13 * number, start=20_000 + 400 * (number % 3)) for number in range(6)]
-    expected = [ids(await apart.alone(request)) for request in requests]
-    answers = await asyncio.gather(*(apart.answer(request) for request in requests))
-    assert [ids(answer) for answer in answers] == expected

@@ -32,12 +32,6 @@ APART: dict[str, Any] = {"model": {"path": MODEL}, "mode": "disaggregated"}
 SECRET = "a secret of the cluster"
 
 
-def test_unified_is_one_role_with_the_settings_as_they_are() -> None:
-    config = parse({"model": {"path": MODEL}})
-    assert roles_of(config) == (Role.UNIFIED,)
-    assert config_of(config, Role.UNIFIED) is config
-
-
 def test_a_role_replaces_parts_of_the_settings_that_it_names() -> None:
     config = parse(
         {
