@@ -135,7 +135,7 @@ def test_every_path_of_an_engine_gives_the_tokens_of_transformers(
             assert finish(engine, retract=retract) == wanted
         tiers = engine.kv.store.tiers
         assert tiers is not None
-        assert tiers._copier.host.view.shape[1] == page_bytes  # type: ignore[attr-defined]
+        assert tiers.copier.host.view.shape[1] == page_bytes  # type: ignore[attr-defined]
         assert tiers.counters.loaded_pages > 0
         assert engine.stats().tiers.host_wrong_pages == 0  # type: ignore[union-attr]
     finally:

@@ -130,7 +130,7 @@ def test_flipped_bits_on_the_host_are_found_and_computed_anew(model: str, wanted
         to_host(engine.kv)
         tiers = engine.kv.store.tiers
         assert tiers is not None
-        view = tiers._copier.host.view  # type: ignore[attr-defined]
+        view = tiers.copier.host.view  # type: ignore[attr-defined]
         draw = np.random.default_rng(0)
         for page in range(1, len(view), 3):
             view[page, draw.integers(view.shape[1])] ^= 1 << draw.integers(8)
