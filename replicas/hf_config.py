@@ -15,7 +15,6 @@ from typing import Any, get_args, get_type_hints
 from replicas.config import AttentionKind, DType, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 
 
@@ -309,21 +308,3 @@ def read_generation_config(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InvalidConfig(f"model.path: {file} holds no settings of a model")
     return config
-
-
-def authors_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Return what the model's author wants of sampling where a request says nothing, by the fields of SamplingParams.
-
-    ``do_sample`` does not count, as in vLLM and SGLang. Raises: InvalidConfig for what is no number.
-    """
-    found: dict[str, float] = {}
-    for name in SAMPLING:
-        value = generation.get(name)
-        if value is None or (name == "top_k" and value in (0, -1)):
-            continue
-        whole = name == "top_k"
-        if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
-            wanted = "a whole number" if whole else "a number"
-            raise InvalidConfig(f"{name} = {str(value)[:64]!r}; {wanted} is wanted")
-        found[name] = int(value) if whole else float(value)
-    return found

@@ -42,8 +42,6 @@ import numpy.typing as npt
 
 from kvtransfer.types import PdTicket
 from replicas.types import (
-    AdapterRef,
-    CacheMark,
     Finish,
     GenerateRequest,
     HandOffReport,
@@ -146,22 +144,6 @@ class Stamps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What decides when a request runs, with which weights, and what is kept of it, as it came; times are of the
-    engine's clock."""
-
-    deadline_s: float | None = None  # when it is ended
-    first_by_s: float = math.inf  # when its first token is late
-    routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
-    waited_s: float = 0.0  # seconds before it arrived, at replicas that are gone
-    offline: bool = False  # a line of a batch
-    tenant: str = ""  # whose share of the engine it takes (scheduler/shares.py)
-    weight: float = 1.0  # of that share
-    adapter: AdapterRef | None = None  # None: the model's alone
-    marks: tuple[CacheMark, ...] = ()  # of its prompt, what is to stay cached
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """How long others may go before a request, where the order goes by objectives."""
 
@@ -222,7 +204,7 @@ class Req:
     sampling: SamplingParams
     salt: str  # the request's namespace: its adapter's part included
     stamps: Stamps
-    asked: Asked
+    asked: GenerateRequest  # as it came
     prompt_len: int
     ids: TokenIds  # [prompt_len + max_new_tokens] buffer
     num_tokens: int
@@ -258,17 +240,7 @@ class Req:
             sampling=sampling,
             salt=request.namespace,
             stamps=Stamps(now_s),
-            asked=Asked(
-                deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
-                first_by_s=math.inf if request.objective_s is None else now_s + request.objective_s,
-                routing_key=request.routing_key,
-                waited_s=request.waited_s,
-                offline=request.offline,
-                tenant=request.tenant,
-                weight=request.weight,
-                adapter=request.adapter,
-                marks=request.cache_marks,
-            ),
+            asked=request,
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
@@ -279,6 +251,18 @@ class Req:
             top_logprobs=request.top_logprobs,
             prompt_logprobs_from=request.prompt_logprobs_from,
         )
+
+    @property
+    def ends_by_s(self) -> float | None:
+        """When it is ended, on the engine's clock."""
+        left_s = self.asked.deadline_s
+        return None if left_s is None else self.stamps.arrival_s + left_s
+
+    @property
+    def first_by_s(self) -> float:
+        """When its first token is late, on the engine's clock."""
+        left_s = self.asked.objective_s
+        return math.inf if left_s is None else self.stamps.arrival_s + left_s
 
     @property
     def is_prefill_leg(self) -> bool:

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any, Literal
 
@@ -79,6 +80,47 @@ class Readout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClientField:
+    """How clients ask for a field of a request, and what they may say: the only entry of the field. Bodies, headers and
+    their documents (deployments/http/bodies.py), and what is checked here, are made from it."""
+
+    meaning: str
+    name: str = ""  # in the body; by default the field's own
+    header: str = ""  # that it is read from, in place of the body
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    authors: bool = False  # the model's author may say it too (generation_config.json)
+
+    def check(self, value: float) -> None:
+        """Raise InvalidRequest if ``value`` is out of bounds."""
+        if not (math.isfinite(value) and self.least <= value <= self.most and value > self.above):
+            bounds = f"above {self.above:,g}" if math.isfinite(self.above) else f"at least {self.least:,g}"
+            name = self.header or self.name
+            raise InvalidRequest(f"{name}: must be {bounds} and at most {self.most:,.7g}, got {value}", param=name)
+
+
+def asked(default: Any, meaning: str, **how: Any) -> Any:
+    """Declare a field that clients can ask for. ``how``: of `ClientField`."""
+    return field(default=default, metadata={"client": ClientField(meaning=meaning, **how)})
+
+
+@cache
+def client_fields(of: Any) -> Mapping[str, ClientField]:
+    """Return the fields of a dataclass that clients can ask for, by their names in it."""
+    found = {each.name: each.metadata["client"] for each in dataclasses.fields(of) if "client" in each.metadata}
+    return {name: dataclasses.replace(each, name=each.name or name) for name, each in found.items()}
+
+
+def check_asked(values: Any) -> None:
+    """Raise InvalidRequest, which names the field, if what a client asked for is out of bounds."""
+    of: Any = type(values)
+    for name, each in client_fields(of).items():
+        if (value := getattr(values, name)) is not None:
+            each.check(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Field meanings follow SGLang and OpenAI.
 
@@ -88,23 +130,32 @@ class SamplingParams:
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # until then eos and stop ids are masked out
     min_holds_stops: bool = False  # nor does a stop string end it before (vLLM's min_tokens)
-    temperature: float = 1.0  # 0 means greedy
+    temperature: float = asked(1.0, "0: the most likely token.", least=0, most=100, authors=True)
+    top_p: float = asked(
+        1.0, "Choose among the most likely tokens that together have this probability.", above=0, most=1, authors=True
+    )
     top_k: int | None = None  # keep the k most likely; None keeps all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    frequency_penalty: float = 0.0  # over output, per occurrence
-    presence_penalty: float = 0.0  # over output
+    min_p: float = asked(
+        0.0, "Choose among tokens that have this share of the most likely one's probability.", least=0, most=1,
+        authors=True,
+    )  # fmt: skip
+    n: int = asked(1, "Answers for each prompt.", least=1, most=128)
+    ignore_eos: bool = asked(False, "The model's own end tokens do not end the answer.")
+    skip_special_tokens: bool = asked(True, "false: special tokens appear in the text.")
+    repetition_penalty: float = asked(
+        1.0, "Divides the logits of tokens in prompt and output; 1: none.", least=0.01, most=10, authors=True
+    )
+    presence_penalty: float = asked(0.0, "Subtracted from the logits of tokens in the output.", least=-2, most=2)
+    frequency_penalty: float = asked(
+        0.0, "Subtracted from a token's logit once for each time it is in the output.", least=-2, most=2
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None  # no other token is ever made
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of each is masked out after the others of it
     seed: int = 0  # 64 bits
-    n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
     include_stop: bool = False  # keep the stop string in the text (SGLang's no_stop_trim)
-    skip_special_tokens: bool = True
     constraint: Constraint | None = None
     readout: Readout | None = None  # of a request for one token, with return_logprobs
 
@@ -136,24 +187,13 @@ class SamplingParams:
             0 <= self.min_new_tokens <= max(self.max_new_tokens, 0),
             f"must be between 0 and max_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
         )
-        _check("temperature", _finite(self.temperature) and 0 <= self.temperature <= 100, "must be between 0 and 100")
+        check_asked(self)
         _check("top_k", self.top_k is None or self.top_k >= 1, f"must be >= 1 (or -1 for all), got {self.top_k}")
-        _check("top_p", _finite(self.top_p) and 0 < self.top_p <= 1, f"must be in (0, 1], got {self.top_p}")
-        _check("min_p", _finite(self.min_p) and 0 <= self.min_p <= 1, f"must be in [0, 1], got {self.min_p}")
-        _check(
-            "repetition_penalty",
-            _finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 10,
-            f"must be between 0.01 and 10, got {self.repetition_penalty}",
-        )
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            _check(name, _finite(value) and -2 <= value <= 2, f"must be between -2 and 2, got {value}")
-        _check("n", 1 <= self.n <= 128, f"must be between 1 and 128, got {self.n}")
         _check("seed", 0 <= self.seed < 2**64, f"must be between 0 and 2**64 - 1, got {self.seed}")
         _check("logit_bias", len(self.logit_bias) <= 1024, f"at most 1,024 tokens, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias:
             _check("logit_bias", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
-            _check("logit_bias", _finite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")
+            _check("logit_bias", math.isfinite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")
         self._validate_masks(vocab_size)
         if self.readout is not None:
             self.readout.validate(vocab_size=vocab_size)
@@ -203,10 +243,6 @@ def check_prompt_logprobs(num_logprobs: int) -> None:
         f"{num_logprobs:,} logprobs of the prompt were asked for, at most {MAX_PROMPT_LOGPROBS:,} are given: ask for "
         "fewer alternatives, prompts or choices, or start later",
     )
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
 
 
 def _check(param: str, ok: bool, message: str) -> None:
@@ -288,11 +324,19 @@ class GenerateRequest:
     token_ids: TokenIds  # [L] the prompt, L >= 1; made from any sequence of ints (`to_token_ids`)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # requests with different ones never share a page
-    priority: int = 0  # higher runs first
+    priority: int = asked(
+        0, "A higher number is served first, where `scheduler.priorities` is on.", least=-1000, most=1000
+    )
     tenant: str = ""  # whose share of the replica it takes
     weight: float = 1.0  # of that share
-    deadline_s: float | None = None  # seconds from submit; None waits as long as it takes
-    objective_s: float | None = None  # within which its first token should come, from submit; None: it is never late
+    deadline_s: float | None = asked(
+        None, "Seconds until the request is aborted with 504; in a stream, with an error event.", name="timeout",
+        above=0, most=MAX_DEADLINE_S,
+    )  # fmt: skip
+    objective_s: float | None = asked(  # None: it is never late
+        None, "Seconds within which its first token should come.", header="x-manta-objective",
+        above=0, most=MAX_DEADLINE_S,
+    )  # fmt: skip
     waited_s: float = 0.0  # before submit, at replicas that are gone: it goes before those that came after it
     return_logprobs: bool = False  # logprob of each output token
     top_logprobs: int = 0  # and of this many most likely alternatives, 0 to 20
@@ -331,12 +375,8 @@ class GenerateRequest:
     def validate(self, *, vocab_size: int) -> None:
         """Raise InvalidRequest for a wrong field. The engine checks lengths: it knows the context and the pool."""
         _check("prompt", len(self.token_ids) > 0, "is empty; give at least one token")
-        _check("priority", -1000 <= self.priority <= 1000, "must be between -1000 and 1000")
         _check("top_logprobs", 0 <= self.top_logprobs <= 20, f"must be between 0 and 20, got {self.top_logprobs}")
-        in_bounds = self.deadline_s is None or 0 < self.deadline_s <= MAX_DEADLINE_S
-        _check("timeout", in_bounds, f"must be positive and at most {MAX_DEADLINE_S:,.0f} seconds")
-        in_bounds = self.objective_s is None or 0 <= self.objective_s <= MAX_DEADLINE_S
-        _check("objective", in_bounds, f"must be at least 0 and at most {MAX_DEADLINE_S:,.0f} seconds")
+        check_asked(self)
         low, high = int(self.token_ids.min()), int(self.token_ids.max())
         _check("prompt", low >= 0 and high < vocab_size, f"token ids must be in [0, {vocab_size}), got {low}..{high}")
         start = self.prompt_logprobs_from

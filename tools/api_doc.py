@@ -29,6 +29,7 @@ WORDS = {"string": "text"}  # for types of JSON
 LIMITS = {"context": "0 to the context", "64 bits": "-2^63 to 2^63 - 1"}
 # headings of what is no body of a route
 SHARED: Mapping[type[bodies.WireType], str] = {
+    bodies.RequestFields: "Fields of all requests that run prompts",
     bodies.Sampling: "Sampling fields",
     bodies.SamplingFields: "Fields of completions, chats and responses",
     bodies.GeneratingFields: "Fields of completions and chats",

@@ -57,7 +57,6 @@ class RouteHints:
 
     session_id: str = ""
     allowed: frozenset[str] | None = None  # None: every replica
-    objective_s: float | None = None  # for the first token; None: observability.ttft_objective_s
 
 
 NO_HINTS = RouteHints()
@@ -197,7 +196,7 @@ class Dispatcher:
         Raises, once they are iterated: the error of the replica that refused it; NoReplica; Saturated; OverQuota;
               BeyondLimit; the last error.
         """
-        progress = Progress(self.with_objective(request, hints))
+        progress = Progress(self.with_objective(request))
         progress.restore(made or {})
         return RequestDeltas(progress, self._stream(progress, hints, arrival, charge, resumes=made is not None))
 
@@ -247,12 +246,11 @@ class Dispatcher:
                 finally:
                     del self._running[attempt]
 
-    def with_objective(self, request: GenerateRequest, hints: RouteHints) -> GenerateRequest:
-        """Give ``request`` the objective of its first token: its client's, or the one that all are held against."""
-        if request.offline:
+    def with_objective(self, request: GenerateRequest) -> GenerateRequest:
+        """Give ``request`` the objective of its first token that all are held against, if its client gave none."""
+        if request.offline or request.objective_s is not None:
             return request
-        asked_s = hints.objective_s
-        return replace(request, objective_s=self._limits.objective_s if asked_s is None else asked_s)
+        return replace(request, objective_s=self._limits.objective_s)
 
     async def move_forever(self) -> None:
         """Call `move_waiting` again and again."""

@@ -56,7 +56,7 @@ def left_after(request: GenerateRequest, waited_s: float) -> GenerateRequest:
         request,
         waited_s=waited_s,
         deadline_s=None if deadline_s is None else max(deadline_s - waited_s, 0.001),
-        objective_s=None if objective_s is None else max(objective_s - waited_s, 0.0),
+        objective_s=None if objective_s is None else max(objective_s - waited_s, 0.001),
     )
 
 

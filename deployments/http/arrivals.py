@@ -22,7 +22,6 @@ Invariant: a counted HTTP request adds to ``requests_total`` once for each of it
 Thread:    the router's event loop; pure ASGI, so that streams pass through untouched.
 """
 
-import math
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -52,13 +51,12 @@ from deployments.tenancy.keys import ANYBODY, Caller
 from replicas.errors import InvalidRequest
 from replicas.text.detokenizer import Detokenizer
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import MAX_DEADLINE_S, GenerateRequest, TokenDelta, Usage
+from replicas.types import GenerateRequest, TokenDelta, Usage
 
 REQUEST_ID = "x-request-id"
 ROUTE = "x-manta-route"
 SESSION = "x-manta-session"
 REPLICAS = "x-manta-replicas"
-OBJECTIVE = "x-manta-objective"
 RECONNECT = "x-manta-reconnect"
 RESUME = "x-manta-resume"
 ALIVE = "x-manta-alive"  # of a stream that is kept: it sends something each so many seconds
@@ -266,26 +264,15 @@ def last_event_of(headers: Headers) -> str | None:
 
 def hints_of(headers: Headers) -> RouteHints:
     """Read the routing headers. Raises: InvalidRequest."""
-    session, replicas, objective_s = headers.get(SESSION, ""), headers.get(REPLICAS), _objective_s(headers)
+    session, replicas = headers.get(SESSION, ""), headers.get(REPLICAS)
     if session:
         check_name(session)
     if replicas is None:
-        return RouteHints(session_id=session, objective_s=objective_s)
+        return RouteHints(session_id=session)
     allowed = frozenset(each.strip() for each in replicas.split(",") if each.strip())
     if not 1 <= len(allowed) <= MOST_REPLICAS:
         raise InvalidRequest(f"{REPLICAS}: names {len(allowed)} replicas; give 1 to {MOST_REPLICAS}, or no header")
-    return RouteHints(session_id=session, allowed=allowed, objective_s=objective_s)
-
-
-def _objective_s(headers: Headers) -> float | None:
-    given = headers.get(OBJECTIVE)
-    try:
-        seconds = None if given is None else float(given)
-    except ValueError:
-        seconds = math.nan
-    if seconds is not None and not 0 < seconds <= MAX_DEADLINE_S:
-        raise InvalidRequest(f"{OBJECTIVE}: {given!r:.60} must be seconds above 0, at most {MAX_DEADLINE_S:,.0f}")
-    return seconds
+    return RouteHints(session_id=session, allowed=allowed)
 
 
 def header_parts(routes: RouteLog, rids: list[str]) -> list[str]:

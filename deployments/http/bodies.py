@@ -10,9 +10,12 @@ Never:     answers a malformed body with a 422 or a 500: every error in it is an
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import fields
 from hashlib import blake2b
 from inspect import iscoroutinefunction
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from math import isfinite
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
 from fastapi.routing import APIRoute
@@ -30,7 +33,7 @@ from deployments.output.tools import MAX_TOOLS
 from deployments.settings.groups import ADAPTER_NAME, LONGEST_NAME
 from replicas.errors import InvalidRequest
 from replicas.text.chat_template import ROLES
-from replicas.types import MAX_DEADLINE_S
+from replicas.types import GenerateRequest, SamplingParams, client_fields
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +211,6 @@ PathName = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]  #
 Token = Annotated[int, shown(limit="token")]
 UpToContext = Annotated[int, shown(minimum=0, limit="context")]
 Seed = Annotated[int, shown(limit="64 bits")]
-Penalty = Annotated[float, shown(minimum=-2, maximum=2)]
 RequestName = Annotated[str, shown(pattern="^[A-Za-z0-9._:/@+=-]{0,128}$")]
 StopText = Annotated[str, shown(minLength=1, maxLength=1024)]
 UpTo20 = Annotated[int, Field(ge=0, le=20)]
@@ -236,41 +238,13 @@ LoraPath = Annotated[str | None, about(LORA_PATH)]
 User = Annotated[str | None, about("Accepted, without effect.")]
 CacheSalt = Annotated[str | None, about("Cached prefixes are shared only with requests of the same salt.")]
 ExtraKey = Annotated[str | None, about("SGLang's second salt, beside `cache_salt`.")]
-Priority = Annotated[
-    Annotated[int, shown(minimum=-1000, maximum=1000)] | None,
-    about("A higher number is served first, where `scheduler.priorities` is on."),
-]
-Timeout = Annotated[
-    Annotated[float, shown(exclusiveMinimum=0, maximum=MAX_DEADLINE_S)] | None,
-    about("Seconds until the request is aborted with 504; in a stream, with an error event."),
-]
 Stream = Annotated[bool | None, about("Send tokens as server-sent events.")]
-_AUTHORS = "Without it: what the model's author says (`model.sampling_defaults`)"
-Temperature = Annotated[
-    Annotated[float, shown(minimum=0, maximum=100)] | None, about(f"0: the most likely token. {_AUTHORS}, or 1.")
-]
-TopP = Annotated[
-    Annotated[float, shown(exclusiveMinimum=0, maximum=1)] | None,
-    about(f"Choose among the most likely tokens that together have this probability. {_AUTHORS}, or 1."),
-]
 TopK = Annotated[
     Annotated[int, shown(minimum=-1)] | None,
     about(
         "Choose among this many of the most likely tokens; -1 or 0: all. `top_p` counts among all tokens, not among "
         "these, as in SGLang."
     ),
-]
-MinP = Annotated[
-    Annotated[float, shown(minimum=0, maximum=1)] | None,
-    about("Choose among tokens that have this share of the most likely one's probability."),
-]
-RepetitionPenalty = Annotated[
-    Annotated[float, shown(minimum=0.01, maximum=10)] | None,
-    about("Divides the logits of tokens in prompt and output; 1: none."),
-]
-PresencePenalty = Annotated[Penalty | None, about("Subtracted from the logits of tokens in the output.")]
-FrequencyPenalty = Annotated[
-    Penalty | None, about("Subtracted from a token's logit once for each time it is in the output.")
 ]
 MinTokens = Annotated[UpToContext | None, about("No token and no `stop` text ends the answer before this many.")]
 KeptTokens = Annotated[int, shown(minimum=-1, limit="context", **{"not": {"const": 0}})]
@@ -292,6 +266,22 @@ Regex = Annotated[Any, about("A regular expression that the output must match.",
 Grammar = Annotated[Any, about("A grammar that the output must follow.", anyOf=[_SOME_TEXT, ASKS_NOTHING])]
 
 
+def asked_fields(of: Any, *names: str) -> dict[str, Any]:
+    """Make the fields of a body from those of ``of`` that clients ask for in bodies: ``names``, or all of them."""
+    kinds, defaults, found = get_type_hints(of), {each.name: each.default for each in fields(of)}, {}
+    for name, each in client_fields(of).items():
+        if each.header or (names and each.name not in names):
+            continue
+        kind = next(one for one in get_args(kinds[name]) or (kinds[name],) if one is not NoneType)
+        bounds = {"minimum": each.least, "exclusiveMinimum": each.above, "maximum": each.most}
+        keywords: dict[str, Any] = {word: bound for word, bound in bounds.items() if isfinite(bound)}
+        meaning = each.meaning
+        if each.authors:
+            meaning += f" Without it: what the model's author says (`model.sampling_defaults`), or {defaults[name]:g}."
+        found[each.name] = Annotated[Annotated[kind, shown(**keywords)] | None, said(meaning)]
+    return found
+
+
 class StreamOptions(WireType):
     """What a stream says beside its tokens."""
 
@@ -299,14 +289,19 @@ class StreamOptions(WireType):
     continuous_usage_stats: bool | None = said("Send the usage so far in every event.")
 
 
+class RequestFields(WireType):
+    """The fields of all bodies that run prompts."""
+
+    __annotations__ = asked_fields(GenerateRequest)
+    model: Model = None
+    cache_salt: CacheSalt = None
+
+
 class Sampling(WireType):
     """How tokens are chosen, and when to stop, on every generating route."""
 
-    temperature: Temperature = None
-    top_p: TopP = None
+    __annotations__ = asked_fields(SamplingParams)
     top_k: TopK = None
-    min_p: MinP = None
-    n: Annotated[int, shown(minimum=1, maximum=128)] | None = said("Answers for each prompt.")
     seed: Seed | None = said(
         "The same seed, prompt and settings give the same answer; any number of 64 bits with a sign."
     )
@@ -314,12 +309,7 @@ class Sampling(WireType):
         f"{STOPS} That of a special token ends it only with `skip_special_tokens: false`; else use `stop_token_ids`."
     )
     stop_token_ids: Annotated[Items[Token], shown(maxItems=256)] | None = said("Tokens that end the answer.")
-    ignore_eos: bool | None = said("The model's own end tokens do not end the answer.")
     no_stop_trim: bool | None = said("SGLang's name for `include_stop_str_in_output`.")
-    skip_special_tokens: bool | None = said("false: special tokens appear in the text.")
-    repetition_penalty: RepetitionPenalty = None
-    presence_penalty: PresencePenalty = None
-    frequency_penalty: FrequencyPenalty = None
     logit_bias: Annotated[Named[Annotated[float, shown(minimum=-100, maximum=100)]], _IDS] | None = said(
         "Added to logits, by token id."
     )
@@ -338,10 +328,9 @@ class Sampling(WireType):
     )
 
 
-class SamplingFields(Sampling):
+class SamplingFields(Sampling, RequestFields):
     """The fields that completions, chats and responses share."""
 
-    model: Model = None
     min_tokens: MinTokens = None
     include_stop_str_in_output: bool | None = said("Keep the stop text in the answer.")
     truncate_prompt_tokens: Keep = None
@@ -349,9 +338,6 @@ class SamplingFields(Sampling):
     stream_options: StreamOptions | None = said("What a stream says beside its tokens.")
     user: User = None
     rid: RequestName | None = said("The request's name, instead of the `X-Request-Id` header.")
-    cache_salt: CacheSalt = None
-    priority: Priority = None
-    timeout: Timeout = None
     guided_json: Schema = None
     guided_regex: Regex = None
     guided_choice: Any = said(
@@ -485,7 +471,7 @@ class NativeSampling(Sampling):
     custom_params: Refused = None
 
 
-class NativeRequest(WireType):
+class NativeRequest(RequestFields):
     """The body of /generate, in SGLang's form."""
 
     model_config = body_like(
@@ -493,7 +479,6 @@ class NativeRequest(WireType):
         one_of=("text", "input_ids", "inputs"),
     )
 
-    model: Model = None
     rid: RequestName | Items[RequestName] | None = said(
         "The request's name, instead of the `X-Request-Id` header; of a batch, one for each prompt."
     )
@@ -516,10 +501,7 @@ class NativeRequest(WireType):
     )
     return_text_in_logprobs: bool | None = said("Logprobs carry the tokens' texts.")
     stream: Stream = None
-    priority: Priority = None
-    cache_salt: CacheSalt = None
     extra_key: ExtraKey = None
-    timeout: Timeout = None
     input_embeds: Refused = None
     image_data: Refused = None
     audio_data: Refused = None

@@ -17,6 +17,7 @@ from deployments.http.bodies import CompletionRequest, Route
 from deployments.http.constraints import form_asked
 from deployments.http.convert import (
     Job,
+    asked_of,
     asks_form,
     check_count,
     check_together,
@@ -31,7 +32,7 @@ from deployments.http.service import Service
 from deployments.http.streaming import Answer, Change, Key
 from deployments.output.validation import FormAsked
 from replicas.errors import InvalidRequest
-from replicas.types import GenerateRequest, TokenDelta, TokenIds
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta, TokenIds
 
 router = APIRouter(route_class=Route)
 DEFAULT_MAX_TOKENS = 16
@@ -122,7 +123,7 @@ async def _answer(request: Request, body: CompletionRequest, name: str) -> Answe
 
 def _refuse(body: CompletionRequest) -> None:
     refuse_unsupported(body, "lora_path", "return_tokens_as_token_ids", suffix=None)
-    n = 1 if body.n is None else body.n
+    n = asked_of(SamplingParams, body).get("n", 1)
     if body.best_of not in (None, 1, n):
         raise InvalidRequest(f"best_of: {body.best_of} is not supported; leave it out or give {n}", param="best_of")
 

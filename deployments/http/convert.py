@@ -10,7 +10,8 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import HTTPConnection, Request
 
@@ -22,6 +23,7 @@ from deployments.http.bodies import (
     NOTHING,
     GeneratingFields,
     NativeSampling,
+    RequestFields,
     Sampling,
     SamplingFields,
     WireType,
@@ -36,6 +38,7 @@ from replicas.types import (
     SamplingParams,
     TokenIds,
     check_prompt_logprobs,
+    client_fields,
     to_token_ids,
 )
 
@@ -73,16 +76,6 @@ class Masks(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
-class JobFields(Protocol):
-    """The fields by which a body says what all of its prompts have in common."""
-
-    model: str | None
-    lora_path: str | None
-    cache_salt: str | None
-    priority: int | None
-    timeout: float | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one HTTP request asks of all its prompts: from each, and what is wanted of it, it makes a request.
@@ -94,20 +87,18 @@ class Job:
     name: str  # of the requests
     adapter: AdapterRef | None = None
     cache_salt: str = ""
-    priority: int = 0
-    deadline_s: float | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of `GenerateRequest`, as clients ask for them
     names: Mapping[str, str] = field(default_factory=dict)  # this route's for ``prompt``, max_tokens and min_tokens
 
     @staticmethod
-    async def of(http: Request, body: JobFields, name: str, **names: str) -> "Job":
+    async def of(http: Request, body: RequestFields, name: str, **names: str) -> "Job":
         """Read ``body``. Raises: InvalidRequest; UnknownModel; Overloaded."""
         return Job(
             http=http,
             name=name,
-            adapter=await asked_adapter(http, body.model, body.lora_path),
+            adapter=await asked_adapter(http, body.model, getattr(body, "lora_path", None)),
             cache_salt=salt_of(body.cache_salt),
-            priority=body.priority or 0,
-            deadline_s=body.timeout,
+            fields=asked_of(GenerateRequest, body, http.headers),
             names=names,
         )
 
@@ -155,8 +146,8 @@ class Job:
 
         Args: own: fields that this prompt has otherwise than the others, or which only this route sets.
         """
-        common = {name: getattr(self, name) for name in ("adapter", "cache_salt", "priority", "deadline_s")}
-        made = GenerateRequest(**{"rid": new_rid(self.name), **common, **own}, token_ids=ids, sampling=sampling)
+        common = {"rid": new_rid(self.name), "adapter": self.adapter, "cache_salt": self.cache_salt, **self.fields}
+        made = GenerateRequest(**{**common, **own}, token_ids=ids, sampling=sampling)
         try:
             made.validate(vocab_size=self.service.model.vocab_size)
         except InvalidRequest as error:
@@ -182,6 +173,21 @@ class Job:
             )
         if prompt_len + limit > service.model.context_len:
             raise PromptTooLong.of_output(prompt_len, limit, longest=service.model.context_len, param=output)
+
+
+def asked_of(of: Any, body: WireType, headers: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Read what ``body`` and ``headers`` say of the fields of ``of``, by their names in it. Raises: InvalidRequest."""
+    found: dict[str, Any] = {}
+    for name, each in client_fields(of).items():
+        value = getattr(body, each.name) if each.name in type(body).model_fields else None
+        if each.header and (given := headers.get(each.header)) is not None:
+            try:
+                value = float(given)
+            except ValueError:
+                raise InvalidRequest(f"{each.header}: {given[:60]!r} is no number", param=each.header) from None
+        if value is not None:
+            found[name] = value
+    return found
 
 
 async def asked_adapter(request: HTTPConnection, model: str | None, lora_path: str | None = None) -> AdapterRef | None:
@@ -290,7 +296,7 @@ def openai_sampling(
         authors,
         masks,
         constraint=constraint,
-        skip_special_tokens=_or(fields.skip_special_tokens, True) and not shows_special,
+        **({"skip_special_tokens": False} if shows_special else {}),
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
         min_holds_stops=True,
@@ -317,7 +323,6 @@ def native_sampling(
         authors,
         masks,
         constraint=constraint,
-        skip_special_tokens=_or(fields.skip_special_tokens, True),
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_new_tokens, 0),
         seed=_seed(getattr(fields, seed_name), param=seed_name),
@@ -328,22 +333,17 @@ def native_sampling(
 def _sampling(fields: Sampling, authors: Mapping[str, Any], masks: Masks, **own: Any) -> SamplingParams:
     """Convert the fields that all routes share; ``own`` are the route's."""
     top_k = _or(fields.top_k, authors.get("top_k"))
-    return SamplingParams(
-        **own,
-        temperature=_or(fields.temperature, authors.get("temperature", 1.0)),
-        top_k=None if top_k in (-1, 0) else top_k,
-        top_p=_or(fields.top_p, authors.get("top_p", 1.0)),
-        min_p=_or(fields.min_p, authors.get("min_p", 0.0)),
-        repetition_penalty=_or(fields.repetition_penalty, authors.get("repetition_penalty", 1.0)),
-        frequency_penalty=_or(fields.frequency_penalty, 0.0),
-        presence_penalty=_or(fields.presence_penalty, 0.0),
-        logit_bias=_logit_bias(fields.logit_bias),
+    given = {
+        **authors,
+        **asked_of(SamplingParams, fields),
+        "top_k": None if top_k in (-1, 0) else top_k,
+        "logit_bias": _logit_bias(fields.logit_bias),
+        "stop": _stop(fields.stop),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
         **masks._asdict(),
-        n=_or(fields.n, 1),
-        stop=_stop(fields.stop),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
-    )
+        **own,
+    }
+    return SamplingParams(**given)
 
 
 def masks_of(service: Service, samplings: Sequence[Sampling]) -> list[Masks]:

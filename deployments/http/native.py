@@ -22,6 +22,7 @@ from deployments.http.convert import (
     FORM_FIELDS,
     Job,
     asked_adapters,
+    asked_of,
     asks_form,
     check_count,
     check_together,
@@ -149,8 +150,8 @@ async def _answer(request: Request, body: NativeRequest, name: str) -> Answer:
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
     adapters = await asked_adapters(request, body.model, _each(body.lora_path, count, "lora_path"))
     job = Job(
-        http=request, name=name, cache_salt=salt_of(body.cache_salt, body.extra_key), priority=body.priority or 0,
-        deadline_s=body.timeout, names={**_NAMES, "prompt": param},
+        http=request, name=name, cache_salt=salt_of(body.cache_salt, body.extra_key),
+        fields=asked_of(GenerateRequest, body, request.headers), names={**_NAMES, "prompt": param},
     )  # fmt: skip
     fitted = [_fit(job, ids, body, each) for ids, each in zip(whole, samplings, strict=True)]
     masks = masks_of(service, samplings)

@@ -15,34 +15,31 @@ from deployments.http import bodies
 from deployments.http.access import admin_only, caller_of, scoped
 from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
-from deployments.http.bodies import Route, WireType
-from deployments.http.convert import Job, asked_adapter, prompts_of_ids, salt_of
+from deployments.http.bodies import Route
+from deployments.http.convert import Job, asked_adapter, asked_of, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.service import Service, service_of
 from deployments.record.route_forms import decision_body, record_body
 from replicas.errors import InvalidRequest
-from replicas.types import SamplingParams, TokenIds
+from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import explain
 
 # both show requests and prefixes of all callers
 router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
 
 
-class ExplainRequest(WireType):
+class ExplainRequest(bodies.RequestFields):
     """One prompt in any of the forms that the generating routes take."""
 
     model_config = body_like(
         {"prompt": "The capital of France is", "max_tokens": 8}, one_of=("prompt", "messages", "text", "input_ids")
     )
 
-    model: bodies.Model = None
     prompt: bodies.Text | bodies.TokenRow | None = said("Text or token ids, as in /v1/completions.")
     messages: bodies.Conversation | None = said(bodies.CONVERSATION)
     text: str | None = said("The prompt, as in /generate.")
     input_ids: bodies.TokenRow | None = said("The prompt as token ids.")
     max_tokens: bodies.UpToContext | None = said("The most output tokens; without it 128, or what the context leaves.")
-    priority: bodies.Priority = None
-    cache_salt: bodies.CacheSalt = None
     extra_key: bodies.ExtraKey = None
     lora_path: bodies.LoraPath = None
 
@@ -55,13 +52,13 @@ async def explain_route(request: Request, body: ExplainRequest) -> Response:
     whole, param = await _ids(service, body)
     job = Job(
         http=request, name="explain", adapter=adapter, cache_salt=salt_of(body.cache_salt, body.extra_key),
-        priority=body.priority or 0, names={"prompt": param},
+        fields=asked_of(GenerateRequest, body, request.headers), names={"prompt": param},
     )  # fmt: skip
     ids, most = job.fit(whole, given=body.max_tokens, default=128)
     would_be = job.request(ids, SamplingParams(max_new_tokens=most))
     would_be = scoped(would_be, caller_of(request), isolation=service.isolation, model=service.name_of(would_be))
     dispatcher, hints = service.dispatcher, hints_of(request.headers)
-    decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be, hints), hints))
+    decision = dispatcher.explain_only(query_of(dispatcher.with_objective(would_be), hints))
     router_id, shown = dispatcher.router_id, decision_body(decision)
     return JSONResponse({"dry_run": True, "router": router_id, **shown, "explanation": explain(decision)})
 

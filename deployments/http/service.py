@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from prometheus_client import CollectorRegistry
@@ -42,7 +42,6 @@ from deployments.tenancy.keys import CALLER, CacheIsolation
 from replicas.checkpoints import hub
 from replicas.errors import InvalidConfig, InvalidRequest, PromptTooLong, UnsupportedModel
 from replicas.hf_config import (
-    authors_sampling,
     contexts,
     model_config_from_hf,
     named_context,
@@ -51,7 +50,7 @@ from replicas.hf_config import (
 from replicas.loading.model_files import architecture_of, read_config
 from replicas.models.registry import MODELS
 from replicas.text.tokenizer import Rendered, Tokenizer
-from replicas.types import GenerateRequest, SamplingParams, TokenIds
+from replicas.types import GenerateRequest, SamplingParams, TokenIds, client_fields
 
 LONG_TEXT = 10_000  # characters; longer texts, about 6 ms, are tokenised on another thread
 MAX_HELD = 16 << 20  # characters or bytes of long work that runs or waits
@@ -295,11 +294,20 @@ def read_face(model: ModelSettings) -> ModelFace:
 
 
 def _authors_sampling(model: ModelSettings) -> Mapping[str, float]:
-    """Read what generation_config.json says of sampling. Raises: InvalidConfig, naming the file."""
-    file = Path(tokenizer_folder(model)) / "generation_config.json"
+    """Read what generation_config.json wants of sampling where a request says nothing. ``do_sample`` does not count, as
+    in vLLM and SGLang. Raises: InvalidConfig, naming the file."""
+    file, found = Path(tokenizer_folder(model)) / "generation_config.json", dict[str, Any]()
     try:
-        found = authors_sampling(read_generation_config(file))
-        SamplingParams(**cast(dict[str, Any], found)).validate(vocab_size=1)
+        generation = read_generation_config(file)
+        for name in ("top_k", *(name for name, each in client_fields(SamplingParams).items() if each.authors)):
+            value, whole = generation.get(name), name == "top_k"
+            if value is None or (whole and value in (0, -1)):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
+                wanted = "a whole number" if whole else "a number"
+                raise InvalidConfig(f"{name} = {str(value)[:64]!r}; {wanted} is wanted")
+            found[name] = int(value) if whole else float(value)
+        SamplingParams(**found).validate(vocab_size=1)
     except (InvalidRequest, InvalidConfig) as error:
         raise InvalidConfig(
             f"model.path = {model.path!r}: {file.name}: {error}. Mend it, or set model.sampling_defaults: openai"

@@ -342,7 +342,7 @@ class KvCache:
         """Keep what the client of ``req`` marked, as far as it is there."""
         if self._radix is None:
             return
-        for mark in req.asked.marks:
+        for mark in req.asked.cache_marks:
             path = self._radix.nodes_of(req.ids[: min(mark.length, req.prompt_len)], req.salt, split=True)
             self._radix.retention.mark(path, mark.ttl_s, tenant=req.asked.tenant, weight=req.asked.weight)
 

@@ -40,9 +40,9 @@ class Deadlines:
         self._num_added = 0
 
     def add(self, req: Req) -> None:
-        if req.asked.deadline_s is not None:
+        if (ends_by_s := req.ends_by_s) is not None:
             self._num_added += 1
-            self._open[req] = _Entry(req.asked.deadline_s, self._num_added, req)
+            self._open[req] = _Entry(ends_by_s, self._num_added, req)
             heapq.heappush(self._heap, self._open[req])
 
     def remove(self, req: Req) -> None:

@@ -145,7 +145,7 @@ class WaitingQueue(ReqQueue):
         return self.shares.in_turn(aged + [young[at] for at in order])
 
     def _entry(self, req: Req, now_s: float) -> QueueEntry:
-        left_s = req.asked.first_by_s - now_s
+        left_s = req.first_by_s - now_s
         if self._order.by_objective and (left_s < 0 or len(self._reqs) > self._rules.lpm_max_queue):
             cached_len = max(0, req.prompt_len - req.rank.bound.own_len)
         else:

@@ -20,7 +20,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from replicas.request import Asked, Req, ReqState
+from replicas.request import Req, ReqState
+from replicas.types import GenerateRequest
 
 # both simulated: python -m benchmarks router tenants
 MOST_LEFT_OUT = 4  # steps in a row
@@ -77,7 +78,7 @@ class TenantShares:
     def credit(self, tenant: str) -> float:
         return self._credits.get(tenant, self._quantum)
 
-    def charge(self, asked: Asked, num_tokens: int) -> None:
+    def charge(self, asked: GenerateRequest, num_tokens: int) -> None:
         """Take what was computed for a request from its tenant's credit, where there are others."""
         if not asked.tenant or asked.offline or asked.tenant not in self._open:
             return  # no key is asked for; it runs only where nobody else waits; its tenant's last request has ended
@@ -86,7 +87,7 @@ class TenantShares:
         others_wait = len(self._waiting) > (asked.tenant in self._waiting)
         self._credits[asked.tenant] = left if others_wait else max(left, min(credit, 0.0))
 
-    def spend(self, asked: Asked) -> None:
+    def spend(self, asked: GenerateRequest) -> None:
         """Take all credit of a tenant that holds more than its share: another one is to have what it gives."""
         self._credits[asked.tenant] = min(self.credit(asked.tenant), 0.0)
 

@@ -26,7 +26,7 @@ from deployments.http.apis.breakpoints import AN_ANSWER, NO_WORDS, Cut, breakpoi
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.response_input import with_one_head
 from deployments.http.arrivals import DROPPED, name_of
-from deployments.http.bodies import ChatRequest, Items, Route, WireType
+from deployments.http.bodies import ChatRequest, Items, RequestFields, Route, WireType
 from deployments.http.chat import prepare, template_options, tools_of
 from deployments.http.convert import asked_adapter, refuse_unsupported
 from deployments.http.http_errors import Busy
@@ -35,7 +35,7 @@ from deployments.http.streaming import JsonAnswer
 from deployments.output.reading import call_id
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Rendered
-from replicas.types import CacheMark
+from replicas.types import CacheMark, SamplingParams
 
 router = APIRouter(route_class=Route)
 _ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
@@ -73,24 +73,20 @@ class CountTokensRequest(WireType):
     cache_control: bodies.Object | None = said("Accepted as for /v1/messages; counting keeps nothing.")
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, RequestFields):
     """The body of /v1/messages: a prompt, and how it is to be answered."""
 
     model_config = body_like({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8})
+    __annotations__ = bodies.asked_fields(SamplingParams, "temperature", "top_p")
 
     cache_control: bodies.Object | None = said(
         "Keep the whole prompt in the cache for its `ttl`, `5m` or `1h`; on a block or tool: the prompt up to there."
     )
     max_tokens: Annotated[int, shown(minimum=0)] = about("The most output tokens; the context may leave fewer.")
     stop_sequences: bodies.StopTexts | None = said(bodies.STOPS)
-    temperature: bodies.Temperature = None
-    top_p: bodies.TopP = None
     top_k: bodies.TopK = None
     stream: bodies.Stream = None
     metadata: bodies.Object | None = said("Accepted, without effect.")
-    cache_salt: bodies.CacheSalt = None
-    priority: bodies.Priority = None
-    timeout: bodies.Timeout = None
 
 
 @router.post("/v1/messages", **gives("Anthropic's `message`", *RUN, 410, stream=NAMED_EVENTS))
@@ -207,7 +203,7 @@ async def _rendered(service: Service, chat: ChatRequest) -> Rendered:
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
     """Collect the fields of a chat beside its prompt. It has no limit of its own: Claude Code asks for more than small
     contexts have, and as at Anthropic the answer then ends where the context does."""
-    names = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority", "timeout")
+    names = {"temperature", "top_p", "top_k", "stream", *RequestFields.model_fields} - {"model"}
     return {"stop": body.stop_sequences, **{name: getattr(body, name) for name in names}}
 
 

@@ -30,27 +30,28 @@ from deployments.http.service import service_of
 from deployments.http.streaming import AnswerSoFar, Change, Form
 from deployments.output.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from replicas.errors import InvalidRequest
-from replicas.types import FinishReason
+from replicas.types import FinishReason, SamplingParams
 
 router = APIRouter(route_class=Route)
 NS = 1_000_000_000
 
 
+_SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+
+
 class OllamaOptions(WireType):
     """How tokens are chosen, and when to stop; other options of Ollama's have no effect."""
 
+    __annotations__ = {
+        **bodies.asked_fields(SamplingParams, *_SAME),
+        "repeat_penalty": bodies.asked_fields(SamplingParams)["repetition_penalty"],
+    }
     num_predict: Annotated[int, Field(ge=-2), shown(limit="context")] | None = said(
         "The most output tokens; below 0, and without it: what the context leaves."
     )
-    temperature: bodies.Temperature = None
-    top_p: bodies.TopP = None
     top_k: bodies.TopK = None
-    min_p: bodies.MinP = None
     seed: bodies.Seed | None = said("The same seed, prompt and options give the same answer.")
     stop: bodies.StopTexts | None = said(bodies.STOPS)
-    repeat_penalty: bodies.RepetitionPenalty = None
-    presence_penalty: bodies.PresencePenalty = None
-    frequency_penalty: bodies.FrequencyPenalty = None
 
 
 class OllamaFields(WireType):
@@ -124,8 +125,8 @@ async def _answered(
     refuse_unsupported(body, "lora_path", raw=None, template=None, suffix=None, context=None, images=None)
     options = body.options or OllamaOptions()
     limit = -1 if options.num_predict is None else options.num_predict
-    same = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-    asked: dict[str, Any] = {name: getattr(options, name) for name in same}
+    asked: dict[str, Any] = {name: getattr(options, name) for name in (*_SAME, "top_k", "seed", "stop")}
+    asked["repetition_penalty"] = getattr(options, "repeat_penalty", None)
     if body.format:
         schema = {"type": "json_schema", "json_schema": {"name": "output", "schema": body.format, "strict": True}}
         asked["response_format"] = {"type": "json_object"} if body.format == "json" else schema
@@ -133,7 +134,6 @@ async def _answered(
         asked["chat_template_kwargs"] = {"enable_thinking": body.think}
     chat = ChatRequest(
         model=body.model, lora_path=body.lora_path, messages=messages, tools=tools,
-        repetition_penalty=options.repeat_penalty,
         max_tokens=None if limit < 0 else limit, reasoning_effort=body.think if isinstance(body.think, str) else None,
         **asked,
     )  # fmt: skip

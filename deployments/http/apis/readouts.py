@@ -20,7 +20,7 @@ from pydantic import Field, WithJsonSchema
 from deployments.http import bodies
 from deployments.http.api_document import RUN, about, body_like, gives, said, shape, shown
 from deployments.http.arrivals import generations_of, name_of
-from deployments.http.bodies import Few, Items, Route, WireType
+from deployments.http.bodies import Few, Items, RequestFields, Route
 from deployments.http.convert import Job, check_count, prompts_of_ids, refuse_unsupported
 from deployments.http.service import LONG_TEXT, Service, service_of
 from deployments.http.streaming import AnswerSoFar, JsonAnswer, answer, joined, run
@@ -34,15 +34,11 @@ JUDGE = 'Judge whether the document answers the query. Answer only "yes" or "no"
 Body = dict[str, Any]
 
 
-class ReadoutRequest(WireType):
+class ReadoutRequest(RequestFields):
     """The fields that embeddings, scores and rerankings share."""
 
-    model: bodies.Model = None
     user: bodies.User = None
-    cache_salt: bodies.CacheSalt = None
     lora_path: bodies.LoraPath = None
-    priority: bodies.Priority = None
-    timeout: bodies.Timeout = None
 
 
 class EmbeddingRequest(ReadoutRequest):

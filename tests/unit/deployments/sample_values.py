@@ -22,6 +22,7 @@ def ask(
     max_new_tokens: int = 8,
     n: int = 1,
     deadline_s: float | None = None,
+    objective_s: float | None = None,
     num_tokens: int = 4,
     offline: bool = False,
     tenant: str = "",
@@ -30,8 +31,9 @@ def ask(
     sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n, seed=7)
     token_ids = np.arange(1, num_tokens + 1, dtype=np.int32)
     return GenerateRequest(
-        rid=rid, token_ids=token_ids, sampling=sampling, deadline_s=deadline_s, offline=offline, tenant=tenant
-    )
+        rid=rid, token_ids=token_ids, sampling=sampling, deadline_s=deadline_s, objective_s=objective_s,
+        offline=offline, tenant=tenant,
+    )  # fmt: skip
 
 
 def token(request: GenerateRequest, index: int, position: int, finish: Finish | None) -> TokenDelta:

@@ -4,11 +4,16 @@ import json
 import re
 import sys
 from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.msgpack import Decoder
 
+from deployments.channel.frames import _ENCODER, _from_bytes
+from deployments.http.bodies import WireType, asked_fields
+from deployments.http.convert import asked_of
 from deployments.http.http_app import make_app
 from deployments.output.output_format import OutputFormat
 from deployments.output.reasoning import REASONING_FORMATS
@@ -24,10 +29,12 @@ from replicas.cache.write_policy import RULES
 from replicas.checkpoints.methods import METHODS
 from replicas.config import EXTENSIONS, load_extensions
 from replicas.engine.loop import EngineLoop
-from replicas.errors import InvalidConfig
+from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.kernels.instructions import SETS
 from replicas.models.registry import MODELS
+from replicas.request import Req
 from replicas.scheduler.orders import ORDERS
+from replicas.types import GenerateRequest, SamplingParams, asked
 from routing.policies import POLICIES
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
@@ -161,6 +168,61 @@ def test_the_examples_of_the_page_run_and_its_tests_exist(packages: Path) -> Non
     assert [len(table) for table in TABLES] == [size + 1 for size in sizes]
     named = {path for each in re.findall(r"`(tests/[^`]+)`", page) for path in each.split()}
     assert [path for path in sorted(named) if not Path(path).exists()] == []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MySampling(SamplingParams):
+    """The parameters with one more."""
+
+    top_a: float = asked(0.25, "Leave out tokens that are less likely.", least=0, most=1, authors=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MyRequest(GenerateRequest):
+    """A request with one more field of its body, and one of a header."""
+
+    hops: int = asked(0, "The agents before.", name="num_hops", least=0, most=9)
+    pace: float | None = asked(None, "Tokens a second that are enough.", header="x-my-pace", above=0, most=100)
+
+
+def test_a_parameter_and_a_field_of_a_request_are_one_line_each() -> None:
+    class Body(WireType):
+        """A body of a generating route."""
+
+        __annotations__ = asked_fields(MySampling) | asked_fields(MyRequest)
+
+    def sent(body: dict[str, Any], **headers: str) -> Req:
+        given = Body.model_validate(body)
+        sampling: Any = MySampling(**asked_of(MySampling, given))
+        request = MyRequest(
+            rid="r", token_ids=[1], sampling=sampling,  # type: ignore[arg-type]
+            **asked_of(MyRequest, given, headers),
+        )  # fmt: skip
+        request.validate(vocab_size=9)
+        return Req.make(copied(request), index=0, now_s=0.0, eos_ids=frozenset())
+
+    def copied(request: MyRequest) -> MyRequest:
+        """Send the request to a replica, and its parameters beside it, of whose type frames do not know here."""
+        arrived = Decoder(MyRequest, dec_hook=_from_bytes).decode(_ENCODER.encode(request))
+        return replace(arrived, sampling=Decoder(MySampling).decode(_ENCODER.encode(request.sampling)))
+
+    req = sent({"top_a": 0.5, "num_hops": 3, "priority": 2}, **{"x-my-pace": "7.5"})
+    asked_for: Any = req.asked
+    assert (req.rank.priority, asked_for.hops, asked_for.pace, asked_for.sampling.top_a) == (2, 3, 7.5, 0.5)
+    without: Any = sent({"num_hops": None})
+    assert (without.asked.hops, without.asked.pace, without.sampling.top_a) == (0, None, 0.25)
+    for body, headers, message in (
+        ({"top_a": 1.5}, {}, "top_a: must be at least 0 and at most 1, got 1.5"),
+        ({"num_hops": 10}, {}, "num_hops: must be at least 0 and at most 9, got 10"),
+        ({}, {"x-my-pace": "0"}, "x-my-pace: must be above 0 and at most 100, got 0.0"),
+        ({}, {"x-my-pace": "fast"}, "x-my-pace: 'fast' is no number"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{message}$"):
+            sent(body, **headers)
+    shown = Body.model_json_schema()["properties"]
+    assert shown["num_hops"]["anyOf"][0] == {"minimum": 0, "maximum": 9, "type": "integer"}
+    assert shown["top_a"]["description"].endswith("what the model's author says (`model.sampling_defaults`), or 0.25.")
+    assert "x-my-pace" not in shown
 
 
 def test_a_store_of_a_package_keeps_pages(toys: AppConfig) -> None:

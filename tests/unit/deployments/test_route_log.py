@@ -13,6 +13,8 @@ from deployments.dispatch.dispatcher import RouteHints, Saturated
 from deployments.dispatch.progress import left_after
 from deployments.fleet.peers import FoundRoute, NoPeers
 from deployments.http.arrivals import hints_of
+from deployments.http.bodies import WireType
+from deployments.http.convert import asked_of
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import error_response
 from deployments.http.routes import own_route
@@ -269,25 +271,31 @@ async def test_a_request_that_can_be_in_time_is_not_refused_because_late_ones_wa
         waiting_uncached_tokens=12_000, late_uncached_tokens=11_000, late_factor=2.0, prefill_tokens_per_s=1000.0
     )
     await scripted.ready(replica)
-    await scripted.collect(RouteHints(objective_s=5.0), rid="a1.0-in-time")
+    await scripted.collect(objective_s=5.0, rid="a1.0-in-time")
     with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s"):
-        await scripted.collect(RouteHints(objective_s=0.5), rid="a1.0-late")
+        await scripted.collect(objective_s=0.5, rid="a1.0-late")
     assert scripted.router.num_open == 0
 
 
 async def test_the_objective_is_the_headers_or_the_settings_and_what_is_left_of_it_at_the_next_try(
     scripted: House,
 ) -> None:
-    assert hints_of(Headers({"x-manta-objective": "2.5"})) == RouteHints(objective_s=2.5)
-    for wrong in ("0", "-1", "nan", "soon", "1e9"):
-        with pytest.raises(InvalidRequest, match=r"x-manta-objective: .* must be seconds above 0, at most 604,800"):
-            hints_of(Headers({"x-manta-objective": wrong}))
+    def said(given: str) -> GenerateRequest:
+        fields = asked_of(GenerateRequest, WireType(), Headers({"x-manta-objective": given}))
+        return GenerateRequest(rid="r", token_ids=[1], **fields)  # type: ignore[arg-type]
+
+    assert said("2.5").objective_s == 2.5
+    for wrong in ("0", "-1", "nan", "1e9"):
+        with pytest.raises(InvalidRequest, match=r"x-manta-objective: must be above 0 and at most 604,800, got"):
+            said(wrong).validate(vocab_size=9)
+    with pytest.raises(InvalidRequest, match=r"x-manta-objective: 'soon' is no number"):
+        said("soon")
     await scripted.ready(ScriptedReplica("r0"))
-    await scripted.collect(RouteHints(objective_s=7.0), rid="a1.0-own")
+    await scripted.collect(objective_s=7.0, rid="a1.0-own")
     await scripted.collect(rid="a2.0-all")
     own, every = (record.tries[0].decision.objective_s for record in scripted.dispatcher.routes.recent())
     assert 6.0 < own <= 7.0
     assert 1.0 < every <= 2.0  # observability.ttft_objective_s
     left = left_after(GenerateRequest(rid="r", token_ids=[1], deadline_s=9.0, objective_s=3.0), 2.0)
     assert (left.deadline_s, left.objective_s) == (7.0, 1.0)
-    assert left_after(left, 5.0).objective_s == 0.0
+    assert left_after(left, 5.0).objective_s == 0.001
