@@ -14,6 +14,7 @@ from deployments.watch.metrics.emitter import Identity, emitter_of
 from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
 from replicas.launch import EngineSettings, load_engine
+from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import client_of
@@ -31,6 +32,11 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     time.tzset()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
 
 
 @pytest.fixture(scope="session")

@@ -250,11 +250,6 @@ def test_what_the_settings_name_is_looked_at_when_a_router_starts(tmp_path: Path
         parse({"model": {"path": MODEL}, "adapters": {"roots": ["/x"]}})
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(MODEL)
-
-
 class Client:
     """HTTP to a router with one scripted replica, and adapters below ``root``."""
 

@@ -22,42 +22,19 @@ from deployments.http.apis import responses
 from deployments.http.apis.responses import asked_of
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
-from deployments.tenancy.keys import NO_KEYS, read_keys
 from replicas.errors import Fault
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
-from tests.unit.deployments.listening import client_of, listening
+from tests.unit.deployments.listening import client_of
+from tests.unit.deployments.test_batches import served
 from tests.waiting import until_async
 
 pytestmark = pytest.mark.model
 ASK: dict[str, Any] = {"model": MODEL.rsplit("/", 1)[-1], "input": "Tell me of Rome.", "temperature": 0}
 TEXT = "response.output_text.delta"
 EIGHT = "".join(f"<{position}>" for position in range(8))  # what a scripted replica says in 8 tokens
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(MODEL)
-
-
-@contextlib.asynccontextmanager
-async def served(service: Service, *keys: str) -> AsyncIterator[list[openai.AsyncOpenAI]]:
-    """The SDK over sockets, with each of ``keys``."""
-    digests = NO_KEYS
-    if keys:
-        digests = read_keys(api_key_file=None, admin_key=None, environ={"MANTA_API_KEYS": ",".join(keys)})
-    async with contextlib.AsyncExitStack() as stack:
-        port = await stack.enter_async_context(listening(make_app(service, keys=digests)))
-        stack.callback(service.background.stop)
-        clients = [
-            openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=30)
-            for key in keys or ("any",)
-        ]
-        for client in clients:
-            stack.push_async_callback(client.close)
-        yield clients
 
 
 async def ended(sdk: openai.AsyncOpenAI, response_id: str) -> Response:

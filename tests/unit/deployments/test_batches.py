@@ -57,11 +57,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runners, name, 0.02)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(MODEL)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> BatchStore:
     return BatchStore(tmp_path / "batches", max_bytes=1 << 30)
@@ -105,6 +100,7 @@ async def served(service: Service, *keys: str) -> AsyncIterator[list[openai.Asyn
         digests = read_keys(api_key_file=None, admin_key=None, environ={"MANTA_API_KEYS": ",".join(keys)})
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(listening(make_app(service, keys=digests)))
+        stack.callback(service.background.stop)
         clients = [
             openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=30)
             for key in keys or ("any",)

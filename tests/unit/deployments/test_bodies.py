@@ -31,7 +31,6 @@ from deployments.record.route_log import RequestWatch
 from deployments.tenancy.keys import CALLER, ApiKey, KeyDigests
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
-from tests.embedded import MODEL
 from tests.pairwise import ALL
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import listening
@@ -170,11 +169,6 @@ async def another_stream(app: Any, gap: Heartbeat) -> AsyncIterator[None]:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(MODEL)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from deployments.fleet.cache_sync import CacheSync
 from routing.router import Router
 from routing.types import IndexSnapshot, KeysStored, ReplicaView, RouteQuery
 from tests.unit.deployments.in_process import PAGE_SIZE, House, LocalLeases, ScriptedReplica
-from tests.unit.deployments.sample_values import stats
 from tests.waiting import until_async
 
 TOKENS = list(range(100, 100 + 4 * PAGE_SIZE))
@@ -47,41 +46,6 @@ async def test_a_lost_event_costs_one_snapshot(house: House) -> None:
     assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
 
 
-async def test_reports_show_that_the_last_event_was_lost(house: House) -> None:
-    """Nothing follows it, so that no gap shows: three reports of a number that never came lead to a snapshot."""
-    replica = ScriptedReplica("r0")
-    await add(house, replica)
-    replica.store(TOKENS, tell=False)
-    await replica.send_reports(3)
-    await until_async(lambda: overlap(house) == 64)
-    assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
-    await replica.send_reports(3)
-    replica.store(list(range(500, 500 + PAGE_SIZE)))
-    await until_async(lambda: overlap(house, list(range(500, 500 + PAGE_SIZE))) == 16)
-    assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
-
-
-async def test_a_replica_is_asked_again_until_a_snapshot_leaves_nothing_missing(house: House) -> None:
-    class Slow(ScriptedReplica):
-        """Its first answer after a gap is what it held before the first event."""
-
-        num_asked = 0
-
-        async def send_snapshot(self, router_id: str) -> None:
-            self.num_asked += 1
-            if self.num_asked == 2:
-                house.fleet.on_snapshot("r0", IndexSnapshot(seq=0, keys=np.empty(0, dtype=np.uint64)))
-            else:
-                await super().send_snapshot(router_id)
-
-    slow = Slow("r0")
-    await add(house, slow)
-    slow.store(TOKENS, tell=False)
-    slow.store(TOKENS[:32])
-    await until_async(lambda: overlap(house) == 64)
-    assert (slow.num_asked, house.fleet.sync.num_gaps, house.fleet.sync.asking) == (3, 1, frozenset())
-
-
 async def test_a_snapshot_that_fails_is_asked_for_again(house: House) -> None:
     class Shy(ScriptedReplica):
         num_asked = 0
@@ -96,48 +60,6 @@ async def test_a_snapshot_that_fails_is_asked_for_again(house: House) -> None:
     shy.store(TOKENS, tell=False)
     await add(house, shy)
     assert (shy.num_asked, overlap(house)) == (2, 64)
-
-
-async def test_a_replica_that_left_is_forgotten_with_its_pages(house: House) -> None:
-    first, second = ScriptedReplica("r0"), ScriptedReplica("r1")
-    first.store(TOKENS, tell=False)
-    await add(house, first, second)
-    assert overlap(house) == 64
-    house.remove("r0")
-    assert overlap(house) == 0
-
-
-async def test_two_routers_of_the_same_replicas_agree(house: House) -> None:
-    """Each hears all events; what each sent itself and no event confirmed is all that may differ."""
-    first = ScriptedReplica("r0")
-    await add(house, first)
-    async with House(router_id="another router") as other:
-        twin = ScriptedReplica("r0")
-        twin.cache = first.cache
-        first.store(TOKENS)
-        twin.held = first.held
-        await add(other, twin)
-        await until_async(lambda: overlap(house) == 64)
-        assert house.router.held("r0") == other.router.held("r0") != set()
-
-
-async def test_a_router_that_starts_learns_all_pages_from_one_snapshot_a_replica(house: House) -> None:
-    """Eight replicas of 10,000 pages each."""
-    replicas = [full_replica(f"r{number}", 10_000, seed=number) for number in range(8)]
-    await add(house, *replicas)
-    assert [house.router.num_pages(replica.replica_id) for replica in replicas] == [(10_000, 0)] * 8
-    assert [replica.num_snapshots for replica in replicas] == [1] * 8
-    assert (house.fleet.sync.num_snapshots, house.fleet.sync.num_gaps) == (8, 0)
-
-
-def full_replica(replica_id: str, num_pages: int, *, seed: int) -> ScriptedReplica:
-    """It has held ``num_pages`` pages since before the router came."""
-    replica = ScriptedReplica(replica_id)
-    replica.held = np.random.default_rng(seed).integers(0, 2**63, size=num_pages, dtype=np.uint64)
-    replica.stats = stats(num_pages)
-    replica.cache.stored(replica.held, None, PAGE_SIZE, np.empty(0, dtype=np.int32))
-    replica.cache.drain()
-    return replica
 
 
 def one_replica(*, pool_pages: int = 100) -> tuple[Router, CacheSync]:

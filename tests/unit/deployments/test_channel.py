@@ -233,15 +233,6 @@ async def test_deltas_of_a_closed_stream_or_another_replicas_request_are_dropped
     assert desk.server.num_streams == 1
 
 
-async def test_a_router_that_cannot_be_reached_is_an_error_at_once(desk: Desk) -> None:
-    address = await listen(desk)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-        with pytest.raises(OSError, match="Connect call failed"):
-            await connect(dataclasses.replace(address, port=free), node_id="another node")
-
-
 async def test_what_a_router_asks_arrives_in_order_and_a_replica_that_is_not_connected_is_lost(desk: Desk) -> None:
     asked: list[Asked] = []
     address = await listen(desk)

@@ -224,17 +224,6 @@ async def test_a_prefill_engine_that_crashes_ends_the_try(pairs: Pairs) -> None:
     assert leg(d.requests[-1]) is None
 
 
-async def test_a_decode_replica_that_computes_the_prompt_after_all_makes_the_prefill_leg_useless(
-    pairs: Pairs,
-) -> None:
-    p, d = pairs.prefill(), pairs.decode()
-    pending = await pairs.begin(p, d)
-    pairs.desks.settle(room(d.requests[0]), came=False)  # its room timed out
-    assert ids(await pending) == WHOLE
-    await until_async(lambda: p.num_aborted == 1)
-    assert pairs.house.dispatcher.num_retries == 0
-
-
 async def test_the_death_of_prefill_after_the_decode_replica_fell_back_takes_nothing_from_it(pairs: Pairs) -> None:
     """It computes the prompt, and no token has come yet; the client hears of tokens only."""
     p, d = pairs.prefill(), pairs.decode()

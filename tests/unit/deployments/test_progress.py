@@ -57,15 +57,6 @@ def test_a_resumed_choice_reports_the_cached_tokens_of_its_first_token() -> None
     assert progress.accept(told(token(second.request, 0, 0, None), 3), second.choice).usage.cached_tokens == 3
 
 
-def test_what_was_delivered_counts_as_prompt_where_a_replica_is_chosen() -> None:
-    request = ask(max_new_tokens=8)
-    progress = Progress(request)
-    assert progress.so_far() is request
-    for position in range(3):
-        progress.accept(token(request, 0, position, None), None)
-    assert progress.so_far().token_ids.tolist() == [1, 2, 3, 4, 1000, 1001, 1002]
-
-
 def test_of_several_choices_the_longest_that_has_not_ended_counts_as_prompt() -> None:
     request = ask(n=3, max_new_tokens=8)
     progress = Progress(request)

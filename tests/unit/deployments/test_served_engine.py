@@ -17,11 +17,11 @@ from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, MantaError, Overloaded, PromptTooLong
 from replicas.scheduler.plan import StepPlan, StepResult
-from replicas.types import FinishReason, GenerateRequest
+from replicas.types import GenerateRequest
 from tests.fake_transfer_service import FakeWire
 from tests.harness import fake_engine
 from tests.unit.deployments.in_process import House
-from tests.unit.deployments.sample_values import ask, ids
+from tests.unit.deployments.sample_values import ask
 from tests.waiting import until_async
 
 
@@ -164,18 +164,6 @@ def test_outputs_are_remembered_for_a_while_the_longest_of_each_choice_and_withi
     assert (outputs.find("c"), outputs.find("d")) == ({}, {0: [0]})
 
 
-async def test_a_request_runs_before_its_lease_comes(house: House, served: ServedEngine) -> None:
-    await house.ready(served)
-    stream = house.channel.open(["a1.0-me"], replica_id="r0")
-    house.channel.send("r0", RunRequest(ask(max_new_tokens=4)))
-    found = await asyncio.wait_for(stream.take(), 60)
-    while found[-1].finish is None:
-        found += await asyncio.wait_for(stream.take(), 60)
-    assert len(ids(found)) == 4
-    assert await asyncio.wait_for(served.lease("router", "a1.0-me"), 10) is None  # it has ended: at once
-    house.channel.close(stream)
-
-
 async def test_a_lease_that_overtakes_its_request_waits_for_it(house: House, served: ServedEngine) -> None:
     await house.ready(served)
     lease = asyncio.create_task(served.lease("router", "a1.0-me"))
@@ -202,19 +190,6 @@ async def test_a_refusal_waits_for_its_lease(house: House, served: ServedEngine)
     house.channel.send("r0", RunRequest(ask(rid="a2.0-me", max_new_tokens=4)))  # the connection goes on
     assert await asyncio.wait_for(served.lease("router", "a2.0-me"), 60) is None
     assert isinstance(await served.lease("router", too_long.rid), PromptTooLong)
-
-
-async def test_a_request_whose_lease_has_failed_is_ended_by_its_router(house: House, served: ServedEngine) -> None:
-    await house.ready(served)
-    stream = house.channel.open(["a1.0-me"], replica_id="r0")
-    house.channel.send("r0", RunRequest(ask(max_new_tokens=100)))
-    house.channel.send("r0", EndRequest("a1.0-me"))
-    found = await asyncio.wait_for(stream.take(), 60)
-    while found[-1].finish is None:
-        found += await asyncio.wait_for(stream.take(), 60)
-    assert found[-1].finish.reason is FinishReason.ABORT
-    await until_async(lambda: not served.loop.num_open)
-    house.channel.close(stream)
 
 
 async def test_a_replica_whose_transfer_thread_has_failed_is_unhealthy_and_says_so() -> None:

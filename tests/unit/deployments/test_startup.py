@@ -18,6 +18,7 @@ from deployments.command.startup import DeploymentProgress, ReplicaLogs, StartPr
 from deployments.logs import WAITS_FOR_REPLICA
 from deployments.settings.schema import parse
 from deployments.watch.observatory.serve_details import our_errors
+from tests.harness import Clock
 
 
 @dataclass
@@ -161,15 +162,6 @@ def test_settings_that_are_impossible_end_a_start_and_what_may_pass_does_not() -
     assert hopeless(account.replace("InvalidConfig", "UnsupportedModel"))
     assert not hopeless(account.replace("InvalidConfig", "EngineDead"))
     assert not hopeless("RuntimeError: InvalidConfig")
-
-
-class Clock:
-    """Seconds since it was made: ``now_s``."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_elsewhere_than_on_a_terminal_each_phase_is_a_line_however_often_its_figures_change(tmp_path: Path) -> None:

@@ -38,12 +38,6 @@ def test_below_100_answers_there_is_no_p99_and_the_report_says_why() -> None:
     assert said.endswith("\n(no p99: it takes 100 answers, and there are 99)")
 
 
-def test_of_no_answer_nothing_is_told_as_0() -> None:
-    said = bench.report([], [ask.Unanswered("down", ask.UNREACHABLE)], 1.0)
-    assert "prompts    0 tokens, - of them cached" in said
-    assert "time to first token    -    -" in said
-
-
 class Server:
     """Answers each chat with three tokens, or refuses it; keeps the messages, and ends a load after some of them."""
 

@@ -75,10 +75,6 @@ def test_terms_that_older_routers_lack_or_that_are_0_everywhere_have_a_column_on
     assert " ".join(row[-17:-7]) == "200 ms 18 ms 10 ms 0 ms 3.0 ms"
 
 
-def test_without_stages_the_rest_is_shown() -> None:
-    assert plain(explain.drawn(answer(tried()))) == BLOCK.rpartition("\n\n")[0]
-
-
 def test_each_try_tells_why_it_failed() -> None:
     lost = tried(failure="ReplicaGone: replica a1 died", candidates=[])
     blocks = plain(explain.drawn(answer(lost, tried(replica="b2", candidates=[])))).split("\n\n")

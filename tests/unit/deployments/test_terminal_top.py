@@ -17,7 +17,6 @@ from rich.console import Console
 
 from dashboards import files
 from dashboards.catalog import FAILED, OUTCOMES, POOL_STATES, STAGES
-from deployments.watch.observatory.state import State
 from deployments.watch.terminal import ask, top, words
 from deployments.watch.terminal.health import figures, merged, troubles
 from deployments.watch.terminal.keyboard import on_terminal
@@ -198,13 +197,6 @@ def test_of_a_request_that_runs_the_stage_that_it_is_in_is_drawn_to_the_end() ->
     assert " 11 " in lines[2]
 
 
-@pytest.mark.parametrize("how", ["seen", "firing"])
-def test_each_trouble_is_a_sentence(how: str) -> None:
-    words = "45 % of the requests miss the ITL objective."
-    assert troubles(state(alerts=[alert(words, state=how)])) == [words]
-    assert troubles(state()) == []
-
-
 def test_an_alert_that_is_pending_is_told_before_it_is_trouble() -> None:
     body = state(alerts=[alert("6 % are refused.", state="pending")])
     assert troubles(body) == []
@@ -264,12 +256,6 @@ def test_the_screen_fits_a_small_terminal() -> None:
     assert "[qqqpppdddddd]" in lines[16]
     assert lines[23].startswith("q quit")
     assert any("pool: # protected" in line for line in screen(view, 200, 60))
-
-
-def test_before_the_observatory_has_heard_of_anything_the_screen_says_that_nothing_is_there() -> None:
-    lines = screen(View(State().since(), 0.0))
-    assert lines[0].startswith("no model yet, unified: 0 replicas, 0 routers ")
-    assert lines[1].startswith("! no replica yet")
 
 
 def test_keys_choose_sort_pause_and_ask_for_an_explanation() -> None:
@@ -451,11 +437,6 @@ def test_a_key_that_no_header_carries_is_not_sent_and_not_shown(server: Scripted
         ask.state(server.url, key)
     assert (caught.value.status, server.asked) == (ask.REFUSED, [])
     assert "sec" not in str(caught.value)
-
-
-def test_white_space_around_the_key_does_not_count(server: Scripted) -> None:
-    ask.state(server.url, " secret\n")
-    assert server.asked == [("/manta/api/state?since=0", "Bearer secret")]
 
 
 def test_in_a_pipe_one_snapshot_is_printed_with_the_alerts(server: Scripted) -> None:

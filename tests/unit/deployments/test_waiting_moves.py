@@ -117,18 +117,6 @@ async def test_a_client_that_leaves_while_its_request_is_asked_for_leaves_nothin
     house.dispatcher.check()
 
 
-async def test_a_request_whose_next_replica_leaves_while_it_is_asked_for_goes_where_it_can(
-    house: House, slow: list[SlowReplica]
-) -> None:
-    tasks = await waits_behind_another(house, slow)
-    house.dispatcher.move_waiting()
-    house.remove("r1")
-    slow[0].go_on.set()
-    assert [len(ids(await task)) for task in tasks] == [3, 3]
-    assert [each.decision.replica_id for each in record(house, "a1.0-me").tries] == ["r0", "r0"]
-    house.dispatcher.check()
-
-
 class Deaf(ScriptedReplica):
     """It answers that it keeps what it is asked for, once it is told to."""
 
