@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 from kvtransfer.replay import observe
-from replicas.types import EngineStats
+from replicas.types import EngineStats, each_told
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +118,7 @@ class ActivityLog:
         before, self._before = self._before, stats
         self._since_s += took_s
         told = _activity(before, stats, took_s)
-        counts = ("running", "waiting", "handing_over", "finished", "prefill_tok_s", "decode_tok_s")
-        if any(told[name] for name in counts):
+        if any(value for name, value in told.items() if not name.endswith("_percent")):
             text = ", ".join(f"{name} {value}" for name, value in told.items())
             log.info("%s", text, extra=told)
 
@@ -128,11 +127,12 @@ def _activity(before: EngineStats, now: EngineStats, took_s: float) -> dict[str,
     """Return the figures of the line about the ``took_s`` between two statistics."""
     looked_up = now.lookup_tokens - before.lookup_tokens
     hit = round(100 * (now.cached_tokens - before.cached_tokens) / looked_up) if looked_up else None
+    named = [(how.log, getattr(now, name), getattr(before, name), how.is_counter)
+             for name, how in each_told(type(now)) if how.log]  # fmt: skip
     return {
-        "running": now.num_running,
-        "waiting": now.num_waiting,
-        "handing_over": now.num_preallocating + now.num_receiving + now.num_handing_off,
-        "finished": now.num_finished - before.num_finished,
+        **{name: value for name, value, _, is_counter in named if not is_counter},
+        "handing_over": now.num_handed_over,
+        **{name: value - old for name, value, old, is_counter in named if is_counter},
         "kv_percent": round(100 * now.pool.utilization),
         **({} if hit is None else {"hit_percent": hit}),
         "prefill_tok_s": round((now.prefill_tokens - before.prefill_tokens) / took_s, 1),

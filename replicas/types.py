@@ -8,7 +8,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from functools import cache
 from itertools import chain
 from typing import Any, Literal
@@ -486,6 +486,31 @@ class Pending:
         assert all(key == (delta.rid, delta.index) for key, delta in self._by_choice.items())
 
 
+@dataclass(frozen=True, slots=True)
+class ToldAs:
+    """Where a statistic comes from, and the names by which it is told (docs/extending.md)."""
+
+    metric: str = ""  # of dashboards/catalog.py, which has its unit and its sentence
+    of: str = ""  # what of `Sources` it is, or is the length of (engine/stepping.py); "": it is computed there
+    row: str = ""  # in a replica's row of the live view
+    log: str = ""  # in the line of activity: a gauge as it is, of a counter what was added
+    labels: Mapping[str, str] = field(default_factory=dict)  # of the metric
+
+    @property
+    def is_counter(self) -> bool:
+        return self.metric.endswith("_total")
+
+
+def stat(metric: str = "", of: str = "", *, row: str = "", log: str = "", default: Any = MISSING, **labels: str) -> Any:
+    """Make the field of a statistic."""
+    return field(default=default, metadata={"told": ToldAs(metric, of, row, log, labels)})
+
+
+def each_told(stats: type) -> list[tuple[str, ToldAs]]:
+    """List the statistics of a class with what `stat` said of each."""
+    return [(each.name, each.metadata["told"]) for each in dataclasses.fields(stats) if "told" in each.metadata]
+
+
 class PressureLevel(enum.Enum):
     """Share of the pool that cannot be given to a new request (SPEC D15): > 0.95, > 0.85, > 0.70, or less."""
 
@@ -537,26 +562,33 @@ class TierStats:
     clean_pages: int = 0  # of the device pool, with a copy on the host
     store: str | None = None  # which store; replicas with the same one share its pages
     store_error: str | None = None  # why it is not used at present
-    store_bytes: int = 0
+    store_bytes: int = stat("tier_used_bytes", tier="L3", default=0)
     store_items: int = 0
     # counters
-    host_hit_tokens: int = 0  # of prompts, loaded instead of computed
-    store_hit_tokens: int = 0  # of prompts, read from the store and loaded instead of computed
-    host_written_tokens: int = 0  # device -> host
-    host_evicted_tokens: int = 0
-    store_written_tokens: int = 0
-    store_read_tokens: int = 0
-    host_write_s: float = 0.0
-    host_load_s: float = 0.0
-    store_write_s: float = 0.0
-    store_read_s: float = 0.0
-    saved_s: float = 0.0  # what computing the hit tokens would have taken, less what loading them took
-    host_wrong_pages: int = 0  # whose digest did not fit: dropped and computed anew
-    store_wrong_pages: int = 0
-    store_errors: int = 0
-    pushed_tokens: int = 0  # host pages that went to other replicas
-    received_tokens: int = 0  # that others pushed here, and were kept
-    slow_loads: int = 0  # prompts that were computed because loading was slower, or not over in time
+    # of prompts, loaded instead of computed
+    host_hit_tokens: int = stat("cache_hit_tokens_total", tier="L2", default=0)
+    # of prompts, read from the store and loaded instead of computed
+    store_hit_tokens: int = stat("cache_hit_tokens_total", tier="L3", default=0)
+    host_written_tokens: int = stat("tier_written_tokens_total", tier="L2", default=0)  # device -> host
+    host_evicted_tokens: int = stat("cache_evicted_tokens_total", tier="L2", reason="capacity", default=0)
+    store_written_tokens: int = stat("tier_written_tokens_total", tier="L3", default=0)
+    store_read_tokens: int = stat("tier_loaded_tokens_total", tier="L3", default=0)
+    host_write_s: float = stat("tier_write_seconds_total", tier="L2", default=0.0)
+    host_load_s: float = stat("tier_load_seconds_total", tier="L2", default=0.0)
+    store_write_s: float = stat("tier_write_seconds_total", tier="L3", default=0.0)
+    store_read_s: float = stat("tier_load_seconds_total", tier="L3", default=0.0)
+    # what computing the hit tokens would have taken, less what loading them took
+    saved_s: float = stat("tier_saved_seconds_total", default=0.0)
+    # whose digest did not fit: dropped and computed anew
+    host_wrong_pages: int = stat("tier_wrong_pages_total", tier="L2", default=0)
+    store_wrong_pages: int = stat("tier_wrong_pages_total", tier="L3", default=0)
+    store_errors: int = stat("tier_store_errors_total", default=0)
+    # host pages that went to other replicas
+    pushed_tokens: int = stat("tier_moved_tokens_total", direction="out", default=0)
+    # that others pushed here, and were kept
+    received_tokens: int = stat("tier_moved_tokens_total", direction="in", default=0)
+    # prompts that were computed because loading was slower, or not over in time
+    slow_loads: int = stat("tier_slow_loads_total", default=0)
     # smoothed; 0 until measured
     host_s_per_token: float = 0.0  # host -> device
     store_s_per_token: float = 0.0  # store -> host
@@ -568,10 +600,10 @@ class AdapterStats:
     """The adapters that one engine holds; counters only grow."""
 
     held: tuple[str, ...]  # by their identities, the one used last at the end
-    num_bytes: int  # that they take
-    num_loads: int
-    num_dropped: int  # for the room of others
-    load_s: float  # smoothed seconds to load one; 0 until measured
+    num_bytes: int = stat("adapters_held_bytes")  # that they take
+    num_loads: int = stat("adapter_loads_total")
+    num_dropped: int = stat("adapter_drops_total")  # for the room of others
+    load_s: float = stat("adapter_load_seconds")  # smoothed seconds to load one; 0 until measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -580,57 +612,80 @@ class EngineStats:
 
     time_s: float  # monotonic clock of the engine's process
     pool: PoolStats
-    num_waiting: int
-    num_running: int
-    max_running_requests: int
-    waiting_uncached_tokens: int  # prompt tokens queued that no cache holds, the current chunk's rest included
-    cache_nodes: int
-    cache_event_seq: int
+    num_running: int = stat("scheduler_requests", state="running", row="running", log="running")
+    num_waiting: int = stat("scheduler_requests", state="waiting", row="waiting", log="waiting")
+    max_running_requests: int = stat("scheduler_running_limit_requests", "scheduler.max_running", row="running_limit")
+    # prompt tokens queued that no cache holds, the current chunk's rest included
+    waiting_uncached_tokens: int = stat("scheduler_queued_tokens", row="queued_tokens")
+    cache_nodes: int = stat("cache_nodes", "store.cache.num_nodes", tier="L1", row="cache_nodes")
+    cache_event_seq: int = stat(of="store.event_seq")
     # counters
-    num_finished: int
-    num_aborted: int
-    num_errors: int
-    num_retractions: int
-    retracted_tokens: int
-    prefill_tokens: int  # computed
-    cached_tokens: int  # reused instead of computed
-    lookup_tokens: int  # prompt tokens looked up
-    decode_tokens: int
-    evicted_tokens: int
-    num_extend_steps: int
-    num_decode_steps: int
-    extend_s: float  # time in extend steps
-    decode_s: float
-    alloc_failures: int
+    num_finished: int = stat("scheduler_finished_requests_total", "counters.finished", outcome="ok", log="finished")
+    num_aborted: int = stat("scheduler_finished_requests_total", "counters.aborted", outcome="cancelled")
+    num_errors: int = stat("scheduler_finished_requests_total", "counters.errors", outcome="error")
+    num_retractions: int = stat("scheduler_retractions_total", "counters.retractions")
+    retracted_tokens: int = stat("scheduler_retracted_tokens_total", "counters.retracted_tokens")
+    prefill_tokens: int = stat("scheduler_tokens_total", "counters.prefill_tokens", kind="prefill_computed")  # computed
+    # reused instead of computed
+    cached_tokens: int = stat("scheduler_tokens_total", "counters.cached_tokens", kind="prefill_cached")
+    lookup_tokens: int = stat("cache_lookup_tokens_total", "counters.lookup_tokens")  # prompt tokens looked up
+    decode_tokens: int = stat("scheduler_tokens_total", "counters.decode_tokens", kind="decode")
+    evicted_tokens: int = stat("cache_evicted_tokens_total", "store.evicted_tokens", tier="L1", reason="capacity")
+    num_extend_steps: int = stat(of="steps.num_extend")
+    num_decode_steps: int = stat(of="steps.num_decode")
+    extend_s: float = stat("scheduler_busy_seconds_total", "steps.extend_s", phase="prefill")  # time in extend steps
+    decode_s: float = stat("scheduler_busy_seconds_total", "steps.decode_s", phase="decode")
+    alloc_failures: int = stat("kv_pool_alloc_failures_total", "store.alloc_failures", tier="L1")
     # smoothed rates; 0 until measured
-    prefill_tokens_per_s: float
-    decode_step_s: float
+    prefill_tokens_per_s: float = stat(of="steps.prefill_tokens_per_s", row="prefill_tokens_per_s")
+    decode_step_s: float = stat(of="steps.decode_step_s", row="decode_step_s")
     # hand-offs; ``transfer`` is None where the engine takes part in none
-    num_preallocating: int = 0  # decode legs that wait for row and pages
-    num_receiving: int = 0  # decode legs whose K/V is on its way
-    num_handing_off: int = 0  # prefill legs that wait for their receiver, are computed, or drain
+    # decode legs that wait for row and pages
+    num_preallocating: int = stat(
+        "scheduler_requests", "queues.prealloc", state="preallocating", row="preallocating", default=0
+    )
+    # decode legs whose K/V is on its way
+    num_receiving: int = stat("scheduler_requests", state="receiving", row="receiving", default=0)
+    # prefill legs that wait for their receiver, are computed, or drain
+    num_handing_off: int = stat("scheduler_requests", state="handing_off", row="handing_off", default=0)
     transfer: TransferStats | None = None
-    num_mixed_steps: int = 0  # of the extend steps: running requests made a token in them too
-    flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
-    num_constrained: int = 0  # requests whose output is held to a constraint, so far
-    forced_tokens: int = 0  # of their outputs, taken without a choice
+    # of the extend steps: running requests made a token in them too
+    num_mixed_steps: int = stat("scheduler_mixed_steps_total", "steps.num_mixed", default=0)
+    # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
+    flushed_tokens: int = stat(
+        "cache_evicted_tokens_total", "store.flushed_tokens", tier="L1", reason="flush", default=0
+    )
+    # requests whose output is held to a constraint, so far
+    num_constrained: int = stat("scheduler_constrained_requests_total", "counters.constrained", default=0)
+    # of their outputs, taken without a choice
+    forced_tokens: int = stat("scheduler_forced_tokens_total", "counters.forced_tokens", default=0)
     # guessed tokens that rows of decode steps tried, and of them those that came true, by source (scheduler/tokens.py)
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
-    tokens_per_step: float = 1.0  # smoothed, of a request in a decode step: beyond 1 where drafts come true
-    longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
-    rate_step_tokens: float = 0.0  # smoothed prompt tokens of the steps that ``prefill_tokens_per_s`` comes from
+    # smoothed, of a request in a decode step: beyond 1 where drafts come true
+    tokens_per_step: float = stat(of="steps.tokens_per_step", default=1.0)
+    longest_step_s: float = stat(of="steps.longest_s", default=0.0)  # of the recent steps (engine/stepping.py)
+    # smoothed prompt tokens of the steps that ``prefill_tokens_per_s`` comes from
+    rate_step_tokens: float = stat(of="steps.rate_step_tokens", default=0.0)
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
-    blocked: str = ""  # what keeps waiting requests from starting: pool, slots; "" if nothing does
-    failed_checks: int = 0  # of the idle pool, which found pages or rows lost
-    failed_steps: int = 0  # that the engine outlived
+    # what keeps waiting requests from starting: pool, slots; "" if nothing does
+    blocked: str = stat(of="scheduler.blocked", row="blocked", default="")
+    # of the idle pool, which found pages or rows lost
+    failed_checks: int = stat("kv_pool_failed_checks_total", "store.failed_checks", tier="L1", default=0)
+    failed_steps: int = stat("scheduler_failed_steps_total", default=0)  # that the engine outlived
     late_uncached_tokens: int = 0  # of the queued ones, of late requests, before which one goes that can be in time
-    late_factor: float = 0.0  # of scheduler.policy on_time; 0 under the other orders
+    # of scheduler.policy on_time; 0 under the other orders
+    late_factor: float = stat(of="scheduler.late_factor", default=0.0)
     # lines of batches; no other count of waiting requests has those that wait here
     num_offline_waiting: int = 0
     num_offline_running: int = 0  # of ``num_running``, paused ones too
     offline_pages: int = 0  # of the pool's used pages, those that lines of batches alone hold, at the least
     adapters: AdapterStats | None = None  # None where none can be served
+
+    @property
+    def num_handed_over(self) -> int:
+        """The requests of hand-offs, which neither run nor wait for this engine."""
+        return self.num_preallocating + self.num_receiving + self.num_handing_off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -646,13 +701,14 @@ class TallyCounts:
 class EngineTallies:
     """The distributions of one engine since its start; they only grow. Metrics are made from them elsewhere."""
 
-    prefill_step_s: TallyCounts
-    decode_step_s: TallyCounts
-    prefill_batch_requests: TallyCounts
-    decode_batch_requests: TallyCounts
-    prefill_batch_tokens: TallyCounts
-    decode_batch_tokens: TallyCounts
-    evicted_idle_s: TallyCounts  # time since the last use of tree nodes that were evicted for room
+    prefill_step_s: TallyCounts = stat("scheduler_step_duration_seconds", phase="prefill")
+    decode_step_s: TallyCounts = stat("scheduler_step_duration_seconds", phase="decode")
+    prefill_batch_requests: TallyCounts = stat("scheduler_batch_requests", phase="prefill")
+    decode_batch_requests: TallyCounts = stat("scheduler_batch_requests", phase="decode")
+    prefill_batch_tokens: TallyCounts = stat("scheduler_batch_tokens", phase="prefill")
+    decode_batch_tokens: TallyCounts = stat("scheduler_batch_tokens", phase="decode")
+    # time since the last use of tree nodes that were evicted for room
+    evicted_idle_s: TallyCounts = stat("cache_evicted_idle_seconds", tier="L1")
     # hand-offs; empty where the engine takes part in none
     grant_s: TallyCounts  # decode legs: until row and pages were granted
     wait_s: TallyCounts  # decode legs: from then until all had come, or failed

@@ -213,8 +213,7 @@ def _router_body(service: Service) -> dict[str, Any]:
 
 def load_of(stats: EngineStats) -> int:
     """Count the requests of a replica in all states; each request is in one state."""
-    computing = stats.num_running + stats.num_waiting
-    return computing + stats.num_preallocating + stats.num_receiving + stats.num_handing_off
+    return stats.num_running + stats.num_waiting + stats.num_handed_over
 
 
 def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:

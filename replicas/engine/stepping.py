@@ -11,9 +11,11 @@ Thread:    engine thread only; `end` waits for the device.
 
 import collections
 import logging
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.cache.pages import PageStore
@@ -26,7 +28,7 @@ from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingS
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import Counters, NewToken, at_fault, require_fault
-from replicas.types import EngineStats, PoolStats, TierStats
+from replicas.types import EngineStats, PoolStats, TierStats, each_told
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +140,20 @@ def _smooth(old: float, new: float) -> float:
     return new if old == 0.0 else old + SMOOTHING * (new - old)
 
 
+class Sources(NamedTuple):
+    """What statistics are read from."""
+
+    scheduler: Scheduler
+    queues: Queues
+    counters: Counters
+    store: PageStore
+    steps: StepClock
+
+
 def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s: float) -> EngineStats:
     """Collect the statistics of scheduler, pages and steps; the caller adds those of failed steps and hand-offs."""
     counters, queues = scheduler.counters, scheduler.queues
+    now = Sources(scheduler, queues, counters, store, steps)
     chunked = queues.chunked
     parked = queues.away.in_state(ReqState.WAITING)
     # a parked prefill leg waits for pages of its receiver, not for this engine, so it does not count as queued
@@ -154,47 +167,22 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         pool=pool,
         num_waiting=len(queues.waiting) + len(parked) - num_legs,
         num_running=len(queues.running) + len(queues.paused) + len(queues.forced) + (chunked is not None),
+        num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
         num_offline_waiting=len(queues.lines) - len(queues.paused),
         num_offline_running=len(offline),
         offline_pages=_pages_of_batches(queues, pool) if offline else 0,
-        max_running_requests=scheduler.max_running,
         waiting_uncached_tokens=uncached,
         late_uncached_tokens=min(queues.waiting.late_len, uncached),
-        late_factor=scheduler.late_factor,
-        cache_nodes=store.cache.num_nodes,
-        cache_event_seq=store.event_seq,
-        num_finished=counters.finished,
-        num_aborted=counters.aborted,
-        num_errors=counters.errors,
-        num_retractions=counters.retractions,
-        retracted_tokens=counters.retracted_tokens,
-        prefill_tokens=counters.prefill_tokens,
-        cached_tokens=counters.cached_tokens,
-        lookup_tokens=counters.lookup_tokens,
-        decode_tokens=counters.decode_tokens,
-        evicted_tokens=store.evicted_tokens,
-        flushed_tokens=store.flushed_tokens,
-        num_extend_steps=steps.num_extend,
-        num_decode_steps=steps.num_decode,
-        extend_s=steps.extend_s,
-        decode_s=steps.decode_s,
-        alloc_failures=store.alloc_failures,
-        failed_checks=store.failed_checks,
-        prefill_tokens_per_s=steps.prefill_tokens_per_s,
-        rate_step_tokens=steps.rate_step_tokens,
-        decode_step_s=steps.decode_step_s,
-        tokens_per_step=steps.tokens_per_step,
-        num_constrained=counters.constrained,
-        forced_tokens=counters.forced_tokens,
+        tiers=_tier_stats(scheduler.kv, counters),
         drafted_tokens=dict(counters.drafted_tokens),
         accepted_tokens=dict(counters.accepted_tokens),
-        num_preallocating=len(queues.prealloc),
-        num_mixed_steps=steps.num_mixed,
-        num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
-        longest_step_s=steps.longest_s,
-        blocked=scheduler.blocked,
-        tiers=_tier_stats(scheduler.kv, counters),
+        **{name: _read(now, how.of) for name, how in each_told(EngineStats) if how.of},
     )
+
+
+def _read(now: Sources, of: str) -> Any:
+    found = operator.attrgetter(of)(now)
+    return found if isinstance(found, int | float | str) else len(found)
 
 
 def _pages_of_batches(queues: Queues, pool: PoolStats) -> int:

@@ -1,6 +1,7 @@
 """The metrics of one model replica: an engine's statistics, read at each scrape, so that a step costs nothing more.
 
-Owns:      which number of EngineStats and EngineTallies is which metric, and which settings are facts of the replica.
+Owns:      the metrics that no statistic is as it stands (replicas/types.py names the metrics of the others), and which
+           settings are facts of the replica.
 Never:     asks the engine thread: a scrape shows the snapshot of the last step.
 Invariant: the states of the pool sum to its capacity; every metric of a replica is emitted, those of hand-offs only if
            the engine takes part in any.
@@ -10,16 +11,16 @@ Thread:    made on any; read on the scrape's.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dashboards.catalog import BLOCKS, DRAFT_SOURCES, POOL_STATES, TIERS, Process
+from dashboards.catalog import BLOCKS, DRAFT_SOURCES, POOL_STATES, SIZED, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
 from replicas.config import ModelConfig
 from replicas.engine.engine import Engine
-from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats
+from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats, each_told
 from routing.types import Role
 
 Told = tuple[str, Mapping[str, str], Value]
-L1, L2, L3 = ({"tier": tier} for tier in TIERS)
+L1, L2 = ({"tier": tier} for tier in SIZED)
 NO_TIERS = TierStats(host_pages=0, host_used_pages=0)
 NO_ADAPTERS = AdapterStats(held=(), num_bytes=0, num_loads=0, num_dropped=0, load_s=0.0)
 
@@ -52,13 +53,14 @@ def tell_replica(
 
     def read() -> Iterator[Told]:
         now, seen = stats(), tallies()
+        tiers, adapters = now.tiers or NO_TIERS, now.adapters or NO_ADAPTERS
+        for each in (now, tiers, adapters, seen):
+            yield from _named(each)
         yield from _facts(facts, now.pool)
-        yield from _scheduler(now, seen)
-        yield from _pool(now.pool, now, facts)
-        tiers = now.tiers or NO_TIERS
-        yield from _cache(now, tiers, seen)
-        yield from _tiers(tiers, page_size=now.pool.page_size, page_bytes=facts.page_bytes)
-        yield from _adapters(now.adapters or NO_ADAPTERS)
+        yield from _scheduler(now)
+        yield from _pool(now.pool, tiers, facts.page_bytes)
+        yield from _hits(now, tiers)
+        yield "adapters_held", {}, len(adapters.held)
         if now.transfer is not None:
             yield from _transfers(now.transfer, seen)
 
@@ -100,106 +102,39 @@ def _facts(facts: ReplicaFacts, pool: PoolStats) -> Iterator[Told]:
         yield "replica_start_seconds", {"phase": phase}, seconds
 
 
-def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
-    states = {
-        "waiting": stats.num_waiting,
-        "running": stats.num_running,
-        "preallocating": stats.num_preallocating,
-        "receiving": stats.num_receiving,
-        "handing_off": stats.num_handing_off,
-    }
-    yield from _each("scheduler_requests", "state", states)
-    yield "scheduler_running_limit_requests", {}, stats.max_running_requests
-    yield "scheduler_queued_tokens", {}, stats.waiting_uncached_tokens
+def _named(stats: object) -> Iterator[Told]:
+    """Tell the statistics that are a metric as they are (replicas/types.py names it)."""
+    for name, how in each_told(type(stats)):
+        if how.metric:
+            yield how.metric, how.labels, getattr(stats, name)
+
+
+def _scheduler(stats: EngineStats) -> Iterator[Told]:
     for reason in BLOCKS:
         yield "admission_blocked", {"reason": reason}, stats.blocked == reason
-    yield from _each(
-        "scheduler_batch_requests",
-        "phase",
-        {"prefill": tallies.prefill_batch_requests, "decode": tallies.decode_batch_requests},
-    )
-    yield from _each(
-        "scheduler_batch_tokens",
-        "phase",
-        {"prefill": tallies.prefill_batch_tokens, "decode": tallies.decode_batch_tokens},
-    )
-    yield from _each(
-        "scheduler_step_duration_seconds", "phase", {"prefill": tallies.prefill_step_s, "decode": tallies.decode_step_s}
-    )
-    yield "scheduler_mixed_steps_total", {}, stats.num_mixed_steps
-    yield "scheduler_constrained_requests_total", {}, stats.num_constrained
-    yield "scheduler_forced_tokens_total", {}, stats.forced_tokens
     for source in DRAFT_SOURCES:
         accepted = stats.accepted_tokens.get(source, 0)
         rejected = stats.drafted_tokens.get(source, 0) - accepted
         yield "scheduler_draft_tokens_total", {"source": source, "outcome": "accepted"}, accepted
         yield "scheduler_draft_tokens_total", {"source": source, "outcome": "rejected"}, rejected
-    yield from _each("scheduler_busy_seconds_total", "phase", {"prefill": stats.extend_s, "decode": stats.decode_s})
-    kinds = {
-        "prefill_computed": stats.prefill_tokens,
-        "prefill_cached": stats.cached_tokens,
-        "decode": stats.decode_tokens,
-    }
-    yield from _each("scheduler_tokens_total", "kind", kinds)
-    yield "scheduler_retractions_total", {}, stats.num_retractions
-    yield "scheduler_retracted_tokens_total", {}, stats.retracted_tokens
-    yield "scheduler_failed_steps_total", {}, stats.failed_steps
-    ended = {"ok": stats.num_finished, "cancelled": stats.num_aborted, "error": stats.num_errors}
-    yield from _each("scheduler_finished_requests_total", "outcome", ended)
 
 
-def _pool(pool: PoolStats, stats: EngineStats, facts: ReplicaFacts) -> Iterator[Told]:
-    yield "kv_pool_capacity_tokens", L1, pool.total_tokens
-    yield "kv_pool_capacity_bytes", L1, pool.num_pages * facts.page_bytes
+def _pool(pool: PoolStats, tiers: TierStats, page_bytes: int) -> Iterator[Told]:
+    for tier, num_pages in ((L1, pool.num_pages), (L2, tiers.host_pages)):
+        yield "kv_pool_capacity_tokens", tier, num_pages * pool.page_size
+        yield "kv_pool_capacity_bytes", tier, num_pages * page_bytes
     for state in POOL_STATES:
         yield "kv_pool_tokens", {**L1, "state": state}, getattr(pool, f"{state}_pages") * pool.page_size
     yield "kv_pool_utilization_ratio", L1, pool.utilization
-    yield "kv_pool_alloc_failures_total", L1, stats.alloc_failures
-    yield "kv_pool_failed_checks_total", L1, stats.failed_checks
-
-
-def _cache(stats: EngineStats, tiers: TierStats, tallies: EngineTallies) -> Iterator[Told]:
-    loaded = tiers.host_hit_tokens + tiers.store_hit_tokens
-    yield "cache_lookup_tokens_total", {}, stats.lookup_tokens
-    yield "cache_hit_tokens_total", L1, max(stats.cached_tokens - loaded, 0)  # the two are not counted at one moment
-    yield "cache_hit_tokens_total", L2, tiers.host_hit_tokens
-    yield "cache_hit_tokens_total", L3, tiers.store_hit_tokens
-    yield "cache_evicted_tokens_total", {**L1, "reason": "capacity"}, stats.evicted_tokens
-    yield "cache_evicted_tokens_total", {**L1, "reason": "flush"}, stats.flushed_tokens
-    yield "cache_evicted_tokens_total", {**L2, "reason": "capacity"}, tiers.host_evicted_tokens
-    yield "cache_evicted_idle_seconds", L1, tallies.evicted_idle_s
-    yield "cache_nodes", L1, stats.cache_nodes
-
-
-def _tiers(tiers: TierStats, *, page_size: int, page_bytes: int) -> Iterator[Told]:
-    yield "kv_pool_capacity_tokens", L2, tiers.host_pages * page_size
-    yield "kv_pool_capacity_bytes", L2, tiers.host_pages * page_bytes
-    yield "tier_clean_tokens", {}, tiers.clean_pages * page_size
-    by_tier: dict[str, tuple[float, float]] = {  # host, store
-        "tier_used_bytes": (tiers.host_used_pages * page_bytes, tiers.store_bytes),
-        "tier_written_tokens_total": (tiers.host_written_tokens, tiers.store_written_tokens),
-        "tier_write_seconds_total": (tiers.host_write_s, tiers.store_write_s),
-        "tier_loaded_tokens_total": (tiers.host_hit_tokens + tiers.store_hit_tokens, tiers.store_read_tokens),
-        "tier_load_seconds_total": (tiers.host_load_s, tiers.store_read_s),
-        "tier_wrong_pages_total": (tiers.host_wrong_pages, tiers.store_wrong_pages),
-    }
-    for name, (host, store) in by_tier.items():
-        yield name, L2, host
-        yield name, L3, store
-    moved = {"out": tiers.pushed_tokens, "in": tiers.received_tokens}
-    yield from _each("tier_moved_tokens_total", "direction", moved)
-    yield "tier_saved_seconds_total", {}, tiers.saved_s
-    yield "tier_slow_loads_total", {}, tiers.slow_loads
-    yield "tier_store_errors_total", {}, tiers.store_errors
+    yield "tier_clean_tokens", {}, tiers.clean_pages * pool.page_size
+    yield "tier_used_bytes", L2, tiers.host_used_pages * page_bytes
     yield "tier_store_up", {}, tiers.store_error is None
 
 
-def _adapters(stats: AdapterStats) -> Iterator[Told]:
-    yield "adapters_held", {}, len(stats.held)
-    yield "adapters_held_bytes", {}, stats.num_bytes
-    yield "adapter_loads_total", {}, stats.num_loads
-    yield "adapter_drops_total", {}, stats.num_dropped
-    yield "adapter_load_seconds", {}, stats.load_s
+def _hits(stats: EngineStats, tiers: TierStats) -> Iterator[Told]:
+    loaded = tiers.host_hit_tokens + tiers.store_hit_tokens
+    yield "cache_hit_tokens_total", L1, max(stats.cached_tokens - loaded, 0)  # the two are not counted at one moment
+    yield "tier_loaded_tokens_total", L2, loaded
 
 
 def _transfers(stats: TransferStats, tallies: EngineTallies) -> Iterator[Told]:

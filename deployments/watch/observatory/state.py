@@ -41,16 +41,12 @@ from deployments.watch.observatory.requests import Requests
 from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.scaling import Scaling
 from deployments.watch.observatory.serve_details import ROUTER, Listed, ServeDetails
-from replicas.types import AdapterStats, EngineStats, PoolStats
+from replicas.types import AdapterStats, EngineStats, PoolStats, each_told
 
 SERVE_STATES = {"RUNNING": "starting", "STOPPING": "draining"}  # shown for a replica that no router sees; else starting
 _RATES = ("prefill_tokens_per_s", "cached_tokens_per_s", "decode_tokens_per_s")
-_NOTHING = dict.fromkeys(
-    (
-        "running", "running_limit", "waiting", "preallocating", "receiving", "handing_off", "queued_tokens",
-        "prefill_tokens_per_s", "decode_step_s", "report_age_s", "cache_nodes", "blocked",
-    )
-)  # fmt: skip
+_ROWS = {how.row: name for name, how in each_told(EngineStats) if how.row}
+_NOTHING = dict.fromkeys((*_ROWS, "report_age_s"))
 
 
 def counters_of(stats: EngineStats) -> tuple[int, int, int]:
@@ -100,22 +96,19 @@ def _reported(report: ReplicaReport, age_s: float) -> dict[str, Any]:
     stats = report.stats
     return {
         "error": report.error,
-        "running": stats.num_running,
-        "running_limit": stats.max_running_requests,
-        "waiting": stats.num_waiting,
-        "preallocating": stats.num_preallocating,
-        "receiving": stats.num_receiving,
-        "handing_off": stats.num_handing_off,
-        "queued_tokens": stats.waiting_uncached_tokens,
-        "blocked": stats.blocked or None,
-        "prefill_tokens_per_s": short(stats.prefill_tokens_per_s),
-        "decode_step_s": short(stats.decode_step_s),
+        **{row: _shown(getattr(stats, name)) for row, name in _ROWS.items()},
         "report_age_s": round(age_s, 1),
         **_tiers(stats),
         "adapters": _adapters(stats.adapters),
-        "cache_nodes": stats.cache_nodes,
         "page_size": stats.pool.page_size,
     }
+
+
+def _shown(value: float | str) -> float | str | None:
+    """Return a number, shortened, or a text; None for none."""
+    if isinstance(value, str):
+        return value or None
+    return short(value) if isinstance(value, float) else value
 
 
 def _tiers(stats: EngineStats) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
@@ -223,6 +224,42 @@ def test_a_parameter_and_a_field_of_a_request_are_one_line_each() -> None:
     assert shown["num_hops"]["anyOf"][0] == {"minimum": 0, "maximum": 9, "type": "integer"}
     assert shown["top_a"]["description"].endswith("what the model's author says (`model.sampling_defaults`), or 0.25.")
     assert "x-my-pace" not in shown
+
+
+STATISTIC = """
+import dataclasses
+from dashboards import catalog
+from replicas import types
+{example}
+given = {{"bases": (types.EngineStats,), "frozen": True, "slots": True, "kw_only": True}}
+types.EngineStats = dataclasses.make_dataclass("EngineStats", [("num_mine", int, num_mine)], **given)
+catalog.CATALOG[metric.name] = metric
+
+from deployments.channel.frames import FrameReader, ReplicaReport, decode, encode
+from deployments.fleet.seen import SeenReplica
+from deployments.logs import _activity
+from deployments.watch.observatory.state import row_of
+from tests.harness import ask, fake_engine, finish_all
+from tests.unit.metrics.test_replica_figures import scrape
+
+engine, _ = fake_engine()
+before = engine.stats()
+engine.submit(ask("a", range(1, 9)))
+finish_all(engine)
+(frame,) = FrameReader().feed(encode(ReplicaReport(stats=engine.stats(), error=None, num_open=0)))
+report = decode(frame)
+seen = SeenReplica(replica_id="a", role="unified", state="accepting", info=None, report=report, report_age_s=0.0)
+print(report.stats.num_mine, row_of(seen, node="n", age_s=0.0, rates=None)["mine"],
+      int(scrape(report.stats).value(metric.name)), _activity(before, report.stats, 1.0)["mine"])
+"""
+
+
+def test_a_statistic_is_a_field_and_its_metric_and_is_told_everywhere() -> None:
+    """The example of the page, in a process of its own, as modules read the table when they are imported."""
+    page = Path("docs/extending.md").read_text().partition("## Statistic of an engine")[2]
+    program = STATISTIC.format(example=page.partition("```python\n")[2].partition("```")[0])
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["8"] * 4, run.stderr
 
 
 def test_a_store_of_a_package_keeps_pages(toys: AppConfig) -> None:
