@@ -205,7 +205,7 @@ class TimedEngine:
         """Count the next steps in which each running request makes a token that is not its last and needs no page, and
         nothing else can happen unless a command comes."""
         queues = self.scheduler.queues
-        waiting = (queues.waiting, queues.lines, queues.prealloc, queues.away, queues.begun)
+        waiting = (queues.waiting, queues.prealloc, queues.away, queues.begun)
         if not (queues.running and self._build.is_even) or any(len(each) for each in waiting):
             return 0
         size, left = self._build.page_size, math.inf
@@ -232,7 +232,7 @@ class TimedEngine:
             req.ids[req.num_tokens : req.num_tokens + num] = made
             req.num_tokens += num
             req.computed_len += num
-            scheduler.queues.waiting.shares.charge(req.asked, num)
+            scheduler.queues.waiting.shares.charge(req, num)
         scheduler.counters.decode_tokens += num * len(scheduler.queues.running)
         for _ in range(num):
             scheduler._ratio.decode_step()

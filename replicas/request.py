@@ -33,7 +33,7 @@ as prefill before its first token, and as decode after it.
 
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -154,10 +154,31 @@ class Bound:
 OFFLINE = -2000  # the priority of lines of batches: below every other
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestClass:
+    """A class of requests: what goes before the rest whatever its priority, tenant or age, and what gives way to it.
+
+    A request is of the first class of `CLASSES` that has it. It starts only where no request of a higher class could;
+    for the row, the pages or the adapter's place of one, running requests of lower classes are retracted.
+    """
+
+    has: Callable[[GenerateRequest], bool]
+    level: int  # the highest goes first; requests below 0 are no load that others wait for
+    priority: int | None = None  # of its requests, whatever they ask for; None: what they ask for
+    chunk_share: float = 1.0  # of a step's prompt tokens: a request that comes meanwhile waits for the step's end
+
+
+CLASSES: dict[str, RequestClass] = {
+    "batch": RequestClass(has=lambda request: request.offline, level=-1, priority=OFFLINE, chunk_share=1 / 8),
+    "ordinary": RequestClass(has=lambda request: True, level=0),
+}
+
+
 @dataclass(slots=True, eq=False)
 class Rank:
     """What puts a request before others in queues."""
 
+    request_class: RequestClass = CLASSES["ordinary"]
     priority: int = 0  # higher runs first; 0 for all where the scheduler's priorities are off
     from_s: float = 0.0  # arrival_s, less what it had waited and what its priority is worth; set by the scheduler
     bound: Bound = Bound()  # set once, when it comes to wait
@@ -244,7 +265,7 @@ class Req:
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
-            rank=Rank(priority=request.priority),
+            rank=Rank(next(each for each in CLASSES.values() if each.has(request)), request.priority),
             num_resumed=len(resumed),
             eos_ids=frozenset() if sampling.ignore_eos and sampling.constraint is None else eos_ids,
             return_logprobs=request.return_logprobs,
@@ -268,6 +289,16 @@ class Req:
     def is_prefill_leg(self) -> bool:
         """Whether only the first token is sampled here, and another replica decodes."""
         return self.leg is not None and self.leg.role is PdLeg.PREFILL
+
+    @property
+    def level(self) -> int:
+        """The level of its class."""
+        return self.rank.request_class.level
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it is no load that others wait for: it gives its place up to any of these."""
+        return self.rank.request_class.level < 0
 
     @property
     def was_admitted(self) -> bool:
@@ -327,6 +358,11 @@ class Req:
             drafted_tokens=self.drafted[0],
             accepted_tokens=self.drafted[1],
         )
+
+
+def below(reqs: Iterable[Req], req: Req) -> list[Req]:
+    """List those of ``reqs`` whose class is lower than that of ``req``."""
+    return [each for each in reqs if each.level < req.level]
 
 
 class ReqQueue:

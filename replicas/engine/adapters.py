@@ -19,7 +19,7 @@ from typing import Protocol
 
 from replicas.config import AdapterLimits
 from replicas.errors import AdapterNotReadable, InvalidAdapter, MantaError, Overloaded
-from replicas.request import Req, ReqState
+from replicas.request import Req
 from replicas.types import AdapterRef, AdapterStats
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class AdapterLook:
     holders: Sequence[Req]  # had pages when it began
     kept: set[str] = field(default_factory=set)  # adapters of those asked about: dropped for none behind them
     wants: AdapterRef | None = None  # what the first of them lacks
-    short: tuple[Req, int] | None = None  # a request of no batch that found no room, and the bytes of its adapter
+    short: tuple[Req, int] | None = None  # the last request that found no room, and the bytes of its adapter
     barred: bool = False  # one found none for long: no other starts whose adapter would take some
 
 
@@ -130,17 +130,6 @@ class HeldAdapters:
         if ref is not None and ref != self._unreadable and ref not in self._refused and not self._holds(ref):
             self._look.wants = self._look.wants or ref
 
-    def may_have(self, req: Req, holders: Sequence[Req]) -> bool:
-        """Whether `ready` may be true of ``req`` now, beside the adapters of ``holders``."""
-        ref, reading = req.asked.adapter, self._reading
-        if ref is None or ref.identity in self._held:
-            return True
-        if reading is None or reading.ref != ref or not reading.future.done():
-            return False
-        if reading.future.exception() is not None:
-            return True  # it is told
-        return self._fits(reading.future.result()[0].num_bytes, _identities(holders))
-
     def end_look(self) -> list[tuple[Req, MantaError]]:
         """Read what the first request lacks. Returns: the requests that get no adapter, and why; they wait still."""
         reading, wants = self._reading, self._look.wants
@@ -153,22 +142,17 @@ class HeldAdapters:
             self._reading.future.add_done_callback(lambda _: self._tell())
         return failed
 
-    @property
-    def short(self) -> bool:
-        """Whether a request of no batch found no room for its adapter in the last look."""
-        return self._look.short is not None and self._look.short[0].state is ReqState.WAITING
-
-    def giving_way(self, lines: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
-        """Choose the ``lines``, among the ``holders`` of pages, without whose adapters a request that was `short` has
-        room for its own; none where not even all of them would make it."""
-        if self._look.short is None or not self.short:
+    def giving_way(self, req: Req, lower: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
+        """Choose the requests of ``lower``, among the ``holders`` of pages, without whose adapters ``req``, which was
+        asked about last, has room for its own; none where not even all of them would make it."""
+        if self._look.short is None or self._look.short[0] is not req:
             return []
-        pinned, gone = _identities(holders), set[str]()
-        free = _identities(lines) - _identities(set(holders) - set(lines))
+        pinned, gone = _identities(holders) | self._look.kept, set[str]()
+        free = _identities(lower) - _identities(set(holders) - set(lower)) - self._look.kept
         for identity in [each for each in self._held if each in free]:
             gone.add(identity)
             if self._fits(self._look.short[1], pinned - gone):
-                return [req for req in lines if _identities([req]) & gone]
+                return [each for each in lower if _identities([each]) & gone]
         return []
 
     def poll(self) -> bool:
@@ -240,8 +224,7 @@ class HeldAdapters:
                 f"requests, {sum(in_use):,} bytes: raise adapters.host_bytes ({self._port.limits.host_bytes:,}), add "
                 "replicas, or try again later"
             )
-        if not req.asked.offline:
-            self._look.short = req, num_bytes
+        self._look.short = req, num_bytes
         self._look.barred |= waited_s > PATIENCE_S
 
     def _may_pass(self, ref: AdapterRef) -> bool:

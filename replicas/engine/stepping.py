@@ -158,17 +158,18 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
     parked = queues.away.in_state(ReqState.WAITING)
     # a parked prefill leg waits for pages of its receiver, not for this engine, so it does not count as queued
     num_legs = sum(req.is_prefill_leg for req in parked)
-    offline = [req for req in queues.holding if req.asked.offline]
+    offline = [req for req in queues.holding if req.in_background]
+    num_waiting = len(queues.waiting.counted)
     pool = store.stats()
     uncached = queues.waiting.uncached_tokens()
-    uncached += chunked.extend_len if chunked and not chunked.asked.offline else 0
+    uncached += chunked.extend_len if chunked and not chunked.in_background else 0
     return EngineStats(
         time_s=now_s,
         pool=pool,
-        num_waiting=len(queues.waiting) + len(parked) - num_legs,
-        num_running=len(queues.running) + len(queues.paused) + len(queues.forced) + (chunked is not None),
+        num_waiting=num_waiting + len(parked) - num_legs,
+        num_running=len(queues.running) + len(queues.forced) + (chunked is not None),
+        num_offline_waiting=len(queues.waiting) - num_waiting,
         num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
-        num_offline_waiting=len(queues.lines) - len(queues.paused),
         num_offline_running=len(offline),
         offline_pages=_pages_of_batches(queues, pool) if offline else 0,
         waiting_uncached_tokens=uncached,
@@ -187,7 +188,7 @@ def _read(now: Sources, of: str) -> Any:
 
 def _pages_of_batches(queues: Queues, pool: PoolStats) -> int:
     """Count the used pages that no other request can hold; what others share among them is counted for each."""
-    held = [req.holding for req in queues.holding if req.holding is not None and not req.asked.offline]
+    held = [req.holding for req in queues.holding if req.holding is not None and not req.in_background]
     others = sum(-(-each.kv_len // pool.page_size) for each in held)
     return max(0, pool.protected_pages + pool.reserved_pages - others)
 
@@ -316,8 +317,6 @@ class Stepping:
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
         queues = self._scheduler.queues
-        if num_reqs == num_new and queues.lines.num_open:  # all decode, one token each
-            queues.lines.share.time.timed(num_reqs, step_s)
         self.times.record(
             step_s,
             num_prompt,

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from replicas.cache.base import Lock
 from replicas.cache.kv import KvCache
 from replicas.cache.node import TreeNode
-from replicas.request import Guide, Req, ReqState
+from replicas.request import Guide, Req, ReqState, below
 from replicas.scheduler.admission import NewTokenRatio
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite
 from replicas.scheduler.queues import Queues
@@ -51,6 +51,14 @@ class DecodeRows(NamedTuple):
     token_ids: TokenIds  # 0 in a step planned ahead, whose input is not known yet
     seq_lens: npt.NDArray[np.int32]
     slots: Slots
+
+    def of(self, reqs: Sequence[Req], before: Sequence[Req]) -> "DecodeRows":
+        """Return the rows of ``reqs``, which stand in ``before`` in the same order; these are of ``before``."""
+        if len(reqs) == len(before):
+            return self
+        stay = set(reqs)
+        places = [at for at, req in enumerate(before) if req in stay]
+        return DecodeRows(*(each[places] for each in self))
 
     def and_draft(self, request: int, token_ids: TokenIds, slots: Slots) -> "DecodeRows":
         """Add the rows of a draft of request ``request``: ``token_ids`` [k] follow its own token."""
@@ -136,10 +144,8 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
     """
     retracted, running = False, queues.running
     while running and kv.pages_needed_decode(running) * kv.page_size > kv.store.available_tokens():
-        chunked, holders = queues.chunked, [*running, *queues.paused, *(r for r in queues.forced if r.asked.offline)]
-        if chunked is not None and chunked.asked.offline:
-            holders.append(chunked)
-        if len(holders) == 1 and chunked is not None and not chunked.is_prefill_leg:
+        chunked, holders = queues.chunked, [*running, *below(queues.begun, max(running, key=lambda req: req.level))]
+        if len(holders) == 1 and chunked is not None and not (chunked.is_prefill_leg or below(running, chunked)):
             victim = chunked
         else:
             victim = _victim(holders)
@@ -151,10 +157,12 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
 
 
 def _victim(holders: Sequence[Req]) -> Req:
-    """Choose the request whose pages others need most: within a priority, of the tenant that has most beyond its
-    share."""
+    """Choose the request whose pages others need most: within a class and priority, of the tenant that has most beyond
+    its share."""
     beyond = beyond_share(holders, lambda req: req.num_tokens)
-    return min(holders, key=lambda req: (req.rank.priority, -beyond[req.asked.tenant], retracted_first(req)))
+    return min(
+        holders, key=lambda req: (req.level, req.rank.priority, -beyond[req.asked.tenant], retracted_first(req))
+    )
 
 
 def gives_place(head: Req, running: Sequence[Req], *, by_tokens: bool) -> Req | None:
@@ -176,7 +184,7 @@ def gives_place(head: Req, running: Sequence[Req], *, by_tokens: bool) -> Req | 
 
 
 def retracted_first(req: Req) -> tuple[int, int, int]:
-    """Lines of batches, then lowest priority, then least output, then longest prompt (SPEC F11)."""
+    """Lowest priority, then least output, then longest prompt (SPEC F11)."""
     return (req.rank.priority, req.num_output, -req.prompt_len)
 
 
@@ -184,14 +192,14 @@ def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
     """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens."""
     assert not req.is_prefill_leg, f"prefill leg {req.rid}: its pages may be on their way"
     queues.remove(req)
-    if not req.asked.offline:  # else it says nothing of the pool: a line gives way to every request
+    if not req.in_background:  # else it says nothing of the pool: such a request gives way to every other
         counters.retractions += 1
         counters.retracted_tokens += req.computed_len
     req.num_retractions += 1
     req.prompt_logprobs.clear()
     kv.release(req, keep=True)
     req.move(ReqState.WAITING)
-    queues.wait(req)
+    queues.waiting.add(req)
 
 
 class SharedPrefixes:
@@ -342,12 +350,8 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
     Returns: the requests that make one more token, and their places in the step under way; None if something else may
              have to run first, or if a token must be known to make the next one.
     """
-    begun = queues.begun
-    waiting = (queues.waiting, queues.prealloc, queues.lines)
-    has_queue = len(begun) > 0 or any(len(each) for each in waiting)
-    if len(queues.under_way) != 1 or (has_queue and must_look):
-        return None
-    if begun and not (all(req.asked.offline for req in begun) and queues.num_others):  # lines get a part of some steps
+    has_queue = len(queues.waiting) > 0 or len(queues.prealloc) > 0
+    if len(queues.under_way) != 1 or queues.begun or (has_queue and must_look):
         return None
     reqs = [req for req in queues.running if req.max_remaining > 1]  # else the step under way may make its last token
     if not reqs or any(_needs_host(req) for req in reqs):

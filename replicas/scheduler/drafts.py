@@ -182,7 +182,7 @@ class Drafts:
         for token in tokens:
             if token.num_accepted:
                 self._counters.decode_tokens += token.num_accepted
-                shares.charge(token.req.asked, token.num_accepted)
+                shares.charge(token.req, token.num_accepted)
         if plan.follows is not None:  # it was planned, and begun, while another was under way
             self._proposed, self._began_s = {}, self._ended_s
             self._num_untried += 1

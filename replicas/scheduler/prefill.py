@@ -16,6 +16,7 @@ Source:    Sarathi-Serve, Agrawal et al. 2024 (arXiv:2403.02310), "piggy-backed"
 """
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from replicas.cache.kv import KvCache, longest_reuse
 from replicas.errors import PagesExhausted
-from replicas.request import Req, ReqState
+from replicas.request import Req, ReqState, below
 from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, retracted_first, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
@@ -42,7 +43,7 @@ class Refusal(enum.Enum):
     MEMORY = "its prompt and reserved output do not fit the pool beside what runs"
     SHARED_PREFIX = "another request is computing its prefix right now"
     OLDER_GRANT = "an older decode leg waits for memory"
-    SHARE = "a tenant that has had less begins in this step, and would wait for what else it holds"
+    SHARE = "a request of a higher class, or of a tenant that has had less, begins in this step and would wait for it"
     LOADING = "its cached prefix is on its way from the host or the store"
     ADAPTER = "its adapter is being loaded, or has no room beside those of requests that run"
 
@@ -76,7 +77,6 @@ class Limits:
     share_len: int  # a request that shares this many tokens with one of the batch waits for them
     in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
     max_running: int
-    line_len: int  # most new tokens of lines' prompts
     running: Sequence[Req]  # of them, those that make a token in the same step
 
 
@@ -85,29 +85,26 @@ def next_batch(
 ) -> ExtendBatch:
     """Form the next extend batch; it has no rows when nothing can start."""
     batch = ExtendBatch()
-    others_begin = queues.others_begin
     budget = StepBudget(_num_tokens(limits, len(limits.running), kv), page_size=kv.page_size)
-    _extend_forced(batch, queues, kv, counters, limits, budget)
-    if not others_begin:
-        budget.lower(limits.line_len)
-    shares, order = queues.waiting.shares, _in_turn(queues, now_s, others_begin=others_begin)  # it settles credits
+    _extend_forced(batch, queues, kv, counters, budget)
+    shares = queues.waiting.shares
+    order = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []  # it settles credits
     if queues.chunked is not None:
         _ease(budget, queues.chunked, shares.easing, limits, kv, now_s)
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
-        if not _gives_way(queues.chunked, queues, kv, counters, limits, budget):
+        if not _has_room(queues.chunked, Refusal.MEMORY, queues, kv, counters, limits, budget):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
     batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
-    barrier = queues.prealloc.barrier
     for req in order:
-        if barrier is not None and req.rank.from_s > barrier:
+        if queues.prealloc.bars(req):
             refusal: Refusal | None = Refusal.OLDER_GRANT
-        elif others_begin and shares.waits_out(req, batch.reqs[batch.num_forced :]):
+        elif shares.waits_out(req, batch.reqs[batch.num_forced :]):
             refusal = Refusal.SHARE
         else:
             _ease(budget, req, shares.easing, limits, kv, now_s)
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
-            while refusal in NO_ROOM and _gives_way(req, queues, kv, counters, limits, budget):
+            while refusal is not None and _has_room(req, refusal, queues, kv, counters, limits, budget):
                 batch.reserved = sum(map(ratio.reserve, limits.in_flight))
                 batch.reserved += sum(_still_needs(each, ratio) for each in batch.reqs)
                 refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
@@ -123,7 +120,7 @@ def next_batch(
             continue
         batch.refusals[(req.rid, req.index)] = refusal
         if refusal in NO_ROOM:
-            batch.barrier = req.rank.from_s
+            batch.barrier = None if req.in_background else req.rank.from_s
             batch.short = req if refusal is Refusal.MEMORY else None
         batch.whole_only |= refusal is Refusal.SHARED_PREFIX
         if refusal not in PASSING:
@@ -138,32 +135,29 @@ def _num_tokens(limits: Limits, num_decode: int, kv: KvCache) -> int:
 def _ease(budget: StepBudget, req: Req, easing: Easing, limits: Limits, kv: KvCache, now_s: float) -> None:
     """Leave ``req`` what it may have of a step, and lend it the part of those that are left out where it ends."""
     budget.lower(max(easing.most_len(req, now_s), limits.chunk_size // 8, kv.page_size))
+    budget.lower(max(math.ceil(req.rank.request_class.chunk_share * limits.chunk_size), kv.page_size))
     num_running, num_out = len(limits.running), easing.num_left_out(limits.running, req)
     budget.lend(_num_tokens(limits, num_running - num_out, kv) - _num_tokens(limits, num_running, kv))
 
 
-def _in_turn(queues: Queues, now_s: float, *, others_begin: bool) -> list[Req]:
-    """List the requests in the order in which to try them; unless ``others_begin`` in this step, then lines of batches,
-    behind requests that wait for their adapters."""
-    others = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []
-    if others_begin:
-        return others
-    lines = (req for req in queues.lines if req.state is ReqState.WAITING)  # the others are paused
-    return others + sorted(lines, key=lambda req: req.rank.from_s)
-
-
-def _gives_way(req: Req, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget) -> bool:
-    """Retract a paused line of a batch, whose row and pages ``req`` needs. Returns: whether there was one; none does
-    for another line, or where ``req`` could not begin in this step with all pages either."""
-    left_len = budget.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len, ends=True)
-    if req.asked.offline or not left_len or queues.chunked not in (None, req):
+def _has_room(
+    req: Req, refusal: Refusal, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget
+) -> bool:
+    """Retract running requests of lower classes for ``req``, which was refused: one for a row or pages, if it could
+    begin in this step with all pages; for its adapter as many as that needs. Returns: whether any was retracted."""
+    lower = below(queues.running, req)
+    if not lower:
         return False
-    victim = min(queues.paused, key=retracted_first, default=None)
-    if victim is None:
-        return False
-    retract(victim, queues, kv, counters)
-    limits.in_flight.remove(victim)
-    return True
+    victims: list[Req] = []
+    if refusal is Refusal.ADAPTER and queues.adapters is not None:
+        victims = queues.adapters.giving_way(req, lower, queues.holding)
+    elif refusal in NO_ROOM and queues.chunked in (None, req):
+        could_begin = budget.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len, ends=True) > 0
+        victims = [min(lower, key=lambda each: (each.level, retracted_first(each)))] if could_begin else []
+    for victim in victims:
+        retract(victim, queues, kv, counters)
+        limits.in_flight.remove(victim)
+    return bool(victims)
 
 
 def _start(
@@ -181,8 +175,8 @@ def _start(
     mid_prompt = queues.chunked is not None and queues.chunked is not req
     full = num_running >= limits.max_running
     if full or budget.empty or mid_prompt:
-        if full and queues.adapters is not None and queues.paused and not req.asked.offline:
-            if not queues.adapters.ready(req):  # no line gives its place up before that
+        if full and queues.adapters is not None and below(queues.running, req):
+            if not queues.adapters.ready(req):  # none gives its place up before that
                 return Refusal.ADAPTER
         elif queues.adapters is not None:
             queues.adapters.hint(req)
@@ -217,10 +211,10 @@ def _start(
 
 
 def _extend_forced(
-    batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget
+    batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, budget: StepBudget
 ) -> None:
     """Add the requests whose grammar forced a run of tokens, each with all of it; without memory one is retracted."""
-    for req in [req for req in queues.forced if limits.line_len or not req.asked.offline]:
+    for req in list(queues.forced):
         start, length = req.computed_len, req.extend_len
         if budget.grant(length, prefix_len=start) < length:
             return

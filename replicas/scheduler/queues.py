@@ -1,8 +1,7 @@
 """Queues: every open request of one engine, by what it waits for or what runs it.
 
-Owns:      the membership and the order of each queue; those of lines of batches are lines.py's.
-           These values only hold; what moves a request from one queue to another is in prefill.py,
-           admission.py, decode.py, tokens.py and scheduler.py.
+Owns:      the membership and the order of each queue. These values only hold; what moves a request from one queue to
+           another is in prefill.py, admission.py, decode.py, tokens.py and scheduler.py.
 Never:     touches pages; the waiting queue asks how long a cached prefix is.
 Invariant: an open request is in exactly one queue, or only in a step under way (one whose last chunk, or the run of
            tokens that its grammar forced, is being computed); see each `check`.
@@ -18,7 +17,6 @@ from random import Random
 from typing import Protocol
 
 from replicas.request import Bound, Req, ReqQueue, ReqState
-from replicas.scheduler.lines import LineQueue
 from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from replicas.scheduler.shares import TenantShares
 from replicas.types import TokenIds
@@ -30,9 +28,6 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 class AdapterRoom(Protocol):
     """The adapters (LoRA) that this engine holds (engine/adapters.py). Requests that hold pages have theirs; those that
     wait keep none."""
-
-    @property
-    def short(self) -> bool: ...
 
     def look(self, holders: Sequence[Req]) -> None:
         """Begin a look at the requests that wait; ``holders`` have pages. No step is under way."""
@@ -46,12 +41,8 @@ class AdapterRoom(Protocol):
         """Read the adapter of a request whose turn comes soon."""
         ...
 
-    def may_have(self, req: Req, holders: Sequence[Req]) -> bool:
-        """Whether `ready` may be true of ``req`` now, beside those of ``holders``. Changes nothing."""
-        ...
-
-    def giving_way(self, lines: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
-        """Choose the lines of batches that a request needs to end, so that its adapter finds room."""
+    def giving_way(self, req: Req, lower: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
+        """Choose the requests of lower classes that have to go so that the adapter of ``req`` finds room."""
         ...
 
 
@@ -67,8 +58,9 @@ class QueueRules:
 
 
 class WaitingQueue(ReqQueue):
-    """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by the policy's order
-    (orders.py). Where several tenants wait, those with credit go before others of no higher priority (shares.py).
+    """Requests that hold nothing yet: the highest class first (`RequestClass`), those in the background by rank. Of the
+    others aged requests are tried first; then highest priority; then by the policy's order (orders.py). Where several
+    tenants wait, those with credit go before others of no higher priority (shares.py).
 
     A request ranks by ``Req.rank``: its arrival, at its first replica where that is gone, and earlier by ``ageing_s``
     for each point of its priority. So ageing crosses priorities: a request that arrives more than ``ageing_s`` per
@@ -102,6 +94,9 @@ class WaitingQueue(ReqQueue):
 
     def add(self, req: Req, *, mid_prompt_len: int = 0) -> None:
         """Add ``req``; ``mid_prompt_len``: the tokens still to compute of a prompt that has begun."""
+        if req.in_background:
+            super().add(req)
+            return
         if self._order.by_objective and req.rank.bound.at_len == math.inf:
             ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
             own_len = req.num_tokens - self._cached_len(req)
@@ -112,9 +107,15 @@ class WaitingQueue(ReqQueue):
 
     def remove(self, req: Req) -> None:
         super().remove(req)
-        self.shares.begins(req)
+        if not req.in_background:
+            self.shares.begins(req)
         if not self._reqs:
             self.late_len = 0
+
+    @property
+    def counted(self) -> list[Req]:
+        """The requests that wait and are not in the background."""
+        return [req for req in self._reqs if not req.in_background]
 
     def ordered(self, now_s: float, running: Iterable[Req] = ()) -> list[Req]:
         """List the requests in the order in which to try them. Stable: ties keep their rank.
@@ -122,6 +123,10 @@ class WaitingQueue(ReqQueue):
         Args: running: requests that run; ``routing-key`` goes by theirs.
         """
         reqs = sorted(self._reqs, key=lambda req: req.rank.from_s)
+        found = self._in_order([req for req in reqs if not req.in_background], now_s, running)
+        return sorted([*found, *(req for req in reqs if req.in_background)], key=lambda req: -req.level)
+
+    def _in_order(self, reqs: list[Req], now_s: float, running: Iterable[Req]) -> list[Req]:
         if self._order.by_objective:
             entries = {req: self._entry(req, now_s) for req in reqs}
             aged = [req for req in reqs if entries[req].left_len <= entries[req].uncached_len]
@@ -166,9 +171,10 @@ class WaitingQueue(ReqQueue):
 
     def uncached_tokens(self) -> int:
         """Count the tokens to compute if every request started now; an upper bound where they are many."""
-        if len(self._reqs) > self._rules.lpm_max_queue:
-            return sum(req.num_tokens for req in self._reqs)
-        return sum(req.num_tokens - self._cached_len(req) for req in self._reqs)
+        reqs = self.counted
+        if len(reqs) > self._rules.lpm_max_queue:
+            return sum(req.num_tokens for req in reqs)
+        return sum(req.num_tokens - self._cached_len(req) for req in reqs)
 
     def _cached_len(self, req: Req) -> int:
         return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)
@@ -177,7 +183,7 @@ class WaitingQueue(ReqQueue):
 class PreallocQueue(ReqQueue):
     """Decode legs that hold nothing yet: they need row and pages before their K/V may be sent.
 
-    No request overtakes its head: a head that found no memory bars later local requests (`barrier`), and itself waits
+    No request overtakes its head: a head that found no memory bars later local requests (`bars`), and itself waits
     for an older local request that found none.
 
     Source: SPEC H07; SGLang's DecodePreallocQueue.
@@ -192,10 +198,12 @@ class PreallocQueue(ReqQueue):
         if self.short is req:
             self.short = None
 
-    @property
-    def barrier(self) -> float | None:
-        """The rank after which local requests must wait, because the head needs the memory that they would take."""
-        return None if self.short is None else self.short.rank.from_s
+    def bars(self, req: Req) -> bool:
+        """Whether local request ``req`` must wait, because the head needs the memory that it would take. One in the
+        background waits for every leg."""
+        if req.in_background:
+            return len(self) > 0
+        return self.short is not None and req.rank.from_s > self.short.rank.from_s
 
     def older_than(self, time_s: float) -> list[Req]:
         """List the legs that arrived by ``time_s``."""
@@ -285,7 +293,6 @@ class Queues:
     """All open requests of one engine; what the functions of the scheduler read and change."""
 
     waiting: WaitingQueue
-    lines: LineQueue
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each; by adapter, and in the order of joining
     forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
@@ -297,67 +304,17 @@ class Queues:
     @property
     def holding(self) -> list[Req]:
         """The open requests that hold row and pages and are in a queue: all but those only in a step."""
-        return [*self.running, *self.paused, *self.begun, *self.away.holding]
+        return [*self.running, *self.begun, *self.away.holding]
 
     @property
     def begun(self) -> list[Req]:
         """The requests that are in the middle of a run of forced tokens, or of their prompt."""
         return [*self.forced, *([] if self.chunked is None else [self.chunked])]
 
-    @property
-    def paused(self) -> list[Req]:
-        """The lines of batches that hold row and pages, and run on when no other request is about to begin."""
-        return [req for req in self.lines if req.state is ReqState.RUNNING]
-
-    @property
-    def others_begin(self) -> bool:
-        """Whether a request that is of no batch waits for its first step or its next one of its prompt, and not for an
-        adapter that is still read, or has no room even without those of batches."""
-        if (self.chunked is not None and not self.chunked.asked.offline) or len(self.prealloc):
-            return True
-        if self.adapters is None or not self.lines.num_open:
-            return len(self.waiting) > 0
-        others = [req for req in self.holding if not req.asked.offline] if len(self.waiting) else []
-        return any(self.adapters.may_have(req, others) for req in self.waiting)
-
-    def wait(self, req: Req, *, mid_prompt_len: int = 0) -> None:
-        """Let ``req``, which holds nothing, wait for its turn; ``mid_prompt_len``: as `WaitingQueue.add`."""
-        if req.asked.offline:
-            self.lines.add(req)
-        else:
-            self.waiting.add(req, mid_prompt_len=mid_prompt_len)
-
-    @property
-    def num_others(self) -> int:
-        """The number of requests of no batch that make tokens in the next step."""
-        return sum(not req.asked.offline for req in (*self.running, *self.forced))
-
-    @property
-    def line_len(self) -> int:
-        """The number of tokens that prompts of lines may have in the next step."""
-        return self.lines.share.prompt_len(self.num_others, self.waiting.s_per_token) if self.lines.num_open else 0
-
-    def let_lines_run(self) -> None:
-        """Let as many lines of batches make tokens in the next step as their share allows, none where another request
-        begins, those that ran before first; pause the others with what they hold."""
-        most = 0
-        if not self.others_begin:
-            num_others = self.num_others
-            most = self.lines.share.num_rows(num_others) if num_others else len(self.lines) + len(self.running)
-        running = [req for req in self.running if req.asked.offline]
-        for req in running[most:]:
-            self.running.remove(req)
-            self.lines.add(req)
-        for req in self.paused[: max(most - len(running), 0)]:
-            self.lines.remove(req)
-            self.running.append(req)
-
     def remove(self, req: Req) -> None:
         """Take ``req`` out of the queue that has it, if one has."""
         if req in self.away:
             self.away.remove(req)
-        elif req in self.lines:
-            self.lines.remove(req)
         elif req in self.prealloc:
             self.prealloc.remove(req)
         elif req.state is ReqState.WAITING:
@@ -374,10 +331,7 @@ class Queues:
         for req in (*self.waiting, *self.prealloc):
             assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
             assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
-        self.waiting.shares.check(self.waiting)
-        for req in self.lines:
-            assert req.asked.offline, f"{req.rid} is of no batch"
-            assert (req.holding is None) == (req.state is ReqState.WAITING), f"{req.rid} is {req.state}: {req.holding}"
+        self.waiting.shares.check(self.waiting.counted)
         for req in self.prealloc:
             assert req.leg is not None, f"{req.rid} waits for a grant and is no decode leg"
         assert self.prealloc.short is None or self.prealloc.short in self.prealloc, "the head that bars others has left"
@@ -393,11 +347,5 @@ class Queues:
             assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
         for req in (req for step in self.under_way.steps for req in step):
             assert req.holding is not None, f"{req.rid} is in a step under way and holds nothing"
-        in_steps = (req for step in self.under_way.steps for req in step if req.finish is None)
-        found = {
-            req for req in (*self.holding, *self.lines, *self.away, *self.prealloc, *in_steps) if req.asked.offline
-        }
-        num_open = self.lines.num_open
-        assert len(found) == num_open, f"{len(found)} lines of batches are open, {num_open} are counted"
         for req in self.under_way.ended:
             assert req in self.under_way, f"{req.rid} ended, no step has it, and it holds pages"

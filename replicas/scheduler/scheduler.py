@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from replicas.cache.kv import KvCache, longest_reuse
 from replicas.config import SchedulerConfig
-from replicas.request import OFFLINE, CachedTokens, Req, ReqState
+from replicas.request import CachedTokens, Req, ReqState, below
 from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving, run_tokens
 from replicas.scheduler.deadlines import Deadlines, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
@@ -37,7 +37,6 @@ from replicas.scheduler.decode import (
     retracted_first,
 )
 from replicas.scheduler.drafts import Drafts
-from replicas.scheduler.lines import LineQueue, LineShare
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Limits, Refusal, extend_plan, next_batch
@@ -93,7 +92,6 @@ class Scheduler:
                 peek_path=kv.cache.peek_path,
                 num_computed=lambda: self.counters.prefill_tokens,
             ),
-            lines=LineQueue(LineShare(config.chunked_prefill_size, page_size=kv.page_size)),
         )
         self.deadlines = Deadlines()
         self.last = LastRound()
@@ -115,30 +113,25 @@ class Scheduler:
     def only_away(self) -> bool:
         """Whether nothing is left to do here until another replica has done its part, or a grammar is compiled."""
         queues = self.queues
-        starting = (
-            len(queues.waiting)
-            or len(queues.lines)
-            or queues.chunked is not None
-            or len(queues.prealloc)
-        )
+        starting = len(queues.waiting) or queues.chunked is not None or len(queues.prealloc)
         return not (starting or queues.running or queues.forced)
 
     def would_wait(self, num_new: int) -> int:
         """Count the requests that would wait if ``num_new`` came: all that hold nothing, less the free places that they
         would fill. While memory is short, no place is free."""
         queues = self.queues
-        num_starting = len(queues.waiting) + len(queues.prealloc) + num_new
+        num_starting = len(queues.waiting.counted) + len(queues.prealloc) + num_new
         num_waiting = num_starting + len(queues.away.in_state(ReqState.WAITING))
         if self._is_short:
             num_starting = 0
-        num_holding = sum(not req.asked.offline for req in queues.holding)  # lines of batches give their places up
+        num_holding = sum(not req.in_background for req in queues.holding)  # others give their places up
         return num_waiting - min(num_starting, self.max_running - num_holding)
 
     @property
     def _is_short(self) -> bool:
-        """Whether a request, of no batch, found no memory at the last look."""
+        """Whether a request that is not in the background found no memory at the last look."""
         short = self.last.short
-        return short is not None and short.state is not ReqState.FINISHED and not short.asked.offline
+        return short is not None and short.state is not ReqState.FINISHED and not short.in_background
 
     @property
     def late_factor(self) -> float:
@@ -148,11 +141,13 @@ class Scheduler:
     @property
     def blocked(self) -> str:
         """What kept waiting requests from starting at the last look: "pool", "slots" (requests that run) or ""."""
-        if not self.queues.others_begin:
+        queues, refusals = self.queues, self.last.refusals
+        waiting = queues.waiting.counted
+        if not (waiting or queues.chunked is not None or len(queues.prealloc)):
             return ""
         if self._is_short:
             return "pool"
-        return "slots" if Refusal.RUNNING_LIMIT in self.last.refusals.values() else ""
+        return "slots" if any(refusals.get((r.rid, r.index)) is Refusal.RUNNING_LIMIT for r in waiting) else ""
 
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
@@ -199,8 +194,6 @@ class Scheduler:
     def take_back(self, req: Req) -> None:
         """Undo `park`: ``req`` is to be accepted another way."""
         self.queues.away.remove(req)
-        if req.asked.offline:
-            self.queues.lines.ended()
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
 
@@ -234,8 +227,6 @@ class Scheduler:
         self.counters.count_end(finish.reason)
         if req.leg is not None:
             self.queues.away.ended.append(req)
-        if req.asked.offline:
-            self.queues.lines.ended()
         self.queues.waiting.shares.ends(req)
         self.deadlines.remove(req)
         if self.drafts is not None:
@@ -249,12 +240,15 @@ class Scheduler:
         now_s = self._clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
         queues.waiting.shares.looks(now_s)
-        self._order_batches()
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
         self._give_way()
         gave_way, decode = self._take_decode_slots() if mixed else (False, None)  # before any prompt's
+        slotted = list(queues.running)
         batch = ExtendBatch() if gave_way and queues.running else self._next_prompts(now_s)
+        if len(queues.running) < len(slotted):  # a prompt was to have what others held
+            self.last.made_progress = True
+            decode = decode.of(queues.running, slotted) if decode is not None and queues.running else None
         if batch.rows:
             self.last.made_progress = True
             table_writes = self._table_writes()
@@ -273,8 +267,7 @@ class Scheduler:
             return None
         self.last.made_progress = True
         queues.under_way.begin(list(queues.running))
-        short = queues.adapters is not None and queues.adapters.short
-        if gave_way or (short and queues.lines.num_open and queues.others_begin):
+        if gave_way:
             self._gate.disturb()
         else:
             self._gate.looked()
@@ -302,8 +295,6 @@ class Scheduler:
         """Take in a step: tokens to their requests, pages to the tree, finished requests out."""
         under_way = self.queues.under_way
         reqs = under_way.end()
-        if self.queues.lines.num_open:
-            self.queues.lines.share.ran(plan, reqs, self.queues.waiting.s_per_token)
         num_prompt, num_decode = count_computed(plan, result, reqs, self.queues, self.kv)
         self.counters.prefill_tokens += num_prompt
         self.counters.decode_tokens += num_decode
@@ -324,13 +315,13 @@ class Scheduler:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
         if not self.has_work:
             self._ratio.idle()
-        if req.asked.offline:
-            req.rank.priority = OFFLINE
-            self.queues.lines.opened()
+        priority = req.rank.request_class.priority
+        if priority is not None:
+            req.rank.priority = priority
         elif self._config.priorities == "off":
             req.rank.priority = 0
         req.rank.from_s = req.stamps.arrival_s - req.asked.waited_s
-        if not req.asked.offline:
+        if priority is None:
             req.rank.from_s -= req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
         self.queues.waiting.shares.opens(req)
@@ -338,39 +329,28 @@ class Scheduler:
 
     def _wait(self, req: Req) -> None:
         chunked = self.queues.chunked
-        self.queues.wait(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
+        self.queues.waiting.add(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
         self._gate.disturb()
 
-    def _order_batches(self) -> None:
-        """Let lines of batches run only in steps in which no other request begins, as many beside others as their share
-        allows: they are paused with what they hold, one in the middle of its prompt or of forced tokens is retracted
-        where another begins, and so are those without which a decode leg gets no memory, or an adapter no room."""
-        queues = self.queues
-        if not queues.lines.num_open:
-            return
-        queues.let_lines_run()
-        if not queues.others_begin:
-            return
-        for req in [req for req in queues.begun if req.asked.offline]:
-            retract(req, queues, self.kv, self.counters)
-        if queues.prealloc.short is not None and queues.paused:
-            retract(min(queues.paused, key=retracted_first), queues, self.kv, self.counters)
-        adapters = queues.adapters
-        for req in adapters.giving_way(queues.paused, queues.holding) if adapters is not None else []:
-            retract(req, queues, self.kv, self.counters)
-
     def _give_way(self) -> None:
-        """Retract what another tenant is to have: the place of a running request, and the step of one in the middle of
-        its prompt, whose pages stay cached."""
+        """Retract what others are to have: the place of a running request, and the step of one in the middle of its
+        prompt, whose pages stay cached."""
         queues, chunked, shares = self.queues, self.queues.chunked, self.queues.waiting.shares
         refused = self.last.refusals  # a head that waits for something else than room gets nobody's
-        heads = shares.heads(queues.waiting) if shares.several else []
-        heads = [head for head in heads if refused.get((head.rid, head.index)) not in PASSING]
+        waiting = [req for req in queues.waiting.counted if refused.get((req.rid, req.index)) not in PASSING]
+        if chunked is not None and not chunked.is_prefill_leg and any(below([chunked], req) for req in waiting):
+            retract(chunked, queues, self.kv, self.counters)
+            chunked = None
+        leg = queues.prealloc.short
+        if leg is not None and (lower := below(queues.running, leg)):
+            retract(min(lower, key=lambda req: (req.level, retracted_first(req))), queues, self.kv, self.counters)
+        heads = shares.heads(queues.waiting.counted) if shares.several else []
+        heads = [head for head in heads if head in waiting]
         full = len(queues.holding) >= self.max_running
-        running = [req for req in queues.running if not req.asked.offline] if full or self._is_short else []
+        running = [req for req in queues.running if not req.in_background] if full or self._is_short else []
         givers = (gives_place(head, running, by_tokens=not full) for head in heads)
         if (giver := next(filter(None, givers), None)) is not None:
-            shares.spend(giver.asked)
+            shares.spend(giver)
             retract(giver, queues, self.kv, self.counters)
         if chunked is None or chunked.is_prefill_leg or not self.kv.keeps(chunked):
             return
@@ -461,13 +441,11 @@ class Scheduler:
         table write is due. Returns: those that run on, and their part of ``rows``."""
         running = self.queues.running
         left_out = self.queues.waiting.shares.easing.leave_out(running, ending) if rows is not None else []
-        if rows is None or not left_out:
-            return running, rows
         for req in left_out:
             self.kv.cut(req)
         gone = set(left_out)
-        places = [at for at, req in enumerate(running) if req not in gone]
-        return [running[at] for at in places], DecodeRows(*(each[places] for each in rows))
+        stay = [req for req in running if req not in gone] if left_out else running
+        return stay, None if rows is None else rows.of(stay, running)
 
     def _next_prompts(self, now_s: float) -> ExtendBatch:
         """Choose the prompts of this step, and grant decode legs their memory."""
@@ -475,14 +453,13 @@ class Scheduler:
         assert config.chunked_prefill_size is not None
         if queues.adapters is not None:
             queues.adapters.look(queues.holding)
-        in_flight = [*queues.running, *queues.paused, *queues.away.in_state(ReqState.RECEIVING)]
+        in_flight = [*queues.running, *queues.away.in_state(ReqState.RECEIVING)]
         num_handing_off = len(queues.away.in_state(ReqState.HANDING_OFF))  # each needs its row, and no more pages
         limits = Limits(
             chunk_size=config.chunked_prefill_size,
             share_len=config.in_batch_prefix_len,
             in_flight=in_flight,
             max_running=self.max_running - num_handing_off,
-            line_len=queues.line_len,
             running=queues.running if config.mixed_steps else (),
         )
         batch = next_batch(queues, self.kv, self._ratio, self.counters, limits, now_s=now_s)

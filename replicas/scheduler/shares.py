@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from replicas.request import Req, ReqState
-from replicas.types import GenerateRequest
 
 # both simulated: python -m benchmarks router tenants
 MOST_LEFT_OUT = 4  # steps in a row
@@ -78,18 +77,19 @@ class TenantShares:
     def credit(self, tenant: str) -> float:
         return self._credits.get(tenant, self._quantum)
 
-    def charge(self, asked: GenerateRequest, num_tokens: int) -> None:
+    def charge(self, req: Req, num_tokens: int) -> None:
         """Take what was computed for a request from its tenant's credit, where there are others."""
-        if not asked.tenant or asked.offline or asked.tenant not in self._open:
-            return  # no key is asked for; it runs only where nobody else waits; its tenant's last request has ended
+        asked = req.asked
+        if not asked.tenant or req.in_background or asked.tenant not in self._open:
+            return  # no key is asked for; it runs only where no other waits; its tenant's last request has ended
         credit = self.credit(asked.tenant)
         left = credit - num_tokens / asked.weight
         others_wait = len(self._waiting) > (asked.tenant in self._waiting)
         self._credits[asked.tenant] = left if others_wait else max(left, min(credit, 0.0))
 
-    def spend(self, asked: GenerateRequest) -> None:
+    def spend(self, req: Req) -> None:
         """Take all credit of a tenant that holds more than its share: another one is to have what it gives."""
-        self._credits[asked.tenant] = min(self.credit(asked.tenant), 0.0)
+        self._credits[req.asked.tenant] = min(self.credit(req.asked.tenant), 0.0)
 
     def precedence(self, req: Req) -> Precedence:
         """Tell which tenants that of ``req`` goes before."""
@@ -108,10 +108,16 @@ class TenantShares:
         return head.rank.priority >= req.rank.priority and (owes_more or self.precedence(head) > precedence)
 
     def waits_out(self, req: Req, begun: Iterable[Req]) -> bool:
-        """Whether the step in which ``begun`` compute their prompts is to hold nothing of ``req``: one of no lower
-        priority whose tenant goes before its own would wait for it."""
+        """Whether the step in which ``begun`` compute their prompts is to hold nothing of ``req``: one of a higher
+        class, or one of no lower priority whose tenant goes before its own, would wait for it."""
         precedence = self.precedence(req)
-        return any(each.rank.priority >= req.rank.priority and self.precedence(each) > precedence for each in begun)
+
+        def goes_before(each: Req) -> bool:
+            if each.level != req.level:
+                return each.level > req.level
+            return each.rank.priority >= req.rank.priority and self.precedence(each) > precedence
+
+        return any(map(goes_before, begun))
 
     def looks(self, now_s: float) -> None:
         """Count the time since the last look for those that others went before: another step is about to be planned."""
@@ -236,7 +242,7 @@ class Easing:
 
     def _is_light(self, req: Req) -> bool:
         shares = self._shares
-        return not req.asked.offline and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
+        return not req.in_background and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
 
 
 Size = Callable[[Req], float]

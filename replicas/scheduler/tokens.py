@@ -95,7 +95,7 @@ def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: 
                 else:
                     num_prompt_tokens += len(row.token_ids)
                 req.computed_len += len(row.token_ids)
-                shares.charge(req.asked, len(row.token_ids))
+                shares.charge(req, len(row.token_ids))
                 req.prompt_logprobs += result.prompt_logprobs.get(index, ())
                 kv.commit(req)
                 if row.sample:
@@ -103,7 +103,7 @@ def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: 
     for req in reqs[num_prompts:]:
         if req.finish is None:
             req.computed_len += 1
-            shares.charge(req.asked, 1)
+            shares.charge(req, 1)
             num_decode_tokens += 1
     return num_prompt_tokens, num_decode_tokens
 

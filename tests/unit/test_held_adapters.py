@@ -407,7 +407,7 @@ def test_lines_of_a_batch_that_run_give_up_as_many_adapters_as_a_chat_needs(benc
     bench.submit("x" * num_needed, max_new_tokens=20)
     bench.until(lambda: "x" * num_needed in bench.running)
     assert set(bench.held.stats().held) == {*lines[num_needed:], "x" * num_needed}
-    retracted = {req.rid for req in bench.engine.scheduler.queues.lines if req.num_retractions}
+    retracted = {req.rid for req in bench.engine.scheduler.queues.waiting if req.num_retractions}
     assert retracted == set(lines[:num_needed])
     bench.until(lambda: len(bench.finished) == 5)
     assert {finish.fault for finish in bench.finished.values()} == {None}
@@ -466,18 +466,6 @@ def test_no_line_gives_its_place_up_to_one_whose_adapter_is_not_there(bench: Ben
     assert {finish.fault for finish in bench.finished.values()} == {None}
 
 
-def test_no_line_gives_its_adapter_up_to_one_that_left(bench: Bench) -> None:
-    bench.port.open()
-    bench.submit("aa", max_new_tokens=60, offline=True)
-    bench.until(lambda: bench.running == ["aa"])
-    bench.submit("xxx")
-    bench.until(lambda: bench.held.short)
-    bench.engine.abort("xxx")
-    bench.engine.submit(ask("model", range(1, 9), max_new_tokens=8))
-    bench.until(lambda: "model" in bench.finished)
-    assert [req.num_retractions for req in bench.engine.scheduler.queues.holding] == [0]
-
-
 def test_no_line_gives_up_what_would_not_be_enough(bench: Bench) -> None:
     bench.port.open()
     bench.submit("b", max_new_tokens=100, offline=True)
@@ -487,4 +475,4 @@ def test_no_line_gives_up_what_would_not_be_enough(bench: Bench) -> None:
     bench.submit("xxxx")
     bench.settle("xxxx")
     holding = bench.engine.scheduler.queues.holding
-    assert [req.num_retractions for req in holding if req.asked.offline] == [0]
+    assert [req.num_retractions for req in holding if req.in_background] == [0]
