@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from dashboards.catalog import CATALOG
 from deployments.channel.frames import EndRequest, RunRequest
 from deployments.dispatch.leases import ReplicaCalls, ReplicaGone
 from deployments.replica import served_engine
@@ -301,3 +302,11 @@ def test_what_a_rank_decided_is_told_as_filled_in() -> None:
     given = dataclasses.replace(open_.cache, kv_dtype="int8", device_memory_bytes=1 << 20)
     engine.config = dataclasses.replace(open_, cache=given)
     assert list(served_engine.filled_in(engine)) == ["scheduler.max_running_requests"]
+
+
+@pytest.mark.model
+def test_an_engine_knows_how_long_each_phase_of_its_start_took(engine_loop: EngineLoop) -> None:
+    times = engine_loop.engine.started.times
+    assert set(times) == set(CATALOG["replica_start_seconds"].labels["phase"])
+    assert all(took_s > 0 for took_s in times.values())
+    assert times["load_weights"] + times["warm_up"] < times["total"]
