@@ -20,8 +20,7 @@ from benchmarks.harness import Part, Row, Table, timed
 from benchmarks.limits import FORMATS, Format, Limits
 from replicas.attention.cpu import CpuAttention
 from replicas.kernels import bf16, bf16_tiles, elementwise
-from replicas.kernels.program import Program
-from replicas.kernels.team import team
+from replicas.kernels.team import Program, team
 from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.linear import Matmul
 from tests.attention_steps import Step, make_step

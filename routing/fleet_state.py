@@ -24,9 +24,9 @@ import numpy as np
 from kvtransfer.pages import PageKeys, Tier
 from routing.index import TierIndex, pages_of
 from routing.load import Eligible, Load
+from routing.page_owners import Pages
 from routing.pair import RouteLeg
 from routing.policies import Candidates, estimate, held_tokens
-from routing.runs import Pages
 from routing.types import (
     Decision,
     IndexEvent,

@@ -10,7 +10,7 @@ Two sources. (a) Decisions: `expect` says that a replica will soon hold a prompt
 order of their numbers (fleet_state.py): `stored` confirms pages, `removed` takes them out, predicted or not; from the
 first on, what a request was expected to leave and did not is dropped once it has ended (`unexpect`).
 
-    page_owners.py: which replicas hold each page      runs.py: the order in which a replica's expected pages were used
+    page_owners.py: which replicas hold each page, and the order in which a replica's expected pages were used
 
 Two such indexes make a `TierIndex`: of the device pools, with what decisions expect there, and of all tiers of a
 replica, for those that have a host tier. In a replica's tree the device pages of a sequence are a prefix of the cached
@@ -29,8 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.pages import PageKeys, Tier
-from routing.page_owners import PageOwners, bits_of
-from routing.runs import Expected, Pages, Run
+from routing.page_owners import Expected, PageOwners, Pages, Run, bits_of
 from routing.types import Ints
 
 # Python keeps an int of 60 bits in 32 bytes, one of 64 in 48. Two of a million pages share a key once in 2^21 indexes,

@@ -23,9 +23,9 @@ from kvtransfer.pages import PageKeys, page_keys
 from routing.fleet_state import FleetState, Link, Overrun, PredictionErrors
 from routing.index import pages_of
 from routing.load import Eligible
+from routing.page_owners import Pages
 from routing.pair import RouteLeg, choose_pair, costs_of, decode_side, legs, pair_decision, prefill_side, with_pressure
 from routing.policies import POLICIES, Turn
-from routing.runs import Pages
 from routing.types import (
     Decision,
     Ending,

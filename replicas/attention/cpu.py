@@ -32,8 +32,7 @@ from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.cpu_decode import CHUNK
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
-from replicas.kernels.program import Stage
-from replicas.kernels.team import Kernel, Team
+from replicas.kernels.team import Kernel, Stage, Team
 from replicas.scheduler.plan import PrefixGroup
 
 Ints = npt.NDArray[np.int32]
@@ -145,7 +144,7 @@ _SIZE = ctypes.sizeof(cpu_decode.DecodeArgs)
 
 
 class DecodeStage:
-    """One layer's decode attention as a `replicas.kernels.program.Stage`."""
+    """One layer's decode attention as a `replicas.kernels.team.Stage`."""
 
     def __init__(self, arguments: ctypes.Structure) -> None:
         self._arguments = arguments

@@ -11,8 +11,7 @@ import numpy as np
 from replicas.cache.base import Lock, PrefixCache
 from replicas.cache.node import TreeNode, first_page, path_to, walk
 from replicas.cache.quarantine import Quarantine
-from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
-from replicas.memory.table import ReqToTokenPool
+from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, ReqToTokenPool
 from replicas.request import Req
 
 

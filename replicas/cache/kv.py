@@ -35,8 +35,7 @@ from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest
-from replicas.memory.allocator import Pages, Slots
-from replicas.memory.table import ReqToTokenPool
+from replicas.memory.allocator import Pages, ReqToTokenPool, Slots
 from replicas.request import Holding, Req
 from replicas.types import TokenIds
 

@@ -28,7 +28,7 @@ from replicas.disagg.rooms import HandOffParts
 from replicas.errors import InvalidRequest
 from replicas.request import Req, ReqState
 from replicas.scheduler.tokens import NewToken
-from replicas.types import GenerateRequest, PdLeg
+from replicas.types import GenerateRequest, HandOff, PdLeg
 
 
 class HandOffs:
@@ -128,17 +128,15 @@ class HandOffs:
         return None
 
 
-def require_possible(request: GenerateRequest, *, has_transfer: bool) -> None:
+def require_possible(request: GenerateRequest, hand_off: HandOff, *, has_transfer: bool) -> None:
     """Raise InvalidRequest if ``request`` is a leg that this engine cannot take."""
-    if request.hand_off is None:
-        return
     if not has_transfer:
         raise InvalidRequest(
             "hand_off: this replica takes part in no hand-offs: start it with transfer settings, or send the whole "
             "request",
             param="hand_off",
         )
-    if request.hand_off.leg is PdLeg.DECODE:
+    if hand_off.leg is PdLeg.DECODE:
         return
     if request.prompt_logprobs_from is not None or request.sampling.max_new_tokens == 0:
         raise InvalidRequest(

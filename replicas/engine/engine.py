@@ -91,7 +91,8 @@ class Intake:
     def check(self, request: GenerateRequest) -> None:
         """Raise InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
         request.validate(vocab_size=self._model.vocab_size)
-        require_possible(request, has_transfer=self._has_transfer)
+        if request.hand_off is not None:
+            require_possible(request, request.hand_off, has_transfer=self._has_transfer)
         readout = request.sampling.readout
         if readout is not None and readout.pooling is not None and self._model.implementation == "transformers":
             raise InvalidRequest("pooling: hidden states are not read from a model that Transformers' classes run")

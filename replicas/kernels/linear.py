@@ -280,7 +280,7 @@ class LinearKernel:
 
 
 class LinearStage:
-    """A LinearKernel as a stage of a program (replicas/kernels/program.py)."""
+    """A LinearKernel as a stage of a program (replicas/kernels/team.py)."""
 
     def __init__(
         self, weight: Panels, bias: Tensor | None, x: Tensor, out: Tensor, team: Team, *, rounds: bool

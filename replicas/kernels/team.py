@@ -1,11 +1,17 @@
-"""Runs compiled kernels on torch's own OpenMP threads.
+"""Runs compiled kernels on torch's own OpenMP threads, one at a time or as the stages of a program.
 
 Owns:      how a Python function becomes a kernel (numba, compiled once per machine and kept on disk), and how it is
            started: ``GOMP_parallel`` of the libgomp that torch loaded. One pool serves both, so that no idle pool spins
-           on the cores that the other one needs (numba's own work queue beside torch: +90 us a call on two cores).
+           on the cores that the other one needs (numba's own work queue beside torch: +90 us a call on two cores). Of a
+           program: the list of stages as the team reads it, and a task counter for each.
 Never:     holds data. A kernel gets one struct of addresses and sizes; the caller keeps the memory alive.
-Invariant: a kernel runs to its end before `Team.run` returns; results do not depend on the number of threads.
-Thread:    any; the interpreter lock is released while a kernel runs. Each calling thread has its own OpenMP team.
+Invariant: a kernel runs to its end before `Team.run` returns; results do not depend on the number of threads. A stage
+           begins when every thread has ended the one before it; counters are 0 when a program begins.
+Thread:    any; the interpreter lock is released while a kernel runs. Each calling thread has its own OpenMP team. A
+           program is not run by two threads at once.
+
+Why programs: a kernel started from Python costs 6-10 us beside its work, a stage of a program below 1 us, and a block
+of a model has ten of them.
 """
 
 import contextlib
@@ -15,17 +21,21 @@ import hashlib
 import logging
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import filelock
 import llvmlite.binding  # type: ignore[import-untyped]
 import numba
 import numpy as np
 import torch
+from numba import carray
 from numba.core import sigutils, types
 from numba.core.ccallback import CFunc
+from torch import Tensor
+
+from replicas.kernels.simd import call_kernel, load_i64
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -192,3 +202,65 @@ def _openmp() -> ctypes.CDLL:
 _PARALLEL = _openmp().GOMP_parallel
 _PARALLEL.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
 _PARALLEL.restype = None
+
+
+_COUNTER_BYTES = 64  # a cache line each
+ProgramArgs = struct("ProgramArgs", "stages num_stages")  # stages: [N, 2] int64, addresses of kernel and arguments
+
+
+class Stage(Protocol):
+    """One kernel on memory that does not move, for any number of rows that fit there."""
+
+    def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
+        """Return the kernel for ``num_rows`` and its arguments (kept alive by the stage, set in place).
+
+        Args: counter: address of an int64 that is 0 whenever the kernel begins, for tasks taken one by one.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadingStage(Stage, Protocol):
+    """A stage that can read its input from another place at each run."""
+
+    def read_from(self, x: Tensor) -> None:
+        """Read the rows of ``x`` from now on. The caller keeps ``x`` until the run has ended."""
+        ...
+
+
+@kernel(ProgramArgs)
+def _run_stages(pointer: Any) -> None:
+    a = carray(pointer, 1)[0]
+    for i in range(a.num_stages):
+        if i:
+            barrier()
+        call_kernel(load_i64(a.stages + 16 * i), load_i64(a.stages + 16 * i + 8))
+
+
+class Program:
+    """Stages that ``team`` runs in order."""
+
+    def __init__(self, stages: Sequence[Stage], team: Team, kept: Sequence[bool] | None = None) -> None:
+        """``kept``: those that runs have which are not ``whole``; None: all."""
+        self.stages = tuple(stages)
+        self._kept = np.array(kept or [True] * len(self.stages))
+        self._team = team
+        self._num_rows = 0  # that the stages are prepared for
+        self._table = np.zeros((len(self.stages), 2), np.int64)
+        self._short = self._table[self._kept]
+        self._counters = np.zeros((len(self.stages) + 1, _COUNTER_BYTES // 8), np.int64)
+        self._counters_at = self._counters.ctypes.data
+        self._all, self._some = (ProgramArgs(table.ctypes.data, len(table)) for table in (self._table, self._short))
+
+    def run(self, num_rows: int, *, whole: bool = True) -> None:
+        """Run the stages on the first ``num_rows`` >= 1 rows of their memory: all, or those that are kept."""
+        if num_rows != self._num_rows:
+            self._prepare(num_rows)
+        self._counters.fill(0)
+        self._team.run(_run_stages, self._all if whole else self._some)
+
+    def _prepare(self, num_rows: int) -> None:
+        calls = [stage.prepare(num_rows, self._counters_at + _COUNTER_BYTES * i) for i, stage in enumerate(self.stages)]
+        self._table[:] = [(function.address, ctypes.addressof(arguments)) for function, arguments in calls]
+        self._short[:] = self._table[self._kept]
+        self._num_rows = num_rows

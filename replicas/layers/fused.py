@@ -24,9 +24,8 @@ from torch import Tensor
 from replicas.kernels import elementwise
 from replicas.kernels.adapters.low_rank import LowRankKernel, LowRankStage
 from replicas.kernels.elementwise import VectorStage
-from replicas.kernels.program import Program, ReadingStage, Stage
 from replicas.kernels.simd import W
-from replicas.kernels.team import Team
+from replicas.kernels.team import Program, ReadingStage, Stage, Team
 from replicas.layers.embedding import Rotation
 from replicas.layers.linear import ColumnParallelLinear, GatedMLP, Linear, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm

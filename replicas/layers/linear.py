@@ -22,8 +22,7 @@ from replicas.kernels.experts.grouped import GroupedKernel, stack
 from replicas.kernels.int8 import Int8Kernel
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.panels import Packs, Panels, Rows, by_chunks, make, pack, round_int8
-from replicas.kernels.program import ReadingStage, Stage
-from replicas.kernels.team import Team, team
+from replicas.kernels.team import ReadingStage, Stage, Team, team
 from replicas.kernels.weight_formats import WeightFormat, group_length
 from replicas.layers.layer import Layer, Piece, Put, loaded
 from replicas.layers.tp_group import TpGroup

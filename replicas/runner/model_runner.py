@@ -32,10 +32,10 @@ from replicas.loading.device import device_bytes, free_device_bytes
 from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import load_weights, weight_bytes
 from replicas.memory import sizing
+from replicas.memory.allocator import ROW_SLACK
 from replicas.memory.kv_scales import checkpoint_scales
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
-from replicas.memory.table import ROW_SLACK
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.runner import batch as batches

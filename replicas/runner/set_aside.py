@@ -11,7 +11,7 @@ from replicas.attention.workspace import INT_BYTES, MIN_BYTES, attention_bytes
 from replicas.config import E5M2_TENSOR, FP8_TENSOR, EngineConfig
 from replicas.kernels.adapters.on_gpu import PER_RECORD_BYTES, between_bytes
 from replicas.memory import sizing
-from replicas.memory.table import ROW_SLACK
+from replicas.memory.allocator import ROW_SLACK
 from replicas.runner.graphs import SIZES, graph_bytes
 
 FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR, E5M2_TENSOR)

@@ -177,7 +177,7 @@ HOST = (
     "replicas.distributions", "replicas.kernels.weight_formats", "replicas.engine.sinks",
     "replicas.checkpoints.adapters",
     "replicas.engine.stepping", "replicas.text.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
-    "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
+    "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip
 
 # the modules that import others of ours in functions, and why

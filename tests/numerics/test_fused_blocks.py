@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 from benchmarks.driver import request
 from replicas.config import CacheConfig
 from replicas.kernels import bf16_tiles
-from replicas.kernels.program import Program
-from replicas.kernels.team import Kernel, Team
+from replicas.kernels.team import Kernel, Program, Team
 from replicas.launch import EngineSettings, load_engine
 from tests.numerics import tiny
 from tests.numerics.paged import SMOLLM2, assert_close_in_range, open_model

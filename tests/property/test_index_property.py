@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routing import runs
+from routing import page_owners
 from routing.fleet_state import Feed
 from routing.index import PrefixIndex, TierIndex
 from routing.policies import POLICIES
@@ -63,13 +63,13 @@ class Model:
         return next((depth for depth, page in enumerate(prompt) if page not in self.held), len(prompt))
 
 
-@pytest.mark.parametrize("slack", [0, runs.SLACK])
+@pytest.mark.parametrize("slack", [0, page_owners.SLACK])
 @settings(max_examples=200, deadline=None)
 @given(trace=st.lists(steps, max_size=60), prompt=prompts)
 def test_the_index_equals_a_dictionary(trace: list[tuple[str, int, object]], prompt: list[int], slack: int) -> None:
     """With a slack of 0 the order of use is collected again and again."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(runs, "SLACK", slack)
+        patched.setattr(page_owners, "SLACK", slack)
         play(trace, prompt)
 
 

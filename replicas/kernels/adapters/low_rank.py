@@ -259,7 +259,7 @@ class LowRankKernel:
 
 
 class LowRankStage:
-    """One of the two kernels as a stage of a program (replicas/kernels/program.py)."""
+    """One of the two kernels as a stage of a program (replicas/kernels/team.py)."""
 
     def __init__(self, function: Kernel, fields: dict[str, int], memory: Tensor) -> None:
         self._function, self._memory, self._arguments = function, memory, LowRankArgs(**fields)

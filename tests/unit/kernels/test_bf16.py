@@ -24,10 +24,9 @@ from replicas.kernels.bf16_tiles import DOT_ROWS, Way
 from replicas.kernels.instructions import VARIABLE
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.panels import Panels
-from replicas.kernels.program import Program
 from replicas.kernels.scaled_dots import PAIR_ROWS
 from replicas.kernels.simd import compiles_for
-from replicas.kernels.team import Team
+from replicas.kernels.team import Program, Team
 from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.linear import Matmul
 

@@ -10,9 +10,8 @@ from numba import carray
 
 from replicas.kernels.linear import FUSED_ROWS, STEPS, LinearKernel
 from replicas.kernels.panels import pack
-from replicas.kernels.program import Program
 from replicas.kernels.simd import add, load, splat, store, take_next
-from replicas.kernels.team import Kernel, Team, kernel, struct
+from replicas.kernels.team import Kernel, Program, Team, kernel, struct
 from replicas.kernels.weight_formats import WeightFormat
 
 AddArgs = struct("AddArgs", "x out n counter")

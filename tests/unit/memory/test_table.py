@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from replicas.errors import RowsExhausted
-from replicas.memory.table import ReqToTokenPool
+from replicas.memory.allocator import ReqToTokenPool
 
 
 def slots(*values: int) -> np.ndarray:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from routing.page_owners import SWEEP_PER_PAGE, Bits, PageOwners, positions
-from routing.runs import Expected, Run
+from routing.page_owners import SWEEP_PER_PAGE, Bits, Expected, PageOwners, Run, positions
 
 A, B = 0, 1
 

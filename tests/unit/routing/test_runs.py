@@ -1,7 +1,7 @@
 """The order in which a replica's expected pages are used, and that neither it nor its lists grow without bound."""
 
 from routing.index import PrefixIndex
-from routing.runs import SLACK, Expected, Run
+from routing.page_owners import SLACK, Expected, Run
 
 A = 0
 
