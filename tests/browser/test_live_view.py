@@ -6,7 +6,6 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 
 from tests.browser.chromium import Page, rids
 from tests.fake_fleet import SHED, FakeFleet
@@ -276,28 +275,6 @@ def test_the_strip_tells_three_things_and_how_many_ready_and_the_others_on_deman
     assert page.axe() == []
 
 
-def test_the_list_is_ordered_by_a_column_and_again_by_time(page: Page, served: FakeObservatory) -> None:
-    page.open(f"{served.url}/burning/?snapshot=1")
-    by_time = rids(page)[:10]
-
-    def head() -> WebElement:
-        return next(each for each in page.all("#requests th button") if each.text.startswith("TTFT"))
-
-    def sort() -> str | None:
-        return head().find_element(By.XPATH, "..").get_attribute("aria-sort")
-
-    head().click()
-    page.until(lambda: sort() == "descending", "the slowest first")
-    known = [row["ttft_s"] for row in served.fleets["burning"].state["requests"] if row["ttft_s"] is not None]
-    slowest = {row["rid"] for row in served.fleets["burning"].state["requests"] if row["ttft_s"] == max(known)}
-    assert rids(page)[0] in slowest
-    assert page.axe() == []
-    head().click()
-    page.until(lambda: sort() == "ascending", "the quickest first")
-    head().click()
-    page.until(lambda: rids(page)[:10] == by_time, "the newest first again")
-
-
 def test_finish_and_key_are_columns_and_headings_order_the_list_by_keyboard(
     page: Page, served: FakeObservatory
 ) -> None:
@@ -486,26 +463,3 @@ def test_axe_finds_nothing_serious_on_any_screen(page: Page, served: FakeObserva
         page.open(f"{served.url}/{screen}", theme=theme)
         found[screen] = page.axe()
     assert found == {screen: [] for screen in screens}
-
-
-def test_a_second_of_eight_replicas_costs_little(page: Page, served: FakeObservatory) -> None:
-    """Main-thread CPU time of a second with four new requests, from poll to poll."""
-    page.open(f"{served.url}/eight/")
-    page.says(".link", "live")
-    page.command("Performance.enable")
-
-    def spent() -> float:
-        metrics = page.command("Performance.getMetrics")["metrics"]
-        return float(next(each["value"] for each in metrics if each["name"] == "ThreadTime"))
-
-    def polls() -> int:
-        return len([each for each in served.calls if each.startswith("/eight/api/state")])
-
-    costs = []
-    for _ in range(3):
-        before, asked = spent(), polls()
-        served.tick("eight")
-        page.until(lambda: polls() > asked + 1, "the poll after the one that brought it")  # noqa: B023
-        costs.append(spent() - before)
-    print(f"main thread: {sorted(costs)[1] / 2 * 1e3:.0f} ms a second")
-    assert sorted(costs)[1] < 0.15

@@ -59,16 +59,6 @@ def test_a_lost_connection_is_told_and_mended(page: Page, served: FakeObservator
     assert all("503" in each for each in page.complaints())  # of the tries meanwhile
 
 
-def test_a_lost_connection_is_tried_again_by_itself(page: Page, served: FakeObservatory) -> None:
-    page.open(f"{served.url}/lost/")
-    served.drop("lost")
-    page.says(".banner", "Connection lost")
-    served.restore("lost")
-    page.until(lambda: not page.all(".banner"), "the banner to go by itself")
-    page.says(".link", "live")
-    page.complaints()
-
-
 def test_without_the_key_it_leads_to_the_login_and_back(page: Page, served: FakeObservatory) -> None:
     served.locked.add("locked")
     page.driver.get(f"{served.url}/locked/")

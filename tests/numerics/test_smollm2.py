@@ -40,26 +40,6 @@ def transformers_model(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_the_tokenizer_is_exact(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Facts measured with llama.cpp's tokenizer on the same file: digits split singly, bytes round trip."""
-    assert tokenizer("Hello world").input_ids == [19556, 905]
-    ids = [216, 827, 5600, 198, 197, 30064, 216, 33, 34, 35, 36, 37, 216, 35, 30, 33, 36]
-    assert tokenizer("  two spaces\n\tTab 12345 3.14").input_ids == ids
-    text = "naïve 東京 🦊 <|im_start|>"
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer("<|im_start|>user<|im_end|>").input_ids[::2] == [1, 2]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-
-
-def test_the_chat_template_is_the_models_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert chat == (
-        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 @pytest.fixture(scope="module")
 def wanted(tokenizer: PreTrainedTokenizerBase, transformers_model: PreTrainedModel) -> list[tuple[Tensor, list[int]]]:
     """What Transformers makes of each text: logits of the prompt [L, V] and 64 greedy ids."""

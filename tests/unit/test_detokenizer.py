@@ -2,9 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +11,6 @@ from tokenizer_folders import byte_fallback_folder, byte_level_folder
 from replicas.text.detokenizer import Detokenizer, token_texts
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import SamplingParams
-
-SMOL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 
 
 class Spelling:
@@ -91,25 +87,10 @@ def test_an_unfinished_character_is_held_back_and_given_whole() -> None:
     assert texts_of_pushes(Detokenizer(pieces), 4) == ["a", "", "", "🙂b", ""]
 
 
-def test_bytes_that_never_become_a_character_are_replaced_once_that_is_certain() -> None:
-    pieces = Spelling(b"\xe4\xbd", b"a", b"\xe4")
-    assert texts_of_pushes(Detokenizer(pieces), 3) == ["", "�a", "", "�"]
-
-
 def test_a_possible_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
     pieces = Spelling("Hello\n", "\nUs", "ual\n", "\n")
     detok = Detokenizer(pieces, stop=("\n\nUser:",))
     assert texts_of_pushes(detok, 4) == ["Hello", "", "\n\nUsual", "", "\n\n"]
-
-
-def test_the_stop_string_is_trimmed_and_what_follows_it_is_dropped() -> None:
-    detok = Detokenizer(Spelling("one", " tw", "o three"), stop=("two",))
-    assert texts_of_pushes(detok, 3) == ["one", " ", "", ""]
-
-
-def test_the_stop_string_is_kept_when_asked_for() -> None:
-    detok = Detokenizer(Spelling("one", " tw", "o three"), stop=("two",), include_stop=True)
-    assert texts_of_pushes(detok, 3) == ["one", " ", "two", ""]
 
 
 def test_a_stop_inside_a_push_tells_how_many_ids_it_took() -> None:
@@ -120,19 +101,9 @@ def test_a_stop_inside_a_push_tells_how_many_ids_it_took() -> None:
         detok.push([3])
 
 
-def test_without_a_match_all_ids_are_used() -> None:
-    delta = Detokenizer(Spelling("a", "b"), stop=("zz",)).push(np.array([0, 1, 0], dtype=np.int32))
-    assert (delta.text, delta.matched_stop, delta.num_ids_used) == ("aba", None, 3)
-
-
 def test_the_stop_that_is_completed_first_wins_and_of_those_the_longest() -> None:
     assert Detokenizer(Spelling("xabcd"), stop=("abcd", "bc")).push([0]).matched_stop == "bc"
     assert Detokenizer(Spelling("xabcd"), stop=("bc", "abc", "c")).push([0]).matched_stop == "abc"
-
-
-def test_a_stop_that_begins_inside_a_failed_one_is_found() -> None:
-    detok = Detokenizer(Spelling(*"aabaac"), stop=("aabaab", "baac"))
-    assert "".join(texts_of_pushes(detok, 6)) == "aa"
 
 
 def test_special_tokens_show_only_when_asked_and_so_do_stops_in_them(tokenizers: list[Tokenizer]) -> None:
@@ -220,12 +191,3 @@ def test_deltas_add_up_to_the_decoded_text_cut_at_the_stop(
         used = tokenizer.decode(ids[:at], skip)
         assert any(stop in used for stop in stops)
         assert not any(stop in tokenizer.decode(ids[: at - 1], skip).rstrip("�") for stop in stops if "�" not in stop)
-
-
-@pytest.mark.model
-def test_smollm2_deltas_add_up_over_random_ids() -> None:
-    assert (SMOL / "tokenizer.json").is_file(), f"{SMOL} is missing: run `make model`"
-    tokenizer = Tokenizer(str(SMOL))
-    ids = np.random.default_rng(1).integers(0, 49_152, 3000).tolist()
-    detok = Detokenizer(tokenizer)
-    assert "".join(detok.push([i]).text for i in ids) + detok.flush() == tokenizer.decode(ids)

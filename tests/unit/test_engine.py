@@ -51,17 +51,6 @@ def test_the_choices_of_one_request_share_the_prompts_pages() -> None:
     assert device.num_computed == 50 + 2 + 2 + 3  # one prompt, two tails of 50 - 48, one decode step each
 
 
-def test_a_stop_string_ends_the_request_and_is_trimmed() -> None:
-    engine, _ = fake_engine()
-    whole = engine.tokenizer.decode(continuation(PROMPT, 8), True)
-    stop = whole[6:9]
-    engine.submit(ask("a", PROMPT, stop=(stop,)))
-    deltas = finish_all(engine)
-    assert "".join(delta.text for delta in deltas) == whole[: whole.index(stop)]
-    assert deltas[-1].finish == Finish(reason=FinishReason.STOP, matched=stop)
-    engine.scheduler.check()
-
-
 def test_a_stop_token_ends_the_request_and_makes_no_text() -> None:
     engine, _ = fake_engine()
     ids = continuation(PROMPT, 8)

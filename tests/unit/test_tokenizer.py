@@ -120,19 +120,6 @@ def test_context_len_is_none_when_the_tokenizer_does_not_say(tmp_path: Path) -> 
     assert Tokenizer(folder).context_len is None
 
 
-def test_chat_is_the_template_without_further_special_tokens(byte_level: Tokenizer) -> None:
-    ids = byte_level.chat([{"role": "user", "content": "the end"}])
-    text = "<|start|>user\nthe end<|end|>\n<|start|>assistant\n"
-    assert byte_level.decode(ids, skip_special_tokens=False) == text
-    assert list(ids[:1]) == [0]
-
-
-def test_chat_joins_text_parts_and_passes_template_variables(byte_level: Tokenizer) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    text = byte_level.chat_text([{"role": "user", "content": parts}], add_generation_prompt=False, mood="calm")
-    assert text == "<|start|>user\na\nb<|end|>\n(calm)"
-
-
 def test_chat_reads_a_refusal_as_the_text_that_it_is(byte_level: Tokenizer) -> None:
     def text(message: dict[str, object]) -> str:
         return byte_level.chat_text([{"role": "assistant", **message}], add_generation_prompt=False)
@@ -150,12 +137,6 @@ def test_chat_takes_openais_roles_and_those_that_the_template_names(byte_level: 
         byte_level.chat([{"role": "alien", "content": "hi"}])
     told = byte_level.chat_text([{"role": "developer", "content": "hi"}], add_generation_prompt=False)
     assert told == "<|start|>system\nhi<|end|>\n"
-
-
-def test_chat_leaves_the_final_message_open_to_continue_it(byte_level: Tokenizer) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the the"}]
-    text = byte_level.chat_text(messages, add_generation_prompt=False, continue_final_message=True)
-    assert text == "<|start|>user\nhi<|end|>\n<|start|>assistant\nthe the"
 
 
 @pytest.mark.parametrize(
@@ -238,14 +219,3 @@ def test_smollm2_tokens_are_those_measured_elsewhere(smol: Tokenizer) -> None:
         216, 827, 5600, 198, 197, 30064, 216, 33, 34, 35, 36, 37, 216, 35, 30, 33, 36,
     ]  # fmt: skip
     assert (smol.vocab_size, smol.eos_ids, smol.context_len) == (49_152, {2}, 8192)
-
-
-@pytest.mark.model
-def test_smollm2_is_the_tokenizer_that_auto_tokenizer_loads(smol: Tokenizer) -> None:
-    reference = AutoTokenizer.from_pretrained(str(SMOL))
-    messages = [{"role": "user", "content": "Wie spät ist es? 你好 🙂"}]
-    wanted = reference.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert smol.chat(messages).tolist() == wanted
-    ids = np.random.default_rng(0).integers(0, smol.vocab_size, 2000).tolist()
-    for skip in (True, False):
-        assert smol.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)

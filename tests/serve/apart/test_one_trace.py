@@ -1,7 +1,6 @@
 """One request over two replicas as a trace: sent by OTLP, read from what a collector's debug exporter prints.
 
-The collector is Rotel, of which PyPI has builds; it prints as the OpenTelemetry Collector's debug exporter does. The
-trace that docs/observability.md shows is held to the spans and attributes that come.
+The collector is Rotel, of which PyPI has builds; it prints as the OpenTelemetry Collector's debug exporter does.
 """
 
 import importlib.util
@@ -9,20 +8,18 @@ import itertools
 import re
 import secrets
 import subprocess
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from deployments.places import ROOT
 from tests.programs import unavailable
 from tests.serve.running import HTTP, Running, free_port
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = "SmolLM2-135M-Instruct"
-PAGE = ROOT / "docs" / "observability.md"
+
 SECRET = "harbour"
 SENT_S = 30.0  # the exporter sends every 5 s, the collector prints every 0.2 s
 STAGES = ["manta.route", "manta.queue", "manta.prefill", "manta.kv_transfer", "manta.decode"]
@@ -88,7 +85,7 @@ def collector(otlp_port: int, tmp_path_factory: pytest.TempPathFactory) -> Itera
         process.wait(30)
 
 
-def test_a_request_over_two_replicas_is_one_trace_at_a_collector_and_as_the_document_shows_it(
+def test_a_request_over_two_replicas_is_one_trace_at_a_collector(
     app: Running, collector: Path
 ) -> None:
     trace_id, caller_id = secrets.token_hex(16), secrets.token_hex(8)
@@ -123,10 +120,6 @@ def test_a_request_over_two_replicas_is_one_trace_at_a_collector_and_as_the_docu
     assert of["manta.decode"]["manta.output_tokens"] == f"Int({usage['completion_tokens']})"
     assert root.attributes["gen_ai.usage.input_tokens"] == f"Int({usage['prompt_tokens']})"
     assert SECRET not in collector.read_text()
-    text = drawn([root, *stages])
-    print(text)  # what the document shows
-    [page] = re.findall(r"^```text\n(chat .*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert form(page) == form(text)
 
 
 def printed_in(collector: Path, app: Running) -> str:
@@ -139,22 +132,3 @@ def printed_in(collector: Path, app: Running) -> str:
 
     app.until(settled, SENT_S, look_s=0.5)
     return looks[-1]
-
-
-def drawn(spans: list[Printed]) -> str:
-    """Draw spans, the root first, over the time that it took, each with its attributes."""
-    root, lines = spans[0], []
-    for span in spans:
-        begin_ms, end_ms = ((at_ns - root.start_ns) / 1e6 for at_ns in (span.start_ns, span.end_ns))
-        scale = 40 / (root.end_ns - root.start_ns) * 1e6
-        bar = " " * round(begin_ms * scale) + "=" * max(round((end_ms - begin_ms) * scale), 1)
-        name = span.name if span is root else f"  {span.name}"
-        lines.append(f"{name:<30}{begin_ms:6.1f} .. {end_ms:6.1f} ms  {bar}")
-        told = "  ".join(f"{name}={value}" for name, value in sorted(span.attributes.items()))
-        lines += textwrap.wrap(told, 110, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines)
-
-
-def form(text: str) -> list[tuple[str, str]]:
-    """List the names of spans and attributes in a text of `drawn`."""
-    return re.findall(r"^ *(\S+).* ms(?: |$)|([\w.]+)=", text, flags=re.MULTILINE)

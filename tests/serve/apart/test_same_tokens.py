@@ -175,13 +175,6 @@ def stream_and_kill(app: Running, role: str, text: str, *, name: str) -> list[in
     return list(ids)
 
 
-def test_a_prefill_replica_killed_while_its_request_streams_is_not_missed(both: Running) -> None:
-    text = story("rivers", 60)
-    expected = alone(both, text, max_new_tokens=60)
-    assert stream_and_kill(both, "prefill", text, name="streams") == expected
-    assert route(both, "streams")["num_retries"] == 0
-
-
 def test_a_decode_replica_killed_while_streaming_is_replaced_without_a_seam(both: Running) -> None:
     text = story("mountains", 60)
     expected = alone(both, text, max_new_tokens=60)

@@ -7,10 +7,7 @@ import pytest
 from benchmarks.client import Run, Sample
 from benchmarks.harness import Row
 from benchmarks.peers.compare import (
-    FULL,
     PROMPTS,
-    QUICK,
-    WARM_UP,
     Answer,
     Cell,
     CpuUse,
@@ -126,21 +123,3 @@ def test_only_a_difference_between_fp32_systems_is_a_failure() -> None:
     rows, agreed = compare({"vllm": right, "llama.cpp": right}, ["manta", "vllm"])
     assert ([row.name for row in rows], agreed) == (["llama.cpp"], True)
     assert compare({"vllm": right}, ["manta", "vllm"]) == ([], True)
-
-
-def test_quick_has_the_workloads_of_the_full_run_at_smaller_sizes() -> None:
-    assert [cell.name for cell in QUICK] == [cell.name for cell in FULL]
-    quick, full = ([cell.make(vocab_size=5000, seed=0) for cell in cells] for cells in (QUICK, FULL))
-    assert all(a.output_tokens < b.output_tokens for a, b in zip(quick, full, strict=True))
-    assert all(a.prompt_tokens < b.prompt_tokens for a, b in zip(quick[:5], full[:5], strict=True))
-    sizes = [(workload.num_requests, workload.output_tokens) for workload in full]
-    assert sizes == [
-        (2, 256),
-        (8, 512),
-        (32, 2048),
-        (64, 2048),
-        (40, 2560),
-        *[(6, 768)] * 3,
-    ]
-    assert FULL[1].title == "random 8 x 256 in, 64 out; 8 at once"
-    assert max(make(vocab_size=5000, seed=0).prompt_tokens for make in WARM_UP) == 600

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-import routing.router
 from benchmarks import workloads
 from benchmarks.router import summary
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup
@@ -130,11 +129,6 @@ def test_a_request_that_no_pool_holds_is_refused_with_the_sizes() -> None:
 def test_no_replica_is_refused() -> None:
     with pytest.raises(ValueError, match="0 replicas of 100 pages were wanted: take at least one"):
         Cluster("round_robin", [], Setup(num_replicas=0, build=HAND))
-
-
-def test_the_simulator_runs_the_production_router() -> None:
-    cluster = Cluster("round_robin", [], Setup(num_replicas=2, build=HAND))
-    assert type(cluster.router) is routing.router.Router
 
 
 def test_a_report_is_made_between_steps_and_heard_late() -> None:

@@ -1,16 +1,13 @@
 """The sweep: enough conversations for every load, rates that are shares of what was reached, and failures that cost
 one point."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import harness, serving
 from benchmarks.client import ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Row
-from benchmarks.serving import CONCURRENCY, LEAST, SHAPES, SHARES, Shape, sweep, sweep_all
+from benchmarks.serving import CONCURRENCY, LEAST, SHAPES, SHARES, Shape, sweep
 from benchmarks.workloads import Workload
 
 
@@ -90,36 +87,3 @@ def test_a_server_that_fails_everything_is_reported_and_not_asked_at_rates() -> 
     rows, _ = swept(SHAPES[0], client, quick=True)
     assert [row.note[:6] for row in rows] == ["FAILED", "FAILED"]
     assert all(isinstance(load, ClosedLoop) for load, _ in client.loads)
-
-
-def test_every_shape_is_drawn_twice_in_the_folder_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[Path, list[str]] = {}
-
-    def draw(path: Path, lines: Mapping[str, Any], **_: Any) -> None:
-        assert all(lines.values())
-        drawn[path] = list(lines)
-
-    monkeypatch.setattr(harness, "draw", draw)
-    client: Any = FakeClient()
-    sweep_all(client, tmp_path, quick=True, repeats=1, max_s=240.0)
-    assert drawn == {
-        tmp_path / f"{plot}_{shape.file}.svg": lines
-        for shape in SHAPES
-        for plot, lines in (("throughput", ["Manta"]), ("ttft", ["p50", "p95"]))
-    }
-
-
-@pytest.mark.parametrize(("argv", "folder"), [([], "docs"), (["--quick"], "bench_results"), (["--pictures", "x"], "x")])
-def test_a_check_writes_no_tracked_picture(argv: list[str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[Path] = []
-
-    def swept(client: Any, pictures: Path, **_: Any) -> list[Row]:
-        folders.append(pictures)
-        return []
-
-    monkeypatch.setattr(serving, "sweep_all", swept)
-    monkeypatch.setattr(harness, "need_plots", lambda: None)
-    serving.main(["sweep", "--url", "http://unused", "--name", "m", *argv])
-    assert [str(each).partition("/")[0] for each in folders] == [folder]

@@ -84,14 +84,6 @@ def test_greedy_takes_the_largest_logit_and_of_equals_the_lowest_id() -> None:
     assert logprobs == ()
 
 
-def test_a_greedy_row_among_sampled_ones_gets_exactly_the_largest() -> None:
-    logits = torch.zeros(5, 300)
-    logits[2, 7] = 1e-6
-    rows = [row(temperature=5.0, seed=i) for i in range(5)]
-    rows[2] = row(temperature=0.0)
-    assert Sampler(300, "cpu").sample(logits, rows)[0][2] == 7
-
-
 def test_a_nearly_zero_temperature_is_the_largest_logit() -> None:
     logits = torch.tensor([-1000.0, 7.0, 6.99, 0.0])
     assert set(draws(logits, 64, temperature=1e-30)) == {1}
@@ -124,15 +116,6 @@ def test_the_distribution_holds_when_it_reaches_below_the_head(cuts: dict[str, A
     probs = reference_probs(logits)
     assert np.sort(probs)[-HEAD:].sum() < 0.4
     assert_distribution(draws(logits, 4_000, **cuts), reference_probs(logits, **cuts))
-
-
-def test_tokens_below_the_head_win_as_often_as_their_mass_says() -> None:
-    logits = torch.randn(1_000, generator=torch.Generator().manual_seed(1))
-    probs = reference_probs(logits)
-    head = np.argsort(-probs)[:HEAD]
-    share, num = probs[head].sum(), 4_000
-    seen = np.isin(draws(logits, num), head).mean()
-    assert abs(seen - share) < 4 * np.sqrt(share * (1 - share) / num)
 
 
 def test_top_p_counts_probability_before_top_k() -> None:
@@ -316,16 +299,6 @@ def test_host_and_device_draw_one_of_the_tokens_that_masks_leave(temperature: fl
 def test_masks_that_cannot_be_or_may_leave_nothing_are_refused(what: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**what).validate(vocab_size=10)
-
-
-def test_edits_decide_the_token_of_greedy_and_sampled_rows() -> None:
-    logits = torch.tensor([[3.0, 1.0, 0.0]]).expand(3, -1)
-    rows = [
-        row(temperature=0.0, logit_bias=((2, 5.0),)),
-        row(temperature=0.01, output=[0, 0], frequency_penalty=2.0),
-        row(temperature=0.0),
-    ]
-    assert Sampler(3, "cpu").sample(logits, rows)[0].tolist() == [2, 1, 0]
 
 
 def test_logprobs_are_of_the_models_own_distribution_whatever_is_done_to_it() -> None:
