@@ -142,7 +142,7 @@ class HeldAdapters:
             self._reading.future.add_done_callback(lambda _: self._tell())
         return failed
 
-    def giving_way(self, req: Req, lower: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
+    def in_the_way(self, req: Req, lower: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
         """Choose the requests of ``lower``, among the ``holders`` of pages, without whose adapters ``req``, which was
         asked about last, has room for its own; none where not even all of them would make it."""
         if self._look.short is None or self._look.short[0] is not req:

@@ -30,12 +30,12 @@ import numpy.typing as npt
 from replicas.cache.base import Lock
 from replicas.cache.kv import KvCache
 from replicas.cache.node import TreeNode
-from replicas.request import Guide, Req, ReqState, below
+from replicas.request import Guide, Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite
 from replicas.scheduler.queues import Queues
-from replicas.scheduler.shares import beyond_share
 from replicas.scheduler.tokens import Counters
+from replicas.scheduler.victims import Need, victims
 from replicas.types import TokenIds
 
 MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/log/2026-11-22-cpu-kernels.md, Cascade)
@@ -144,48 +144,13 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
     """
     retracted, running = False, queues.running
     while running and kv.pages_needed_decode(running) * kv.page_size > kv.store.available_tokens():
-        chunked, holders = queues.chunked, [*running, *below(queues.begun, max(running, key=lambda req: req.level))]
-        if len(holders) == 1 and chunked is not None and not (chunked.is_prefill_leg or below(running, chunked)):
-            victim = chunked
-        else:
-            victim = _victim(holders)
-        retract(victim, queues, kv, counters)
+        highest = max(running, key=lambda req: req.level)
+        for victim in victims(Need.TOKEN, highest, queues, kv):
+            retract(victim, queues, kv, counters)
         retracted = True
     if retracted:
         ratio.retracted(running)
     return retracted
-
-
-def _victim(holders: Sequence[Req]) -> Req:
-    """Choose the request whose pages others need most: within a class and priority, of the tenant that has most beyond
-    its share."""
-    beyond = beyond_share(holders, lambda req: req.num_tokens)
-    return min(
-        holders, key=lambda req: (req.level, req.rank.priority, -beyond[req.asked.tenant], retracted_first(req))
-    )
-
-
-def gives_place(head: Req, running: Sequence[Req], *, by_tokens: bool) -> Req | None:
-    """Choose which of ``running`` is to give its place to ``head``, which found none: one of the tenant that has most
-    beyond its share, by tokens or places, if it keeps that share and ``head``'s tenant stays within its own."""
-
-    def size(req: Req) -> int:
-        return req.num_tokens if by_tokens else 1
-
-    beyond = beyond_share(running, size, head=head)
-    most = max(beyond, key=lambda tenant: beyond[tenant])
-    givers = [
-        req
-        for req in running
-        if req.asked.tenant == most and size(req) <= beyond[most] and req.rank.priority <= head.rank.priority
-    ]
-    within = beyond[head.asked.tenant] + size(head) <= 0
-    return min(givers, key=retracted_first, default=None) if within else None
-
-
-def retracted_first(req: Req) -> tuple[int, int, int]:
-    """Lowest priority, then least output, then longest prompt (SPEC F11)."""
-    return (req.rank.priority, req.num_output, -req.prompt_len)
 
 
 def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:

@@ -26,11 +26,12 @@ from replicas.cache.kv import KvCache, longest_reuse
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState, below
 from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
-from replicas.scheduler.decode import DecodeRows, adapters_of, retract, retracted_first, sample_row
+from replicas.scheduler.decode import DecodeRows, adapters_of, retract, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.shares import Easing
 from replicas.scheduler.tokens import Counters
+from replicas.scheduler.victims import Need, victims
 
 LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
 
@@ -143,21 +144,18 @@ def _ease(budget: StepBudget, req: Req, easing: Easing, limits: Limits, kv: KvCa
 def _has_room(
     req: Req, refusal: Refusal, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget
 ) -> bool:
-    """Retract running requests of lower classes for ``req``, which was refused: one for a row or pages, if it could
-    begin in this step with all pages; for its adapter as many as that needs. Returns: whether any was retracted."""
-    lower = below(queues.running, req)
-    if not lower:
-        return False
-    victims: list[Req] = []
-    if refusal is Refusal.ADAPTER and queues.adapters is not None:
-        victims = queues.adapters.giving_way(req, lower, queues.holding)
+    """Retract those that must leave for ``req``, which was refused: for a row or pages if it could begin in this step
+    with all pages. Returns: whether any was retracted."""
+    found: list[Req] = []
+    if refusal is Refusal.ADAPTER:
+        found = victims(Need.ADAPTER, req, queues, kv)
     elif refusal in NO_ROOM and queues.chunked in (None, req):
         could_begin = budget.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len, ends=True) > 0
-        victims = [min(lower, key=lambda each: (each.level, retracted_first(each)))] if could_begin else []
-    for victim in victims:
+        found = victims(Need.ROOM, req, queues, kv) if could_begin else []
+    for victim in found:
         retract(victim, queues, kv, counters)
         limits.in_flight.remove(victim)
-    return bool(victims)
+    return bool(found)
 
 
 def _start(

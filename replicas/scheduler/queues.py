@@ -41,7 +41,7 @@ class AdapterRoom(Protocol):
         """Read the adapter of a request whose turn comes soon."""
         ...
 
-    def giving_way(self, req: Req, lower: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
+    def in_the_way(self, req: Req, lower: Sequence[Req], holders: Sequence[Req]) -> list[Req]:
         """Choose the requests of lower classes that have to go so that the adapter of ``req`` finds room."""
         ...
 

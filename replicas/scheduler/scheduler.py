@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from replicas.cache.kv import KvCache, longest_reuse
 from replicas.config import SchedulerConfig
-from replicas.request import CachedTokens, Req, ReqState, below
+from replicas.request import CachedTokens, Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving, run_tokens
 from replicas.scheduler.deadlines import Deadlines, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
@@ -29,12 +29,10 @@ from replicas.scheduler.decode import (
     decode_plan,
     decode_rows,
     draft_groups,
-    gives_place,
     plan_ahead,
     prompt_groups,
     retract,
     retract_until_it_fits,
-    retracted_first,
 )
 from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.orders import ORDERS
@@ -52,6 +50,7 @@ from replicas.scheduler.tokens import (
     take_drawn,
     take_forced,
 )
+from replicas.scheduler.victims import Need, victims
 from replicas.types import Finish, FinishReason, TokenLogprob
 
 MAX_FORCED = 64  # tokens of a run that are taken at once
@@ -333,29 +332,29 @@ class Scheduler:
         self._gate.disturb()
 
     def _give_way(self) -> None:
-        """Retract what others are to have: the place of a running request, and the step of one in the middle of its
-        prompt, whose pages stay cached."""
-        queues, chunked, shares = self.queues, self.queues.chunked, self.queues.waiting.shares
+        """Retract what others are to have before prompts are chosen: the step of one in the middle of its prompt, whose
+        pages stay cached, and the place of a running request."""
+        queues, shares = self.queues, self.queues.waiting.shares
         refused = self.last.refusals  # a head that waits for something else than room gets nobody's
         waiting = [req for req in queues.waiting.counted if refused.get((req.rid, req.index)) not in PASSING]
-        if chunked is not None and not chunked.is_prefill_leg and any(below([chunked], req) for req in waiting):
-            retract(chunked, queues, self.kv, self.counters)
-            chunked = None
-        leg = queues.prealloc.short
-        if leg is not None and (lower := below(queues.running, leg)):
-            retract(min(lower, key=lambda req: (req.level, retracted_first(req))), queues, self.kv, self.counters)
-        heads = shares.heads(queues.waiting.counted) if shares.several else []
-        heads = [head for head in heads if head in waiting]
+        if queues.prealloc.short is not None:
+            self._retract(Need.ROOM, queues.prealloc.short)
+        heads = [req for req in shares.heads(queues.waiting.counted) if req in waiting] if shares.several else []
         full = len(queues.holding) >= self.max_running
-        running = [req for req in queues.running if not req.in_background] if full or self._is_short else []
-        givers = (gives_place(head, running, by_tokens=not full) for head in heads)
-        if (giver := next(filter(None, givers), None)) is not None:
-            shares.spend(giver)
-            retract(giver, queues, self.kv, self.counters)
-        if chunked is None or chunked.is_prefill_leg or not self.kv.keeps(chunked):
-            return
-        if any(shares.gives_way(chunked, head) for head in heads):
-            retract(chunked, queues, self.kv, self.counters)
+        if full or self._is_short:
+            need = Need.PLACE if full else Need.PAGES
+            if (victim := next(filter(None, (self._retract(need, head) for head in heads)), None)) is not None:
+                shares.spend(victim)
+        if queues.chunked is not None and waiting:
+            self._retract(Need.STEP, max(waiting, key=lambda req: req.level))
+        any(self._retract(Need.TURN, head) for head in heads)
+
+    def _retract(self, need: Need, req: Req) -> Req | None:
+        """Retract those that must leave so that ``req`` has what it needs. Returns: the first, or None."""
+        found = victims(need, req, self.queues, self.kv)
+        for victim in found:
+            retract(victim, self.queues, self.kv, self.counters)
+        return found[0] if found else None
 
     def _end(self, req: Req, finish: Finish) -> None:
         """End ``req`` on the scheduler's own decision; the engine reads `LastRound.ended` to answer its caller."""

@@ -101,8 +101,8 @@ class TenantShares:
         floods = num > 1 and num_tokens > self._quantum * req.asked.weight
         return Precedence.FLOODS if floods else Precedence.FIRST
 
-    def gives_way(self, req: Req, head: Req) -> bool:
-        """Whether ``req`` is to leave what it has of a step to ``head``, which waits."""
+    def goes_before(self, head: Req, req: Req) -> bool:
+        """Whether ``head``, which waits, is to have what ``req`` would have of a step."""
         precedence, credit = self.precedence(req), self.credit(req.asked.tenant)
         owes_more = precedence is Precedence.NO_CREDIT and self.credit(head.asked.tenant) > credit
         return head.rank.priority >= req.rank.priority and (owes_more or self.precedence(head) > precedence)

@@ -6,11 +6,11 @@ from random import Random
 import pytest
 
 from replicas.request import Req, ReqState
-from replicas.scheduler.decode import gives_place
 from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.scheduler import QUANTUM
 from replicas.scheduler.shares import EASE_S, MOST_LEFT_OUT
+from replicas.scheduler.victims import Need, victims
 from replicas.types import GenerateRequest
 from tests.fakes import continuation
 from tests.harness import Bench, choice_of
@@ -222,7 +222,11 @@ def test_a_place_is_given_to_none_that_would_have_more_than_its_share_then() -> 
     tenants = ["heavy"] * 5 + ["second"] * 2 + ["third"]
     running = [choice_of(f"r{at}", [1], tenant=tenant) for at, tenant in enumerate(tenants)]
     heads = [choice_of("head", [1], tenant=tenant) for tenant in ("second", "third")]
-    assert [gives_place(head, running, by_tokens=False) in running[:5] for head in heads] == [False, True]
+    bench = Bench()
+    bench.scheduler.queues.running = running
+    found = [victims(Need.PLACE, head, bench.scheduler.queues, bench.kv) for head in heads]
+    assert [len(each) for each in found] == [0, 1]
+    assert found[1][0] in running[:5]
 
 
 def test_a_tenant_that_holds_every_place_gives_some_until_it_has_its_share() -> None:
