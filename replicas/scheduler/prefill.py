@@ -1,6 +1,7 @@
 """Prefill: which waiting requests start in the next extend step, and how much of each prompt runs in it.
 
-Owns:      nothing; moves requests from the waiting queue to prefill, and sets which one is mid-prompt.
+Owns:      nothing; moves requests from the waiting queue to prefill, and sets which one is mid-prompt. What is computed
+           is charged to the tenant of its request (`TenantShares.charge`), when the step is over.
 Never:     runs or samples anything; takes the slots of running requests (decode.py).
 Invariant: a refused request holds nothing; every refusal has a reason. In an extend step forced runs come first, then
            prompts, in the order of their batch, then every running request, in the order of the running ones.
