@@ -176,22 +176,6 @@ def test_extend_evicts_unused_pages_before_it_fails() -> None:
     kv.check([req])
 
 
-def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
-    """SPEC D07, K2, K3."""
-    kv = make(num_pages=3)
-    a, b = choice_of("a", [1, 2, 3, 4]), choice_of("b", [5, 6, 7, 8])
-    for req in (a, b):
-        prefill(kv, req)
-        req.append(9)
-    assert kv.pages_needed_decode([a, b]) == 2
-    with pytest.raises(PagesExhausted, match="decode batch of 2 needs 2 pages"):
-        kv.extend_decode([a, b])
-    assert [req.holding.kv_len for req in (a, b) if req.holding] == [4, 4]
-    kv.check([a, b])
-    assert kv.extend_decode([a]).tolist() == [12]
-    kv.check([a, b])
-
-
 def test_no_row_left_takes_nothing() -> None:
     """SPEC D09."""
     kv = make(max_requests=1)

@@ -55,6 +55,15 @@ def test_each_use_lengthens_a_mark() -> None:
     assert shelf.evict(3) == old
 
 
+def test_what_is_left_of_a_marked_run_stays_marked() -> None:
+    shelf = Shelf()
+    marked = shelf.put("", 3)
+    mark(shelf, marked, "")
+    assert shelf.evict(1) == {3}  # a mark is no lock
+    assert shelf.evict(1) | shelf.put("", 2) == {2, 4, 5}
+    assert shelf.evict(2) == {4, 5}
+
+
 def test_of_marks_whose_nodes_have_left_few_are_kept() -> None:
     shelf = Shelf()
     for _ in range(100):
@@ -114,18 +123,6 @@ def test_a_request_that_is_only_refused_renews_no_mark(monkeypatch: pytest.Monke
     assert not marked
     bench.run()
     assert marked
-
-
-def test_a_mark_is_no_lock() -> None:
-    shelf = Shelf()
-    pages = shelf.put("", 3)
-    mark(shelf, pages, "")
-    assert shelf.cache.evictable_pages == 3
-    assert shelf.evict(2) == {2, 3}  # its tail
-    assert shelf.evict(1) == {1}
-    shelf.put("", 1)
-    shelf.cache.reset()
-    shelf.cache.check()
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])

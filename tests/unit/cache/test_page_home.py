@@ -134,7 +134,7 @@ def test_the_hottest_that_fit_are_named() -> None:
     one = Node()
     one.compute(A, hits=1)
     one.compute(C, hits=5)
-    assert [path.hits for path in one.home.hottest(3 * PAGE_BYTES)] == [5]
+    assert [path.hits for path in one.home.hottest(4 * PAGE_BYTES)] == [5]
     assert one.home.hottest(PAGE_BYTES) == []
 
 

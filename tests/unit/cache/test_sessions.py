@@ -175,16 +175,6 @@ def test_no_session_keeps_a_node_alive_that_has_left_the_tree(name: str) -> None
     assert [len(node.key) for node in nodes] == [2 * PS]
 
 
-def test_a_lease_is_no_lock() -> None:
-    tree = Tree()
-    tree.turn(1, 2)
-    tree.turn(1, 4)
-    assert tree.cache.evictable_pages == 5
-    tree.evict(5)
-    assert tree.cache.num_nodes == 0
-    tree.cache.reset()
-
-
 @pytest.mark.parametrize("sessions", [True, False])
 def test_the_scheduler_tells_the_tree_of_prompts_and_answers(sessions: bool) -> None:
     """Six turns of a session, then requests that fill the pool: what is cached of it afterwards."""

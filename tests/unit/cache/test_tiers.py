@@ -7,7 +7,6 @@ from kvtransfer.pages import Tier, page_keys
 from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
 from replicas.cache.host_pages import HostTier, TierCounters
 from replicas.cache.tiers import MEASURE_EVERY, HiRadixCache
-from replicas.cache.write_policy import RULES, WriteRule
 from tests.harness import Clock
 
 PS = 2
@@ -127,15 +126,6 @@ def test_host_pages_are_loaded_in_part_and_keep_their_copy() -> None:
     assert (rig.cache.counters.loaded_pages, rig.cache.counters.wrong_pages) == (3, 0)
 
 
-def test_only_the_host_part_behind_the_devices_is_loaded() -> None:
-    rig = Rig()
-    rig.put(ids(A, B, C, D), 10)
-    rig.evict(2)
-    assert rig.load(ids(A, B, C, D), 20, 21) == 2
-    assert rig.holds(ids(A, B, C, D)) == [10, 11, 12, 13]
-    assert rig.cache.match_prefix(ids(A, B, C, D), "").pages.tolist() == [10, 11, 20, 21]
-
-
 def test_computed_pages_come_to_a_node_that_was_only_on_the_host() -> None:
     """A was loaded by nobody: who computed A, B and D gives its pages, also those of A; C stays on the host below B."""
     rig = Rig()
@@ -157,15 +147,6 @@ def test_write_through_copies_at_once_and_selective_at_the_second_use() -> None:
     assert (selective.cache.clean_pages, selective.memory.backups) == (2, [[10, 11]])
     assert through.evict(2) == [10, 11]
     assert through.memory.backups == [[10, 11]]  # no second time
-
-
-def test_a_rule_may_copy_at_insertion_and_at_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "eager", WriteRule(insert_hits=0, at_eviction=True))
-    rig = Rig(write="eager")
-    rig.put(ids(A, B), 10)
-    assert rig.memory.backups == [[10, 11]]
-    assert rig.evict(2) == [10, 11]
-    assert rig.memory.backups == [[10, 11]]  # they have their copy
 
 
 def test_the_host_gives_up_its_least_recent_leaf_and_what_the_device_has_too() -> None:
@@ -436,28 +417,6 @@ def test_saved_seconds_are_those_of_computing_less_those_of_loading() -> None:
     assert (rig.cache.stats().host_used_pages, rig.cache.stats().host_written_tokens) == (2, 4)
 
 
-def test_where_lists_the_copies_of_each_page() -> None:
-    rig = Rig()
-    rig.put(ids(A, B, C), 10)
-    rig.evict(1)
-    hosts, devices = rig.cache.where(ids(A, B, C, D), "", 1)
-    assert devices.tolist() == [11, 0]
-    assert hosts[0] == 0
-    assert rig.memory.host[hosts[1]] == 12
-
-
-def test_the_hottest_nodes_come_after_their_parents_within_the_bound() -> None:
-    rig = Rig()
-    rig.put(ids(A, B), 10)
-    rig.put(ids(A, C), 20)
-    rig.put(ids(D), 30)
-    for _ in range(3):
-        rig.cache.match_prefix(ids(A, C), "")
-    chosen = rig.cache.hottest(2)
-    assert [node.key.tolist() for node in chosen] == [A, C]
-    assert rig.cache.hottest(0) == []
-
-
 def test_a_page_that_was_lost_and_is_brought_back_is_hot_and_queued_once() -> None:
     """A leaves the host for B, and comes back from a store: arc takes it for used twice."""
     rig = Rig(2, eviction="arc")
@@ -485,3 +444,13 @@ def test_a_load_that_took_far_longer_than_the_others_counts_as_four_times_what_t
     counters.loaded(10, 50.0, num_wrong=0)
     assert counters.load_s_per_page == pytest.approx(0.016)
     assert counters.load_s == 50.1
+
+
+def test_where_lists_the_copies_of_each_page() -> None:
+    rig = Rig()
+    rig.put(ids(A, B, C), 10)
+    rig.evict(1)
+    hosts, devices = rig.cache.where(ids(A, B, C, D), "", 1)
+    assert devices.tolist() == [11, 0]
+    assert hosts[0] == 0
+    assert rig.memory.host[hosts[1]] == 12
