@@ -10,7 +10,6 @@ import pytest
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from deployments.http.streaming import sse
-from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
@@ -111,34 +110,6 @@ async def test_tokenize_gives_the_text_of_each_token_of_a_chat(client: httpx.Asy
     both = (await client.post("/tokenize", json={"prompt": ["a b", "c"], "return_texts": True})).json()
     assert both["texts"] == [["a", " b"], ["c"]]
     assert "texts" not in (await client.post("/tokenize", json={"prompt": "a"})).json()
-
-
-async def test_a_stream_goes_on_over_the_death_of_its_replica(
-    client: httpx.AsyncClient, house: House, engine_loop: EngineLoop
-) -> None:
-    """Two served engines over one loop: the first is cut off, the second continues with the same tokens, and with the
-    same words that must not come."""
-    body: dict[str, Any] = {"prompt": "One, two, three,", "max_tokens": 40, "temperature": 0.8, "seed": -11}
-    body |= {"ignore_eos": True, "bad_words": ["five", " and"], "allowed_token_ids": [*range(17, 40_000)]}
-    whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-    second = ServedEngine(engine_loop, replica_id="r1", node_id="here")
-    house.add(second)
-    async with asyncio.timeout(30):
-        while house.fleet.num_ready < 2:
-            await asyncio.sleep(0.01)
-    pending = asyncio.create_task(client.post("/v1/completions", json=body))
-    async with asyncio.timeout(10):
-        while not engine_loop.num_open:
-            await asyncio.sleep(0.01)
-    [*_, record] = house.dispatcher.routes.recent()
-    victim = record.tries[-1].decision.replica_id
-    served = house.leases.replicas[victim]
-    assert isinstance(served, ServedEngine)
-    house.remove(victim)
-    for connection in list(served._clients.values()):
-        connection.close()
-    assert (await pending).json()["choices"][0]["text"] == whole
-    assert house.dispatcher.num_retries == 1
 
 
 async def test_a_refusal_of_the_replica_reaches_the_client_as_it_is(client: httpx.AsyncClient, house: House) -> None:
