@@ -346,3 +346,19 @@ def _computed(kv: KvCache, rid: str, prompt: list[int]) -> Req:
     req = choice_of(rid, prompt)
     prefill(kv, req)
     return req
+
+
+def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
+    """SPEC D07, K2, K3."""
+    kv = make(num_pages=3)
+    a, b = choice_of("a", [1, 2, 3, 4]), choice_of("b", [5, 6, 7, 8])
+    for req in (a, b):
+        prefill(kv, req)
+        req.append(9)
+    assert kv.pages_needed_decode([a, b]) == 2
+    with pytest.raises(PagesExhausted, match="decode batch of 2 needs 2 pages"):
+        kv.extend_decode([a, b])
+    assert [req.holding.kv_len for req in (a, b) if req.holding] == [4, 4]
+    kv.check([a, b])
+    assert kv.extend_decode([a]).tolist() == [12]
+    kv.check([a, b])

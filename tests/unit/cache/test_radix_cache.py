@@ -189,3 +189,37 @@ def test_of_several_that_go_on_alike_the_newest_is_told_and_nothing_changes() ->
     assert [(node.last_access, node.used_s, node.hit_count) for node in cache._nodes()] == before
     assert cache.evict(1).tolist() == [11]  # still the least recently used
     cache.check()
+
+
+def test_insert_returns_the_length_that_was_there_before() -> None:
+    """SPEC E07, E18, K5: the text's example says 5; 2 were there."""
+    cache = RadixCache(1)
+    assert cache.insert(ids(1, 2), ids(1, 2), "") == 0
+    assert cache.insert(ids(1, 2, 3, 4, 5), ids(3, 4, 5, 6, 7), "") == 2
+    assert cache.match_prefix(ids(1, 2, 3, 4, 5), "").pages.tolist() == [1, 2, 5, 6, 7]
+    assert cache.insert(ids(1, 2, 3, 4, 5), ids(8, 9, 10, 11, 12), "") == 5
+    assert cache.evictable_pages == 5
+    cache.check()
+
+
+def test_a_locked_page_is_never_evicted() -> None:
+    """SPEC E11, E15: the path of the lock stays, what hangs below and beside it goes."""
+    cache = RadixCache(PS)
+    put(cache, ids(1, 2, 3, 4), 10)
+    put(cache, ids(1, 2, 5, 6), 20)  # page 20 is the caller's: [1, 2] was there
+    lock = cache.inc_lock_ref(cache.match_prefix(ids(1, 2, 3, 4), "").node)
+    assert cache.evict(100).tolist() == [21]
+    assert (cache.evictable_pages, cache.protected_pages) == (0, 2)
+    cache.dec_lock_ref(lock)
+    assert sorted(cache.evict(100).tolist()) == [10, 11]
+    assert cache.num_nodes == 0
+    cache.check()
+
+
+def test_a_parent_goes_after_its_last_child() -> None:
+    """SPEC E12: leaves first, though the parent was not used later than they."""
+    cache = RadixCache(1)
+    cache.insert(ids(1, 2), ids(1, 2), "")
+    cache.insert(ids(1, 3), ids(9, 3), "")
+    assert cache.evict(3).tolist() == [2, 3, 1]
+    cache.check()

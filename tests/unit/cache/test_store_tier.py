@@ -431,3 +431,17 @@ def test_memory_that_others_have_the_address_of_is_not_given_back(tmp_path: Path
         with pytest.raises(InvalidRequest, match=said):
             occupation.parts_of(tags)
     assert not occupation.released
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_full_of_fifos_is_a_miss_and_holds_nobody_up(tmp_path: Path) -> None:
+    """Whoever could write to the folder could once stop the store's thread for good with one FIFO."""
+    bench = filled(tmp_path)
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    req, _ = ask(bench)
+    assert (req.cached.store, bench.device.num_computed) == (0, 41)
+    stats = bench.store_tier.stats(bench.tiers.stats())
+    assert (stats.store_wrong_pages, stats.store_errors) == (1, 0)
+    bench.finish()

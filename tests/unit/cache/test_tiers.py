@@ -454,3 +454,12 @@ def test_where_lists_the_copies_of_each_page() -> None:
     assert devices.tolist() == [11, 0]
     assert hosts[0] == 0
     assert rig.memory.host[hosts[1]] == 12
+
+
+def test_only_the_host_part_behind_the_devices_is_loaded() -> None:
+    rig = Rig()
+    rig.put(ids(A, B, C, D), 10)
+    rig.evict(2)
+    assert rig.load(ids(A, B, C, D), 20, 21) == 2
+    assert rig.holds(ids(A, B, C, D)) == [10, 11, 12, 13]
+    assert rig.cache.match_prefix(ids(A, B, C, D), "").pages.tolist() == [10, 11, 20, 21]
