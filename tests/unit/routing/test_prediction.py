@@ -22,7 +22,7 @@ BAR = 0.5  # |log2(measured / predicted)|, at the median
 # about what SmolLM2 takes on two cores (docs/performance.md, Mixed steps)
 BUILD = Build(
     step=StepTime(base_s=0.012, prompt_token_s=0.00076, row_s=0.0015), page_size=16, pool_pages=12_000 // 16,
-    max_running=64, context_len=8_192, scheduler=SchedulerConfig(chunked_prefill_size=512), way_s=0.0,
+    max_running=64, context_len=8_192, scheduler=SchedulerConfig(chunked_prefill_size=512),
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def errors(monkeypatch: pytest.MonkeyPatch, num: int, *, requests_per_s: float) 
 
 def test_in_a_quiet_fleet_first_tokens_come_when_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [median(each) for each in errors(monkeypatch, 25, requests_per_s=0.5)]
-    assert max(found) <= 0.12, found
+    assert max(found) <= 0.1, found
 
 
 def test_at_saturation_the_median_prediction_is_within_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
