@@ -4,7 +4,7 @@ Owns:      how often guesses came true, by request and by kind; what a further r
            step under way, and the rows that try them.
 Never:     changes an answer: a row of a draft is the decode row of that position, and a token that was guessed wrong
            ends its run (scheduler/tokens.py). Takes memory from a prompt: drafts stand in steps that only decode.
-Invariant: a step with drafts has fewer rows than ``most_rows``, so that its products add up like those of one row.
+Invariant: a step with drafts has fewer than MOST_ROWS rows.
 Thread:    scheduler thread only.
 Source:    prompt lookup decoding (Saxena 2023); SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975); verification as
            in Leviathan et al. 2023 (arXiv:2211.17192), where the draw is a function of seed, position and logits.
@@ -33,7 +33,7 @@ from replicas.types import TokenIds
 
 MIN_MATCH, MAX_MATCH = 3, 8  # tokens of the suffix that a guess follows; longer matches are as good as the longest
 LONGEST = 32  # tokens of a draft
-MOST_ROWS = 64  # of a step, where BLAS takes no fewer
+MOST_ROWS = 64  # of a step: what more cost is not estimated
 LEAST_GAIN = 1.02  # tokens for the cost, over those of a step without drafts: below that the estimate may err
 MEMORY = 0.95  # weight of what came true before, at each further guess: about the last twenty count
 PRIOR = 2.0  # guesses' worth of the kind's share in a request's
@@ -133,14 +133,12 @@ class Drafts:
         counters: Counters,
         *,
         step_s: Mapping[int, float],
-        most_rows: int = MOST_ROWS,
         clock: Callable[[], float],
     ) -> None:
-        """``step_s``: seconds of a decode step, by its rows. ``most_rows``: a step with drafts has fewer."""
+        """``step_s``: seconds of a decode step, by its rows."""
         self.cost = RowCost(step_s)
         self._kv = kv
         self._counters = counters
-        self._most_rows = min(most_rows, MOST_ROWS)
         self._clock = clock
         self._began_s = self._ended_s = clock()
         self._num_untried = 0  # steps since one with drafts
@@ -208,7 +206,7 @@ class Drafts:
 
     def _num_rows(self, num_requests: int) -> int:
         """The rows that a step of ``num_requests`` has for drafts."""
-        return self._most_rows - 1 - num_requests
+        return MOST_ROWS - 1 - num_requests
 
     def _looks(self, num_requests: int) -> bool:
         """Whether to look for guesses: less often where that takes long and nothing was worth trying of late."""

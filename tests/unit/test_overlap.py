@@ -11,6 +11,7 @@ import pytest
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, Fault
 from replicas.request import ReqState
+from replicas.scheduler import drafts
 from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResult
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
@@ -193,10 +194,11 @@ def test_steps_wait_for_tokens_while_guesses_come_true_and_are_launched_ahead_ag
     assert re.fullmatch(r"w?[dw]+d(w{8})(a+)w(a+)w?a*", kinds), kinds
 
 
-def test_steps_do_not_wait_for_tokens_where_none_has_room_for_drafts() -> None:
+def test_steps_do_not_wait_for_tokens_where_none_has_room_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "MOST_ROWS", 3)
     engine, _ = fake_engine(overlap="on")
     scheduler = engine.scheduler
-    scheduler.drafts = Drafts(scheduler.kv, scheduler.counters, step_s={}, most_rows=3, clock=lambda: 0.0)
+    scheduler.drafts = Drafts(scheduler.kv, scheduler.counters, step_s={}, clock=lambda: 0.0)
     plans, launch = list[DecodePlan](), engine.steps.launch
 
     def watched(plan: StepPlan) -> PendingStep:

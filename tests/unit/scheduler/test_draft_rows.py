@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from replicas.request import Req
+from replicas.scheduler import drafts
 from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, HitShare, Proposal, RowCost, repeated_suffix
 from replicas.scheduler.plan import DecodePlan
 from replicas.scheduler.tokens import Counters, NewToken
@@ -34,10 +35,10 @@ def test_the_longest_repeated_suffix_is_found(ids: list[int], expected: tuple[in
 class Rig:
     """Drafts on a clock that the test moves, for requests whose text repeats itself."""
 
-    def __init__(self, step_s: dict[int, float], *, num_reqs: int = 1, most_rows: int = 64) -> None:
+    def __init__(self, step_s: dict[int, float], *, num_reqs: int = 1) -> None:
         self.clock, self.counters = Clock(), Counters()
         kv = Bench(max_running=num_reqs + 1).kv
-        self.drafts = Drafts(kv, self.counters, step_s=step_s, most_rows=most_rows, clock=self.clock)
+        self.drafts = Drafts(kv, self.counters, step_s=step_s, clock=self.clock)
         self.reqs: list[Req] = []
         for number in range(num_reqs):
             self.add(f"r{number}")
@@ -110,9 +111,10 @@ def test_rows_that_cost_more_than_at_start_are_no_longer_tried() -> None:
     assert max(rig.step(right=40) for _ in range(400)) > 20  # once they take nothing they are again
 
 
-def test_a_step_has_fewer_rows_than_its_products_may() -> None:
+def test_a_step_has_fewer_rows_than_its_products_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "MOST_ROWS", 32)
     for num_reqs in (1, 5, 16, 31, 40):
-        rig = Rig(FLAT, num_reqs=num_reqs, most_rows=32)
+        rig = Rig(FLAT, num_reqs=num_reqs)
         rows = max(rig.step(right=40) for _ in range(4))
         assert rows + num_reqs <= max(31, num_reqs)
         assert (rows > 0) == (num_reqs < 31)
