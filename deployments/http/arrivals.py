@@ -36,7 +36,7 @@ from deployments import logs
 from deployments.dispatch.dispatcher import NO_HINTS, RequestDeltas, RouteHints
 from deployments.dispatch.leases import ReplicaCalls
 from deployments.http.access import caller_of, scoped
-from deployments.http.http_errors import CLIENT_CLOSED, MESSAGES, outcome_of_status
+from deployments.http.http_errors import CLIENT_CLOSED, MESSAGES, fault_of
 from deployments.http.service import Service, service_of
 from deployments.record.rids import check_name, clean_name, new_digits
 from deployments.record.route_log import (
@@ -44,6 +44,7 @@ from deployments.record.route_log import (
     RouteLog,
     RouteRecord,
     Try,
+    outcome_of_fault,
     tell,
 )
 from deployments.record.timeline import Arrival
@@ -138,7 +139,8 @@ class Arrivals:
                 tell(self._watch.responded, status)
             if endpoint is not None and not state["arrival"].num_prompts:
                 total_s = self._clock() - state["arrival"].arrived_s
-                tell(self._watch.answered, endpoint, outcome=outcome_of_status(status), total_s=total_s)
+                outcome = "ok" if status < 400 else outcome_of_fault(fault_of(status))
+                tell(self._watch.answered, endpoint, outcome=outcome, total_s=total_s)
 
 
 class Generations:

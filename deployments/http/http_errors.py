@@ -31,6 +31,7 @@ STATUS = {Fault.INVALID: 400, Fault.UNAUTHENTICATED: 401, Fault.FORBIDDEN: 403, 
           Fault.TOO_SLOW: 408, Fault.CONFLICT: 409, Fault.GONE: 410, Fault.TOO_LARGE: 413, Fault.WRONG_TYPE: 415,
           Fault.TOO_MANY: 429, Fault.CANCELLED: CLIENT_CLOSED, Fault.INTERNAL: 500, Fault.UNAVAILABLE: 503,
           Fault.TIMED_OUT: 504, Fault.DISK_FULL: 507}  # fmt: skip
+_FAULTS = {status: fault for fault, status in STATUS.items()}
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           405: "invalid_request_error", 408: "timeout", 410: "not_found_error", 413: "invalid_request_error",
           415: "invalid_request_error", 429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable",
@@ -73,15 +74,9 @@ def error_body(message: str, *, status: int, param: str | None = None, code: str
     return {"object": "error", "message": message, "error": error}
 
 
-def outcome_of_status(status: int) -> str:
-    """Return how a request that was answered with ``status`` ended, in the catalogue's words."""
-    if status < 400:
-        return "ok"
-    if status in (CLIENT_CLOSED, STATUS[Fault.TIMED_OUT]):
-        return "cancelled" if status == CLIENT_CLOSED else "timeout"
-    if status == STATUS[Fault.TOO_MANY]:
-        return "shed"
-    return "invalid" if status < 500 else "error"
+def fault_of(status: int) -> Fault:
+    """Return what kind of failure HTTP answers with ``status``."""
+    return _FAULTS.get(status, Fault.INVALID if status < 500 else Fault.INTERNAL)
 
 
 def body_of(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -502,7 +502,12 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
         return "shed"
     if isinstance(error, OverQuota):
         return "invalid"  # it says nothing about the fleet
-    return _OUTCOMES.get(getattr(error, "fault", Fault.INTERNAL), "invalid")
+    return outcome_of_fault(getattr(error, "fault", Fault.INTERNAL))
+
+
+def outcome_of_fault(fault: Fault) -> str:
+    """Return how a request ended that failed so."""
+    return _OUTCOMES.get(fault, "invalid")
 
 
 _OUTCOMES = {
