@@ -159,7 +159,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
     # a parked prefill leg waits for pages of its receiver, not for this engine, so it does not count as queued
     num_legs = sum(req.is_prefill_leg for req in parked)
     offline = [req for req in queues.holding if req.in_background]
-    num_waiting = len(queues.waiting.counted)
+    num_waiting = queues.waiting.num_counted
     pool = store.stats()
     uncached = queues.waiting.uncached_tokens()
     uncached += chunked.extend_len if chunked and not chunked.in_background else 0
@@ -177,12 +177,14 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         tiers=_tier_stats(scheduler.kv, counters),
         drafted_tokens=dict(counters.drafted_tokens),
         accepted_tokens=dict(counters.accepted_tokens),
-        **{name: _read(now, how.of) for name, how in each_told(EngineStats) if how.of},
+        **{name: _number(read(now)) for name, read in _READ.items()},
     )
 
 
-def _read(now: Sources, of: str) -> Any:
-    found = operator.attrgetter(of)(now)
+_READ = {name: operator.attrgetter(how.of) for name, how in each_told(EngineStats) if how.of}  # of `Sources`
+
+
+def _number(found: Any) -> Any:
     return found if isinstance(found, int | float | str) else len(found)
 
 

@@ -10,7 +10,7 @@ Thread:    scheduler thread only.
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -82,6 +82,7 @@ class WaitingQueue(ReqQueue):
         self.s_per_token = 0.0  # of prompts, as measured of late; 0 until then
         self.late_len = 0  # uncached tokens, at the last look, of requests before which one goes that can be in time
         self.shares = TenantShares(rules.quantum)
+        self._num_of_level = Counter[int]()  # of its requests, by the level of their class; none is 0
         self._rules = rules
         self._peek_len = peek_len
         self._peek_path = peek_path
@@ -94,6 +95,7 @@ class WaitingQueue(ReqQueue):
 
     def add(self, req: Req, *, mid_prompt_len: int = 0) -> None:
         """Add ``req``; ``mid_prompt_len``: the tokens still to compute of a prompt that has begun."""
+        self._num_of_level[req.level] += 1
         if req.in_background:
             super().add(req)
             return
@@ -107,6 +109,8 @@ class WaitingQueue(ReqQueue):
 
     def remove(self, req: Req) -> None:
         super().remove(req)
+        self._num_of_level[req.level] -= 1
+        self._num_of_level += Counter()  # without what is 0
         if not req.in_background:
             self.shares.begins(req)
         if not self._reqs:
@@ -115,7 +119,14 @@ class WaitingQueue(ReqQueue):
     @property
     def counted(self) -> list[Req]:
         """The requests that wait and are not in the background."""
+        if min(self._num_of_level, default=0) >= 0:
+            return list(self._reqs)
         return [req for req in self._reqs if not req.in_background]
+
+    @property
+    def num_counted(self) -> int:
+        """The number of those."""
+        return sum(num for level, num in self._num_of_level.items() if level >= 0)
 
     def ordered(self, now_s: float, running: Iterable[Req] = ()) -> list[Req]:
         """List the requests in the order in which to try them. Stable: ties keep their rank.
@@ -123,6 +134,8 @@ class WaitingQueue(ReqQueue):
         Args: running: requests that run; ``routing-key`` goes by theirs.
         """
         reqs = sorted(self._reqs, key=lambda req: req.rank.from_s)
+        if len(self._num_of_level) == 1 and not reqs[0].in_background:
+            return self._in_order(reqs, now_s, running)
         found = self._in_order([req for req in reqs if not req.in_background], now_s, running)
         return sorted([*found, *(req for req in reqs if req.in_background)], key=lambda req: -req.level)
 
@@ -175,6 +188,12 @@ class WaitingQueue(ReqQueue):
         if len(reqs) > self._rules.lpm_max_queue:
             return sum(req.num_tokens for req in reqs)
         return sum(req.num_tokens - self._cached_len(req) for req in reqs)
+
+    def check(self) -> None:
+        """Assert that what is counted is there."""
+        found = Counter(req.level for req in self._reqs)
+        assert found == self._num_of_level, f"{found} wait by level, {self._num_of_level} are counted"
+        self.shares.check(self.counted)
 
     def _cached_len(self, req: Req) -> int:
         return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)
@@ -331,7 +350,7 @@ class Queues:
         for req in (*self.waiting, *self.prealloc):
             assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
             assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
-        self.waiting.shares.check(self.waiting.counted)
+        self.waiting.check()
         for req in self.prealloc:
             assert req.leg is not None, f"{req.rid} waits for a grant and is no decode leg"
         assert self.prealloc.short is None or self.prealloc.short in self.prealloc, "the head that bars others has left"

@@ -119,7 +119,7 @@ class Scheduler:
         """Count the requests that would wait if ``num_new`` came: all that hold nothing, less the free places that they
         would fill. While memory is short, no place is free."""
         queues = self.queues
-        num_starting = len(queues.waiting.counted) + len(queues.prealloc) + num_new
+        num_starting = queues.waiting.num_counted + len(queues.prealloc) + num_new
         num_waiting = num_starting + len(queues.away.in_state(ReqState.WAITING))
         if self._is_short:
             num_starting = 0
@@ -336,25 +336,28 @@ class Scheduler:
         pages stay cached, and the place of a running request."""
         queues, shares = self.queues, self.queues.waiting.shares
         refused = self.last.refusals  # a head that waits for something else than room gets nobody's
-        waiting = [req for req in queues.waiting.counted if refused.get((req.rid, req.index)) not in PASSING]
+
+        def could_begin(reqs: Sequence[Req]) -> list[Req]:
+            return [req for req in reqs if refused.get((req.rid, req.index)) not in PASSING]
+
+        waiting = [] if queues.chunked is None else could_begin(queues.waiting.counted)
         if queues.prealloc.short is not None:
-            self._retract(Need.ROOM, queues.prealloc.short)
-        heads = [req for req in shares.heads(queues.waiting.counted) if req in waiting] if shares.several else []
+            self._retract(Need.ROOM, [queues.prealloc.short])
+        heads = could_begin(shares.heads(queues.waiting.counted)) if shares.several else []
         full = len(queues.holding) >= self.max_running
         if full or self._is_short:
-            need = Need.PLACE if full else Need.PAGES
-            if (victim := next(filter(None, (self._retract(need, head) for head in heads)), None)) is not None:
+            for victim in self._retract(Need.PLACE if full else Need.PAGES, heads):
                 shares.spend(victim)
-        if queues.chunked is not None and waiting:
-            self._retract(Need.STEP, max(waiting, key=lambda req: req.level))
-        any(self._retract(Need.TURN, head) for head in heads)
+        if waiting:
+            self._retract(Need.STEP, [max(waiting, key=lambda req: req.level)])
+            self._retract(Need.TURN, heads)
 
-    def _retract(self, need: Need, req: Req) -> Req | None:
-        """Retract those that must leave so that ``req`` has what it needs. Returns: the first, or None."""
-        found = victims(need, req, self.queues, self.kv)
+    def _retract(self, need: Need, reqs: Sequence[Req]) -> list[Req]:
+        """Retract those that must leave so that the first of ``reqs`` for which any can has what it needs."""
+        found = next(filter(None, (victims(need, req, self.queues, self.kv) for req in reqs)), [])
         for victim in found:
             retract(victim, self.queues, self.kv, self.counters)
-        return found[0] if found else None
+        return found
 
     def _end(self, req: Req, finish: Finish) -> None:
         """End ``req`` on the scheduler's own decision; the engine reads `LastRound.ended` to answer its caller."""

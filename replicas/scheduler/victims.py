@@ -38,7 +38,8 @@ def victims(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
 
 
 def _mid_prompt_of_a_lower_class(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
-    return [each for each in below(queues.begun, req) if each is queues.chunked and not each.is_prefill_leg]
+    chunked = queues.chunked
+    return [] if chunked is None or chunked.is_prefill_leg else below([chunked], req)
 
 
 def _mid_prompt_of_a_tenant_that_had_more(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
