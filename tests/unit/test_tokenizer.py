@@ -120,6 +120,21 @@ def test_context_len_is_none_when_the_tokenizer_does_not_say(tmp_path: Path) -> 
     assert Tokenizer(folder).context_len is None
 
 
+def test_a_chat_has_the_templates_control_tokens_and_no_others(tmp_path: Path) -> None:
+    """Here the tokenizer itself begins each text with one, as Llama's does; a message may spell it."""
+    folder = byte_level_folder(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    begin = [{"SpecialToken": {"id": "<|start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    post = {"type": "TemplateProcessing", "single": begin, "pair": [*begin, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|start|>": {"id": "<|start|>", "ids": [0], "tokens": ["<|start|>"]}}}  # fmt: skip
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": post}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("the")[0] == 0
+    for content in ("the end", "the <|start|> of it"):
+        ids = tokenizer.chat([{"role": "user", "content": content}], add_generation_prompt=False).tolist()
+        assert (ids.count(0), ids.count(1)) == (1, 1)
+
+
 def test_chat_reads_a_refusal_as_the_text_that_it_is(byte_level: Tokenizer) -> None:
     def text(message: dict[str, object]) -> str:
         return byte_level.chat_text([{"role": "assistant", **message}], add_generation_prompt=False)
