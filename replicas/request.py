@@ -156,14 +156,14 @@ OFFLINE = -2000  # the priority of lines of batches: below every other
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestClass:
-    """A class of requests: what goes before the rest whatever its priority, tenant or age, and what gives way to it.
+    """A class of requests: one of a higher class goes first, whatever the priorities, tenants and ages.
 
-    A request is of the first class of `CLASSES` that has it. It starts only where no request of a higher class could;
-    for the row, the pages or the adapter's place of one, running requests of lower classes are retracted.
+    A request is of the first class of `CLASSES` that has it. It starts only where no request of a higher class could,
+    and is retracted where one of a higher class needs its row, its pages or its adapter's place.
     """
 
     has: Callable[[GenerateRequest], bool]
-    level: int  # the highest goes first; requests below 0 are no load that others wait for
+    level: int  # the highest goes first; below 0: in the background, and not counted as load
     priority: int | None = None  # of its requests, whatever they ask for; None: what they ask for
     chunk_share: float = 1.0  # of a step's prompt tokens: a request that comes meanwhile waits for the step's end
 
