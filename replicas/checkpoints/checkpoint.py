@@ -7,13 +7,14 @@ Invariant: what `stored_as` promises to keep as it is, `Checkpoint.weight` has i
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from replicas.checkpoints.gguf_folder import LINK, stored_in_gguf
-from replicas.checkpoints.weight_index import safetensors_files
+from replicas.checkpoints.weight_index import Span, is_tied, safetensors_files, table_spans
 from replicas.config import StoredAs
 from replicas.errors import InvalidConfig
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from replicas.checkpoints.stored import Window
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoint(Protocol):
@@ -51,6 +54,8 @@ class FileFormat:
     open: Callable[[Path], Checkpoint]  # Raises: InvalidConfig
     # describes a quantised checkpoint from its folder and config.json's settings; None for plain floats
     stored_as: Callable[[Path, Mapping[str, Any]], StoredAs | None]
+    # where the tensors of the embedding and of the head lie, under Hugging Face's names; {} if no file tells
+    table_spans: Callable[[Path], Mapping[str, Span]]
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -75,12 +80,26 @@ def _open_gguf(folder: Path) -> Checkpoint:
     return GgufCheckpoint(GgufFile(_gguf_file(folder)))
 
 
+def _gguf_table_spans(folder: Path) -> dict[str, Span]:
+    """Find the tables of a file whose config.json came with it: one that was made of the file is as the file is."""
+    from replicas.checkpoints.gguf_file import GgufFile, hf_name
+
+    path = _gguf_file(folder)
+    if path.name == LINK:
+        return {}
+    return {
+        hf_name(each.name): Span(path, f"{each.kind} {each.shape}", each.offset, each.offset + each.num_bytes)
+        for each in GgufFile(path).tensors.values()
+    }
+
+
 def _open_safetensors(folder: Path) -> Checkpoint:
     from replicas.checkpoints.safetensors_files import SafetensorsCheckpoint
 
-    config = folder / "config.json"
-    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
-    return SafetensorsCheckpoint(folder, quantization)
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    tied = bool(config.get("tie_word_embeddings", False))
+    return SafetensorsCheckpoint(folder, config.get("quantization_config"), tied=tied)
 
 
 def _stored_by_method(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
@@ -101,12 +120,14 @@ FORMATS: dict[str, FileFormat] = {
         files=safetensors_files,
         open=_open_safetensors,
         stored_as=_stored_by_method,
+        table_spans=table_spans,
     ),
     "gguf": FileFormat(
         has=lambda folder: gguf_of(folder) is not None,
         files=lambda folder: [_gguf_file(folder)],
         open=_open_gguf,
         stored_as=lambda folder, config: stored_in_gguf(folder, _gguf_file(folder)),
+        table_spans=_gguf_table_spans,
     ),
 }
 
@@ -127,6 +148,20 @@ def stored_as(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
     Raises: InvalidConfig for a method that is not read.
     """
     return _format_of(folder).stored_as(folder, config)
+
+
+def tied_tables(folder: Path, *, said: bool) -> bool:
+    """Tell whether a folder's head is its embedding, as its files have it. ``said``: what config.json says."""
+    tied = is_tied(_format_of(folder).table_spans(folder), said=said)
+    if tied != said:
+        log.info(
+            "%s: config.json says tie_word_embeddings: %s, and the files hold %s: %s",
+            folder,
+            str(said).lower(),
+            "no head" if tied else "a head that differs from the embedding",
+            "the embedding is the head" if tied else "that head is used",
+        )
+    return tied
 
 
 def _format_of(folder: Path) -> FileFormat:

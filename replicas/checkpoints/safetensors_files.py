@@ -15,16 +15,16 @@ from torch import Tensor
 
 from replicas.checkpoints.methods import FLOAT8, Method, method_of
 from replicas.checkpoints.stored import Window
-from replicas.checkpoints.weight_index import INDEX, safetensors_files, weight_map
+from replicas.checkpoints.weight_index import EMBEDDING, HEAD, INDEX, safetensors_files, weight_map
 from replicas.errors import InvalidConfig
 
 
 class SafetensorsCheckpoint:
     """The weights of a folder."""
 
-    def __init__(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
-        """``quantization``: config.json's quantization_config. Raises: InvalidConfig for files that are not whole, or
-        are of a method that is not read."""
+    def __init__(self, folder: Path, quantization: Mapping[str, Any] | None, *, tied: bool = False) -> None:
+        """``quantization``: config.json's quantization_config. ``tied``: a head without an embedding is the embedding.
+        Raises: InvalidConfig for files that are not whole, or are of a method that is not read."""
         self.method: Method | None = method_of(str(folder), quantization) if quantization else None
         self._parts: dict[str, dict[str, Tensor]] = defaultdict(dict)  # weight -> its parts, by last name
         placed = weight_map(folder)
@@ -34,6 +34,8 @@ class SafetensorsCheckpoint:
                     weight, part = self._place(name)
                     self._parts[weight][part] = tensor
             self._check_placed(file, placed)
+        if tied and EMBEDDING not in self._parts and HEAD in self._parts:
+            self._parts[EMBEDDING] = self._parts.pop(HEAD)
 
     def _place(self, name: str) -> tuple[str, str]:
         """Tell which weight a tensor belongs to, and as what."""

@@ -1,15 +1,94 @@
-"""Which files of a folder hold a checkpoint in safetensors: known without torch, before a model is loaded.
+"""Which files of a folder hold a checkpoint in safetensors, and where its two tables lie: known without torch, before a
+model is loaded.
 
 Invariant: only files of the model's own folder are named, whatever an index says.
 """
 
 import json
 import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from replicas.errors import InvalidConfig
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_BYTES = 1 << 22  # read of two tensors at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a tensor's bytes lie in a file, and what they are."""
+
+    file: Path
+    kind: str  # its type and shape: equal bytes of one kind are equal numbers
+    start: int
+    stop: int
+
+    def equals(self, other: "Span") -> bool:
+        """Compare the bytes, up to the first part that differs."""
+        if (self.kind, self.stop - self.start) != (other.kind, other.stop - other.start):
+            return False
+        with self.file.open("rb") as one, other.file.open("rb") as two:
+            one.seek(self.start)
+            two.seek(other.start)
+            for at in range(self.start, self.stop, COMPARED_BYTES):
+                length = min(COMPARED_BYTES, self.stop - at)
+                if one.read(length) != two.read(length):
+                    return False
+        return True
+
+
+def is_tied(spans: Mapping[str, Span], *, said: bool) -> bool:
+    """Tell whether the head is the embedding, which the files know better than config.json.
+
+    A head that differs from the embedding is its own; without one, or with one alone that is said to be tied, both are
+    one table.
+    Args: spans: of the tables' tensors; a quantised table has several. Empty where no file tells.
+          said: what config.json says.
+    """
+    of_embedding, of_head = (
+        {name.removeprefix(prefix): span for name, span in spans.items() if name.startswith(prefix)}
+        for prefix in (EMBEDDING.removesuffix("weight"), HEAD.removesuffix("weight"))
+    )
+    if not of_embedding or not of_head:
+        return said or bool(of_embedding)
+    if not said or of_embedding.keys() != of_head.keys():
+        return False
+    return all(span.equals(of_head[part]) for part, span in of_embedding.items())
+
+
+def table_spans(folder: Path) -> dict[str, Span]:
+    """Find the tensors of the embedding and of the head. Files that are missing or damaged have none: loading them says
+    what is wrong. Raises: InvalidConfig for an index that is none."""
+    prefixes = EMBEDDING.removesuffix("weight"), HEAD.removesuffix("weight")
+    placed = weight_map(folder)
+    files = {file for name, file in placed.items() if name.startswith(prefixes)} if placed else {WHOLE}
+    return {
+        name: span
+        for file in files
+        for name, span in _spans(folder / file).items()
+        if name.startswith(prefixes) and placed.get(name, file) == file
+    }
+
+
+def _spans(path: Path) -> dict[str, Span]:
+    """Read a file's header; {} where there is none."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > os.fstat(file.fileno()).st_size:
+                return {}
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {
+            name: Span(path, f"{each['dtype']} {each['shape']}", *(8 + length + int(at) for at in each["data_offsets"]))
+            for name, each in header.items()
+        }
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def listing(folder: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import xxhash
 
-from replicas.checkpoints.checkpoint import gguf_of, stored_as
+from replicas.checkpoints.checkpoint import gguf_of, stored_as, tied_tables
 from replicas.checkpoints.gguf_folder import folder_of, gguf_in
 from replicas.checkpoints.weight_index import listing, weight_files
 from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
@@ -110,6 +110,8 @@ def load_model_config(
             except UnsupportedModel as other:
                 raise UnsupportedModel(f"{error}. {other}") from other
     config = replace(config, quantization=quantization, stored=stored_as(folder, _as_it_is(folder)))
+    if config.implementation == "manta":
+        config = replace(config, tie_embeddings=tied_tables(folder, said=config.tie_embeddings))
     if device == "cpu" and dtype is None and (quantization != "none" or config.stored is not None):
         config = replace(config, dtype="float32")
     if config.stored is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from replicas.checkpoints.checkpoint import Checkpoint, open_checkpoint, weight_files
 from replicas.checkpoints.stored import Window
+from replicas.checkpoints.weight_index import HEAD
 from replicas.config import ModelConfig
 from replicas.errors import InvalidConfig
 from replicas.kernels import bf16_tiles
@@ -149,6 +150,8 @@ def _kept(config: ModelConfig, tp: TpGroup) -> AbstractContextManager[Keep]:
     meaning = {"identity": model_identity(config.path, config.quantization), "bytes": cpu_has_vnni()}
     if format_ == "bfloat16" and bf16_tiles.way() is not None:
         meaning["pairs"] = bf16_tiles.way()
+    if not config.tie_embeddings:
+        meaning["head"] = "its own"  # whatever config.json, a part of the identity, says
     if config.moe is not None:
         meaning["dtype"] = config.dtype  # of what chooses experts
     what = f"{format_}-{tp.rank + 1}of{tp.size}"
@@ -205,7 +208,7 @@ def _block(name: str) -> int:
 def _check_names(folder: Path, wanted: Iterable[str], found: set[str], *, tied: bool) -> None:
     missing = sorted(set(wanted) - found)
     ignored = {name for name in found if DERIVED.search(name) or KV_SCALE.search(name)}  # KV_SCALE: kv_scales.py reads
-    extra = sorted(found - set(wanted) - ignored - ({"lm_head.weight"} if tied else set()))
+    extra = sorted(found - set(wanted) - ignored - ({HEAD} if tied else set()))
     if missing or extra:
         raise InvalidConfig(
             f"model: the weights in {folder} do not fit its config.json: {len(missing)} missing{_some(missing)}, "

@@ -169,6 +169,13 @@ def test_a_folder_stands_for_the_file_and_is_made_once(tmp_path: Path) -> None:
     assert json.loads((again / "gguf.json").read_text())["stored"]["products"] == "q4_1"
 
 
+def test_a_files_own_head_is_used_though_the_config_json_beside_it_says_tied(tmp_path: Path) -> None:
+    model = write(tmp_path / "tiny.gguf", "llama", "Q8_0")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert open_model(tmp_path).greedy(tiny.PROMPTS, 8) == [tiny.reference(model, p, 8)[1] for p in tiny.PROMPTS]
+
+
 def test_a_files_tokenizer_splits_digits_singly_and_knows_its_ends(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", "llama", "Q8_0")
     tokenizer = Tokenizer(str(model_folder(str(tmp_path / "tiny.gguf"))))

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from replicas.checkpoints.weight_index import safetensors_files
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.kernels import bf16_tiles
 from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import weight_bytes
-from tests.numerics import tiny
+from tests.numerics import quantised, tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 
 
@@ -72,13 +74,55 @@ def test_missing_and_unexpected_weights_are_listed(llama: Path) -> None:
         open_model(llama)
 
 
-def test_a_tied_checkpoint_may_repeat_its_embedding_as_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "v3"])
+def test_a_head_that_differs_from_the_embedding_is_used_though_config_json_says_tied(kind: str, tmp_path: Path) -> None:
+    """As Transformers does: training that went on from a tied model leaves such folders."""
+    wanted = [tiny.reference(tiny.save(kind, tmp_path), prompt, 12)[1] for prompt in tiny.PROMPTS]
+    rewrite(tmp_path / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    transformers = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert tiny.reference(transformers, tiny.PROMPTS[0], 12)[1] == wanted[0]
+    assert open_model(tmp_path).greedy(tiny.PROMPTS, 12) == wanted
+
+
+def test_a_head_that_differs_in_one_number_is_its_own(tmp_path: Path) -> None:
+    """It is compared in parts, in whichever of two files it lies."""
     tiny.save("qwen3-tied", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    before = open_model(tmp_path)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1.0
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert_close_in_range(open_model(tmp_path).run({0: [5]})[0], before.run({0: [5]})[0], 1e-6)
+    before = open_model(tmp_path).run({0: [5]})[0][0]
+    head = tensors["model.embed_tokens.weight"].clone()
+    for change, tied in ((0.0, True), (1.0, False)):
+        head[-1, -1] += change
+        save_file({"lm_head.weight": head}, tmp_path / "head.safetensors")
+        places = dict.fromkeys(tensors, "model.safetensors") | {"lm_head.weight": "head.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        assert load_model_config(str(tmp_path)).tie_embeddings is tied
+        logits = open_model(tmp_path).run({0: [5]})[0][0]
+        assert (logits[-1] - before[-1]).abs() > 0.01 if change else torch.equal(logits, before)
+
+
+def test_a_quantised_checkpoints_own_head_is_used_though_config_json_says_tied(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}
+    model = quantised.save(tmp_path, config, quantised.gptq(4, 32, sym=True, act_order=False, version="gptq"))
+    rewrite(tmp_path / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    assert open_model(tmp_path).greedy(tiny.PROMPTS, 12) == [tiny.reference(model, p, 12)[1] for p in tiny.PROMPTS]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2-tied", "v3"])
+def test_a_checkpoint_with_one_table_uses_it_as_embedding_and_as_head(kind: str, tmp_path: Path) -> None:
+    """The embedding alone, whatever config.json says; or the head alone, where it says that both are tied."""
+    for said in (True, False):
+        folder = tmp_path / f"{said}"
+        model = tiny.save(kind, folder, tie_word_embeddings=True)
+        wanted = [tiny.reference(model, prompt, 12)[1] for prompt in tiny.PROMPTS]
+        rewrite(folder / "config.json", lambda c, said=said: c.update(tie_word_embeddings=said))  # type: ignore[misc]
+        assert open_model(folder).greedy(tiny.PROMPTS, 12) == wanted
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InvalidConfig, match=r"1 missing \(model.embed_tokens.weight\)"):
+        open_model(folder)
+    rewrite(folder / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    assert open_model(folder).greedy(tiny.PROMPTS, 12) == wanted
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2-tied"])
