@@ -128,9 +128,22 @@ def contexts(hf: Mapping[str, Any]) -> tuple[int, int]:
     return own, int(own * factor) if kind == "dynamic" and factor is not None else own
 
 
+def rope_written(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of rotation that count. Where both names are there, ``rope_scaling`` was added to a file that
+    Transformers 5 had saved, as model cards advise. It wins there too, whole: not even rope_theta is kept.
+
+    Raises: InvalidConfig for what is no mapping.
+    """
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    written = hf.get(key) or {}
+    if not isinstance(written, Mapping):
+        raise InvalidConfig(f"model.path: config.json has {key} = {written!r}, which is no object of settings")
+    return written
+
+
 def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` (Transformers 5), or ``rope_scaling``; the kind's name is under ``rope_type``."""
-    raw = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    """Return ``rope_scaling``, else ``rope_parameters`` (Transformers 5); the kind's name is under ``rope_type``."""
+    raw = dict(rope_written(hf))
     older = raw.pop("type", None)
     raw["rope_type"] = str(raw.get("rope_type") or older or "default")
     return raw

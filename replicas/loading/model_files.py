@@ -10,6 +10,7 @@ Invariant: the config means the same to `model_config_from_hf`, with or without 
 """
 
 import json
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,12 @@ from replicas.hf_config import (
     model_config_from_hf,
     model_config_from_outline,
     read_generation_config,
+    rope_written,
 )
 from replicas.kernels.weight_formats import RULES
 from replicas.models.registry import check_native
+
+log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]  # beside the weights
@@ -270,6 +274,14 @@ _BY_FAMILY = {  # the longer of two names comes first
 def read_config(folder: Path) -> dict[str, Any]:
     """Read ``folder``'s config.json with its defaults. Raises: InvalidConfig, naming the file."""
     config = _as_it_is(folder)
+    lost = rope_written({**config, "rope_scaling": None}).get("rope_theta")
+    if lost is not None and not (config.get("rope_theta") or rope_written(config).get("rope_theta")):
+        log.warning(
+            "%s/config.json has rope_scaling, which replaces rope_parameters and with them rope_theta = %g, as in "
+            "Transformers: put rope_theta into rope_scaling if the model was trained with it",
+            folder,
+            lost,
+        )
     try:
         return config if _is_complete(config) else _with_defaults(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -295,7 +307,7 @@ def _is_complete(config: dict[str, Any]) -> bool:
     """Tell whether no default is needed. A value that is no number goes to Transformers too: it names the fault."""
     architecture = str((config.get("architectures") or ["?"])[0])
     keys = next((keys for name, keys in _BY_FAMILY.items() if architecture.startswith(name)), None)
-    rope_theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    rope_theta = config.get("rope_theta") or rope_written(config).get("rope_theta")
     numbers = [rope_theta, *(config.get(key) for key in _NUMBERS)]
     return (
         keys is not None

@@ -89,7 +89,10 @@ def read(folder: Path) -> PreTrainedConfig:
         if given.get("auto_map"):
             reason = "its code comes with the checkpoint (auto_map), and such code is never run here"
         else:
-            reason = " ".join(str(error).split())[:200]
+            kind = f"its config.json lacks {error}" if isinstance(error, KeyError) else str(error)
+            both = given.get("rope_scaling") and given.get("rope_parameters")
+            advice = "; it has both rope_scaling and rope_parameters: keep the one that is meant" if both else ""
+            reason = f"{' '.join(kind.split())[:200]}{advice}"
         raise UnsupportedModel(f"{folder} cannot be served through Transformers: {reason}") from error
 
 

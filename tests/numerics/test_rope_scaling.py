@@ -1,12 +1,13 @@
 """Rotary scalings for long contexts: the frequencies are those of Transformers, and so are the tokens."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.http.service import read_face
@@ -73,6 +74,42 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(family: str, name
         for ours, (logits, _) in zip(paged.prefill(prompts, chunk=chunk), wanted, strict=True):
             assert_close_in_range(ours, logits, 1e-4)
     assert open_model(tmp_path, attention="cpu").greedy(prompts, 64, chunk=5) == [ids for _, ids in wanted]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "v3"])
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {"type": "linear", "factor": 2.0, "rope_theta": 300.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+    ids=lambda added: str(added.get("rope_type") or added.get("type")),
+)
+def test_rope_scaling_that_was_added_to_a_file_of_transformers_5_wins(
+    family: str, added: dict[str, Any], tmp_path: Path
+) -> None:
+    """It takes the place of rope_parameters, their rope_theta included; the context follows it."""
+    tiny.save(family, tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 700.0})
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config["rope_parameters"]["rope_theta"] == 700.0
+    file.write_text(json.dumps({**config, "rope_scaling": added}))
+    wanted = [tiny.reference(AutoModelForCausalLM.from_pretrained(tmp_path), p, 24)[1] for p in tiny.PROMPTS[:1]]
+    ours = open_model(tmp_path, attention="cpu")
+    assert ours.greedy(tiny.PROMPTS[:1], 24) == wanted
+    assert ours.model.config.context_len == (512 if added.get("rope_type") == "yarn" else 256)
+
+
+def test_a_rope_theta_that_rope_scaling_drops_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny.save("qwen3", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 700.0})
+    file = tmp_path / "config.json"
+    for theta, told in ((None, True), (700.0, False)):
+        scaling = {"rope_type": "linear", "factor": 2.0} | ({} if theta is None else {"rope_theta": theta})
+        file.write_text(json.dumps({**json.loads(file.read_text()), "rope_scaling": scaling}))
+        caplog.clear()
+        assert load_model_config(str(tmp_path)).rope.theta == (theta or 10_000.0)
+        assert ("with them rope_theta = 700" in caplog.text) is told
 
 
 def test_longrope_within_the_original_context_has_the_short_factors(tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ SIZE = 3 << 20  # of the weight file; samples are 32 of its 48 blocks of 64 KiB
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_theta": 500.0},
     "linear": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
-}
+    "both names": {
+        "rope_theta": 500.0, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.0},
+    },
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True},
     "Mistral": {"sliding_window": None},
@@ -68,6 +72,11 @@ def test_a_missing_key_has_its_architectures_default(tmp_path: Path) -> None:
 def test_a_size_that_is_no_number_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"config.json cannot be read: .*hidden_size"):
         load_model_config(write(tmp_path, "Llama", rope_theta=1e4, hidden_size="wide"))
+
+
+def test_settings_of_rotation_that_are_no_object_are_an_error_that_names_them(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"config.json has rope_scaling = 'linear', which is no object"):
+        load_model_config(write(tmp_path, "Llama", rope_theta=1e4, rope_scaling="linear"))
 
 
 def test_reading_the_embedded_models_config_leaves_torchs_compiler_alone(tmp_path: Path) -> None:
