@@ -233,7 +233,7 @@ class TimedEngine:
             req.num_tokens += num
             req.computed_len += num
             scheduler.queues.waiting.shares.charge(req, num)
-        scheduler.counters.decode_tokens += num * len(scheduler.queues.running)
+        scheduler.counters["decode_tokens"] += num * len(scheduler.queues.running)
         for _ in range(num):
             scheduler._ratio.decode_step()
         for _ in range(min(num, 12)):  # by then its smoothed duration is theirs

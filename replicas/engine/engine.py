@@ -272,7 +272,7 @@ class Engine:
         constraint = request.sampling.constraint
         if constraint is None:
             return self._place(request, choices, None, place)
-        self.scheduler.counters.constrained += 1
+        self.scheduler.counters["constrained"] += 1
         matcher = self.grammars.compiler.cached(constraint)
         if matcher is not None or place is not None:
             return self._place(request, choices, matcher or self.grammars.compiler.compile(constraint), place)

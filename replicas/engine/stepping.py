@@ -27,7 +27,7 @@ from replicas.scheduler.admission import least_prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingStep, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler
-from replicas.scheduler.tokens import Counters, NewToken, at_fault, require_fault
+from replicas.scheduler.tokens import SOURCES, Counters, NewToken, at_fault, require_fault
 from replicas.types import EngineStats, PoolStats, TierStats, each_told
 
 log = logging.getLogger(__name__)
@@ -175,13 +175,19 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         waiting_uncached_tokens=uncached,
         late_uncached_tokens=min(queues.waiting.late_len, uncached),
         tiers=_tier_stats(scheduler.kv, counters),
-        drafted_tokens=dict(counters.drafted_tokens),
-        accepted_tokens=dict(counters.accepted_tokens),
+        drafted_tokens={source: counters[f"drafted_tokens.{source}"] for source in SOURCES},
+        accepted_tokens={source: counters[f"accepted_tokens.{source}"] for source in SOURCES},
         **{name: _number(read(now)) for name, read in _READ.items()},
     )
 
 
-_READ = {name: operator.attrgetter(how.of) for name, how in each_told(EngineStats) if how.of}  # of `Sources`
+def _reader(of: str) -> Callable[[Sources], Any]:
+    """Make what reads ``of`` of `Sources`: attributes by name, and a counter by its key."""
+    room, _, name = of.partition(".")
+    return (lambda now: now.counters[name]) if room == "counters" else operator.attrgetter(of)
+
+
+_READ = {name: _reader(how.of) for name, how in each_told(EngineStats) if how.of}
 
 
 def _number(found: Any) -> Any:
@@ -201,7 +207,7 @@ def _tier_stats(kv: KvCache, counters: Counters) -> TierStats | None:
     stats = kv.store.tiers.stats()
     if kv.store_tier is not None:
         stats = kv.store_tier.stats(stats)
-    return replace(stats, host_hit_tokens=counters.host_tokens, store_hit_tokens=counters.store_tokens)
+    return replace(stats, host_hit_tokens=counters["host_tokens"], store_hit_tokens=counters["store_tokens"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

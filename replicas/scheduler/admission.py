@@ -29,17 +29,26 @@ from replicas.scheduler.queues import Queues
 CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioRule:
+    """How the share of possible output that admission reserves moves: where it begins, ends, and its step."""
+
+    initial: float
+    floor: float
+    decay: float  # of each decode step
+
+
 class NewTokenRatio:
     """The share of each request's possible output that admission reserves."""
 
-    def __init__(self, *, initial: float, floor: float, decay: float) -> None:
-        assert 0.0 <= floor <= initial <= 1.0
-        self._initial, self._floor, self._decay = initial, floor, decay
-        self.value = initial
+    def __init__(self, rule: RatioRule) -> None:
+        assert 0.0 <= rule.floor <= rule.initial <= 1.0
+        self._rule = rule
+        self.value = rule.initial
 
     def decode_step(self) -> None:
         """Decay by one step without a retraction."""
-        self.value = max(self._floor, self.value - self._decay)
+        self.value = max(self._rule.floor, self.value - self._rule.decay)
 
     def retracted(self, running: Iterable[Req]) -> None:
         """Jump up after a retraction: reserve what the survivors have used so far, and 20 steps more.
@@ -50,11 +59,11 @@ class NewTokenRatio:
         for req in running:
             made += req.num_output + 20
             room += max(1, req.sampling.max_new_tokens)
-        self.value = max(self.value, min(1.0, made / room)) if room else self._initial
+        self.value = max(self.value, min(1.0, made / room)) if room else self._rule.initial
 
     def idle(self) -> None:
         """Start afresh, as nothing runs."""
-        self.value = self._initial
+        self.value = self._rule.initial
 
     def reserve(self, req: Req) -> int:
         """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here."""

@@ -10,7 +10,6 @@ Thread:    scheduler thread only.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from replicas.cache.kv import KvCache
 from replicas.errors import Fault
@@ -23,48 +22,52 @@ FEW = 64
 PATIENCE_S = 5.0
 
 
-@dataclass(slots=True, order=True)
-class _Entry:
-    deadline_s: float
-    number: int
-    req: Req | None  # None: it has ended
+Entry = tuple[float, int]  # of the heap: a deadline, and how many were added before
 
 
 class Deadlines:
     """The deadlines of open requests, earliest first, on the scheduler's clock."""
 
     def __init__(self) -> None:
-        self.starved = StarvedHeads()
-        self._heap: list[_Entry] = []
-        self._open: dict[Req, _Entry] = {}
+        self._heap: list[Entry] = []
+        self._open: dict[Req, Entry] = {}
+        self._by_entry: dict[Entry, Req] = {}
         self._num_added = 0
+        self._starved_s: dict[Req, float] = {}  # when a head of a queue was first found without memory
 
     def add(self, req: Req) -> None:
         if (ends_by_s := req.ends_by_s) is not None:
             self._num_added += 1
-            self._open[req] = _Entry(ends_by_s, self._num_added, req)
-            heapq.heappush(self._heap, self._open[req])
+            entry = self._open[req] = ends_by_s, self._num_added
+            self._by_entry[entry] = req
+            heapq.heappush(self._heap, entry)
 
     def remove(self, req: Req) -> None:
         """Forget ``req``, which has ended."""
         entry = self._open.pop(req, None)
         if entry is None:
             return
-        entry.req = None
+        del self._by_entry[entry]
         if len(self._heap) > 2 * len(self._open) + FEW:
-            self._heap = list(self._open.values())
+            self._heap = list(self._by_entry)
             heapq.heapify(self._heap)
-        while self._heap and self._heap[0].req is None:
+        while self._heap and self._heap[0] not in self._by_entry:
             heapq.heappop(self._heap)
 
     @property
     def next_s(self) -> float | None:
         """The earliest deadline, if there is one."""
-        return self._heap[0].deadline_s if self._heap else None
+        return self._heap[0][0] if self._heap else None
 
     def due(self, now_s: float) -> Req | None:
         """Return the open request whose deadline passed first, if one has; end and `remove` it before the next call."""
-        return self._heap[0].req if self._heap and self._heap[0].deadline_s <= now_s else None
+        return self._by_entry[self._heap[0]] if self._heap and self._heap[0][0] <= now_s else None
+
+    def starved(self, heads: Sequence[Req], now_s: float) -> list[Req]:
+        """Return those of ``heads``, heads of queues which found no memory while no request holds any, that have waited
+        for PATIENCE_S: requests behind them that fit can then go on."""
+        self._starved_s = {head: self._starved_s.get(head, now_s) for head in heads}
+        return [head for head in heads if now_s - self._starved_s[head] >= PATIENCE_S]
 
     def check(self) -> None:
         """Raise AssertionError if an ended request is kept, or more empty entries than allowed."""
@@ -75,18 +78,6 @@ class Deadlines:
 def deadline_passed(req: Req, now_s: float) -> Finish:
     message = f"deadline passed after {now_s - req.stamps.arrival_s:.1f} s, {req.num_output} tokens made"
     return Finish(reason=FinishReason.ABORT, message=message, fault=Fault.TIMED_OUT)
-
-
-class StarvedHeads:
-    """Finds queue heads that found no memory for PATIENCE_S, so that requests behind them that fit can go on."""
-
-    def __init__(self) -> None:
-        self._since_s: dict[Req, float] = {}  # when a head was first found without memory
-
-    def late(self, heads: Sequence[Req], now_s: float) -> list[Req]:
-        """Return those of ``heads``, which found no memory while no request holds any, that have waited too long."""
-        self._since_s = {head: self._since_s.get(head, now_s) for head in heads}
-        return [head for head in heads if now_s - self._since_s[head] >= PATIENCE_S]
 
 
 def cannot_start(head: Req, kv: KvCache) -> Finish | None:

@@ -158,8 +158,8 @@ def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
     assert not req.is_prefill_leg, f"prefill leg {req.rid}: its pages may be on their way"
     queues.remove(req)
     if not req.in_background:  # else it says nothing of the pool: such a request gives way to every other
-        counters.retractions += 1
-        counters.retracted_tokens += req.computed_len
+        counters["retractions"] += 1
+        counters["retracted_tokens"] += req.computed_len
     req.num_retractions += 1
     req.prompt_logprobs.clear()
     kv.release(req, keep=True)
@@ -170,21 +170,22 @@ def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
 class SharedPrefixes:
     """The prefix groups of the last batch, found again only when the batch changes."""
 
-    def __init__(self, min_len: int = MIN_LEN, *, min_saved: int = 0) -> None:
-        """``min_saved``: tokens that a group must save reading; what the group costs depends on the device."""
-        self._min_len, self._min_saved = min_len, min_saved
+    def __init__(self) -> None:
         self._locks: list[object] = []  # of the last batch
         self._groups: tuple[PrefixGroup, ...] = ()
 
-    def groups(self, reqs: Sequence[Req], *, first: int = 0) -> tuple[PrefixGroup, ...]:
-        """Return the groups among ``reqs``, the first of which is the step's row ``first``.
+    def groups(
+        self, reqs: Sequence[Req], *, first: int = 0, min_saved: int = 0, min_len: int = MIN_LEN
+    ) -> tuple[PrefixGroup, ...]:
+        """Return the groups among ``reqs``, the first of which is the step's row ``first``. ``min_saved``: tokens that
+        a group must save reading; what the group costs depends on the device. The bounds are those of every call.
 
         Costs O(B) pointer comparisons, or, when a request joined or left, O(B * nodes on a path).
         """
         locks = [req.holding.lock if req.holding is not None else None for req in reqs]
         if locks != self._locks:
-            found = find_groups([_locked(lock) for lock in locks], self._min_len)
-            worth = (group for group in found if (len(group.members) - 1) * group.length >= self._min_saved)
+            found = find_groups([_locked(lock) for lock in locks], min_len)
+            worth = (group for group in found if (len(group.members) - 1) * group.length >= min_saved)
             self._locks, self._groups = locks, tuple(worth)
         if not first:
             return self._groups

@@ -17,7 +17,6 @@ computed, as without drafts (tokens.take_forced); and before a guess that the gr
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,16 +44,16 @@ SELDOM = 4  # after twice as many steps in which nothing was tried, each so many
 PROBE = 16  # and where steps overlap, each so many-th waits for the tokens that guesses would follow
 
 
-@dataclass(slots=True)
-class HitShare:
+class HitShare(NamedTuple):
     """The share of recent guesses that came true, those before each in its draft given."""
 
     right: float = 1.0
     tried: float = 2.0
 
-    def add(self, right: int, tried: int) -> None:
+    def after(self, right: int, tried: int) -> "HitShare":
+        """Return the share when ``right`` of ``tried`` more guesses came true."""
         kept = MEMORY**tried
-        self.right, self.tried = self.right * kept + right, self.tried * kept + tried
+        return HitShare(self.right * kept + right, self.tried * kept + tried)
 
     def beside(self, other: "HitShare") -> float:
         """Estimate the next guess, where ``other`` is all that is known beside these."""
@@ -179,7 +178,7 @@ class Drafts:
                 self._kv.cut(req)
         for token in tokens:
             if token.num_accepted:
-                self._counters.decode_tokens += token.num_accepted
+                self._counters["decode_tokens"] += token.num_accepted
                 shares.charge(token.req, token.num_accepted)
         if plan.follows is not None:  # it was planned, and begun, while another was under way
             self._proposed, self._began_s = {}, self._ended_s
@@ -224,12 +223,13 @@ class Drafts:
             came = [token.token_id, *(token_id for token_id, _ in token.more)]
             pairs = list(zip(came, proposal.token_ids.tolist(), strict=False))
             right = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
-            for share in (self._own(token.req, proposal.kind.source), self._share(proposal.kind)):
-                share.add(right, min(right + 1, len(pairs)))
+            kind, num = proposal.kind, min(right + 1, len(pairs))
+            self._of_reqs[token.req, kind.source] = self._own(token.req, kind.source).after(right, num)
+            self._of_kinds[kind] = self._of_kinds.get(kind, HitShare()).after(right, num)
             num_tried, (drafted, accepted) = tried.get(token.req, 0), token.req.drafted
             token.req.drafted = drafted + num_tried, accepted + token.num_accepted
-            self._counters.drafted_tokens[proposal.kind.source] += num_tried
-            self._counters.accepted_tokens[proposal.kind.source] += token.num_accepted
+            self._counters[f"drafted_tokens.{proposal.kind.source}"] += num_tried
+            self._counters[f"accepted_tokens.{proposal.kind.source}"] += token.num_accepted
             if token.req.finish is not None:
                 self.forget(token.req)
 
@@ -257,7 +257,7 @@ class Drafts:
         places, chances = [], []
         for place, req in enumerate(reqs):
             if (proposal := self._proposed.get(req)) is not None:
-                each = self._own(req, proposal.kind.source).beside(self._share(proposal.kind))
+                each = self._own(req, proposal.kind.source).beside(self._of_kinds.get(proposal.kind, HitShare()))
                 length = len(proposal.token_ids)
                 chances.append(min(each, 0.99) ** np.arange(1, length + 1))
                 places.append(np.full(length, place))
@@ -279,10 +279,7 @@ class Drafts:
         return best, float(gains[best])
 
     def _own(self, req: Req, source: str) -> HitShare:
-        return self._of_reqs.setdefault((req, source), HitShare(0.0, 0.0))
-
-    def _share(self, kind: GuessKind) -> HitShare:
-        return self._of_kinds.setdefault(kind, HitShare())
+        return self._of_reqs.get((req, source), HitShare(0.0, 0.0))
 
 
 def _along(guide: Guide, token_ids: TokenIds) -> Sequence[Guide]:

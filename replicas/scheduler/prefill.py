@@ -115,10 +115,10 @@ def next_batch(
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
                 req.stamps.admitted_s = now_s
-                counters.lookup_tokens += req.prompt_len
-                counters.cached_tokens += req.cached_tokens
-                counters.host_tokens += req.cached.host
-                counters.store_tokens += req.cached.store
+                counters["lookup_tokens"] += req.prompt_len
+                counters["cached_tokens"] += req.cached_tokens
+                counters["host_tokens"] += req.cached.host
+                counters["store_tokens"] += req.cached.store
             continue
         batch.refusals[(req.rid, req.index)] = refusal
         if refusal in NO_ROOM:

@@ -48,13 +48,16 @@ class AdapterRoom(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueRules:
-    """The settings of the waiting queue (`SchedulerConfig`)."""
+    """The settings of the waiting queue (`SchedulerConfig`), and what it may ask of cache and engine."""
 
     policy: str
     lpm_max_queue: int
     ageing_s: float
     late_factor: float
     quantum: int  # of `TenantShares`
+    peek_len: PeekLen
+    peek_path: PeekPath
+    num_computed: Callable[[], int]  # the prompt tokens that the engine has computed since its start
 
 
 class WaitingQueue(ReqQueue):
@@ -74,19 +77,13 @@ class WaitingQueue(ReqQueue):
     yet, and about none in a queue longer than ``lpm_max_queue``.
     """
 
-    def __init__(
-        self, rules: QueueRules, *, peek_len: PeekLen, peek_path: PeekPath, num_computed: Callable[[], int]
-    ) -> None:
-        """``num_computed`` counts the prompt tokens that the engine has computed since its start."""
+    def __init__(self, rules: QueueRules) -> None:
         super().__init__()
         self.s_per_token = 0.0  # of prompts, as measured of late; 0 until then
         self.late_len = 0  # uncached tokens, at the last look, of requests before which one goes that can be in time
         self.shares = TenantShares(rules.quantum)
         self._num_of_level = Counter[int]()  # of its requests, by the level of their class; none is 0
         self._rules = rules
-        self._peek_len = peek_len
-        self._peek_path = peek_path
-        self._num_computed = num_computed
         self._random = Random(0)
 
     @property
@@ -102,7 +99,7 @@ class WaitingQueue(ReqQueue):
         if self._order.by_objective and req.rank.bound.at_len == math.inf:
             ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
             own_len = req.num_tokens - self._cached_len(req)
-            at_len = self._num_computed() + self._rules.late_factor * (ahead_len + own_len)
+            at_len = self._rules.num_computed() + self._rules.late_factor * (ahead_len + own_len)
             req.rank.bound = Bound(own_len=own_len, at_len=at_len)
         super().add(req)
         self.shares.waits(req)
@@ -175,11 +172,11 @@ class WaitingQueue(ReqQueue):
             routing_key=req.asked.routing_key,
             uncached_len=uncached_len,
             cached_len=cached_len,
-            path=self._peek_path(req.ids[: req.num_tokens - 1], req.salt) if self._order.reads_path else (),
+            path=self._rules.peek_path(req.ids[: req.num_tokens - 1], req.salt) if self._order.reads_path else (),
             begun=req.num_output > 0,
             left_s=left_s,
             needed_s=uncached_len * self.s_per_token,
-            left_len=req.rank.bound.at_len - self._num_computed(),
+            left_len=req.rank.bound.at_len - self._rules.num_computed(),
         )
 
     def uncached_tokens(self) -> int:
@@ -196,7 +193,7 @@ class WaitingQueue(ReqQueue):
         self.shares.check(self.counted)
 
     def _cached_len(self, req: Req) -> int:
-        return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)
+        return self._rules.peek_len(req.ids[: req.num_tokens - 1], req.salt)
 
 
 class PreallocQueue(ReqQueue):

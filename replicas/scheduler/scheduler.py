@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from replicas.cache.kv import KvCache, longest_reuse
 from replicas.config import SchedulerConfig
 from replicas.request import CachedTokens, Req, ReqState
-from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving, run_tokens
+from replicas.scheduler.admission import NewTokenRatio, RatioRule, Room, grant, let_go, max_receiving, run_tokens
 from replicas.scheduler.deadlines import Deadlines, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
     AheadGate,
@@ -40,6 +40,8 @@ from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, S
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Limits, Refusal, extend_plan, next_batch
 from replicas.scheduler.queues import QueueRules, Queues, WaitingQueue
 from replicas.scheduler.tokens import (
+    COUNTERS,
+    ENDS,
     Counters,
     Drawn,
     NewToken,
@@ -75,7 +77,7 @@ class Scheduler:
 
     def __init__(self, kv: KvCache, config: SchedulerConfig, *, max_running: int, clock: Callable[[], float]) -> None:
         assert config.chunked_prefill_size is not None
-        self.counters = Counters()
+        self.counters: Counters = dict.fromkeys(COUNTERS, 0)
         self.kv = kv
         self.max_running = max_running
         self.queues = Queues(
@@ -86,10 +88,10 @@ class Scheduler:
                     ageing_s=config.ageing_s,
                     late_factor=config.late_factor,
                     quantum=QUANTUM * config.chunked_prefill_size,
-                ),
-                peek_len=kv.cache.peek_len,
-                peek_path=kv.cache.peek_path,
-                num_computed=lambda: self.counters.prefill_tokens,
+                    peek_len=kv.cache.peek_len,
+                    peek_path=kv.cache.peek_path,
+                    num_computed=lambda: self.counters["prefill_tokens"],
+                )
             ),
         )
         self.deadlines = Deadlines()
@@ -97,9 +99,11 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self._ratio = NewTokenRatio(
-            initial=config.new_token_ratio, floor=config.min_new_token_ratio, decay=config.new_token_ratio_decay
+            RatioRule(
+                initial=config.new_token_ratio, floor=config.min_new_token_ratio, decay=config.new_token_ratio_decay
+            )
         )
-        self._shared = SharedPrefixes(min_saved=config.cascade_saves or 0)
+        self._shared = SharedPrefixes()
         self._gate = AheadGate()
         self.drafts: Drafts | None = None  # set once, by who starts the engine; None: each step makes one token
 
@@ -223,7 +227,7 @@ class Scheduler:
         if self.kv.store_tier is not None:
             self.kv.store_tier.forget(req)
         self._gate.disturb()
-        self.counters.count_end(finish.reason)
+        self.counters[ENDS.get(finish.reason, "finished")] += 1
         if req.leg is not None:
             self.queues.away.ended.append(req)
         self.queues.waiting.shares.ends(req)
@@ -295,8 +299,8 @@ class Scheduler:
         under_way = self.queues.under_way
         reqs = under_way.end()
         num_prompt, num_decode = count_computed(plan, result, reqs, self.queues, self.kv)
-        self.counters.prefill_tokens += num_prompt
-        self.counters.decode_tokens += num_decode
+        self.counters["prefill_tokens"] += num_prompt
+        self.counters["decode_tokens"] += num_decode
         tokens = [self._take_run(req, run) for req, run in sampled(plan, result, reqs)]
         if self.drafts is not None:
             self.drafts.end(plan, reqs, tokens, self.queues.waiting.shares)
@@ -368,7 +372,7 @@ class Scheduler:
         """End heads of the queues that found no memory for too long, while no request holds any."""
         if self.queues.away.holding or self.queues.chunked is not None:
             return
-        for head in self.deadlines.starved.late([head for head in heads if head is not None], now_s):
+        for head in self.deadlines.starved([head for head in heads if head is not None], now_s):
             finish = cannot_start(head, self.kv)
             if finish is not None:
                 self._end(head, finish)
@@ -408,7 +412,7 @@ class Scheduler:
         most = run_tokens(chunk_size, len(queues.running), page_size=self.kv.page_size)
         left = most - sum(each.extend_len for each in queues.forced) - 1
         forced, finish = take_forced(req, min(MAX_FORCED, left))
-        self.counters.forced_tokens += len(forced)
+        self.counters["forced_tokens"] += len(forced)
         if forced and finish is None:
             queues.running.remove(req)
             req.move(ReqState.PREFILLING)
@@ -481,7 +485,8 @@ class Scheduler:
 
     def _groups(self, reqs: list[Req], *, first: int = 0) -> tuple[PrefixGroup, ...]:
         """Find which of ``reqs``, the first of which is the step's row ``first``, begin with the same pages."""
-        return self._shared.groups(reqs, first=first) if self._config.cascade else ()
+        config = self._config
+        return self._shared.groups(reqs, first=first, min_saved=config.cascade_saves or 0) if config.cascade else ()
 
     def _table_writes(self) -> tuple[TableWrite, ...]:
         return tuple(TableWrite(row, start, slots) for row, start, slots in self.kv.table.drain_writes())

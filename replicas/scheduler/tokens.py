@@ -9,7 +9,7 @@ Thread:    scheduler thread only.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
@@ -47,34 +47,25 @@ class NewToken(NamedTuple):
     num_accepted: int = 0  # of those, drawn as its draft says
 
 
-@dataclass(slots=True)
-class Counters:
-    """What the scheduler counted since it started; only grows."""
-
-    finished: int = 0
-    aborted: int = 0
-    errors: int = 0
-    retractions: int = 0
-    retracted_tokens: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    host_tokens: int = 0  # of cached_tokens, loaded from host memory
-    store_tokens: int = 0  # of cached_tokens, read from the store
-    lookup_tokens: int = 0
-    decode_tokens: int = 0
-    constrained: int = 0  # requests, those included whose grammar could not be compiled
-    forced_tokens: int = 0  # of outputs, taken without a choice
-    drafted_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))  # that rows tried
-    accepted_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))  # of them
-
-    def count_end(self, reason: FinishReason) -> None:
-        match reason:
-            case FinishReason.ABORT:
-                self.aborted += 1
-            case FinishReason.ERROR:
-                self.errors += 1
-            case _:
-                self.finished += 1
+Counters = dict[str, int]  # what the scheduler counted since it started, by the names of COUNTERS; values only grow
+COUNTERS = (
+    "finished",
+    "aborted",
+    "errors",
+    "retractions",
+    "retracted_tokens",
+    "prefill_tokens",
+    "cached_tokens",
+    "host_tokens",  # of cached_tokens, loaded from host memory
+    "store_tokens",  # of cached_tokens, read from the store
+    "lookup_tokens",
+    "decode_tokens",
+    "constrained",  # requests, those included whose grammar could not be compiled
+    "forced_tokens",  # of outputs, taken without a choice
+    *(f"drafted_tokens.{source}" for source in SOURCES),  # that rows tried
+    *(f"accepted_tokens.{source}" for source in SOURCES),  # of them
+)
+ENDS = {FinishReason.ABORT: "aborted", FinishReason.ERROR: "errors"}  # the counter of an end; of every other "finished"
 
 
 def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: Queues, kv: KvCache) -> tuple[int, int]:

@@ -188,7 +188,7 @@ def test_drafts_change_no_answer_beside_steps_that_are_launched_ahead(
     assert sum(drafted) >= 3
     assert sum(ahead) >= 5
     assert not any(a and d for a, d in zip(ahead, drafted, strict=True))
-    assert engine.scheduler.counters.accepted_tokens["text"] > 20
+    assert engine.scheduler.counters["accepted_tokens.text"] > 20
     assert max(len(plan.rows) for plan in plans) > 8, "one was larger than the largest graph"
 
 

@@ -28,7 +28,7 @@ def test_greedy_answers_are_transformers_in_batches_chunks_and_hits(tmp_path: Pa
         rig = make_rig(engine_config(tmp_path, device, page_size=page_size, chunk=chunk))
         assert rig.answer(tiny.PROMPTS) == wanted  # misses, together
         assert rig.answer(tiny.PROMPTS) == wanted  # hits
-        assert rig.scheduler.counters.cached_tokens > 0
+        assert rig.scheduler.counters["cached_tokens"] > 0
         assert rig.answer(tiny.PROMPTS[:1]) == wanted[:1]  # alone
 
 

@@ -114,12 +114,12 @@ def test_a_forced_run_changes_no_id_and_no_logprob(
     engine: Engine, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request(engine, sampling, return_logprobs=True, top_logprobs=2)
-    counters, before = engine.scheduler.counters, engine.scheduler.counters.forced_tokens
+    counters, before = engine.scheduler.counters, engine.scheduler.counters["forced_tokens"]
     runs = one(engine, asked)
-    num_forced = counters.forced_tokens - before
+    num_forced = counters["forced_tokens"] - before
     monkeypatch.setattr(scheduler, "MAX_FORCED", 0)
     stepwise = one(engine, asked)
-    assert counters.forced_tokens == before + num_forced  # none in the second answer
+    assert counters["forced_tokens"] == before + num_forced  # none in the second answer
     assert num_forced >= 3  # "ite_colours" at least
     assert runs[:2] == stepwise[:2]
     assert runs.finish == stepwise.finish

@@ -180,14 +180,14 @@ def test_answers_and_their_k_and_v_are_equal_with_drafts_and_without(
     kept = {request.rid: cached_bytes(engine, request.token_ids) for request in asked}
     long = np.concatenate([asked[0].token_ids, np.array(wanted[("greedy", 0)][0], np.int32)])
     of_long = cached_bytes(engine, long)
-    before = counters.accepted_tokens["text"]
+    before = counters["accepted_tokens.text"]
     drafts = Told(engine, ids_of(wanted), length)
     assert run(engine, asked, drafts) == wanted
     if engine.kv.window is None:  # else pages before it go back, sooner or later
         assert len(long) - page <= of_long.shape[2] <= len(long)
         assert np.array_equal(cached_bytes(engine, long), of_long)
     assert all(np.array_equal(cached_bytes(engine, request.token_ids), kept[request.rid]) for request in asked)
-    assert counters.accepted_tokens["text"] - before > 80
+    assert counters["accepted_tokens.text"] - before > 80
     assert engine.stats().tokens_per_step > 1.3
     for request in asked[:4]:
         alone = run(engine, [request], drafts)
@@ -257,7 +257,7 @@ def test_a_request_that_was_handed_over_is_decoded_with_drafts(tmp_path: Path) -
     made = whole(handing_over.run([prefill, decode])[1])
     assert made[:2] == wanted[("asked", 0)][:2]
     assert made[4] == wanted[("asked", 0)][4]
-    assert decode.scheduler.counters.accepted_tokens["text"] > 15
+    assert decode.scheduler.counters["accepted_tokens.text"] > 15
     for engine in (prefill, decode, unified):
         engine.scheduler.check()
         engine.close()
@@ -272,15 +272,15 @@ def test_a_prompt_that_was_answered_before_is_answered_alike(engine_of: Callable
     run(engine, asked, None)
     wanted = run(engine, asked, None, flush=False)
     drafts = Drafts(engine.kv, counters, step_s={}, clock=time.monotonic)
-    before = counters.accepted_tokens["tree"]
+    before = counters["accepted_tokens.tree"]
     assert run(engine, asked, drafts, flush=False) == wanted
-    accepted = counters.accepted_tokens["tree"] - before
+    accepted = counters["accepted_tokens.tree"] - before
     assert accepted > 60
     assert all(run(engine, [each], drafts, flush=False)[(each.rid, 0)] == wanted[(each.rid, 0)] for each in asked)
-    assert counters.accepted_tokens["tree"] - before > 2 * accepted
-    before, others = counters.drafted_tokens["tree"], [replace(each, cache_salt="other") for each in asked]
+    assert counters["accepted_tokens.tree"] - before > 2 * accepted
+    before, others = counters["drafted_tokens.tree"], [replace(each, cache_salt="other") for each in asked]
     assert ids_of(run(engine, others, drafts, flush=False)) == ids_of(wanted)
-    assert counters.drafted_tokens["tree"] == before
+    assert counters["drafted_tokens.tree"] == before
 
 
 PERSON = {
@@ -316,11 +316,11 @@ def test_a_constrained_answer_is_the_same_with_drafts_that_its_grammar_allows_an
     asked.append(GenerateRequest(rid="free", token_ids=prompt_of(engine, 30, 9), sampling=free, return_logprobs=True))
     run(engine, asked, None)  # compiles the grammars: until then their requests join the others' steps one by one
     wanted = run(engine, asked, None)
-    before, forced = counters.accepted_tokens["text"], counters.forced_tokens
+    before, forced = counters["accepted_tokens.text"], counters["forced_tokens"]
     told = Told(engine, ids_of(wanted), length)
     assert run(engine, asked, told) == wanted
-    assert counters.accepted_tokens["text"] - before > 60
-    assert counters.forced_tokens > forced
+    assert counters["accepted_tokens.text"] - before > 60
+    assert counters["forced_tokens"] > forced
     for each in asked:
         assert run(engine, [each], told) == {key: answer for key, answer in wanted.items() if key[0] == each.rid}
 

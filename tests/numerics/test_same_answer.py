@@ -316,7 +316,7 @@ def check_answer(
 ) -> None:  # fmt: skip
     prompt, answer = oracles.prompt, oracles.greedy if sampling is GREEDY else oracles.seeded
     engine.scheduler.drafts = Told(engine, {("asked", 0): answer}, length=2) if drafted else None
-    accepted = engine.scheduler.counters.accepted_tokens["text"]
+    accepted = engine.scheduler.counters["accepted_tokens.text"]
     assert engine.flush_cache()
     one = SamplingParams(max_new_tokens=1, temperature=0.0)
     if cached != "miss":
@@ -350,6 +350,6 @@ def check_answer(
     assert after.tiers.host_wrong_pages == 0
     assert not busy or engine.stats().num_mixed_steps > before.num_mixed_steps
     assert made["asked"] == answer
-    assert (engine.scheduler.counters.accepted_tokens["text"] > accepted) == drafted
+    assert (engine.scheduler.counters["accepted_tokens.text"] > accepted) == drafted
     pool = engine.stats().pool
     assert pool.free_pages + pool.evictable_pages == pool.num_pages

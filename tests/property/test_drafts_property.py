@@ -139,10 +139,10 @@ def made_in_steps(quality: str, *, length: int) -> tuple[int, int, int]:
     bench.submit([1, 2, 3], max_new_tokens=33)
     bench.run()
     counters = bench.scheduler.counters
-    assert counters.decode_tokens == 32
-    assert counters.drafted_tokens["tree"] == counters.accepted_tokens["tree"] == 0
+    assert counters["decode_tokens"] == 32
+    assert counters["drafted_tokens.tree"] == counters["accepted_tokens.tree"] == 0
     num_steps = sum(isinstance(plan, DecodePlan) for plan in bench.plans)
-    return num_steps, counters.drafted_tokens["text"], counters.accepted_tokens["text"]
+    return num_steps, counters["drafted_tokens.text"], counters["accepted_tokens.text"]
 
 
 def test_a_right_draft_of_seven_makes_eight_tokens_a_step() -> None:

@@ -113,4 +113,4 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
             step(bench, left_out, chunk=chunk, mixed=mixed)
     bench.run(max_steps=0)
     counters = bench.scheduler.counters
-    assert counters.finished + counters.aborted == len(bench.reqs)
+    assert counters["finished"] + counters["aborted"] == len(bench.reqs)

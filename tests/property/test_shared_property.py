@@ -25,7 +25,7 @@ class SharedUnderLoad(RuleBasedStateMachine):
             num_pages=80 // page_size, page_size=page_size, max_requests=8, context_len=64,
             cache=CacheConfig(prefix_cache=prefix_cache),
         )
-        self.shared = SharedPrefixes(MIN_LEN)
+        self.shared = SharedPrefixes()
         self.held: list[Req] = []
 
     @rule(
@@ -62,7 +62,7 @@ class SharedUnderLoad(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, 3))
     def check_groups(self, first: int) -> None:
-        groups = self.shared.groups(self.held, first=first)
+        groups = self.shared.groups(self.held, first=first, min_len=MIN_LEN)
         grouped = [int(member) for group in groups for member in group.members]
         assert len(grouped) == len(set(grouped)), "a request is in two groups"
         for group in groups:

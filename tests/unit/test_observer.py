@@ -132,7 +132,7 @@ def test_of_the_tokens_that_drafts_bring_in_one_step_the_last_has_the_end(events
     finish_all(engine)
     told = lines(events, "decode_step")
     assert [step["next_token"] for step in told] == made[1:]
-    assert engine.scheduler.counters.accepted_tokens["text"] > 0
+    assert engine.scheduler.counters["accepted_tokens.text"] > 0
     assert [step["finish_reason"] for step in told] == [None] * 6 + ["length"]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.request import Leg, Req
-from replicas.scheduler.admission import CLIP_NEW_TOKENS, NewTokenRatio, StepBudget
+from replicas.scheduler.admission import CLIP_NEW_TOKENS, NewTokenRatio, RatioRule, StepBudget
 from replicas.scheduler.tokens import stop_reason
 from replicas.types import PdLeg, SamplingParams
 from tests.harness import choice_of
@@ -43,7 +43,7 @@ def test_a_step_smaller_than_a_page_still_makes_progress() -> None:
 
 
 def test_the_reserve_shrinks_with_the_output_made_and_is_clipped() -> None:
-    ratio = NewTokenRatio(initial=0.5, floor=0.1, decay=0.01)
+    ratio = NewTokenRatio(RatioRule(initial=0.5, floor=0.1, decay=0.01))
     assert ratio.reserve(req(max_new_tokens=100)) == 50
     assert ratio.reserve(req(max_new_tokens=100, num_output=60)) == 20
     assert ratio.reserve(req(max_new_tokens=100_000)) == CLIP_NEW_TOKENS // 2
@@ -51,7 +51,7 @@ def test_the_reserve_shrinks_with_the_output_made_and_is_clipped() -> None:
 
 def test_the_ratio_decays_to_its_floor_and_jumps_after_a_retraction() -> None:
     """SPEC F11: new_token_ratio is raised when a request was retracted."""
-    ratio = NewTokenRatio(initial=0.7, floor=0.1, decay=0.2)
+    ratio = NewTokenRatio(RatioRule(initial=0.7, floor=0.1, decay=0.2))
     for _ in range(10):
         ratio.decode_step()
     assert ratio.value == pytest.approx(0.1)
@@ -63,7 +63,7 @@ def test_the_ratio_decays_to_its_floor_and_jumps_after_a_retraction() -> None:
 
 def test_a_prefill_leg_reserves_nothing_for_the_output_that_another_replica_makes() -> None:
     ticket = PdTicket(room=1, generation=0, prefill=PeerAddress(host="127.0.0.1", port=1, incarnation="a"))
-    ratio, asked = NewTokenRatio(initial=1.0, floor=0.0, decay=0.0), req(max_new_tokens=100)
+    ratio, asked = NewTokenRatio(RatioRule(initial=1.0, floor=0.0, decay=0.0)), req(max_new_tokens=100)
     for role, reserved in ((PdLeg.DECODE, 100), (PdLeg.PREFILL, 0)):
         asked.leg = Leg(role=role, ticket=ticket)
         assert ratio.reserve(asked) == reserved

@@ -7,7 +7,7 @@ from replicas.request import Req
 from replicas.scheduler import drafts
 from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, HitShare, Proposal, RowCost, repeated_suffix
 from replicas.scheduler.plan import DecodePlan
-from replicas.scheduler.tokens import Counters, NewToken
+from replicas.scheduler.tokens import COUNTERS, NewToken
 from tests.fakes import continuation, next_token
 from tests.harness import Bench, Clock, choice_of
 
@@ -36,7 +36,7 @@ class Rig:
     """Drafts on a clock that the test moves, for requests whose text repeats itself."""
 
     def __init__(self, step_s: dict[int, float], *, num_reqs: int = 1) -> None:
-        self.clock, self.counters = Clock(), Counters()
+        self.clock, self.counters = Clock(), dict.fromkeys(COUNTERS, 0)
         kv = Bench(max_running=num_reqs + 1).kv
         self.drafts = Drafts(kv, self.counters, step_s=step_s, clock=self.clock)
         self.reqs: list[Req] = []
@@ -98,8 +98,8 @@ def test_wrong_guesses_end_and_are_judged_without_rows_until_they_are_right_agai
     tried = [rig.step(right=40, row_s=0.2) for _ in range(30)]
     assert tried[0] == 0
     assert tried[-1] > 4
-    assert rig.counters.accepted_tokens["text"] == sum(tried) == rig.reqs[0].drafted[1]
-    assert rig.counters.drafted_tokens["text"] == rig.reqs[0].drafted[0]
+    assert rig.counters["accepted_tokens.text"] == sum(tried) == rig.reqs[0].drafted[1]
+    assert rig.counters["drafted_tokens.text"] == rig.reqs[0].drafted[0]
 
 
 def test_rows_that_cost_more_than_at_start_are_no_longer_tried() -> None:
@@ -234,18 +234,18 @@ def test_a_draft_that_finds_no_page_is_left_out() -> None:
     assert isinstance(plan, DecodePlan)
     assert sorted(len(rows) for rows in plan.draft_rows) == [0, 3]
     assert bench.kv.store.alloc_failures == 0
-    assert bench.scheduler.counters.retractions == 0
+    assert bench.scheduler.counters["retractions"] == 0
     bench.run()
 
 
 def answered_again(bench: Bench, prompt: list[int], salt: str, *, max_new_tokens: int = 33) -> tuple[int, int, int]:
     """Return the decode steps of an answer, and the tokens that were drafted for it out of the tree, and accepted."""
     counters, before = bench.scheduler.counters, len(bench.plans)
-    drafted, accepted = counters.drafted_tokens["tree"], counters.accepted_tokens["tree"]
+    drafted, accepted = counters["drafted_tokens.tree"], counters["accepted_tokens.tree"]
     bench.submit(prompt, max_new_tokens=max_new_tokens, cache_salt=salt)
     bench.run()
     num_steps = sum(isinstance(plan, DecodePlan) for plan in bench.plans[before:])
-    return num_steps, counters.drafted_tokens["tree"] - drafted, counters.accepted_tokens["tree"] - accepted
+    return num_steps, counters["drafted_tokens.tree"] - drafted, counters["accepted_tokens.tree"] - accepted
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -26,7 +26,7 @@ def test_a_running_request_makes_a_token_in_each_step_of_a_long_prompt() -> None
     bench.submit(LONG, max_new_tokens=2)
     bench.run()
     assert [shape(plan) for plan in bench.plans] == [([3], 0), ([16], 1), ([16], 1), ([8], 1), ([], 2), ([], 1)]
-    assert (bench.scheduler.counters.prefill_tokens, bench.scheduler.counters.decode_tokens) == (43, 6)
+    assert (bench.scheduler.counters["prefill_tokens"], bench.scheduler.counters["decode_tokens"]) == (43, 6)
 
 
 def test_without_mixing_prompts_go_first_and_running_requests_wait() -> None:

@@ -1,7 +1,7 @@
 """Orders of the waiting queue: SPEC F03, and the one by objectives."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 
@@ -238,7 +238,7 @@ def test_a_late_request_starts_when_its_bound_is_reached_whatever_comes() -> Non
     bench = busy(late_factor=2.0)
     late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.1)
     bound, queue = late.rank.bound, bench.scheduler.queues.waiting
-    assert bound.at_len == bench.scheduler.counters.prefill_tokens + 2 * 40
+    assert bound.at_len == bench.scheduler.counters["prefill_tokens"] + 2 * 40
     queue.remove(late)
     queue.add(late)  # as what was retracted
     assert late.rank.bound is bound
@@ -266,7 +266,8 @@ def test_a_long_queue_is_ordered_by_what_was_cached_when_each_came() -> None:
         "new": bench.submit(range(300, 317), objective_s=0.1),  # 17
         "third": bench.submit(range(400, 401), objective_s=0.09),
     }
-    bench.scheduler.queues.waiting._peek_len = lambda ids, salt: pytest.fail("it was looked up")
+    queue = bench.scheduler.queues.waiting
+    queue._rules = replace(queue._rules, peek_len=lambda ids, salt: pytest.fail("it was looked up"))
     assert names(bench, reqs, after_s=0.0) == ["third", "known", "new"]
     assert [req.rank.bound.own_len for req in reqs.values()] == [1, 17, 1]
 
@@ -279,16 +280,16 @@ def test_what_is_left_of_a_prompt_that_has_begun_counts_as_work_before_a_request
     left = bench.scheduler.queues.chunked
     assert left is not None
     req = bench.submit(range(400, 410))
-    assert req.rank.bound.at_len == bench.scheduler.counters.prefill_tokens + 2 * (left.extend_len + 10)
+    assert req.rank.bound.at_len == bench.scheduler.counters["prefill_tokens"] + 2 * (left.extend_len + 10)
     bench.run()
 
 
 def test_a_bound_crosses_priorities() -> None:
     bench = busy(late_factor=2.0, priorities="on")
     reqs = {"low": bench.submit(range(300, 310), objective_s=0.01)}
-    bench.scheduler.counters.prefill_tokens += 9
+    bench.scheduler.counters["prefill_tokens"] += 9
     reqs["high"] = bench.submit(range(400, 410), priority=9)
     assert names(bench, reqs, after_s=1.0) == ["high", "low"]
-    bench.scheduler.counters.prefill_tokens += 1  # 10 of the 20 until it must be through: its own 10 are left
+    bench.scheduler.counters["prefill_tokens"] += 1  # 10 of the 20 until it must be through: its own 10 are left
     assert names(bench, reqs, after_s=1.0) == ["low", "high"]
     bench.run()

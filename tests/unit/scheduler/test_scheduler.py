@@ -69,7 +69,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert set(bench.scheduler.last.refusals.values()) == {Refusal.SHARED_PREFIX}
     bench.run()
     assert [req.cached_tokens for req in reqs] == [0, 64, 64, 64]
-    assert bench.scheduler.counters.prefill_tokens == 65 + 3
+    assert bench.scheduler.counters["prefill_tokens"] == 65 + 3
 
 
 def test_equal_prompts_of_other_salts_do_not_wait_for_each_other() -> None:
@@ -78,7 +78,7 @@ def test_equal_prompts_of_other_salts_do_not_wait_for_each_other() -> None:
     for salt in "ab":
         bench.submit(range(64), max_new_tokens=2, cache_salt=salt)
     bench.step()
-    assert (bench.scheduler.counters.prefill_tokens, bench.scheduler.last.refusals) == (128, {})
+    assert (bench.scheduler.counters["prefill_tokens"], bench.scheduler.last.refusals) == (128, {})
     bench.run()
 
 
@@ -180,7 +180,7 @@ def test_an_abort_at_any_stage_gives_everything_back_but_the_reusable_prefix(ste
     assert stats.protected_pages == stats.reserved_pages == 0
     assert stats.evictable_pages == computed // 4
     bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))  # idempotent
-    assert bench.scheduler.counters.aborted == 1
+    assert bench.scheduler.counters["aborted"] == 1
 
 
 @pytest.mark.parametrize("prompt_len", [5, 40])
@@ -196,7 +196,7 @@ def test_a_prompt_whose_request_ends_while_its_step_is_under_way_gives_back_what
     tokens = bench.scheduler.apply(plan, bench.device.execute(plan))
     bench.scheduler.check()
     assert [token.req for token in tokens] == [other]
-    assert bench.scheduler.counters.prefill_tokens == 3
+    assert bench.scheduler.counters["prefill_tokens"] == 3
     assert gone.holding is None
     bench.run()
 
@@ -208,7 +208,7 @@ def test_of_ended_requests_no_deadline_is_kept_whatever_is_open_before_them() ->
     for req in ended:
         bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
     deadlines = bench.scheduler.deadlines
-    kept = [entry.req for entry in deadlines._heap]
+    kept = [deadlines._by_entry.get(entry) for entry in deadlines._heap]
     assert len(kept) <= 66
     assert [req for req in kept if req is not None] == [first]
     assert deadlines.next_s == 10.0
@@ -344,13 +344,13 @@ def test_a_retracted_request_finds_its_own_pages_again() -> None:
     req = bench.submit(CACHED, max_new_tokens=8)
     while req.num_output < 4:
         bench.step()
-    computed = bench.scheduler.counters.prefill_tokens
+    computed = bench.scheduler.counters["prefill_tokens"]
     retract(bench.scheduler, req)
     bench.scheduler.check()
     assert (req.state, bench.kv.store.stats().evictable_pages) == (ReqState.WAITING, 3)
     assert bench.scheduler.queues.waiting.uncached_tokens() == 4
     bench.run()
-    assert bench.scheduler.counters.prefill_tokens - computed == 4
+    assert bench.scheduler.counters["prefill_tokens"] - computed == 4
 
 
 def together(**more: Any) -> tuple[Bench, list[Req]]:
@@ -372,7 +372,7 @@ def test_prompts_that_wait_for_a_prefix_start_when_its_last_chunk_is_in_the_tree
     assert states(reqs) == [ReqState.RUNNING] * 3
     bench.run()
     assert [req.cached_tokens for req in reqs] == [0, 104, 104]
-    assert bench.scheduler.counters.prefill_tokens == 105 + 2
+    assert bench.scheduler.counters["prefill_tokens"] == 105 + 2
 
 
 def test_no_long_prompt_goes_before_those_who_wait_for_a_prefix() -> None:

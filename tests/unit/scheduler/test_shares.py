@@ -430,7 +430,7 @@ def test_a_long_prompt_gives_way_between_two_chunks_and_loses_nothing_that_it_ha
     assert light.state is not ReqState.WAITING
     assert long.num_retractions == 1
     bench.run()
-    assert bench.scheduler.counters.prefill_tokens == 320 + 4 * 12 + 8
+    assert bench.scheduler.counters["prefill_tokens"] == 320 + 4 * 12 + 8
     assert long.output_ids.tolist() == continuation(prompt(1, 320), 2)
 
 
