@@ -103,25 +103,20 @@ def _gptq(where: str, config: Mapping[str, Any]) -> Method:
     form = str(config.get("checkpoint_format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _refuse(where, f"checkpoint_format {form!r}", "gptq, gptq_v2")
-    offset, pack = (1 if form == "gptq" else 0), 32 // bits
+    offset, pack, symmetric = (1 if form == "gptq" else 0), 32 // bits, bool(config.get("sym", True))
 
     def read(weight: str, parts: Parts) -> WeightSource:
         words, scales, zeros = (_part(weight, parts, name) for name in ("qweight", "scales", "qzeros"))
         k, (num_groups, n) = words.shape[0] * pack, scales.shape
         _fit(weight, "qweight", words.shape, (k // pack, n))
         _fit(weight, "qzeros", zeros.shape, (num_groups, -(-n // pack)))
-        group_of = parts.get("g_idx")
-        if group_of is not None:
-            _fit(weight, "g_idx", group_of.shape, (k,))
-            group_of = _checked_groups(weight, group_of.long(), num_groups)
-        if group_of is None and k % num_groups:
-            raise InvalidConfig(f"model: {weight}: {num_groups} groups do not divide {k} inputs, and g_idx is missing")
+        less = _less(_unpacked(zeros, bits)[:, :n], bits, offset) if symmetric else offset
 
         def zeros_of(start: int, stop: int) -> Tensor:
             # v1 stores one less, so the largest stands for 0
             first, last = start // pack, -(-stop // pack)
             some = _unpacked(zeros[:, first:last], bits)[:, start - first * pack : stop - first * pack]
-            return (some.int() + offset).bitwise_and_((1 << bits) - 1).T
+            return (some.int() + less).bitwise_and_((1 << bits) - 1).T
 
         return Integers(
             shape=(n, k),
@@ -129,10 +124,10 @@ def _gptq(where: str, config: Mapping[str, Any]) -> Method:
             numbers=lambda start, stop: _unpacked(words[:, start:stop].T.contiguous(), bits),
             scales=scales.T,
             zeros=zeros_of,
-            group_of=group_of,
+            group_of=_order(weight, parts, "g_idx", (k, num_groups)),
         )
 
-    plain = bool(config.get("sym", True)) and not config.get("desc_act", False) and (size <= 0 or size % GROUP == 0)
+    plain = symmetric and not config.get("desc_act", False) and (size <= 0 or size % GROUP == 0)
     order = ", act-order" if config.get("desc_act") else ""
     return Method(
         about=f"GPTQ, {bits} bits, {_groups_of(size)}{order}",
@@ -143,15 +138,23 @@ def _gptq(where: str, config: Mapping[str, Any]) -> Method:
     )
 
 
+def _less(stored: Tensor, bits: int, said: int) -> int:
+    """Tell how much less than its zeros a symmetric weight stores. These are the middle number, so the numbers tell,
+    whichever version of GPTQ the file names; ``said``: by that name, for others."""
+    middle = 1 << (bits - 1)
+    return next((less for less in (0, 1) if bool((stored == middle - less).all())), said)
+
+
 def _panels(bits: int) -> WeightFormat:
     return "q4_1" if bits == 4 else "q8_0"
 
 
 def _checked_groups(weight: str, group_of: Tensor, num_groups: int) -> Tensor | None:
     """Return each input's group; None where they are one after the other, as without it."""
-    if int(group_of.min()) < 0 or int(group_of.max()) >= num_groups:
-        raise InvalidConfig(f"model: {weight}: g_idx names group {int(group_of.max())}, there are {num_groups}")
-    k = len(group_of)
+    least, most, k = int(group_of.min()), int(group_of.max()), len(group_of)
+    if least < 0 or most >= num_groups:
+        named = least if least < 0 else most
+        raise InvalidConfig(f"model: {weight}: g_idx names group {named}, there are {num_groups}")
     regular = k % num_groups == 0 and torch.equal(group_of, torch.arange(k) // (k // num_groups))
     return None if regular else group_of
 
@@ -180,13 +183,9 @@ def _awq(where: str, config: Mapping[str, Any]) -> Method:
 
             return rows
 
-        return Integers(
-            shape=(n, k), bits=4, numbers=transposed(words), scales=scales.T, zeros=transposed(zeros)
-        )
+        return Integers(shape=(n, k), bits=4, numbers=transposed(words), scales=scales.T, zeros=transposed(zeros))
 
-    return Method(
-        about=f"AWQ, 4 bits, {_groups_of(size)}", main=("qweight",), beside=("qzeros", "scales"), read=read
-    )
+    return Method(about=f"AWQ, 4 bits, {_groups_of(size)}", main=("qweight",), beside=("qzeros", "scales"), read=read)
 
 
 def _compressed(where: str, config: Mapping[str, Any]) -> Method:
@@ -223,7 +222,7 @@ def _compressed(where: str, config: Mapping[str, Any]) -> Method:
             numbers=lambda start, stop: numbers[start:stop].view(torch.uint8) ^ 128,
             scales=wide,
             zeros=None if zeros is None else _signed_zeros(_by_row(weight, zeros, shape), 128),
-            group_of=_order(weight, parts, shape[1], wide.shape[1]),
+            group_of=_order(weight, parts, "weight_g_idx", (shape[1], wide.shape[1])),
         )
 
     (kind, _), symmetric = sorted(kinds)[0], all(each.get("symmetric", True) for each in weights)
@@ -259,7 +258,7 @@ def _packed(weight: str, parts: Parts, scales: Tensor) -> WeightSource:
         numbers=lambda start, stop: _unpacked(words[start:stop], bits)[:, :k].contiguous(),
         scales=wide,
         zeros=zeros,
-        group_of=_order(weight, parts, k, wide.shape[1]),
+        group_of=_order(weight, parts, "weight_g_idx", (k, wide.shape[1])),
     )
 
 
@@ -278,11 +277,16 @@ def _by_row(weight: str, values: Tensor, shape: tuple[int, int]) -> Tensor:
     return table
 
 
-def _order(weight: str, parts: Parts, k: int, num_groups: int) -> Tensor | None:
-    if "weight_g_idx" in parts:
-        return _checked_groups(weight, parts["weight_g_idx"].long(), num_groups)
+def _order(weight: str, parts: Parts, name: str, counts: tuple[int, int]) -> Tensor | None:
+    """Return each input's group, of ``counts`` inputs and groups; None where they are one after the other. An order of
+    -1 throughout is one that was never set."""
+    (k, num_groups), group_of = counts, parts.get(name)
+    if group_of is not None:
+        _fit(weight, name, group_of.shape, (k,))
+        if not bool((group_of == -1).all()):
+            return _checked_groups(weight, group_of.long(), num_groups)
     if k % num_groups:
-        raise InvalidConfig(f"model: {weight}: {num_groups} groups do not divide {k} inputs")
+        raise InvalidConfig(f"model: {weight}: {num_groups} groups do not divide {k} inputs, and {name} gives no order")
     return None
 
 

@@ -150,6 +150,8 @@ def _kept(config: ModelConfig, tp: TpGroup) -> AbstractContextManager[Keep]:
     meaning = {"identity": model_identity(config.path, config.quantization), "bytes": cpu_has_vnni()}
     if format_ == "bfloat16" and bf16_tiles.way() is not None:
         meaning["pairs"] = bf16_tiles.way()
+    if config.stored is not None:
+        meaning["reader"] = 2  # of stored zeros and orders
     if not config.tie_embeddings:
         meaning["head"] = "its own"  # whatever config.json, a part of the identity, says
     if config.moe is not None:

@@ -108,8 +108,10 @@ def awq(group: int) -> Callable[[Tensor], Made]:
     return quantise
 
 
-def packed(bits: int, group: int, *, sym: bool, act_order: bool = False) -> Callable[[Tensor], Made]:
-    """compressed-tensors' pack-quantized."""
+def packed(
+    bits: int, group: int, *, sym: bool, act_order: bool = False, unset_order: bool = False
+) -> Callable[[Tensor], Made]:
+    """compressed-tensors' pack-quantized; its older files had an order of -1 where there was none."""
 
     def quantise(weight: Tensor) -> Made:
         k = weight.shape[1]
@@ -127,6 +129,8 @@ def packed(bits: int, group: int, *, sym: bool, act_order: bool = False) -> Call
             parts["weight_zero_point"] = words(zeros, bits, 0)
         if act_order:
             parts["weight_g_idx"] = torch.from_numpy(group_of.astype(np.int32))
+        if unset_order:
+            parts["weight_g_idx"] = torch.full((k,), -1, dtype=torch.int32)
         return parts, stands_for(numbers, scales, zeros, group_of)
 
     return quantise

@@ -30,9 +30,11 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 
 def gptq_case(
-    bits: int, group: int, *, sym: bool = True, act_order: bool = False, version: str = "gptq"
+    bits: int, group: int, *, sym: bool = True, act_order: bool = False, version: str = "gptq", said: str | None = None
 ) -> tuple[dict[str, Any], Callable[[Tensor], Made]]:
-    config = {"bits": bits, "group_size": group, "sym": sym, "desc_act": act_order, "checkpoint_format": version}
+    """``said``: the version that config.json names, if it is not the one of the numbers."""
+    form = said or version
+    config = {"bits": bits, "group_size": group, "sym": sym, "desc_act": act_order, "checkpoint_format": form}
     return GPTQ | config, quantised.gptq(bits, group, sym=sym, act_order=act_order, version=version)
 
 
@@ -44,6 +46,9 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Made], str | None]] = 
     "gptq-4-asym": (*gptq_case(4, 32, sym=False), None),
     "gptq-4-asym-v2": (*gptq_case(4, 32, sym=False, version="gptq_v2"), None),
     "gptq-4-act-order": (*gptq_case(4, 32, act_order=True), None),
+    "gptq-4-v2-said-v1": (*gptq_case(4, 32, version="gptq_v2", said="gptq"), "q4_1"),
+    "gptq-4-v1-said-v2": (*gptq_case(4, 32, version="gptq", said="gptq_v2"), "q4_1"),
+    "gptq-8-v2-said-v1-act-order": (*gptq_case(8, 32, act_order=True, version="gptq_v2", said="gptq"), None),
     "gptq-8-32": (*gptq_case(8, 32), "q8_0"),
     "gptq-8-asym-act-order": (*gptq_case(8, 32, sym=False, act_order=True), None),
     "awq": (AWQ, quantised.awq(32), None),
@@ -57,6 +62,11 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Made], str | None]] = 
         compressed("pack-quantized", num_bits=4, group_size=32, actorder="group"),
         quantised.packed(4, 32, sym=True, act_order=True),
         None,
+    ),
+    "packed-4-unset-order": (
+        compressed("pack-quantized", num_bits=4, group_size=32),
+        quantised.packed(4, 32, sym=True, unset_order=True),
+        "q4_1",
     ),
     "packed-8-row": (
         compressed("pack-quantized", num_bits=8, strategy="channel"),
@@ -154,6 +164,10 @@ def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.pop(f"model.layers.1.self_attn.k_proj.{name}")
 
 
+def ungroup(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.self_attn.k_proj.g_idx"][3] = -1
+
+
 def cut(name: str) -> Callable[[dict[str, Tensor]], object]:
     def change(tensors: dict[str, Tensor]) -> None:
         key = f"model.layers.1.self_attn.k_proj.{name}"
@@ -168,6 +182,7 @@ def cut(name: str) -> Callable[[dict[str, Tensor]], object]:
         ("gptq-4-32", drop("scales"), r"layers.1.self_attn.k_proj.weight lacks its part 'scales'; there is: g_idx, qw"),
         ("gptq-4-32", drop("qweight"), r"1 missing \(model.layers.1.self_attn.k_proj.weight\)"),
         ("gptq-4-32", cut("qzeros"), r"part 'qzeros' has shape \[1, 8\], wanted \[2, 8\]"),
+        ("gptq-4-32", ungroup, r"k_proj.weight: g_idx names group -1, there are 2"),
         ("awq", cut("scales"), r"part 'qzeros' has shape \[2, 8\], wanted \[1, 8\]"),
         ("packed-4", drop("weight_scale"), "k_proj.weight lacks its part 'weight_scale'"),
         ("fp8-blocks", drop("weight_scale_inv"), "k_proj.weight lacks its part 'weight_scale'"),
