@@ -34,7 +34,7 @@ from replicas.config import (
     kv_layout,
     load_extensions,
 )
-from replicas.disagg.rooms import HandOffTerms
+from replicas.disagg.roles import HandOffTerms
 from replicas.engine.adapters import HeldAdapters
 from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher

@@ -25,7 +25,6 @@ from kvtransfer.pages import PageKeys, Tier
 from routing.index import TierIndex, pages_of
 from routing.load import Eligible, Load
 from routing.page_owners import Pages
-from routing.pair import RouteLeg
 from routing.policies import Candidates, estimate, held_tokens
 from routing.types import (
     Decision,
@@ -35,6 +34,7 @@ from routing.types import (
     KeysStored,
     ReplicaView,
     Role,
+    RouteLeg,
     RouteOutcome,
     RouteQuery,
 )

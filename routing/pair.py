@@ -18,8 +18,6 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
 So no threshold says which prompts are handed over: if no request is delayed, or little is to compute, the decode
 replica computes the prompt. A way with a longer queue than the request may wait is left out, as in policies.py. Not
 counted, on either side: requests that arrive later and wait behind ours.
-
-Invariant: a decision's first leg is at its replica and carries its number; the prefill leg, if any, comes second.
 """
 
 from collections.abc import Sequence
@@ -213,30 +211,6 @@ def _why(query: RouteQuery, *, handed_over: bool, always: bool, any_prefill: boo
     if query.one_replica:
         return PairReason.ONE_REPLICA
     return PairReason.LOCAL if any_prefill else PairReason.NO_PREFILL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteLeg:
-    """The part of a decision that one replica does; the router keeps books for each."""
-
-    replica_id: str
-    number: int
-    own_tokens: int  # predicted to be computed there
-    overlap_tokens: int  # predicted to be cached there
-
-
-def legs(decision: Decision) -> tuple[RouteLeg, ...]:
-    """Return the one leg, or the decode leg and then the prefill leg."""
-    own_tokens, pair = decision.num_tokens - decision.overlap_tokens, decision.pair
-    if pair is None or pair.prefill_id is None:
-        return (RouteLeg(replica_id=decision.replica_id, number=decision.number, own_tokens=own_tokens,
-                    overlap_tokens=decision.overlap_tokens),)  # fmt: skip
-    return (
-        RouteLeg(replica_id=decision.replica_id, number=decision.number, own_tokens=0,
-            overlap_tokens=pair.chosen.cached_tokens),
-        RouteLeg(replica_id=pair.prefill_id, number=pair.prefill_number, own_tokens=own_tokens,
-            overlap_tokens=decision.overlap_tokens),
-    )  # fmt: skip
 
 
 class Both(MadeWhenAsked):

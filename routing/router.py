@@ -24,7 +24,7 @@ from routing.fleet_state import FleetState, Link, Overrun, PredictionErrors
 from routing.index import pages_of
 from routing.load import Eligible
 from routing.page_owners import Pages
-from routing.pair import RouteLeg, choose_pair, costs_of, decode_side, legs, pair_decision, prefill_side, with_pressure
+from routing.pair import choose_pair, costs_of, decode_side, pair_decision, prefill_side, with_pressure
 from routing.policies import POLICIES, Turn
 from routing.types import (
     Decision,
@@ -33,8 +33,10 @@ from routing.types import (
     IndexSnapshot,
     NoReplica,
     ReplicaView,
+    RouteLeg,
     RouteOutcome,
     RouteQuery,
+    legs,
 )
 
 MAX_SESSIONS = 10_000  # a session is only a tie-break: the oldest are forgotten

@@ -2,7 +2,8 @@
 
 Owns:      nothing; these are frozen values, and the one error a choice can end in. All costs are estimates, in seconds.
 Never:     holds a connection, a handle or a tensor; a replica is a string here.
-Invariant: ``Pair.prefill_id`` is set iff the prompt is computed there and handed over.
+Invariant: ``Pair.prefill_id`` is set iff the prompt is computed there and handed over. The first of a decision's
+           `legs` is at its replica and carries its number; the prefill leg, if any, comes second.
 """
 
 import enum
@@ -366,6 +367,30 @@ class Decision:
     def given_up(self) -> int:
         """The cached tokens that the replica with the best overlap has and the winner lacks."""
         return self.best_overlap[1] - self.overlap_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteLeg:
+    """The part of a decision that one replica does; the router keeps books for each."""
+
+    replica_id: str
+    number: int
+    own_tokens: int  # predicted to be computed there
+    overlap_tokens: int  # predicted to be cached there
+
+
+def legs(decision: Decision) -> tuple[RouteLeg, ...]:
+    """Return the one leg, or the decode leg and then the prefill leg."""
+    own_tokens, pair = decision.num_tokens - decision.overlap_tokens, decision.pair
+    if pair is None or pair.prefill_id is None:
+        return (RouteLeg(replica_id=decision.replica_id, number=decision.number, own_tokens=own_tokens,
+                    overlap_tokens=decision.overlap_tokens),)  # fmt: skip
+    return (
+        RouteLeg(replica_id=decision.replica_id, number=decision.number, own_tokens=0,
+            overlap_tokens=pair.chosen.cached_tokens),
+        RouteLeg(replica_id=pair.prefill_id, number=pair.prefill_number, own_tokens=own_tokens,
+            overlap_tokens=decision.overlap_tokens),
+    )  # fmt: skip
 
 
 class Ending(enum.Enum):

@@ -11,7 +11,7 @@ import numpy as np
 from replicas.cache.host_pages import TierCounters
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
-from replicas.disagg.rooms import HandOffTerms
+from replicas.disagg.roles import HandOffTerms
 from replicas.engine.engine import Engine, Executor
 from replicas.launch import EngineSettings, load_engine
 from replicas.request import Req

@@ -1,18 +1,23 @@
-"""One try of a request, and how often a request is tried.
+"""One try of a request, how often a request is tried, and the prefill replicas that are held out after a failure.
 
-Owns:      the stream and the leases of the try; the number of the try, and which replicas later tries leave out.
-Never:     chooses a replica or starts another try (dispatcher.py).
+Owns:      the stream and the leases of the try; the number of the try, and which replicas later tries leave out. Until
+           when each prefill replica whose hand-off failed is held out of choice, and why.
+Never:     chooses a replica or starts another try (dispatcher.py). Judges a prefill replica by anything but hand-offs:
+           those that die or hang are the fleet's (fleet.py). The fault may lie between a replica and a single peer, and
+           then neither of them is unhealthy.
 Invariant: however a try ends, nothing of it is left open but leases about to return, its outcome is noted, and its
            decision is reported done; so is the second one of `ask_back`, unless it is for the next try. At most
            ``max_tries`` tries fail in a row that each brought fewer than GOES_ON tokens of one choice: an answer
            outlives any number of replicas. A request that was in failed steps of two replicas is not tried again,
-           whatever it brought; other requests of those steps are.
+           whatever it brought; other requests of those steps are. One hand-off that succeeds ends the hold of its
+           prefill replica; a hold grows only by failures after it.
 Thread:    the router's event loop.
 """
 
 import math
 import sys
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 
 from deployments.channel.channel_server import Stream
@@ -32,6 +37,7 @@ from routing.types import Ending, RouteOutcome
 # A grammar may force many tokens after one, so of a constrained request deltas count; merged ones as one.
 GOES_ON = 2
 MOST_AT_FAULT = 2  # replicas in whose failed steps a request may have been
+HELD_FIRST_S, HELD_MOST_S = 2.0, 60.0  # that a prefill replica is held out after its first failure, and at most
 
 
 class TakenBack(MantaError):
@@ -293,3 +299,37 @@ class Attempt:
             self._router.link.record(report.num_bytes, report.transfer_s)
         elif prefill is not None:
             prefill.lease.cancel()  # the decode replica computes the prompt itself
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    until_s: float
+    length_s: float
+    reason: str
+
+
+class HoldOut:
+    """The prefill replicas whose last hand-off failed, each held out of choice for a while."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._holds: dict[str, _Hold] = {}  # by prefill replica
+
+    def take(self, prefill_id: str, report: HandOffReport) -> None:
+        """Note how a hand-off from ``prefill_id`` went."""
+        now_s, before = self._clock(), self._holds.get(prefill_id)
+        if report.transferred:
+            self._holds.pop(prefill_id, None)
+        elif before is None or before.until_s <= now_s:  # hand-offs that were under way together count as one failure
+            length_s = HELD_FIRST_S if before is None else min(2 * before.length_s, HELD_MOST_S)
+            self._holds[prefill_id] = _Hold(now_s + length_s, length_s, report.reason or "no reason given")
+
+    def now(self) -> Mapping[str, str]:
+        """Return the replicas that are held out, and why."""
+        now_s = self._clock()
+        self._holds = {each: hold for each, hold in self._holds.items() if now_s < hold.until_s + 2 * HELD_MOST_S}
+        return {
+            each: f"a hand-off from it failed ({hold.reason}); not asked for another {hold.until_s - now_s:.1f} s"
+            for each, hold in self._holds.items()
+            if now_s < hold.until_s
+        }

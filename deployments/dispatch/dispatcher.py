@@ -24,9 +24,9 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from deployments.dispatch.attempt import Attempt, TakenBack, Tries, TryLimits
+from deployments.dispatch.attempt import Attempt, HoldOut, TakenBack, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
-from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
+from deployments.dispatch.prefill_leg import PrefillLost, legs_of
 from deployments.dispatch.progress import Charge, Progress, StraightWay, left_after
 from deployments.record.rids import client_rid, owner_of
 from deployments.record.route_log import Following, RequestWatch, RouteLog, Try

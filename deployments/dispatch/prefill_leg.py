@@ -1,12 +1,8 @@
-"""The prefill leg of a request that two replicas compute, and the prefill replicas that are held out after a failure.
+"""The prefill leg of a request that two replicas compute.
 
-Owns:      the tickets, and one open leg: a request on the prefill replica that yields no token to the client. Until
-           when each prefill replica whose hand-off failed is held out of choice, and why.
+Owns:      the tickets, and one open leg: a request on the prefill replica that yields no token to the client.
 Never:     decides about another try (dispatcher.py): it fails the decode leg's stream, once, and that ends the try.
-           Judges replicas by anything but hand-offs: those that die or hang are the fleet's (fleet.py). The fault may
-           lie between a replica and a single peer, and then neither of them is unhealthy.
-Invariant: the leg's end is noted once; after `stop` nothing of it is open but a lease that is about to return. One
-           hand-off that succeeds ends the hold; a hold grows only by failures after it.
+Invariant: the leg's end is noted once; after `stop` nothing of it is open but a lease that is about to return.
 Thread:    the router's event loop.
 
     start ─> waits for its end ─┬─ handed off ──────────────────────────> noted
@@ -20,9 +16,7 @@ Thread:    the router's event loop.
 import asyncio
 import dataclasses
 import secrets
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from deployments.channel.channel_server import Stream
 from deployments.dispatch.leases import LeaseHolder
@@ -30,7 +24,7 @@ from deployments.dispatch.progress import Part
 from deployments.record.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.errors import EngineDead, Fault, MantaError, Overloaded
-from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg
+from replicas.types import Finish, FinishReason, HandOff, PdLeg
 
 TRY_ENDED = "not known: the try ended first"
 TRANSFERRED = "handed off, says the decode replica: the try ended first"
@@ -125,41 +119,3 @@ def _lost(finish: Finish) -> MantaError | None:
 
 def _words(finish: Finish) -> str:
     return f"{finish.reason.value}: {finish.message}" if finish.message else finish.reason.value
-
-
-FIRST_S = 2.0
-MOST_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Hold:
-    until_s: float
-    length_s: float
-    reason: str
-
-
-class HoldOut:
-    """The prefill replicas whose last hand-off failed, each held out of choice for a while."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._holds: dict[str, _Hold] = {}  # by prefill replica
-
-    def take(self, prefill_id: str, report: HandOffReport) -> None:
-        """Note how a hand-off from ``prefill_id`` went."""
-        now_s, before = self._clock(), self._holds.get(prefill_id)
-        if report.transferred:
-            self._holds.pop(prefill_id, None)
-        elif before is None or before.until_s <= now_s:  # hand-offs that were under way together count as one failure
-            length_s = FIRST_S if before is None else min(2 * before.length_s, MOST_S)
-            self._holds[prefill_id] = _Hold(now_s + length_s, length_s, report.reason or "no reason given")
-
-    def now(self) -> Mapping[str, str]:
-        """Return the replicas that are held out, and why."""
-        now_s = self._clock()
-        self._holds = {each: hold for each, hold in self._holds.items() if now_s < hold.until_s + 2 * MOST_S}
-        return {
-            each: f"a hand-off from it failed ({hold.reason}); not asked for another {hold.until_s - now_s:.1f} s"
-            for each, hold in self._holds.items()
-            if now_s < hold.until_s
-        }

@@ -3,7 +3,7 @@ those whose bodies are too long or too slow.
 
 Owns:      the check of the API key and of the admin key (tenancy/keys.py reads both); the rules on Host, Origin and
            body type where no key is needed; every read of a body, here and in the observatory, with bounds on its bytes
-           and time. CORS headers are Starlette's (http_app.py).
+           and time; the answer to an exception that no handler knows. CORS headers are Starlette's (http_app.py).
 Never:     parses a body. Applies the rules on web pages where a key protects
            the server: a page has no key, and browsers add none by themselves.
 Invariant: with API keys, only the OPEN paths are answered without one.
@@ -369,6 +369,28 @@ class FewReads:
         finally:
             if within in self._open:
                 self._open.remove(within)
+
+
+class Unforeseen:
+    """ASGI middleware: logs and answers an exception that no handler knows, and stops it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            await error_response(error, scope)(scope, receive, send)
 
 
 class CloseUnread:

@@ -32,13 +32,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments import logs
 from deployments.dispatch.dispatcher import NO_HINTS, RequestDeltas, RouteHints
 from deployments.dispatch.leases import ReplicaCalls
 from deployments.http.access import caller_of, scoped
 from deployments.http.http_errors import CLIENT_CLOSED, MESSAGES, fault_of
 from deployments.http.service import Service, service_of
-from deployments.record.rids import check_name, clean_name, new_digits
+from deployments.record.rids import about, check_name, clean_name, new_digits
 from deployments.record.route_log import (
     RequestWatch,
     RouteLog,
@@ -132,7 +131,7 @@ class Arrivals:
             await send(message)
 
         try:
-            with logs.about(request=name):
+            with about(request=name):
                 await self._app(scope, receive, with_headers)
         finally:
             if endpoint is not None:

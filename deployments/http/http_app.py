@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
 from deployments.http import admin, api_document, chat, completions, http_errors, native, occupation, routes
-from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyCheck
+from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyCheck, Unforeseen
 from deployments.http.apis import adapters, batches, messages, ollama, readouts, responses, streams
 from deployments.http.arrivals import ALIVE, DROPPED, RESUME, Arrivals
 from deployments.http.service import Service
@@ -55,7 +55,7 @@ def make_app(
         app.include_router(router)
     api_document.describe(app, service.model, any_model=service.adapters.are_possible)
     http_errors.install(app, own)
-    app.add_middleware(http_errors.Unforeseen)
+    app.add_middleware(Unforeseen)
     if tracing is not None:
         app.add_middleware(Traces, tracing=tracing, routes=service.dispatcher.routes)
     app.add_middleware(KeyCheck, keys=keys, quotas=service.dispatcher.quotas)

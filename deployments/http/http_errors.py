@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from replicas.errors import EngineDead, Fault, InvalidRequest, MantaError, PromptTooLong
 from replicas.types import Finish
@@ -120,28 +120,6 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if isinstance(error, BodyTooLarge | BodyTooSlow):
         headers["Connection"] = "close"  # the rest of the body is not read
     return JSONResponse(_in_form_of(scope, status, body), status_code=status, headers=headers)
-
-
-class Unforeseen:
-    """ASGI middleware: logs and answers an exception that no handler knows, and stops it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except Exception as error:
-            if started or scope["type"] != "http":
-                raise
-            await error_response(error, scope)(scope, receive, send)
 
 
 def install(app: FastAPI, routes: Collection[APIRoute] = ()) -> None:

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from deployments.batches.runner import Answer
 from deployments.batches.store import Line, Row
 from deployments.http import chat, completions, http_errors
+from deployments.http.access import Unforeseen
 from deployments.http.apis import readouts, responses
 from deployments.http.arrivals import BATCH, REPLICAS
 from deployments.http.service import Service
@@ -34,7 +35,7 @@ def line_answers(service: Service, keys: KeyDigests) -> Answer:
     for router in ROUTERS:
         app.include_router(router)
     http_errors.install(app)
-    app.add_middleware(http_errors.Unforeseen)
+    app.add_middleware(Unforeseen)
 
     async def answer(batch: Row, line: Line, body: bytes, replica: str) -> tuple[int, str, bytes]:
         name, status = f"{batch['id']}/{line.number}", 0

@@ -1,17 +1,23 @@
-"""Request ids: unique in the application, and carrying the name that the client gave.
+"""The names of requests: ids, unique in the application, which carry the name that the client gave; and which request
+the log lines of a task are about (logs.py writes it into them).
 
     internal rid = <16 hex digits><16 of its owner, where keys are asked for>.<try>-<the client's name>
 The digits make it unique in the whole application; its owner (keys.py) may abort it; the try tells a retry's deltas
 from those of a replica that was given up; the client's name lets ``/abort_request`` find it on any replica.
 """
 
+import contextlib
 import re
 import secrets
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 from replicas.errors import InvalidRequest
 
 _NAME = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
 _NUM_DIGITS = 16
+REQUEST: ContextVar[str | None] = ContextVar("request", default=None)  # what the client calls it
+RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it
 
 
 def new_digits() -> str:
@@ -64,3 +70,14 @@ def check_name(name: str) -> str:
 def clean_name(name: str | None) -> str:
     """Return ``name`` if it is fit for a header and a log line, whose message begins behind ``--``; else a new name."""
     return name if name is not None and _NAME.fullmatch(name) and name != "--" else secrets.token_hex(8)
+
+
+@contextlib.contextmanager
+def about(*, request: str | None = None, rid: str | None = None) -> Iterator[None]:
+    """Name the request and the rid in lines written inside, also in tasks started inside. Takes 3 us."""
+    names = [(variable, variable.set(value)) for variable, value in ((REQUEST, request), (RID, rid)) if value]
+    try:
+        yield
+    finally:
+        for variable, token in names:
+            variable.reset(token)

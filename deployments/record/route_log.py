@@ -22,7 +22,6 @@ from types import MappingProxyType, TracebackType
 from typing import ParamSpec
 
 from dashboards.catalog import ANSWERING, FAILED
-from deployments import logs
 from deployments.record.rids import client_rid, owner_of
 from deployments.record.timeline import Arrival, LegTimes, Timeline
 from deployments.tenancy.quotas import OverQuota
@@ -55,7 +54,7 @@ class Try:
     failure: str | None = None  # why the request went elsewhere, or was refused
     moved: str | None = None  # it waited, and was given back for another replica: why that one begins it sooner
     hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
-    held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replica left out -> why (prefill_leg.py)
+    held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replica left out -> why (attempt.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
     times: LegTimes = field(default_factory=LegTimes)  # as the engines reported them
 
@@ -192,6 +191,8 @@ class RouteLog:
 
 
 log = logging.getLogger(__name__)
+
+ACCESS = {"serve_access_log": True}  # extra of a line about each request: Serve's enable_access_log: false drops it
 P = ParamSpec("P")
 
 
@@ -414,7 +415,7 @@ class Following:
             tell(self._watch.on_end, self._ended(outcome))
         told = told_of(self._request, self.timeline, self._record, outcome, num_restored=self._num_restored)
         text = " ".join(f"{name}={value}" for name, value in told.items())
-        log.info("finished %s", text, extra={**told, **logs.ACCESS})
+        log.info("finished %s", text, extra={**told, **ACCESS})
 
     def _ended(self, outcome: str) -> Ended:
         return Ended(

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from deployments import logs
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import (
@@ -41,7 +40,7 @@ from deployments.channel.frames import (
     encode,
 )
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
-from deployments.record.rids import choice_of, client_rid, owner_of
+from deployments.record.rids import about, choice_of, client_rid, owner_of
 from deployments.replica.cache_moves import ReplicaMoves
 from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
@@ -51,7 +50,7 @@ from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.replay.replay import extract
-from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta
+from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta, each_told
 from routing.types import Role
 
 log = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ STATS_S = 1.0  # how long a report waits for the step that runs
 START_S = 5.0  # how long a lease waits for its request: the two travel apart
 MOST_OUTPUTS, MOST_OUTPUT_IDS = 256, 1 << 20  # that are remembered of requests, all together
 REMEMBERED_S = 60.0  # and for how long
+ACTIVITY_S = 10.0  # from one line about what a replica does to the next; none while it does nothing
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
 
 
@@ -372,7 +372,7 @@ class ServedEngine:
             with contextlib.suppress(RuntimeError):  # the event loop is closed, and the lease with it
                 event_loop.call_soon_threadsafe(run.ended.set)
 
-        with logs.about(rid=request.rid):
+        with about(rid=request.rid):
             try:
                 self.loop.submit(request, client.sink, on_end)
             except Exception as error:  # noqa: BLE001 - the lease returns or raises it; the connection goes on
@@ -414,7 +414,7 @@ class ServedEngine:
             self._outputs.add(run.recall, run.made)
 
     async def _report_forever(self) -> None:
-        activity = logs.ActivityLog(self.loop.stats(), time.monotonic)
+        activity = ActivityLog(self.loop.stats(), time.monotonic)
         while True:
             events, stats = self.loop.take_cache_events(), self.loop.stats()
             activity.look(stats)
@@ -519,3 +519,42 @@ def _tiers(cache: CacheConfig) -> dict[str, str]:
     url = urlsplit(cache.store)
     place = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
     return facts | {"store": place, "store_bytes": str(cache.store_bytes)}
+
+
+class ActivityLog:
+    """The line in a replica's log about what it does, every ACTIVITY_S: what one searches after an incident, where no
+    metrics are kept. Looks at no token."""
+
+    def __init__(self, stats: EngineStats, clock: Callable[[], float]) -> None:
+        self._before = stats
+        self._since_s = clock()
+        self._clock = clock
+
+    def look(self, stats: EngineStats) -> None:
+        """Write the line if it is time, and if there is something to tell."""
+        took_s = self._clock() - self._since_s
+        if took_s < ACTIVITY_S:
+            return
+        before, self._before = self._before, stats
+        self._since_s += took_s
+        told = _activity(before, stats, took_s)
+        if any(value for name, value in told.items() if not name.endswith("_percent")):
+            text = ", ".join(f"{name} {value}" for name, value in told.items())
+            log.info("%s", text, extra=told)
+
+
+def _activity(before: EngineStats, now: EngineStats, took_s: float) -> dict[str, Any]:
+    """Return the figures of the line about the ``took_s`` between two statistics."""
+    looked_up = now.lookup_tokens - before.lookup_tokens
+    hit = round(100 * (now.cached_tokens - before.cached_tokens) / looked_up) if looked_up else None
+    named = [(how.log, getattr(now, name), getattr(before, name), how.is_counter)
+             for name, how in each_told(type(now)) if how.log]  # fmt: skip
+    return {
+        **{name: value for name, value, _, is_counter in named if not is_counter},
+        "handing_over": now.num_handed_over,
+        **{name: value - old for name, value, old, is_counter in named if is_counter},
+        "kv_percent": round(100 * now.pool.utilization),
+        **({} if hit is None else {"hit_percent": hit}),
+        "prefill_tok_s": round((now.prefill_tokens - before.prefill_tokens) / took_s, 1),
+        "decode_tok_s": round((now.decode_tokens - before.decode_tokens) / took_s, 1),
+    }

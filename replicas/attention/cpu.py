@@ -18,6 +18,7 @@ Thread:    the thread that runs the model; kernels run on torch's OpenMP threads
 """
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,12 +33,14 @@ from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.cpu_decode import CHUNK
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
+from replicas.kernels.simd import W
 from replicas.kernels.team import Kernel, Stage, Team
 from replicas.scheduler.plan import PrefixGroup
 
 Ints = npt.NDArray[np.int32]
 TILE_ROWS = 192  # rows of an extend task: enough to pay for copying K and V, few enough for L2
 MIN_TILE_TOKENS = 8
+SHARED_ROWS = 48  # queries of a decode task at most, when it has more than one request: what L1 holds
 TASKS_PER_THREAD = 4  # tiles shrink until there are this many, so threads end together
 
 
@@ -389,12 +392,12 @@ class CpuAttention:
         arguments.tile_rows = most * group
         self._set_part(arguments, batch, first_request=0, first_token=0, num_tokens=self._num_extend_tokens)
         heads = self._heads
-        self._set_scratch(arguments, cpu_extend.scratch_floats(most * group, heads.dim, heads.value_dim))
+        self._set_scratch(arguments, extend_scratch_floats(most * group, heads.dim, heads.value_dim))
 
     def _begin_decode(self, plan: _Plan, batch: BatchMeta, first: int) -> None:
         """Set the arguments of the requests from ``first`` on, which decode."""
         arguments = plan.decode
-        group, seq_lens = cpu_decode.max_members(self._heads.group), batch.seq_lens.numpy()[first:]
+        group, seq_lens = max_members(self._heads.group), batch.seq_lens.numpy()[first:]
         plan.decode_tasks = cut = decode_tasks(
             seq_lens, batch.prefix_groups, first=first, max_members=group, first_seen=plan.first_seen(seq_lens - 1)
         )
@@ -403,13 +406,13 @@ class CpuAttention:
         arguments.part_heads = 1 if few else self._heads.num_kv
         arguments.members, arguments.first_partial = cut.members.ctypes.data, cut.first_partial.ctypes.data
         arguments.chunk_zero = cut.chunk_zero.ctypes.data
-        floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._heads.num, self._heads.value_dim)
+        floats = int(cut.first_partial[-1]) * partial_floats(self._heads.num, self._heads.value_dim)
         self._partial = _grown(self._partial, floats)
         arguments.seq_lens = batch.seq_lens.data_ptr() + 4 * first
         first_token = self._num_extend_tokens
         self._set_part(arguments, batch, first_request=first, first_token=first_token, num_tokens=self._num_decode)
         heads = self._heads
-        floats = cpu_decode.scratch_floats(arguments.block_bytes, heads.num, heads.group, heads.dim, heads.value_dim)
+        floats = decode_scratch_floats(arguments.block_bytes, heads.num, heads.group, heads.dim, heads.value_dim)
         self._set_scratch(arguments, floats)
 
     def _set_part(
@@ -439,6 +442,29 @@ def why_not(pool: KvPool, *, dtype: torch.dtype, head_dim: int) -> str | None:
     if head_dim % 16 or value_dim % 16:
         return f"needs a head_dim that is a multiple of 16, got {head_dim if head_dim % 16 else value_dim}"
     return None
+
+
+def partial_floats(num_heads: int, value_dim: int) -> int:
+    """Count the floats of one chunk's result: each head's weighted values, then each head's maximum and sum, padded."""
+    return num_heads * value_dim + math.ceil(2 * num_heads / W) * W
+
+
+def decode_scratch_floats(block: int, num_heads: int, group: int, head_dim: int, value_dim: int) -> int:
+    """Count the floats of a thread that decodes: a ``block`` in bytes, scores and queries; for several requests also
+    results and sums."""
+    several = max(group, SHARED_ROWS) * (CHUNK + head_dim + value_dim + 2)
+    return block // 4 + max(num_heads * (CHUNK + head_dim), several)
+
+
+def extend_scratch_floats(tile_rows: int, head_dim: int, value_dim: int) -> int:
+    """Count the floats of a thread that extends: queries, results, scores, maxima, sums of a tile; K, K transposed, V
+    of a block."""
+    return tile_rows * (head_dim + value_dim + cpu_extend.BLOCK + 2) + 3 * cpu_extend.BLOCK * head_dim + W
+
+
+def max_members(group: int) -> int:
+    """Return the most requests that one decode task may have."""
+    return max(1, SHARED_ROWS // group)
 
 
 def _grown(buffer: Tensor, floats: int) -> Tensor:

@@ -11,7 +11,6 @@ Invariant: chunks begin at multiples of 128 of the request itself and merge in o
 Thread:    all of the team; tasks are taken one by one, so that ragged batches and busy cores balance.
 """
 
-import math
 from typing import Any
 
 from numba import carray
@@ -55,7 +54,6 @@ from replicas.kernels.tiles import dot, outer_fetch
 CHUNK = 128  # tokens; a multiple of BLOCK. Scores of a chunk stay in L1
 BLOCK = 16  # tokens that are copied at a time where K and V are not read in place; in pairs cpu_pairs.BLOCK
 PAIRS = cpu_pairs.BLOCK
-SHARED_ROWS = 48  # queries of a task at most, when it has more than one request: what L1 holds
 TASK_BYTES = 16  # (first member, members, chunk, tokens left out of it) as four int32; a member is a request
 
 DecodeArgs = struct(
@@ -68,26 +66,9 @@ DecodeArgs = struct(
 )
 
 
-def partial_floats(num_heads: int, value_dim: int) -> int:
-    """Count the floats of one chunk's result: each head's weighted values, then each head's maximum and sum, padded."""
-    return num_heads * value_dim + math.ceil(2 * num_heads / W) * W
-
-
 def block_bytes(head_dim: int, *, pairs: bool) -> int:
     """Count the bytes of a block of K or V, which the scratch of a thread begins with."""
     return cpu_pairs.block_bytes(head_dim) if pairs else 4 * BLOCK * head_dim
-
-
-def scratch_floats(block: int, num_heads: int, group: int, head_dim: int, value_dim: int) -> int:
-    """Count the floats of a thread: a ``block`` in bytes, scores and queries; for several requests also results and
-    sums."""
-    several = max(group, SHARED_ROWS) * (CHUNK + head_dim + value_dim + 2)
-    return block // 4 + max(num_heads * (CHUNK + head_dim), several)
-
-
-def max_members(group: int) -> int:
-    """Return the most requests that one task may have."""
-    return max(1, SHARED_ROWS // group)
 
 
 @inlined

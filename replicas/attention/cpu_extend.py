@@ -65,11 +65,6 @@ ExtendArgs = struct(
 )
 
 
-def scratch_floats(tile_rows: int, head_dim: int, value_dim: int) -> int:
-    """Count a thread's floats: queries, results, scores, maxima, sums of a tile; K, K transposed, V of a block."""
-    return tile_rows * (head_dim + value_dim + BLOCK + 2) + 3 * BLOCK * head_dim + W
-
-
 @inlined
 def first_seen(a: Any, position: int) -> int:
     """Return the first position that the token at ``position`` sees; ``window`` and ``chunk`` are 0 without one."""

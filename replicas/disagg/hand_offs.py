@@ -22,9 +22,7 @@ from kvtransfer.types import (
     TransferEvent,
     TransferStats,
 )
-from replicas.disagg.decode_role import DecodeRole
-from replicas.disagg.prefill_role import PrefillRole
-from replicas.disagg.rooms import HandOffParts
+from replicas.disagg.roles import DecodeRole, HandOffParts, PrefillRole
 from replicas.errors import InvalidRequest
 from replicas.request import Req, ReqState
 from replicas.scheduler.tokens import NewToken

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from replicas.engine.choice import Choice
+from replicas.engine.open_requests import Choice
 from replicas.errors import InvalidRequest, MantaError, Overloaded
 from replicas.grammar.compiler import GrammarCompiler
 from replicas.grammar.matcher import Matcher

@@ -1,7 +1,7 @@
 """The engine: requests in, token deltas out, one step at a time. Scheduler, runner and hand-off roles meet only here.
 
 Owns:      the order of a step, the clock of the replica, and the limits on what it can serve. The open choices
-           (sequence and text) are in choice.py.
+           (sequence and text) are in open_requests.py.
 Never:     waits, sleeps or talks to a network; loop.py gives it a thread.
 Invariant: every accepted request ends in exactly one delta with ``finish`` per choice.
 Thread:    the thread that calls `step`; one only, except for `check` (read-only).
@@ -33,14 +33,13 @@ from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
-from replicas.disagg.rooms import HandOffParts, HandOffTerms
+from replicas.disagg.roles import HandOffParts, HandOffTerms
 from replicas.distributions import Distributions
 from replicas.engine.adapters import HeldAdapters
-from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.compiling import Grammars
 from replicas.engine.failed_steps import Launch
 from replicas.engine.occupation import Occupation
-from replicas.engine.sinks import failed
+from replicas.engine.open_requests import Choice, OpenRequests, failed
 from replicas.engine.stepping import Stepping, snapshot
 from replicas.errors import EngineDead, Fault, InvalidRequest, MantaError, Overloaded, PromptTooLong
 from replicas.grammar.matcher import Matcher

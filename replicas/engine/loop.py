@@ -1,7 +1,7 @@
 """The thread of an engine, and the thread-safe and asyncio methods by which others use it.
 
 Owns:      the engine thread, the watchdog thread, and the commands that wait for the former.
-Never:     runs a step on any other thread. The sink of each request is in sinks.py.
+Never:     runs a step on any other thread. The sink of each request is in open_requests.py.
 Invariant: after `submit` returns, the sink gets exactly one delta with ``finish`` per choice, crash or not.
 
     any thread ── submit, abort, run ──> commands ──> engine thread: take commands, step, deliver ──> sinks
@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from replicas.engine.engine import CacheEvents, Engine
-from replicas.engine.sinks import Sink, Sinks
+from replicas.engine.open_requests import Sink, Sinks
 from replicas.errors import EngineDead, MantaError
 from replicas.types import EngineStats, EngineTallies, GenerateRequest, Pending, TokenDelta
 

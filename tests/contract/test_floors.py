@@ -111,16 +111,15 @@ FLOORS: dict[str, set[str]] = {
     },
     "deployments": set(),  # as ``replicas``
     "deployments.autoscaling": {"replicas.types"},
-    "deployments.logs": {"kvtransfer.replay", "replicas"},
     "deployments.places": {"replicas.checkpoints", "replicas.errors"},
 }
 # the rooms of deployments/, from the lowest: each may import what is below it, and the houses under deployments/
 ROOMS = (
-    ("output",), ("tenancy",), ("settings",), ("channel",), ("record",), ("dispatch",), ("fleet",), ("batches",),
-    ("http",), ("watch",), ("router", "replica"), ("app",), ("command", "__main__"),
+    ("output",), ("tenancy",), ("settings",), ("channel",), ("record",), ("logs",), ("dispatch",), ("fleet",),
+    ("batches",), ("http",), ("watch",), ("router", "replica"), ("app",), ("command", "__main__"),
 )  # fmt: skip
 BELOW = {"dashboards", "kvtransfer", "routing", "replicas"}
-BELOW |= {f"deployments.{file}" for file in ("logs", "autoscaling", "places")}
+BELOW |= {f"deployments.{file}" for file in ("autoscaling", "places")}
 for level in ROOMS:
     FLOORS |= {f"deployments.{room}": set(BELOW) for room in level}
     BELOW |= {f"deployments.{room}" for room in level}

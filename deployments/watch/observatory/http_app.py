@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http import http_errors
-from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyNeeded
+from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyNeeded, Unforeseen
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.watch.observatory.actions import Actions, routes
 from deployments.watch.observatory.fan_in import CONTENT_TYPE, gather, service_discovery
@@ -126,7 +126,7 @@ def make_app(parts: Parts, *, browsers: BrowserRules | None = None, actions: Act
         app.include_router(part, dependencies=[Depends(admit)])
     http_errors.install(app)
     app.add_exception_handler(KeyNeeded, ask_for_key)
-    app.add_middleware(http_errors.Unforeseen)
+    app.add_middleware(Unforeseen)
     if browsers is not None:
         app.add_middleware(BrowserCheck, rules=browsers)
     app.add_middleware(TrailingSlash)

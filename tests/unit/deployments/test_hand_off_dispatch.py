@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from deployments.channel.channel_client import ChannelClient
-from deployments.dispatch.attempt import TakenBack
+from deployments.dispatch.attempt import HoldOut, TakenBack
 from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone
-from deployments.dispatch.prefill_leg import HoldOut
 from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
 from deployments.record.route_forms import hand_off_body, pair_body, record_body

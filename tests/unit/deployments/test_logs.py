@@ -26,8 +26,9 @@ from deployments.command import log_files, usage
 from deployments.command.serve import settle_log_format
 from deployments.dispatch.leases import ReplicaGone
 from deployments.http.arrivals import Arrivals
-from deployments.record.rids import clean_name
+from deployments.record.rids import about, clean_name
 from deployments.record.route_log import RequestWatch, RouteLog
+from deployments.replica.served_engine import ActivityLog
 from deployments.settings.schema import AppConfig, parse
 from kvtransfer.replay import observe
 from replicas.types import Usage
@@ -103,7 +104,7 @@ async def test_lines_of_a_request_carry_its_id_in_tasks_too_and_others_do_not(li
     async def work() -> None:
         log.info("inside")
 
-    with logs.about(request="me", rid="a1.0-me"):
+    with about(request="me", rid="a1.0-me"):
         await asyncio.create_task(work())
     log.info("outside")
     inside, outside = (json.loads(line) for line in lines())
@@ -131,7 +132,7 @@ async def test_the_clients_request_id_is_in_the_lines_of_its_request_and_in_the_
 @text_only
 def test_text_lines_stay_as_serve_writes_them_and_name_the_request(lines: Lines) -> None:
     log.info("hello")
-    with logs.about(request="me"):
+    with about(request="me"):
         log.info("hello")
     without, named = lines()
     assert without.startswith("INFO 20")
@@ -307,7 +308,7 @@ def test_lines_are_read_whatever_serve_writes_before_their_message(
     )  # fmt: skip
     logs.into_serve()
     for request in (None, clean_name("me"), clean_name("--")):
-        with logs.about(request=request):
+        with about(request=request):
             log.info("finished %s", TOLD)
             log.info("said -- finished %s", TOLD)
     used = usage.added(usage.lines_of(tmp_path.iterdir()))
@@ -342,7 +343,7 @@ def test_a_replica_says_every_ten_seconds_what_it_does_and_nothing_while_it_is_i
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
-    activity = logs.ActivityLog(stats(), lambda: now_s)
+    activity = ActivityLog(stats(), lambda: now_s)
     monkeypatch.setattr(logging.getLogger("deployments"), "propagate", True)
     caplog.set_level(logging.INFO, "deployments")
 

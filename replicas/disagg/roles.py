@@ -1,0 +1,418 @@
+"""The roles of an engine in hand-offs, their terms, and the rooms that each keeps. The prefill role computes the K/V of
+a prompt, sends it chunk by chunk, and frees it when it has arrived. The decode role takes over a prompt that another
+replica computes, or computes it after all.
+
+Owns:      which rooms each role has open, from the request's arrival to the room's last event, and which request each
+           belongs to; siblings that wait.
+Never:     moves bytes (kvtransfer/) or decides which request runs, or gets memory (scheduler/).
+Invariant: a room stays until its last event, which frees what its request left in quarantine.
+           Prefill: a page that was given to the service stays locked or pinned until then: its request is never
+           retracted, and if it ends early its pages go to quarantine. Before the last chunk only whole, computed,
+           committed pages are sent: those are final, and commit no longer swaps them.
+           Decode: pages of a room are not read before `Received`, and freed only after the room's last event.
+Thread:    engine thread only.
+
+Prefill
+
+    submit        parked, WAITING; service.expect_send ── SendReady(first_page) ──> WaitingQueue
+    admitted      PREFILLING; cached pages from first_page on are sent before the forward
+    each chunk    its whole pages are sent
+    last chunk    HANDING_OFF; the rest, and the meta with the first token: service.send_last
+    SendDone      pages go, the prefix stays in the cache; ends with HANDED_OFF
+
+    SendFailed    at any time: ends with ERROR at once, pages stay in quarantine ── SendDrained ──> free
+    abort, deadline, broken logits: ends at once; service.abort_send, quarantine ── SendDrained, or SendDone ──> free
+
+Decode
+
+    submit         WAITING in the PreallocQueue; too long there: computed here, and the room aborted
+    granted        RECEIVING: row, locked prefix and pages of the whole sequence; service.receive(missing pages)
+    Received       prefix to the radix cache; first token as if sampled here; RUNNING, without a forward
+
+    ReceiveFailed  its own pages to quarantine ── ReceiveDrained ──> free; WAITING like any other: computed here
+    abort, deadline: ends at once; service.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
+
+The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come); they find it
+in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here: no hand-off then.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtransfer.replay import observe
+from kvtransfer.rooms.transfer_service import TransferService
+from kvtransfer.types import (
+    KVTransferMeta,
+    PageIds,
+    Received,
+    ReceiveFailed,
+    ReceiveOrder,
+    SendFailed,
+    SendOrder,
+    SendReady,
+)
+from replicas.cache.kv import KvCache
+from replicas.cache.quarantine import Detained
+from replicas.distributions import Distributions
+from replicas.errors import Fault, InvalidRequest
+from replicas.observer import Observer
+from replicas.request import CachedTokens, Leg, Req, ReqState
+from replicas.scheduler.scheduler import Scheduler
+from replicas.scheduler.tokens import NewToken
+from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg, TokenLogprob
+
+NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is computed where the answer is made"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffTerms:
+    """How this engine takes part in hand-offs."""
+
+    fingerprint: str  # of its KV layout; goes with what it sends
+    open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room; as a receiver: for row and pages
+    room_timeout_s: float = 180.0  # as a receiver: without a page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffParts:
+    """The parts of one engine that its roles in hand-offs work with."""
+
+    service: TransferService
+    scheduler: Scheduler
+    kv: KvCache
+    terms: HandOffTerms
+    vocab_size: int
+    clock: Callable[[], float]
+    observer: Observer
+    distributions: Distributions
+
+
+class Rooms:
+    """Open rooms of one role, by number."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+        self._reqs: dict[int, Req] = {}
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Req]:
+        return iter(self._reqs.values())
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._reqs
+
+    def require_new(self, room: int) -> None:
+        """Raise InvalidRequest if ``room`` is open: writes of an earlier try may still be under way."""
+        if room in self._reqs:
+            raise InvalidRequest(
+                f"room {room} belongs to request {self._reqs[room].rid} here: take a new room for every try",
+                param="hand_off",
+            )
+
+    def open(self, req: Req) -> None:
+        room = leg_of(req).ticket.room
+        assert room not in self._reqs, f"room {room} is open"
+        self._reqs[room] = req
+
+    def find(self, room: int) -> Req | None:
+        """Return the request of ``room``, ended or not; None if the room is not open here."""
+        return self._reqs.get(room)
+
+    def end(self, room: int) -> Req | None:
+        """Close ``room`` after its last event: no peer touches its pages. Returns: its request."""
+        req = self._reqs.pop(room, None)
+        if req is None:
+            return None
+        leg = leg_of(req)
+        leg.exposed = False
+        if leg.detained is not None:
+            assert isinstance(leg.detained, Detained)
+            self._kv.store.release_quarantined(leg.detained)
+            leg.detained = None
+        return req
+
+
+def leg_of(req: Req) -> Leg:
+    assert req.leg is not None, f"request {req.rid} takes part in no hand-off"
+    return req.leg
+
+
+class PrefillRole:
+    """The prefill legs of one engine; called by `HandOffs`."""
+
+    def __init__(self, parts: HandOffParts) -> None:
+        self._service = parts.service
+        self._observer = parts.observer
+        self._scheduler = parts.scheduler
+        self._kv = parts.kv
+        self._terms = parts.terms
+        self.rooms = Rooms(parts.kv)
+
+    def submit(self, req: Req, hand_off: HandOff) -> None:
+        """Park ``req`` until its receiver has opened the room."""
+        ticket = hand_off.ticket
+        req.leg = Leg(role=PdLeg.PREFILL, ticket=ticket)
+        self.rooms.open(req)
+        self._scheduler.park(req)
+        self._service.expect_send(
+            SendOrder(
+                room=ticket.room,
+                generation=ticket.generation,
+                rid=req.rid,
+                num_tokens=req.num_tokens,
+                deadline_s=self._terms.open_timeout_s,
+            )
+        )
+
+    def send_pages(self) -> None:
+        """Send the whole computed pages that are unsent: before a step those from the cache, after it those it made."""
+        for req in self.rooms:
+            leg, end = leg_of(req), req.computed_len // self._kv.page_size
+            if req.state is ReqState.PREFILLING and end > leg.next_page:
+                self._service.send_pages(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end))
+                leg.next_page = end
+
+    def send_last(self, token: NewToken) -> None:
+        """Send what is unsent of a computed prompt, with its first token."""
+        req, leg = token.req, leg_of(token.req)
+        assert token.token_id is not None
+        logprob = token.logprob
+        end = -(-req.num_tokens // self._kv.page_size)
+        skipped = leg.first_page * self._kv.page_size
+        meta = KVTransferMeta(
+            rid=req.rid,
+            fingerprint=self._terms.fingerprint,
+            prompt_len=req.num_tokens,
+            token_range=(skipped, req.num_tokens),
+            cached_prefix_len=skipped,
+            first_token=token.token_id,
+            first_logprob=None if logprob is None or logprob.logprob is None else (logprob.logprob, logprob.top),
+            cached_tokens=req.cached.by_tier,
+        )
+        if observe.enabled():
+            self._observer.before_send(req, skipped)
+        self._service.send_last(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end), meta)
+        leg.next_page = end
+
+    def leave(self, req: Req) -> None:
+        """Abort the room of ``req``, which has ended, so that the receiver stops waiting."""
+        leg = leg_of(req)
+        if leg.ticket.room in self.rooms and not leg.closing:
+            leg.closing = True
+            self._service.abort_send(leg.ticket.room, _why(req))
+
+    def on_ready(self, event: SendReady) -> NewToken | None:
+        """Start the prefill. Returns: the end of the request, if the receiver asks for pages that cannot be sent."""
+        req = self.rooms.find(event.room)
+        if req is None or req.state is ReqState.FINISHED:
+            return None
+        most = req.num_tokens // self._kv.page_size
+        if not 0 <= event.first_page <= most:
+            return self._fail(req, f"the receiver wants pages from {event.first_page} on; there are {most} whole ones")
+        leg = leg_of(req)
+        leg.first_page = leg.next_page = event.first_page
+        leg.exposed = True
+        self._scheduler.unpark(req)
+        return None
+
+    def on_done(self, room: int) -> NewToken | None:
+        """Finish the request: the receiver has everything. Returns: its end, unless it ended before."""
+        req = self.rooms.end(room)
+        if req is None or req.state is ReqState.FINISHED:
+            return None
+        self._scheduler.finish(req, Finish(reason=FinishReason.HANDED_OFF))
+        return NewToken(req, None, None)
+
+    def on_failed(self, event: SendFailed) -> NewToken | None:
+        """Fail the request. Returns: its end, unless it ended before."""
+        req = self.rooms.find(event.room)
+        if req is None:
+            return None
+        leg_of(req).closing = True
+        return self._fail(req, event.reason)
+
+    def on_drained(self, room: int) -> None:
+        self.rooms.end(room)
+
+    def _fail(self, req: Req, reason: str) -> NewToken | None:
+        if req.state is ReqState.FINISHED:
+            return None
+        message = f"the hand-off failed: {reason}"
+        self._scheduler.finish(req, Finish(reason=FinishReason.ERROR, message=message, fault=Fault.UNAVAILABLE))
+        return NewToken(req, None, None)
+
+
+def _why(req: Req) -> str:
+    assert req.finish is not None
+    return req.finish.message or f"the request ended with {req.finish.reason.value}"
+
+
+class DecodeRole:
+    """The decode legs of one engine; called by `HandOffs`."""
+
+    def __init__(self, parts: HandOffParts) -> None:
+        self._service = parts.service
+        self._observer = parts.observer
+        self._distributions = parts.distributions
+        self._scheduler = parts.scheduler
+        self._kv = parts.kv
+        self._terms = parts.terms
+        self._vocab_size = parts.vocab_size
+        self._clock = parts.clock
+        self.rooms = Rooms(parts.kv)
+        self._siblings: dict[str, list[Req]] = {}  # parked, by rid
+
+    def submit(self, reqs: Sequence[Req], hand_off: HandOff) -> None:
+        """Queue the legs of one request, for a grant where possible; ``reqs``: all of its choices."""
+        first, *siblings = reqs
+        first.leg = Leg(role=PdLeg.DECODE, ticket=hand_off.ticket)
+        if first.prompt_logprobs_from is not None or first.max_remaining <= 0:
+            first.leg.report = HandOffReport(transferred=False, reason=NEEDS_FORWARD)
+            for req in reqs:
+                self._scheduler.submit(req)
+            return
+        self.rooms.open(first)
+        self._scheduler.ask_grant(first)
+        for req in siblings:
+            self._scheduler.park(req)
+        if siblings:
+            self._siblings[first.rid] = siblings
+
+    def ask(self) -> None:
+        """Open the rooms of the requests that were granted pages."""
+        for req in self._scheduler.queues.away.take_granted():
+            leg, holding = leg_of(req), req.holding
+            assert holding is not None
+            leg.first_page = holding.prefix_len // self._kv.page_size
+            pages = self._kv.pages(req, leg.first_page, -(-req.num_tokens // self._kv.page_size))
+            self._open(req, leg.first_page, pages)
+
+    def stop_waiting(self) -> list[NewToken]:
+        """Compute the requests here that waited too long for row and pages. Returns: reports, as `on_failed`."""
+        timeout_s = self._terms.open_timeout_s
+        late = self._scheduler.queues.prealloc.older_than(self._clock() - timeout_s)
+        for req in late:
+            self._dismiss(req)
+        reason = f"no row and pages for it on the decode side within {timeout_s:.0f} s"
+        return [self._fall_back(req, reason) for req in late]
+
+    def _dismiss(self, req: Req) -> None:
+        """Stop the wait of the peer of ``req``, whose room is not open yet: open it for no page, and abort it."""
+        leg = leg_of(req)
+        leg.closing = True
+        self._open(req, req.num_tokens // self._kv.page_size, np.empty(0, dtype=np.int32))
+        self._service.abort_receive(leg.ticket.room)
+
+    def _open(self, req: Req, first_page: int, pages: PageIds) -> None:
+        """Order pages [first_page, first_page + n) of the sequence, to be written to ``pages`` [n]."""
+        ticket = leg_of(req).ticket
+        self._service.receive(
+            ReceiveOrder(
+                room=ticket.room,
+                generation=ticket.generation,
+                rid=req.rid,
+                peer=ticket.prefill,
+                num_tokens=req.num_tokens,
+                first_page=first_page,
+                pages=pages,
+                deadline_s=self._terms.room_timeout_s,
+            )
+        )
+
+    def leave(self, req: Req) -> None:
+        """Abort the room of ``req``, which has ended, so that the peer stops sending."""
+        leg = leg_of(req)
+        self._release_siblings(req)
+        if self.rooms.find(leg.ticket.room) is not req or leg.closing:
+            return
+        if leg.granted_s is None:
+            self.rooms.end(leg.ticket.room)  # its peer was never asked
+        else:
+            leg.closing = True
+            self._service.abort_receive(leg.ticket.room)
+
+    def on_received(self, event: Received) -> NewToken | None:
+        """Start decoding, or compute the prompt here if the K/V is wrong.
+
+        Returns: the first token; a report without a token if the prompt is computed here; None for a request that has
+                 ended.
+        """
+        req = self.rooms.end(event.room)
+        if req is None or req.state is not ReqState.RECEIVING:
+            return None
+        fault = self._fault(event.meta, req)
+        if fault is not None:
+            return self._fall_back(req, fault)
+        leg, meta = leg_of(req), event.meta
+        if observe.enabled():
+            self._observer.after_restore(req, leg.first_page * self._kv.page_size)
+        num_pages = -(-req.num_tokens // self._kv.page_size) - leg.first_page
+        leg.report = self._report(req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s)
+        logprob = None
+        if req.return_logprobs and meta.first_logprob is not None:
+            value, top = meta.first_logprob
+            logprob = TokenLogprob(token_id=meta.first_token, logprob=value, top=top)
+        cached = CachedTokens.from_tiers(meta.cached_tokens, prompt_len=req.prompt_len)
+        token = self._scheduler.received(req, meta.first_token, logprob, cached=cached)
+        self._release_siblings(req)
+        return token
+
+    def on_failed(self, event: ReceiveFailed) -> NewToken | None:
+        """Compute the prompt here. Returns: as `on_received`."""
+        req = self.rooms.find(event.room)
+        if req is None:
+            return None
+        leg_of(req).closing = True
+        return self._fall_back(req, event.reason) if req.state is ReqState.RECEIVING else None
+
+    def on_drained(self, room: int) -> None:
+        self.rooms.end(room)
+
+    def _fall_back(self, req: Req, reason: str) -> NewToken:
+        """Compute the prompt here. Returns: no token, so that the report goes out at once and the sender is free."""
+        leg_of(req).report = self._report(req, reason=reason)
+        self._scheduler.compute_here(req)
+        self._release_siblings(req)
+        return NewToken(req, None, None)
+
+    def _release_siblings(self, req: Req) -> None:
+        for sibling in self._siblings.pop(req.rid, ()):
+            if sibling.state is not ReqState.FINISHED:
+                self._scheduler.unpark(sibling)
+
+    def _fault(self, meta: KVTransferMeta, req: Req) -> str | None:
+        """Return why ``meta`` does not fit ``req``; the transfer service has checked fingerprint and digests."""
+        first = leg_of(req).first_page * self._kv.page_size
+        if (meta.rid, meta.prompt_len, meta.token_range) != (req.rid, req.num_tokens, (first, req.num_tokens)):
+            return f"K/V of {meta.rid} {meta.token_range} of {meta.prompt_len} came, not {(first, req.num_tokens)}"
+        if not 0 <= meta.first_token < self._vocab_size:
+            return f"token {meta.first_token} is not in the vocabulary of {self._vocab_size}"
+        if req.return_logprobs and meta.first_logprob is None:
+            return "the first token came without its logprob"
+        return None
+
+    def _report(
+        self,
+        req: Req,
+        *,
+        reason: str | None = None,
+        num_pages: int = 0,
+        num_bytes: int = 0,
+        transfer_s: float = 0.0,
+    ) -> HandOffReport:
+        now_s, granted_s = self._clock(), leg_of(req).granted_s
+        report = HandOffReport(
+            transferred=reason is None,
+            reason=reason,
+            num_pages=num_pages,
+            num_bytes=num_bytes,
+            grant_s=(now_s if granted_s is None else granted_s) - req.stamps.arrival_s,
+            wait_s=0.0 if granted_s is None else now_s - granted_s,
+            transfer_s=transfer_s,
+        )
+        self._distributions.hand_off(report, granted=granted_s is not None)
+        return report
