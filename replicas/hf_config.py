@@ -65,7 +65,11 @@ def _kinds_from_hf(architecture: str, hf: Mapping[str, Any]) -> tuple[AttentionK
     types = ["sliding_attention"] * num_layers
     if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"):
         first = int(hf.get("max_window_layers", 28))  # Transformers' default
-        types = hf.get("layer_types") or (["full_attention"] * first + types)[:num_layers]
+        if architecture == "Qwen2MoeForCausalLM":  # of the first so many layers every other one, here alone
+            windowed = range(0, min(first, num_layers), 2)
+        else:
+            windowed = range(first, num_layers)
+        types = hf.get("layer_types") or [types[i] if i in windowed else "full_attention" for i in range(num_layers)]
     kinds = tuple(AttentionKind(window=window if each == "sliding_attention" else None) for each in types)
     return kinds if any(kind.special for kind in kinds) else ()
 
@@ -165,7 +169,7 @@ def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
     if partial != 1.0:
         raise UnsupportedModel(f"{path}: partial_rotary_factor {partial} is not supported; supported: 1.0")
     scaling = {k: float(v) for k, v in raw.items() if isinstance(v, int | float)}
-    if kind in ("yarn", "dynamic", "longrope"):
+    if kind in ("llama3", "yarn", "dynamic", "longrope"):
         original = hf["max_position_embeddings"] if kind == "dynamic" else _original_context(hf, raw)
         scaling["original_max_position_embeddings"] = float(original)
         scaling.setdefault("factor", int(hf["max_position_embeddings"]) / original)

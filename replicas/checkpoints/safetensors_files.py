@@ -15,7 +15,7 @@ from torch import Tensor
 
 from replicas.checkpoints.methods import FLOAT8, Method, method_of
 from replicas.checkpoints.stored import Window
-from replicas.checkpoints.weight_index import EMBEDDING, HEAD, INDEX, safetensors_files, weight_map
+from replicas.checkpoints.weight_index import EMBEDDING, HEAD, INDEX, causal_name, safetensors_files, weight_map
 from replicas.errors import InvalidConfig
 
 
@@ -39,6 +39,7 @@ class SafetensorsCheckpoint:
 
     def _place(self, name: str) -> tuple[str, str]:
         """Tell which weight a tensor belongs to, and as what."""
+        name = causal_name(name)
         base, _, last = name.rpartition(".")
         if self.method is not None and base and last in (*self.method.main, *self.method.beside):
             return f"{base}.weight", last

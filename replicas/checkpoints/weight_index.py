@@ -18,6 +18,12 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_BYTES = 1 << 22  # read of two tensors at a time
 
 
+def causal_name(name: str) -> str:
+    """Name a tensor as the causal model does: a checkpoint of the base model alone, as embedders have it, lacks its
+    first part."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Where a tensor's bytes lie in a file, and what they are."""
@@ -65,12 +71,12 @@ def table_spans(folder: Path) -> dict[str, Span]:
     what is wrong. Raises: InvalidConfig for an index that is none."""
     prefixes = EMBEDDING.removesuffix("weight"), HEAD.removesuffix("weight")
     placed = weight_map(folder)
-    files = {file for name, file in placed.items() if name.startswith(prefixes)} if placed else {WHOLE}
+    files = {file for name, file in placed.items() if causal_name(name).startswith(prefixes)} if placed else {WHOLE}
     return {
-        name: span
+        causal_name(name): span
         for file in files
         for name, span in _spans(folder / file).items()
-        if name.startswith(prefixes) and placed.get(name, file) == file
+        if causal_name(name).startswith(prefixes) and placed.get(name, file) == file
     }
 
 

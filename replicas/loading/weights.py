@@ -220,15 +220,16 @@ def _check_names(folder: Path, wanted: Iterable[str], found: set[str], *, tied: 
 
 
 def _check_shape(config: ModelConfig, name: str, shape: Sequence[int]) -> None:
-    """Raise InvalidConfig for a matrix of a dense model that has another shape than its config says."""
+    """Raise InvalidConfig for a matrix that has another shape than its config says: not of experts or latents."""
     hidden, inner, mlp = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
     kv = config.num_kv_heads * config.head_dim
-    wanted = {
-        "embed_tokens": (config.vocab_size, hidden), "lm_head": (config.vocab_size, hidden), "q_proj": (inner, hidden),
-        "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, inner), "gate_proj": (mlp, hidden),
-        "up_proj": (mlp, hidden), "down_proj": (hidden, mlp),
-    }.get(name.removesuffix(".weight").rpartition(".")[2])  # fmt: skip
-    if wanted is None or not name.endswith(".weight") or config.moe is not None or config.mla is not None:
+    shapes = {"embed_tokens": (config.vocab_size, hidden), "lm_head": (config.vocab_size, hidden)}
+    if config.mla is None:
+        shapes |= {"q_proj": (inner, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, inner)}
+    if config.moe is None:
+        shapes |= {"gate_proj": (mlp, hidden), "up_proj": (mlp, hidden), "down_proj": (hidden, mlp)}
+    wanted = shapes.get(name.removesuffix(".weight").rpartition(".")[2])
+    if wanted is None or not name.endswith(".weight"):
         return
     if tuple(shape) != wanted:
         raise InvalidConfig(

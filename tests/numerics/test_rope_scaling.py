@@ -101,6 +101,18 @@ def test_rope_scaling_that_was_added_to_a_file_of_transformers_5_wins(
     assert ours.model.config.context_len == (512 if added.get("rope_type") == "yarn" else 256)
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_an_original_context_beside_the_scaling_wins_over_the_one_in_it(kind: str, tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path, head_dim=64)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    config |= {"rope_parameters": {"rope_type": kind, **scaling}, "original_max_position_embeddings": 64}
+    file.write_text(json.dumps({**config, "rope_theta": 100.0, "eos_token_id": 2}))
+    wanted = [tiny.reference(AutoModelForCausalLM.from_pretrained(tmp_path), p, 24)[1] for p in tiny.PROMPTS]
+    assert open_model(tmp_path).greedy(tiny.PROMPTS, 24) == wanted
+
+
 def test_a_rope_theta_that_rope_scaling_drops_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny.save("qwen3", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 700.0})
     file = tmp_path / "config.json"

@@ -125,6 +125,24 @@ def test_a_checkpoint_with_one_table_uses_it_as_embedding_and_as_head(kind: str,
     assert open_model(folder).greedy(tiny.PROMPTS, 12) == wanted
 
 
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("mixtral", False), ("v3", True)])
+def test_a_checkpoint_of_the_base_model_is_that_of_the_causal_model(kind: str, tied: bool, tmp_path: Path) -> None:
+    """As embedders are published: names without their first part, and mostly without a head."""
+    model = tiny.save(kind, tmp_path, tie_word_embeddings=tied)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("model."): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    wanted = [tiny.reference(model, prompt, 12)[1] for prompt in tiny.PROMPTS]
+    assert open_model(tmp_path).greedy(tiny.PROMPTS, 12) == wanted
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral", "qwen3-moe"])
+def test_a_number_of_heads_that_the_weights_do_not_have_is_named(kind: str, tmp_path: Path) -> None:
+    tiny.save(kind, tmp_path)
+    rewrite(tmp_path / "config.json", lambda c: c.update(num_key_value_heads=4))
+    with pytest.raises(InvalidConfig, match=r"k_proj.weight has shape \[\d+, 48\], its config.json says \[\d+, 48\]"):
+        open_model(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2-tied"])
 def test_an_embedding_is_read_from_the_file_and_the_head_has_panels(tmp_path: Path, kind: str) -> None:
     """101 of its outputs fill 4 panels of 32, 128 x 64 x 4 bytes; all others fill theirs."""

@@ -1,5 +1,6 @@
 """Layers with a sliding window, natively: the tokens of Transformers, far past the window, on every path."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,6 +52,19 @@ def test_logits_and_64_greedy_tokens_past_the_window_are_those_of_transformers(n
         for ours, (logits, _) in zip(paged.prefill(tiny.PROMPTS, chunk=chunk), wanted, strict=True):
             assert_close_in_range(ours, logits, 1e-4)
     assert open_model(tmp_path, attention="cpu").greedy(tiny.PROMPTS, 64, chunk=5) == [ids for _, ids in wanted]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2-moe"])
+def test_a_config_without_layer_types_has_its_familys_rule(family: str, tmp_path: Path) -> None:
+    """As files from before Transformers 5 have it: Qwen2-MoE's rule is none of the others'."""
+    special = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "num_hidden_layers": 4}
+    tiny.save(family, tmp_path, **special)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    kinds = [WINDOWED if each == "sliding_attention" else PLAIN for each in config.pop("layer_types")]
+    file.write_text(json.dumps({**config, "eos_token_id": 2, "rope_theta": 1e4}))
+    assert list(load_model_config(str(tmp_path)).attention_kinds) == kinds
+    assert kinds.index(WINDOWED) == (0 if family == "qwen2-moe" else 2)
 
 
 def test_without_the_window_the_tokens_are_others(tmp_path: Path) -> None:
