@@ -70,9 +70,7 @@ def _run(args: argparse.Namespace) -> int:
                 return doctor.report(list(doctor_gpu.examine()), as_json=args.json)
             return doctor.report(list(doctor.examine(args.config)), as_json=args.json)
         case "key" if args.action == "list":
-            from deployments.watch.terminal import keys
-
-            return keys.run(args.url, args.key or os.environ.get(KEY_VARIABLE))
+            return _ask(args)
         case "key" if args.action == "usage":
             from deployments.command import log_files, usage
 
@@ -114,21 +112,33 @@ def _ask(args: argparse.Namespace) -> int:
             from deployments.watch.terminal import kill
 
             return kill.run(args.url, args.replica, admin_key, sure=args.yes, for_s=args.for_s)
-        case "batch":
-            from deployments.watch.terminal import batches
-
-            cancel = args.cancel and args.batch is not None
-            return batches.run(args.url, args.batch, _client_key(args), cancel=cancel, as_json=args.json)
-        case "adapters":
-            from deployments.watch.terminal import adapters
-
-            return adapters.run(args.url, admin_key, args.action, *args.names, replace=args.replace, as_json=args.json)
+        case "key" | "batch" | "adapters":
+            return _list(args, admin_key)
         case "bench":
             from deployments.watch.terminal import bench, chat
 
             asked = chat.ChatOptions(model=args.model, system=None, max_tokens=args.max_tokens, temperature=None)
             return bench.run(args.url, _client_key(args), asked, users=args.concurrency, for_s=args.for_s)
     return _chat(args, args.url, args.model)
+
+
+def _list(args: argparse.Namespace, admin_key: str | None) -> int:
+    """Run a command that shows what Manta lists. Return the exit status: 0, or why Manta did not answer (ask.py)."""
+    from deployments.watch.terminal import ask, lists
+
+    try:
+        match args.command:
+            case "key":
+                lists.keys(args.url, admin_key)
+            case "batch":
+                cancel = args.cancel and args.batch is not None
+                lists.batches(args.url, args.batch, _client_key(args), cancel=cancel, as_json=args.json)
+            case "adapters":
+                lists.adapters(args.url, admin_key, args.action, *args.names, replace=args.replace, as_json=args.json)
+    except ask.Unanswered as error:
+        print(error, file=sys.stderr)
+        return error.status
+    return 0
 
 
 def _print(config: Given) -> int:

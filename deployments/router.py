@@ -116,7 +116,6 @@ class RouterIngress:
         used = None if keys.tenants is None else quotas.Quotas(keys.tenants)
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet, quotas=used)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id, guard=keys.guard)
-        self.metrics_target = None if self._metrics is None else self._metrics.target  # None if metrics are off
         self._recorder = _recorder(config, router_id, self._fleet)
         if self._recorder is not None:
             metrics.watch.on_end = self._recorder.add
@@ -193,12 +192,13 @@ class RouterIngress:
         return request_body(self._service.dispatcher, name)
 
     async def observe(self, since: dict[str, int]) -> RouterView:
+        assert self._metrics is not None, "the constructor has served them"
         return router_view(
             dispatcher=self._service.dispatcher,
             fleet=self._fleet,
             config=self._config,
             node_id=self._node_id,
-            target=self.metrics_target,
+            target=self._metrics.target,
             asks_for_key=self._keys.exist,
             since=since,
             batches=() if self._runner is None else self._runner.progress(),

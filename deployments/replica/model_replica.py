@@ -61,15 +61,15 @@ class ModelReplica(ServedEngine):
         config = config_of(parse(settings), Role(role))
         replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
         with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
-            port = _metrics_port(config, metrics_guard)  # before the weights: a taken port is an error at once
-            if port is not None:
-                undo.callback(port.close)
+            host, wanted = ray.util.get_node_ip_address(), config.observability.metrics_port
+            port = MetricsServer(host=host, port=wanted, guard=metrics_guard)  # before the weights, as it may be taken
+            undo.callback(port.close)
             engine = self.load(config, Role(role))
             loop = EngineLoop(engine)
             loop.start()
             undo.callback(loop.stop)
             home = engine.executor.page_home
-            moves = None if home is None else ReplicaMoves(loop, home, host=ray.util.get_node_ip_address())
+            moves = None if home is None else ReplicaMoves(loop, home, host=host)
             self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
             super().__init__(
                 loop,
@@ -77,7 +77,7 @@ class ModelReplica(ServedEngine):
                 node_id=node_id,
                 report_period_s=config.router.report_period_s,
                 role=Role(role),
-                metrics_address=None if self._metrics is None else self._metrics.target.address,
+                metrics_address=self._metrics.target.address,
                 moves=moves,
             )
             self._death_watch = None if engine.transfer is None else DeathWatch(engine.transfer)
@@ -130,18 +130,9 @@ class ModelReplica(ServedEngine):
             await self.stop()
 
 
-def _metrics_port(config: AppConfig, guard: bytes | None) -> MetricsServer | None:
-    """Open the metrics port; None if metrics are off. Raises: InvalidConfig if the port is taken."""
-    if not config.observability.metrics:
-        return None
-    return MetricsServer(host=ray.util.get_node_ip_address(), port=config.observability.metrics_port, guard=guard)
-
-
 def _metrics(
-    config: AppConfig, loop: EngineLoop, port: MetricsServer | None, *, role: Role, replica_id: str, node_id: str
-) -> ServedMetrics | None:
-    if port is None:
-        return None
+    config: AppConfig, loop: EngineLoop, port: MetricsServer, *, role: Role, replica_id: str, node_id: str
+) -> ServedMetrics:
     emitter = replica_emitter(
         loop.engine,
         stats=loop.stats,

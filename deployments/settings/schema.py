@@ -149,7 +149,6 @@ class RouterSettings(Settings):
 class ObservabilitySettings(Settings):
     """The group ``observability``: metrics, traces, objectives and log lines."""
 
-    metrics: bool = True  # each replica and router serves its metrics over HTTP on a port of its own
     # port of the metrics; 0: any free one, right nearly always: processes of a node cannot share a port
     metrics_port: int = Field(default=0, ge=0, le=65535)
     # a request meets its objective if its first token takes no longer than this

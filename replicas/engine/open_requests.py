@@ -15,12 +15,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from replicas.errors import DiedInStep, EngineDead, InvalidRequest, MantaError, Overloaded
 from replicas.request import Req, stage_times
 from replicas.scheduler.tokens import NewToken, at_fault, stop_reason
 from replicas.text.detokenizer import Detokenizer
-from replicas.text.tokenizer import Tokenizer
 from replicas.types import (
     Finish,
     FinishReason,
@@ -31,6 +31,9 @@ from replicas.types import (
     TokenLogprob,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from replicas.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class Choice:
 
     @staticmethod
     def make(
-        request: GenerateRequest, index: int, *, tokenizer: Tokenizer, now_s: float, eos_ids: frozenset[int]
+        request: GenerateRequest, index: int, *, tokenizer: "Tokenizer", now_s: float, eos_ids: frozenset[int]
     ) -> "Choice":
         """Make choice ``index`` of ``request``, in state WAITING."""
         req = Req.make(request, index=index, now_s=now_s, eos_ids=eos_ids)

@@ -4,13 +4,13 @@ Owns:      the arithmetic of one row, or of one block of it, a program. Rows lie
 Never:     allocates, or chooses sizes of blocks and numbers of warps (gpu.py and runner/device_draw.py do).
 Invariant: between products it is computed in fp32 and rounded to the tensors' dtype once, at the end; the residual is
            rounded where it is stored, and its norm is of what was stored. The draw has the rules, noise and cuts of
-           runner/draw.py, which explains them.
+           runner/sampler.py, which explains them.
 """
 
 import triton
 import triton.language as tl
 
-STRIDE = tl.constexpr(0x9E3779B97F4A7C15)  # of runner/draw.py
+STRIDE = tl.constexpr(0x9E3779B97F4A7C15)  # of runner/sampler.py
 BELOW_HEAD = tl.constexpr(1 << 40)
 IN_PROMPT = tl.constexpr(1 << 30)  # of runner/token_counts.py
 SMALLEST = tl.constexpr(745.13)  # exp(-x) of a larger one is 0 in fp64

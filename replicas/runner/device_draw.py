@@ -1,9 +1,10 @@
-"""The draw of draw.py on a GPU: the host reads the tokens later, and nothing waits for it.
+"""The draw of sampler.py on a GPU: the host reads the tokens later, and nothing waits for it.
 
 Owns:      which rows draw, their parameters on the device, and the launches of triton_rows.py, which draws.
 Never:     reads a number from the device.
-Invariant: the token of a row is draw.py's, but where two tokens tie within the rounding of the device's logarithm, or
-           one stands at the edge of top-p within the rounding of the sums: total and mass are added in another order.
+Invariant: the token of a row is that of sampler.py's `draw`, but where two tokens tie within the rounding of the
+           device's logarithm, or one stands at the edge of top-p within the rounding of the sums: total and mass are
+           added in another order.
 Thread:    engine thread of rank 0.
 """
 
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from replicas.attention.page_lists import to_device
 from replicas.kernels import gpu
-from replicas.runner.draw import HEAD, MIN_TEMPERATURE
 from replicas.scheduler.plan import SampleRow
 
+HEAD = 64  # tokens that leave the device; on a CPU, torch.topk of 256 takes 7 times as long
+MIN_TEMPERATURE = 1e-6  # float32 stays exact enough; anything colder is greedy but for exact ties
 ROWS_AT_ONCE = 128  # of a vocabulary of 128k, 64 MiB of scaled logits
 BLOCK = 4096  # tokens that a program has in registers at a time
 WARPS = 16

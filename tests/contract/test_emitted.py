@@ -209,15 +209,6 @@ async def test_several_routers_show_no_counters_behind_one_address() -> None:
     assert set(Scraped(several.shown).families) == {"manta_build_info"}
 
 
-async def test_metrics_that_are_off_open_no_port_and_count_nothing() -> None:
-    house = House()
-    off = {"model": {"path": MODEL}, "observability": {"metrics": False}}
-    metrics = RouterMetrics(parse(off), router_id="a", fleet=house.fleet)
-    assert metrics.served(host="127.0.0.1", node_id="n0") is None
-    assert metrics.watch.on_gap is None
-    assert set(Scraped(metrics.shown).families) == {"manta_build_info"}
-
-
 async def test_apart_hand_offs_are_told_too() -> None:
     pair = Pair()
     pair.ask("a", range(1, 13))

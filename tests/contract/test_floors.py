@@ -173,7 +173,7 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request",
     "replicas.resolve", "replicas.attention.registry",
-    "replicas.distributions", "replicas.kernels.weight_formats", "replicas.engine.sinks",
+    "replicas.distributions", "replicas.kernels.weight_formats", "replicas.engine.open_requests",
     "replicas.checkpoints.adapters",
     "replicas.engine.stepping", "replicas.text.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",

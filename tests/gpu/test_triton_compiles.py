@@ -15,7 +15,7 @@ from replicas.kernels import gpu
 from replicas.kernels.adapters import on_gpu as low_rank
 from replicas.kernels.experts import on_gpu
 from replicas.runner import device_draw, token_counts
-from replicas.runner.draw import HEAD
+from replicas.runner.device_draw import HEAD
 from tests.gpu.device_steps import DEVICE
 from tests.gpu.triton_or_skip import triton_paged
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from dashboards.catalog import ROLES, Process
 from deployments.fleet.fleet import Fleet
-from deployments.record.route_log import OBJECTIVES, RequestWatch
+from deployments.record.route_log import OBJECTIVES
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from deployments.tenancy.quotas import Quotas
@@ -111,36 +111,28 @@ ROLE = "router"
 
 
 class RouterMetrics:
-    """All metrics of one router; with ``observability.metrics: false`` no port is opened, and what
-    the live view needs is counted alone."""
+    """All metrics of one router, and the port that serves them."""
 
     def __init__(self, config: AppConfig, *, router_id: str, fleet: Fleet, quotas: Quotas | None = None) -> None:
         identity = Identity(model=config.model.name, role=ROLE, replica=router_id)
         self._settings = config.observability
-        self._emitter: Emitter | None = None
         self._objectives = {name: getattr(self._settings, name) for name in OBJECTIVES}
-        self.watch = RequestWatch(self._objectives)  # what follows requests
-        if self._settings.metrics:
-            self._emitter = self._bind(config, identity, fleet)
-            self._emitter.tell(TENANTS, (quotas if quotas is not None else Quotas(TenantKeys())).figures)
+        self._emitter, self.watch = self._bind(config, identity, fleet)
+        self._emitter.tell(TENANTS, (quotas if quotas is not None else Quotas(TenantKeys())).figures)
         # what a scrape through Serve's proxy may see: it reaches any one of the routers
         any_router = Emitter(Process.ROUTER, identity)
         tell_build(any_router)
         self.shown: CollectorRegistry = any_router.registry
-        if self._emitter is not None and (config.router.count or 1) == 1:
+        if (config.router.count or 1) == 1:
             self.shown = self._emitter.registry
 
-    def served(self, *, host: str, node_id: str, guard: bytes | None = None) -> ServedMetrics | None:
-        """Serve the metrics over HTTP if they are on; ``guard``: as MetricsServer's.
-
-        Raises: InvalidConfig when the port is taken.
-        """
-        if self._emitter is None:
-            return None
+    def served(self, *, host: str, node_id: str, guard: bytes | None = None) -> ServedMetrics:
+        """Serve the metrics over HTTP; ``guard``: as MetricsServer's. Raises: InvalidConfig when the port is taken."""
         server = MetricsServer(host=host, port=self._settings.metrics_port, guard=guard)
         return ServedMetrics(self._emitter, server, node_id=node_id)
 
-    def _bind(self, config: AppConfig, identity: Identity, fleet: Fleet) -> Emitter:
+    def _bind(self, config: AppConfig, identity: Identity, fleet: Fleet) -> tuple[Emitter, RouterEvents]:
+        """Make what emits the metrics, and what follows requests."""
         apart = config.mode == "disaggregated"
         bounds = {
             "time_to_first_token_seconds": self._objectives["ttft_objective_s"],
@@ -148,7 +140,7 @@ class RouterMetrics:
             "time_per_output_token_seconds": self._objectives["itl_objective_s"],
         }
         emitter = emitter_of(Process.ROUTER, identity, disaggregated=apart, objectives=bounds)
-        self.watch = RouterEvents(emitter, objectives=self._objectives, disaggregated=apart)
+        watch = RouterEvents(emitter, objectives=self._objectives, disaggregated=apart)
         page_size = config_of(config, roles_of(config)[0]).cache.page_size
         RouterFigures(emitter, fleet, page_size=page_size)
-        return emitter
+        return emitter, watch

@@ -111,7 +111,7 @@ class Observatory:
             self._metrics.close()
 
     def _serve_metrics(self, view: RouterView) -> None:
-        if self._metrics is not None or view.target is None:
+        if self._metrics is not None:
             return
         identity = Identity(model=view.model, role=ROLE, replica=self._id)
         emitter = emitter_of(Process.OBSERVATORY, identity, disaggregated=view.mode == "disaggregated")

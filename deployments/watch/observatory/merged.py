@@ -120,7 +120,7 @@ class Merged:
 
     def targets(self) -> list[Target]:
         """Return where routers and replicas serve their metrics, sorted by process."""
-        found = [heard.view.target for heard in self._heard.values() if heard.view.target is not None]
+        found = [heard.view.target for heard in self._heard.values()]
         for seen, _ in self.replicas().values():
             info = seen.info
             if info is not None and info.metrics is not None:

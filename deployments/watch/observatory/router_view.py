@@ -28,7 +28,7 @@ class RouterView:
 
     router_id: str
     node_id: str
-    target: Target | None  # None if metrics are off
+    target: Target
     model: str  # its served name
     mode: str  # unified, disaggregated
     num_open: int
@@ -57,7 +57,7 @@ def router_view(
     fleet: Fleet,
     config: AppConfig,
     node_id: str,
-    target: Target | None,
+    target: Target,
     asks_for_key: bool = False,
     since: Mapping[str, int],
     batches: Sequence[Mapping[str, Any]] = (),

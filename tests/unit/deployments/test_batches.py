@@ -26,6 +26,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from deployments import __main__ as command_line
 from deployments.batches import runner as runners
 from deployments.batches import store as stores
 from deployments.batches.runner import BatchRunner, Runs, keyed_lines
@@ -36,7 +37,6 @@ from deployments.http.lines import line_answers
 from deployments.http.service import Service
 from deployments.record.route_log import RequestWatch
 from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
-from deployments.watch.terminal import batches as terminal
 from replicas.errors import Fault, InvalidConfig, InvalidRequest, MantaError, Overloaded, StepFailed
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
@@ -889,18 +889,21 @@ async def test_manta_batch_shows_how_far_batches_are_and_ends_one(
         service = house.service(tokenizer, batches=store)
         async with served(service) as [sdk]:
             url = str(sdk.base_url).removesuffix("/v1/")
-            show = functools.partial(asyncio.to_thread, terminal.run, url, key=None, as_json=False)
-            assert await show(batch_id=None, cancel=False) == 0
+
+            async def show(*words: str) -> int:
+                return await asyncio.to_thread(command_line.main, ["batch", "--url", url, *words])
+
+            assert await show() == 0
             assert "no batch" in capsys.readouterr().out
             async with running(runner_of(service)):
                 await house.ready(ScriptedReplica("r0"))
                 done = await ended(sdk, await begun(sdk, [line(0), line(1, max_tokens=-1), line(2)]))
-            assert await show(batch_id=done.id, cancel=False) == 0
+            assert await show(done.id) == 0
             shown = capsys.readouterr().out
             assert "3 of 3" in shown
             assert str(done.output_file_id) in shown
             waiting = await begun(sdk, [line(0)])
-            assert await show(batch_id=waiting.id, cancel=True) == 0
+            assert await show(waiting.id, "--cancel") == 0
             assert "cancelling" in capsys.readouterr().out
-            assert await show(batch_id="batch_none", cancel=False) == 1
+            assert await show("batch_none") == 1
             assert "no batch" in capsys.readouterr().err

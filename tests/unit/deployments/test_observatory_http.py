@@ -175,8 +175,8 @@ async def test_discovery_outlasts_routers_that_are_silent_for_less_than_30_s(
     assert len((await client.get("/sd")).json()) == 3
     site.state.advance([], details(listed("a")), 1031.0)
     assert (await client.get("/sd")).status_code == 503
-    site.state.advance([view("one", target=None)], details(), 1032.0)  # it serves no metrics, and has no replica
-    assert [each["targets"] for each in (await client.get("/sd")).json()] == [["own:1"]]
+    site.state.advance([view("one")], details(), 1032.0)  # it has no replica
+    assert [each["targets"] for each in (await client.get("/sd")).json()] == [["one:1000"], ["own:1"]]
 
 
 async def test_a_tree_is_asked_of_a_router_and_its_keys_are_hex(site: Site, client: httpx.AsyncClient) -> None:

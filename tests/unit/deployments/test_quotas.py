@@ -20,7 +20,7 @@ from deployments.tenancy import quotas as quotas_module
 from deployments.tenancy.keys import read_keys
 from deployments.tenancy.quotas import OverQuota, Quotas, SoFar, Told
 from deployments.tenancy.tenants import KeyLimits, TenantKey, TenantKeys
-from deployments.watch.terminal import keys as terminal
+from deployments.watch.terminal import lists as terminal
 from replicas.errors import Fault, InvalidConfig, InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason, TokenDelta, Usage

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from deployments.fleet.seen import Target
 from deployments.record.route_log import RouteRecord, Try
 from deployments.record.timeline import Arrival, Timeline
 from deployments.settings.schema import AppConfig, parse
@@ -32,8 +33,9 @@ async def house() -> AsyncIterator[House]:
 
 def told(house: House, since: dict[str, int], config: AppConfig | None = None) -> RouterView:
     config = config or parse({"model": MODEL})
+    target = Target(address="r:1000", role="router", process_id="r", node_id="nn")
     return router_view(
-        dispatcher=house.dispatcher, fleet=house.fleet, config=config, node_id="nn", target=None, since=since
+        dispatcher=house.dispatcher, fleet=house.fleet, config=config, node_id="nn", target=target, since=since
     )
 
 

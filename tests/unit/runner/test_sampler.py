@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.errors import InvalidRequest
-from replicas.runner.draw import HEAD, uniform
-from replicas.runner.sampler import Sampler, edit_logits
+from replicas.runner.device_draw import HEAD
+from replicas.runner.sampler import Sampler, edit_logits, uniform
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import SamplingParams
 
@@ -51,7 +51,7 @@ def draws(logits: torch.Tensor, num: int, **params: Any) -> np.ndarray:
 def reference_probs(
     logits: torch.Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """What the docstring of draw.py says, for one row, one token at a time."""
+    """What the docstring of sampler.py says, for one row, one token at a time."""
     x = logits.double().numpy() / temperature
     p = np.exp(x - x.max())
     p /= p.sum()
