@@ -675,7 +675,7 @@ class EngineStats:
     failed_steps: int = stat("scheduler_failed_steps_total", default=0)  # that the engine outlived
     late_uncached_tokens: int = 0  # of the queued ones, of late requests, before which one goes that can be in time
     # of scheduler.policy on_time; 0 under the other orders
-    late_factor: float = stat(of="scheduler.late_factor", default=0.0)
+    late_factor: float = stat(of="queues.waiting.late_factor", default=0.0)
     # lines of batches; no other count of waiting requests has those that wait here
     num_offline_waiting: int = 0
     num_offline_running: int = 0  # of ``num_running``, paused ones too

@@ -59,6 +59,7 @@ from replicas.distributions import Distributions
 from replicas.errors import Fault, InvalidRequest
 from replicas.observer import Observer
 from replicas.request import CachedTokens, Leg, Req, ReqState
+from replicas.scheduler.budget import let_go
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg, TokenLogprob
@@ -276,7 +277,7 @@ class DecodeRole:
                 self._scheduler.submit(req)
             return
         self.rooms.open(first)
-        self._scheduler.ask_grant(first)
+        ask_grant(self._scheduler, first)
         for req in siblings:
             self._scheduler.park(req)
         if siblings:
@@ -357,7 +358,7 @@ class DecodeRole:
             value, top = meta.first_logprob
             logprob = TokenLogprob(token_id=meta.first_token, logprob=value, top=top)
         cached = CachedTokens.from_tiers(meta.cached_tokens, prompt_len=req.prompt_len)
-        token = self._scheduler.received(req, meta.first_token, logprob, cached=cached)
+        token = received(self._scheduler, req, meta.first_token, logprob, cached=cached)
         self._release_siblings(req)
         return token
 
@@ -375,7 +376,7 @@ class DecodeRole:
     def _fall_back(self, req: Req, reason: str) -> NewToken:
         """Compute the prompt here. Returns: no token, so that the report goes out at once and the sender is free."""
         leg_of(req).report = self._report(req, reason=reason)
-        self._scheduler.compute_here(req)
+        compute_here(self._scheduler, req)
         self._release_siblings(req)
         return NewToken(req, None, None)
 
@@ -416,3 +417,39 @@ class DecodeRole:
         )
         self._distributions.hand_off(report, granted=granted_s is not None)
         return report
+
+
+def ask_grant(scheduler: Scheduler, req: Req) -> None:
+    """Let ``scheduler`` accept a decode leg. It gets row and pages when they fit, and is then among
+    `HandOffQueue.take_granted`."""
+    scheduler.accept(req)
+    scheduler.queues.prealloc.add(req)
+    scheduler.look_again()
+
+
+def received(
+    scheduler: Scheduler, req: Req, token_id: int, logprob: TokenLogprob | None, *, cached: CachedTokens
+) -> NewToken:
+    """Take in the complete K/V of a RECEIVING request, and its next token; it runs on without a forward.
+
+    Args: cached: what its sender did not compute.
+    """
+    scheduler.queues.away.remove(req)
+    req.computed_len = req.num_tokens
+    if req.stamps.admitted_s is None:
+        req.stamps.admitted_s, req.cached = scheduler.clock(), cached
+    scheduler.kv.commit(req)
+    req.move(ReqState.RUNNING)
+    scheduler.queues.running.append(req)
+    return scheduler.take(req, [(token_id, logprob)])
+
+
+def compute_here(scheduler: Scheduler, req: Req) -> None:
+    """Let a decode leg, granted or not, wait to be computed: its K/V will not come or is wrong."""
+    scheduler.queues.remove(req)
+    if req.state is ReqState.RECEIVING:
+        assert req.leg is not None
+        req.leg.failed_s = scheduler.clock()
+        let_go(req, scheduler.kv, keep=False)
+        req.move(ReqState.WAITING)
+    scheduler.wait(req)

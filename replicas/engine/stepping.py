@@ -23,7 +23,7 @@ from replicas.distributions import Distributions
 from replicas.engine.failed_steps import MOST_IN_A_ROW, FailedSteps, Launch, run_again, try_idle
 from replicas.errors import EngineDead
 from replicas.request import Req, ReqState
-from replicas.scheduler.admission import least_prompt_tokens
+from replicas.scheduler.budget import least_prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingStep, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler

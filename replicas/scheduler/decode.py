@@ -31,7 +31,7 @@ from replicas.cache.base import Lock
 from replicas.cache.kv import KvCache
 from replicas.cache.node import TreeNode
 from replicas.request import Guide, Req, ReqState
-from replicas.scheduler.admission import NewTokenRatio
+from replicas.scheduler.budget import NewTokenRatio
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
@@ -165,6 +165,37 @@ def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
     kv.release(req, keep=True)
     req.move(ReqState.WAITING)
     queues.waiting.add(req)
+
+
+def take_slots(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Counters) -> tuple[bool, DecodeRows | None]:
+    """Take a slot for the next token of each running request. Returns: whether any was retracted for it; the rows, or
+    None when none runs."""
+    gave_way = retract_until_it_fits(queues, kv, ratio, counters)
+    if not queues.running:
+        return gave_way, None
+    ratio.decode_step()
+    if queues.adapters is not None:  # the rows of an adapter lie side by side, and are multiplied together
+        queues.running.sort(key=lambda req: "" if req.asked.adapter is None else req.asked.adapter.identity)
+    return gave_way, decode_rows(queues.running, kv)
+
+
+def leave_out(
+    ending: Sequence[Req], rows: DecodeRows | None, queues: Queues, kv: KvCache
+) -> tuple[list[Req], DecodeRows | None]:
+    """Leave running requests out of a step in which the prompts of ``ending`` end, and take their slots back; no table
+    write is due. Returns: those that run on, and their part of ``rows``."""
+    running = queues.running
+    left_out = queues.waiting.shares.easing.leave_out(running, ending) if rows is not None else []
+    for req in left_out:
+        kv.cut(req)
+    gone = set(left_out)
+    stay = [req for req in running if req not in gone] if left_out else running
+    return stay, None if rows is None else rows.of(stay, running)
+
+
+def table_writes(kv: KvCache) -> tuple[TableWrite, ...]:
+    """Take what is to be written into the ranks' tables before the next step."""
+    return tuple(TableWrite(row, start, slots) for row, start, slots in kv.table.drain_writes())
 
 
 class SharedPrefixes:

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from replicas.cache.kv import KvCache
 from replicas.request import Guide, Req
-from replicas.scheduler.decode import DecodeRows, sample_row
-from replicas.scheduler.plan import DecodePlan, SampleRow, StepPlan
+from replicas.scheduler.decode import DecodeRows, decode_plan, draft_groups, sample_row, table_writes
+from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, StepPlan
 from replicas.scheduler.shares import TenantShares
 from replicas.scheduler.tokens import SOURCES, Counters, NewToken, require_fault
 from replicas.types import TokenIds
@@ -144,6 +144,18 @@ class Drafts:
         self._of_reqs: dict[tuple[Req, str], HitShare] = {}  # by source, of open requests that had a proposal
         self._of_kinds: dict[GuessKind, HitShare] = {}
         self._proposed: dict[Req, Proposal] = {}  # for the step under way, whether a row tries them or not
+
+    def plan(
+        self, reqs: Sequence[Req], rows: DecodeRows, groups: tuple[PrefixGroup, ...], *, min_saved: int | None
+    ) -> DecodePlan:
+        """Plan a decode step of ``reqs``; drafts get rows behind their ``rows``. ``min_saved``: as of `draft_groups`,
+        None where requests share no reading."""
+        rows, draft_rows, of_drafts = self.place(reqs, rows)
+        if draft_rows and min_saved is not None:
+            page_size = self._kv.page_size
+            groups = draft_groups(groups, draft_rows, rows.seq_lens, page_size=page_size, min_saved=min_saved)
+        writes = table_writes(self._kv)
+        return decode_plan(reqs, rows, writes, groups, draft_rows=draft_rows, of_drafts=of_drafts)
 
     def place(self, reqs: Sequence[Req], rows: DecodeRows) -> tuple[DecodeRows, tuple[range, ...], list[SampleRow]]:
         """Choose what the next step of ``reqs`` tries. Returns: the rows of the step, those of drafts behind their own

@@ -17,24 +17,31 @@ Source:    Sarathi-Serve, Agrawal et al. 2024 (arXiv:2403.02310), "piggy-backed"
 """
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from replicas.cache.kv import KvCache, longest_reuse
+from replicas.config import SchedulerConfig
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState, below
-from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
+from replicas.scheduler.budget import (
+    NewTokenRatio,
+    NextStep,
+    Room,
+    StepBudget,
+    budget,
+    ease,
+    grant,
+    max_receiving,
+    wanted,
+)
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
-from replicas.scheduler.shares import Easing
 from replicas.scheduler.tokens import Counters
 from replicas.scheduler.victims import Need, victims
-
-LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
 
 
 class Refusal(enum.Enum):
@@ -71,32 +78,52 @@ class ExtendBatch:
     whole_only: bool = False  # a request waits for its prefix: none behind it may become mid-prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What bounds the next extend batch, beside the pool."""
+def next_prompts(
+    queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Counters, config: SchedulerConfig, *,
+    max_running: int, now_s: float,
+) -> tuple[ExtendBatch, bool]:  # fmt: skip
+    """Choose the prompts of the next step, and grant decode legs their memory. Returns: the batch, and whether any leg
+    was granted."""
+    assert config.chunked_prefill_size is not None
+    if queues.adapters is not None:
+        queues.adapters.look(queues.holding)
+    in_flight = [*queues.running, *queues.away.in_state(ReqState.RECEIVING)]
+    num_handing_off = len(queues.away.in_state(ReqState.HANDING_OFF))  # each needs its row, and no more pages
+    step = NextStep(
+        chunk_size=config.chunked_prefill_size,
+        page_size=kv.page_size,
+        share_len=config.in_batch_prefix_len,
+        in_flight=in_flight,
+        max_running=max_running - num_handing_off,
+        running=queues.running if config.mixed_steps else (),
+        easing=queues.waiting.shares.easing,
+        now_s=now_s,
+    )
+    batch = next_batch(queues, kv, ratio, counters, step)
+    if queues.chunked is not None and not batch.rows:
+        return batch, False  # the next chunk found no memory: no leg may take it first
+    room = Room(
+        num_rows=step.max_running - len(in_flight) - len(queues.forced) - len(batch.reqs),
+        max_receiving=max_receiving(max_running),
+        reserved=batch.reserved,
+        alone=not in_flight and not batch.reqs,
+        barrier=batch.barrier,
+    )
+    return batch, grant(queues, kv, ratio, room, now_s=now_s)
 
-    chunk_size: int  # most new tokens of a step
-    share_len: int  # a request that shares this many tokens with one of the batch waits for them
-    in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
-    max_running: int
-    running: Sequence[Req]  # of them, those that make a token in the same step
 
-
-def next_batch(
-    queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Counters, limits: Limits, *, now_s: float
-) -> ExtendBatch:
+def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Counters, step: NextStep) -> ExtendBatch:
     """Form the next extend batch; it has no rows when nothing can start."""
-    batch = ExtendBatch()
-    budget = StepBudget(_num_tokens(limits, len(limits.running), kv), page_size=kv.page_size)
-    _extend_forced(batch, queues, kv, counters, budget)
+    batch, left, now_s = ExtendBatch(), budget(step), step.now_s
+    _extend_forced(batch, queues, kv, counters, left)
     shares = queues.waiting.shares
     order = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []  # it settles credits
     if queues.chunked is not None:
-        _ease(budget, queues.chunked, shares.easing, limits, kv, now_s)
-    while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
-        if not _has_room(queues.chunked, Refusal.MEMORY, queues, kv, counters, limits, budget):
+        ease(left, queues.chunked, step)
+    while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, left):
+        if not _has_room(queues.chunked, Refusal.MEMORY, queues, kv, counters, step, left):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
-    batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
+    batch.reserved = sum(ratio.reserve(req) for req in step.in_flight)
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
     for req in order:
         if queues.prealloc.bars(req):
@@ -104,12 +131,12 @@ def next_batch(
         elif shares.waits_out(req, batch.reqs[batch.num_forced :]):
             refusal = Refusal.SHARE
         else:
-            _ease(budget, req, shares.easing, limits, kv, now_s)
-            refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
-            while refusal is not None and _has_room(req, refusal, queues, kv, counters, limits, budget):
-                batch.reserved = sum(map(ratio.reserve, limits.in_flight))
+            ease(left, req, step)
+            refusal = _start(batch, req, queues, kv, ratio, step, left)
+            while refusal is not None and _has_room(req, refusal, queues, kv, counters, step, left):
+                batch.reserved = sum(map(ratio.reserve, step.in_flight))
                 batch.reserved += sum(_still_needs(each, ratio) for each in batch.reqs)
-                refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
+                refusal = _start(batch, req, queues, kv, ratio, step, left)
         if refusal is None:
             shares.easing.began(req, req.num_tokens - req.computed_len, now_s)
             batch.reserved += _still_needs(req, ratio)
@@ -130,20 +157,8 @@ def next_batch(
     return batch
 
 
-def _num_tokens(limits: Limits, num_decode: int, kv: KvCache) -> int:
-    return prompt_tokens(limits.chunk_size, num_decode, page_size=kv.page_size)
-
-
-def _ease(budget: StepBudget, req: Req, easing: Easing, limits: Limits, kv: KvCache, now_s: float) -> None:
-    """Leave ``req`` what it may have of a step, and lend it the part of those that are left out where it ends."""
-    budget.lower(max(easing.most_len(req, now_s), limits.chunk_size // 8, kv.page_size))
-    budget.lower(max(math.ceil(req.rank.request_class.chunk_share * limits.chunk_size), kv.page_size))
-    num_running, num_out = len(limits.running), easing.num_left_out(limits.running, req)
-    budget.lend(_num_tokens(limits, num_running - num_out, kv) - _num_tokens(limits, num_running, kv))
-
-
 def _has_room(
-    req: Req, refusal: Refusal, queues: Queues, kv: KvCache, counters: Counters, limits: Limits, budget: StepBudget
+    req: Req, refusal: Refusal, queues: Queues, kv: KvCache, counters: Counters, step: NextStep, left: StepBudget
 ) -> bool:
     """Retract those that must leave for ``req``, which was refused: for a row or pages if it could begin in this step
     with all pages. Returns: whether any was retracted."""
@@ -151,11 +166,11 @@ def _has_room(
     if refusal is Refusal.ADAPTER:
         found = victims(Need.ADAPTER, req, queues, kv)
     elif refusal in NO_ROOM and queues.chunked in (None, req):
-        could_begin = budget.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len, ends=True) > 0
+        could_begin = left.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len, ends=True) > 0
         found = victims(Need.ROOM, req, queues, kv) if could_begin else []
     for victim in found:
         retract(victim, queues, kv, counters)
-        limits.in_flight.remove(victim)
+        step.in_flight.remove(victim)
     return bool(found)
 
 
@@ -165,15 +180,14 @@ def _start(
     queues: Queues,
     kv: KvCache,
     ratio: NewTokenRatio,
-    limits: Limits,
-    budget: StepBudget,
-    now_s: float,
+    step: NextStep,
+    left: StepBudget,
 ) -> Refusal | None:
     """Start waiting request ``req`` in the batch, or tell why not."""
-    num_running = len(limits.in_flight) + len(queues.forced) + len(batch.reqs)
+    num_running = len(step.in_flight) + len(queues.forced) + len(batch.reqs)
     mid_prompt = queues.chunked is not None and queues.chunked is not req
-    full = num_running >= limits.max_running
-    if full or budget.empty or mid_prompt:
+    full = num_running >= step.max_running
+    if full or left.empty or mid_prompt:
         if full and queues.adapters is not None and below(queues.running, req):
             if not queues.adapters.ready(req):  # none gives its place up before that
                 return Refusal.ADAPTER
@@ -182,9 +196,9 @@ def _start(
         return Refusal.RUNNING_LIMIT if full else Refusal.STEP_BUDGET
     if queues.adapters is not None and not queues.adapters.ready(req):
         return Refusal.ADAPTER
-    if kv.store_tier is not None and kv.store_tier.waits(req, now_s):
+    if kv.store_tier is not None and kv.store_tier.waits(req, step.now_s):
         return Refusal.LOADING
-    if _prefix_is_computed(batch, req, kv, limits.share_len):
+    if _prefix_is_computed(batch, req, kv, step.share_len):
         return Refusal.SHARED_PREFIX
     reused = kv.admit(req)  # locks the prefix: its pages no longer count as evictable
     alone = num_running == 0
@@ -193,13 +207,13 @@ def _start(
         kv.release(req, keep=False)  # it has computed nothing
         return Refusal.MEMORY
     tiers = kv.store.tiers
-    budgeted = 0 if tiers is None else tiers.load_budget(limits.chunk_size) - batch.loaded
-    loaded, left = kv.load(req, budgeted)
+    budgeted = 0 if tiers is None else tiers.load_budget(step.chunk_size) - batch.loaded
+    loaded, rest = kv.load(req, budgeted)
     batch.loaded += loaded
-    if left:
+    if rest:
         kv.release(req, keep=False)  # what has come stays in the tree; the next step goes on
         return Refusal.LOADING
-    if not _extend(batch, req, queues, kv, budget):
+    if not _extend(batch, req, queues, kv, left):
         kv.release(req, keep=False)
         return Refusal.STEP_BUDGET
     queues.remove(req)
@@ -209,33 +223,28 @@ def _start(
     return None
 
 
-def _extend_forced(
-    batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, budget: StepBudget
-) -> None:
+def _extend_forced(batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, left: StepBudget) -> None:
     """Add the requests whose grammar forced a run of tokens, each with all of it; without memory one is retracted."""
     for req in list(queues.forced):
         start, length = req.computed_len, req.extend_len
-        if budget.grant(length, prefix_len=start) < length:
+        if left.grant(length, prefix_len=start) < length:
             return
         try:
             slots = kv.extend(req, req.num_tokens)
         except PagesExhausted:
             retract(req, queues, kv, counters)
             continue
-        budget.spend(length)
+        left.spend(length)
         queues.forced.remove(req)
         batch.reqs.append(req)
         batch.rows.append(_row(req, start, length, slots, sample=True))
         batch.num_forced += 1
 
 
-def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: StepBudget) -> bool:
+def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, left: StepBudget) -> bool:
     """Add the next chunk of ``req`` to the batch; False when budget or pages allow none."""
-    start = req.computed_len
-    want = req.num_tokens - start
-    if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
-        want = max(1, (start + LOGITS_CHUNK) // kv.page_size * kv.page_size - start)
-    length = budget.grant(want, prefix_len=start, ends=start + want == req.num_tokens)
+    start, want = req.computed_len, wanted(req, page_size=kv.page_size)
+    length = left.grant(want, prefix_len=start, ends=start + want == req.num_tokens)
     last = start + length == req.num_tokens
     if length == 0 or (batch.whole_only and not last):
         return False
@@ -243,7 +252,7 @@ def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: S
         slots = kv.extend(req, start + length)
     except PagesExhausted:
         return False
-    budget.spend(length)
+    left.spend(length)
     queues.chunked = None if last else req
     batch.reqs.append(req)
     batch.rows.append(_row(req, start, length, slots, sample=last))

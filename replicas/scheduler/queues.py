@@ -1,7 +1,7 @@
 """Queues: every open request of one engine, by what it waits for or what runs it.
 
 Owns:      the membership and the order of each queue. These values only hold; what moves a request from one queue to
-           another is in prefill.py, admission.py, decode.py, tokens.py and scheduler.py.
+           another is in prefill.py, budget.py, decode.py, tokens.py and scheduler.py.
 Never:     touches pages; the waiting queue asks how long a cached prefix is.
 Invariant: an open request is in exactly one queue, or only in a step under way (one whose last chunk, or the run of
            tokens that its grammar forced, is being computed); see each `check`.
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+from replicas.cache.kv import KvCache
+from replicas.config import SchedulerConfig
 from replicas.request import Bound, Req, ReqQueue, ReqState
 from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from replicas.scheduler.shares import TenantShares
@@ -23,6 +25,11 @@ from replicas.types import TokenIds
 
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
 PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of that prefix
+
+
+# chunks of prompts that a tenant may have computed before others go first: few, and long prompts of several tenants are
+# cut into pieces by turns; many, and a burst makes others wait (simulated: python -m benchmarks router tenants)
+QUANTUM = 8
 
 
 class AdapterRoom(Protocol):
@@ -59,6 +66,32 @@ class QueueRules:
     peek_path: PeekPath
     num_computed: Callable[[], int]  # the prompt tokens that the engine has computed since its start
 
+    @staticmethod
+    def of(config: SchedulerConfig, kv: KvCache, num_computed: Callable[[], int]) -> "QueueRules":
+        assert config.chunked_prefill_size is not None
+        return QueueRules(
+            policy=config.policy,
+            lpm_max_queue=config.lpm_max_queue,
+            ageing_s=config.ageing_s,
+            late_factor=config.late_factor,
+            quantum=QUANTUM * config.chunked_prefill_size,
+            peek_len=kv.cache.peek_len,
+            peek_path=kv.cache.peek_path,
+            num_computed=num_computed,
+        )
+
+
+def set_rank(req: Req, config: SchedulerConfig) -> None:
+    """Give ``req``, which has come, its rank in the queues. With priorities off, its priority is ignored."""
+    rank, priority = req.rank, req.rank.request_class.priority
+    if priority is not None:
+        rank.priority = priority
+    elif config.priorities == "off":
+        rank.priority = 0
+    rank.from_s = req.stamps.arrival_s - req.asked.waited_s
+    if priority is None:
+        rank.from_s -= rank.priority * config.ageing_s
+
 
 class WaitingQueue(ReqQueue):
     """Requests that hold nothing yet: the highest class first (`RequestClass`), those in the background by rank. Of the
@@ -89,6 +122,11 @@ class WaitingQueue(ReqQueue):
     @property
     def _order(self) -> Order:
         return ORDERS[self._rules.policy]
+
+    @property
+    def late_factor(self) -> float:
+        """``scheduler.late_factor`` where the order goes by objectives, else 0."""
+        return self._rules.late_factor if self._order.by_objective else 0.0
 
     def add(self, req: Req, *, mid_prompt_len: int = 0) -> None:
         """Add ``req``; ``mid_prompt_len``: the tokens still to compute of a prompt that has begun."""

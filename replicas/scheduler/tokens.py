@@ -8,13 +8,14 @@ Thread:    scheduler thread only.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.errors import Fault
 from replicas.request import Req, ReqState
+from replicas.scheduler.budget import forced_tokens
 from replicas.scheduler.plan import BROKEN, DecodePlan, ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
 from replicas.types import Constraint, Finish, FinishReason, Readout, TokenLogprob
@@ -139,6 +140,26 @@ def _run(plan: DecodePlan, drawn: Sequence[Drawn], request: int) -> list[Drawn]:
     return run
 
 
+Forced = Callable[[Req], tuple[tuple[Drawn, ...], Finish | None]]  # as `jump`
+
+
+def next_token(req: Req, run: Sequence[Drawn], forced: Forced, *, now_s: float) -> tuple[NewToken, Finish | None]:
+    """Give ``req`` the first token of ``run``, and what is behind it: drawn as its draft says, then ``forced``.
+    Returns: these, and its end."""
+    token_id, logprob = run[0]
+    if req.stamps.first_token_s is None:
+        req.stamps.first_token_s = now_s
+    if token_id == BROKEN or req.max_remaining <= 0:
+        return NewToken(req, None, None), end_without_token(req)
+    if req.state is ReqState.HANDING_OFF:  # the receiver appends it
+        return NewToken(req, token_id, logprob), None
+    (_, *accepted), finish = take_drawn(req, run)
+    more: tuple[Drawn, ...] = ()
+    if finish is None and req.guide is not None:
+        more, finish = forced(req)
+    return NewToken(req, token_id, logprob, (*accepted, *more), len(accepted)), finish
+
+
 def take_drawn(req: Req, run: Sequence[Drawn]) -> tuple[tuple[Drawn, ...], Finish | None]:
     """Append the next token of ``req`` and what it drew behind it, up to what ends it. Returns: these, and the end."""
     for index, (token_id, _) in enumerate(run):
@@ -216,6 +237,22 @@ def take_forced(req: Req, most: int) -> tuple[tuple[Drawn, ...], Finish | None]:
         if finish is None and not guide.consume(token_id):
             finish = not_allowed(str(guide.error))
     return tuple(taken), finish
+
+
+def jump(
+    req: Req, queues: Queues, counters: Counters, *, chunk_size: int, page_size: int
+) -> tuple[tuple[Drawn, ...], Finish | None]:
+    """Take the tokens that the grammar of ``req``, which runs, forces next; the next step computes them. Returns: them,
+    and its end."""
+    num_forced = sum(each.extend_len for each in queues.forced)
+    most = forced_tokens(chunk_size, len(queues.running), num_forced, page_size=page_size)
+    forced, finish = take_forced(req, most)
+    counters["forced_tokens"] += len(forced)
+    if forced and finish is None:
+        queues.running.remove(req)
+        req.move(ReqState.PREFILLING)
+        queues.forced.append(req)
+    return forced, finish
 
 
 def stop_reason(req: Req) -> Finish | None:

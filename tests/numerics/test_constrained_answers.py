@@ -12,7 +12,7 @@ import pytest
 
 from replicas.engine.engine import Engine
 from replicas.errors import Fault
-from replicas.scheduler import scheduler
+from replicas.scheduler import budget
 from replicas.types import Constraint, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests import harness
 from tests.harness import embedded_engine
@@ -117,7 +117,7 @@ def test_a_forced_run_changes_no_id_and_no_logprob(
     counters, before = engine.scheduler.counters, engine.scheduler.counters["forced_tokens"]
     runs = one(engine, asked)
     num_forced = counters["forced_tokens"] - before
-    monkeypatch.setattr(scheduler, "MAX_FORCED", 0)
+    monkeypatch.setattr(budget, "MAX_FORCED", 0)
     stepwise = one(engine, asked)
     assert counters["forced_tokens"] == before + num_forced  # none in the second answer
     assert num_forced >= 3  # "ite_colours" at least

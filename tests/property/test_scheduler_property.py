@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.scheduler.admission import prompt_tokens
+from replicas.scheduler.budget import prompt_tokens
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.shares import MOST_LEFT_OUT

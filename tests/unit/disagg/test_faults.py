@@ -8,8 +8,8 @@ import pytest
 from kvtransfer.types import Received, SendReady
 from replicas.errors import Fault
 from replicas.request import ReqState
-from replicas.scheduler.deadlines import PATIENCE_S
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
+from replicas.scheduler.rounds import PATIENCE_S
 from replicas.types import FinishReason
 from tests.fakes import continuation
 from tests.harness import ask, at_once

@@ -4,7 +4,7 @@ import pytest
 
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.request import Leg, Req
-from replicas.scheduler.admission import CLIP_NEW_TOKENS, NewTokenRatio, RatioRule, StepBudget
+from replicas.scheduler.budget import CLIP_NEW_TOKENS, NewTokenRatio, RatioRule, StepBudget
 from replicas.scheduler.tokens import stop_reason
 from replicas.types import PdLeg, SamplingParams
 from tests.harness import choice_of

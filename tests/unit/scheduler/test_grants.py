@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.types import PdTicket, PeerAddress
+from replicas.disagg.roles import ask_grant, received
 from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.prefill import Refusal
@@ -23,7 +24,7 @@ def leg(bench: Bench, rid: str, prompt: Sequence[int], **request: Any) -> Req:
     req = choice_of(rid, prompt, now_s=bench.clock(), **({"max_new_tokens": 4} | request))
     req.leg = Leg(role=PdLeg.DECODE, ticket=PdTicket(room=1, generation=0, prefill=PEER))
     bench.reqs.append(req)
-    bench.scheduler.ask_grant(req)
+    ask_grant(bench.scheduler, req)
     return req
 
 
@@ -35,7 +36,7 @@ def receive(bench: Bench, req: Req) -> None:
     bench.device.tokens[slots], bench.device.positions[slots] = req.ids[: req.num_tokens], np.arange(req.num_tokens)
     req.leg.exposed = False
     first = continuation(req.ids[: req.num_tokens].tolist(), 1)[0]
-    bench.scheduler.received(req, first, None, cached=CachedTokens())
+    received(bench.scheduler, req, first, None, cached=CachedTokens())
 
 
 def test_a_grant_gives_a_row_and_the_pages_of_the_whole_prompt() -> None:

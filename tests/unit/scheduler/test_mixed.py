@@ -3,7 +3,7 @@
 import pytest
 
 from replicas.request import ReqState
-from replicas.scheduler.admission import prompt_tokens
+from replicas.scheduler.budget import prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 from replicas.types import Finish, FinishReason
 from tests.harness import Bench, ask, fake_engine, finish_all

@@ -1,73 +1,40 @@
-"""Admission: how many tokens of a step a request may take, the memory reserved for its output, grants to decode legs.
+"""Budget: how many tokens each request may have, of the next step (`budget`) and of the pool.
 
-Owns:      nothing; moves decode legs from the prealloc queue to the hand-off queue, when their row and pages fit.
-Never:     talks to the sender (replicas/disagg).
-Invariant: nothing is granted that could not finish. Legs that wait for their sender never hold every row, however long
-           its queue is, so local requests continue. Pages that a peer may still touch leave a request through
-           quarantine.
+Owns:      the tokens of one step that are not given yet (`StepBudget`), the table of what lowers a prompt's part of
+           them (`PARTS`: another bound is a function and an entry), and the share of output that is reserved. Moves
+           decode legs from the prealloc queue to the hand-off queue, when their row and pages fit.
+Never:     chooses which request goes first, or talks to the sender of a leg (replicas/disagg).
+Invariant: forced runs take of a step's tokens first, then the prompt in progress, then those that begin. Running
+           requests have their token whatever prompts take. Nothing is granted that could not finish. Legs that wait
+           for their sender never hold every row, however long its queue is, so local requests continue. Pages that a
+           peer may still touch leave a request through quarantine.
 Thread:    scheduler thread only.
 
 The memory rule (SPEC F05): a request is admitted when the tokens it still has to run, plus the share
 ``new_token_ratio`` of the output it may still make, fit what is free or evictable after the same share is reserved for
 each running request. The ratio decays from step to step, and jumps up when a request had to be retracted.
 
-The two legs of a hand-off; replicas/disagg calls the methods of the scheduler that the arrows name:
+The two legs of a hand-off; the functions of replicas/disagg/roles.py that the arrows name, and the scheduler's:
 
     ask_grant ─> PreallocQueue ──grant──> HandOffQueue, RECEIVING ─┬─ received ─> running
                                                                    └─ compute_here ─> WaitingQueue
     park ─> HandOffQueue, WAITING ──unpark──> WaitingQueue ... last chunk ─> HandOffQueue, HANDING_OFF ─ finish
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from replicas.cache.kv import KvCache
+from replicas.config import SchedulerConfig
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.queues import Queues
+from replicas.scheduler.shares import Easing
 
 CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatioRule:
-    """How the share of possible output that admission reserves moves: where it begins, ends, and its step."""
-
-    initial: float
-    floor: float
-    decay: float  # of each decode step
-
-
-class NewTokenRatio:
-    """The share of each request's possible output that admission reserves."""
-
-    def __init__(self, rule: RatioRule) -> None:
-        assert 0.0 <= rule.floor <= rule.initial <= 1.0
-        self._rule = rule
-        self.value = rule.initial
-
-    def decode_step(self) -> None:
-        """Decay by one step without a retraction."""
-        self.value = max(self._rule.floor, self.value - self._rule.decay)
-
-    def retracted(self, running: Iterable[Req]) -> None:
-        """Jump up after a retraction: reserve what the survivors have used so far, and 20 steps more.
-
-        Source: SGLang retract_decode (SPEC F11).
-        """
-        made = room = 0
-        for req in running:
-            made += req.num_output + 20
-            room += max(1, req.sampling.max_new_tokens)
-        self.value = max(self.value, min(1.0, made / room)) if room else self._rule.initial
-
-    def idle(self) -> None:
-        """Start afresh, as nothing runs."""
-        self.value = self._rule.initial
-
-    def reserve(self, req: Req) -> int:
-        """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here."""
-        return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
+LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
+MAX_FORCED = 64  # tokens of a run that are taken at once
 
 
 def least_prompt_tokens(chunk_size: int) -> int:
@@ -93,6 +60,19 @@ def run_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
     which it may not go on."""
     left = prompt_tokens(chunk_size, num_decode, page_size=page_size)
     return min(left // 2, left - page_size) if left >= page_size else left // 2
+
+
+def forced_tokens(chunk_size: int, num_running: int, num_forced: int, *, page_size: int) -> int:
+    """Count the tokens that a grammar may force on one more request, beside ``num_forced`` of the step's other runs."""
+    return min(MAX_FORCED, run_tokens(chunk_size, num_running, page_size=page_size) - num_forced - 1)
+
+
+def wanted(req: Req, *, page_size: int) -> int:
+    """Count the next tokens of the prompt of ``req`` that one step may run, if it has room for all."""
+    start, want = req.computed_len, req.num_tokens - req.computed_len
+    if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
+        want = max(1, (start + LOGITS_CHUNK) // page_size * page_size - start)
+    return want
 
 
 class StepBudget:
@@ -133,6 +113,95 @@ class StepBudget:
     @property
     def empty(self) -> bool:
         return self._left + self._lent <= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextStep:
+    """What is known of the next step before its prompts are chosen, and what bounds them beside the pool."""
+
+    chunk_size: int  # most new tokens of a step
+    page_size: int
+    share_len: int  # a request that shares this many tokens with one of the batch waits for them
+    in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
+    max_running: int
+    running: Sequence[Req]  # of them, those that make a token in the same step
+    easing: Easing
+    now_s: float
+
+
+def budget(step: NextStep) -> StepBudget:
+    """Make the budget of a step: what it leaves to forced runs and prompts."""
+    return StepBudget(_prompt_tokens(step, 0), page_size=step.page_size)
+
+
+def ease(left: StepBudget, req: Req, step: NextStep) -> None:
+    """Leave ``req`` what it may have of a step, and lend it the part of those that are left out where it ends."""
+    left.lower(min(part(req, step) for part in PARTS))
+    num_out = step.easing.num_left_out(step.running, req)
+    left.lend(_prompt_tokens(step, num_out) - _prompt_tokens(step, 0))
+
+
+def _prompt_tokens(step: NextStep, num_out: int) -> int:
+    """Count what the step leaves to prompts if ``num_out`` of its running requests make no token."""
+    return prompt_tokens(step.chunk_size, len(step.running) - num_out, page_size=step.page_size)
+
+
+def _of_its_class(req: Req, step: NextStep) -> float:
+    return max(math.ceil(req.rank.request_class.chunk_share * step.chunk_size), step.page_size)
+
+
+def _beside_a_light_tenant(req: Req, step: NextStep) -> float:
+    return max(step.easing.most_len(req, step.now_s), step.chunk_size // 8, step.page_size)
+
+
+PARTS: tuple[Callable[[Req, NextStep], float], ...] = (_of_its_class, _beside_a_light_tenant)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioRule:
+    """How the share of possible output that admission reserves moves: where it begins, ends, and its step."""
+
+    initial: float
+    floor: float
+    decay: float  # of each decode step
+
+    @staticmethod
+    def of(config: SchedulerConfig) -> "RatioRule":
+        return RatioRule(
+            initial=config.new_token_ratio, floor=config.min_new_token_ratio, decay=config.new_token_ratio_decay
+        )
+
+
+class NewTokenRatio:
+    """The share of each request's possible output that admission reserves."""
+
+    def __init__(self, rule: RatioRule) -> None:
+        assert 0.0 <= rule.floor <= rule.initial <= 1.0
+        self._rule = rule
+        self.value = rule.initial
+
+    def decode_step(self) -> None:
+        """Decay by one step without a retraction."""
+        self.value = max(self._rule.floor, self.value - self._rule.decay)
+
+    def retracted(self, running: Iterable[Req]) -> None:
+        """Jump up after a retraction: reserve what the survivors have used so far, and 20 steps more.
+
+        Source: SGLang retract_decode (SPEC F11).
+        """
+        made = room = 0
+        for req in running:
+            made += req.num_output + 20
+            room += max(1, req.sampling.max_new_tokens)
+        self.value = max(self.value, min(1.0, made / room)) if room else self._rule.initial
+
+    def idle(self) -> None:
+        """Start afresh, as nothing runs."""
+        self.value = self._rule.initial
+
+    def reserve(self, req: Req) -> int:
+        """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here."""
+        return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

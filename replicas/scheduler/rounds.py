@@ -1,0 +1,171 @@
+"""Rounds: what `Scheduler.schedule` looks for before it plans a step, and what its last round found.
+
+Owns:      a heap of the deadlines of open requests; how long the heads of the queues have been kept out; of the last
+           round the refusals, the request that found no memory, and the requests that it ended.
+Never:     ends a request itself: the scheduler does. Chooses which request gives way (victims.py). Judges when a peer
+           lets go of a page: a peer may never do so.
+Invariant: no ended request is kept. The heap has at most as many empty entries as open ones, and `FEW`. A head is
+           reported as starved only while no request holds memory; otherwise an end may free enough.
+Thread:    scheduler thread only.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from replicas.cache.kv import KvCache
+from replicas.errors import Fault
+from replicas.request import Req, ReqState
+from replicas.scheduler.decode import retract
+from replicas.scheduler.prefill import PASSING, ExtendBatch, Refusal
+from replicas.scheduler.queues import Queues
+from replicas.scheduler.tokens import Counters
+from replicas.scheduler.victims import Need, victims
+from replicas.types import Finish, FinishReason
+
+FEW = 64
+# A live peer lets go within milliseconds of the request; the death of one is proven within its heartbeat (3 s) and the
+# grace after it (1 s). A peer that has not let go by then may never do so.
+PATIENCE_S = 5.0
+
+
+Entry = tuple[float, int]  # of the heap: a deadline, and how many were added before
+
+
+class Deadlines:
+    """The deadlines of open requests, earliest first, on the scheduler's clock."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        self._open: dict[Req, Entry] = {}
+        self._by_entry: dict[Entry, Req] = {}
+        self._num_added = 0
+        self._starved_s: dict[Req, float] = {}  # when a head of a queue was first found without memory
+
+    def add(self, req: Req) -> None:
+        if (ends_by_s := req.ends_by_s) is not None:
+            self._num_added += 1
+            entry = self._open[req] = ends_by_s, self._num_added
+            self._by_entry[entry] = req
+            heapq.heappush(self._heap, entry)
+
+    def remove(self, req: Req) -> None:
+        """Forget ``req``, which has ended."""
+        entry = self._open.pop(req, None)
+        if entry is None:
+            return
+        del self._by_entry[entry]
+        if len(self._heap) > 2 * len(self._open) + FEW:
+            self._heap = list(self._by_entry)
+            heapq.heapify(self._heap)
+        while self._heap and self._heap[0] not in self._by_entry:
+            heapq.heappop(self._heap)
+
+    @property
+    def next_s(self) -> float | None:
+        """The earliest deadline, if there is one."""
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now_s: float) -> Req | None:
+        """Return the open request whose deadline passed first, if one has; end and `remove` it before the next call."""
+        return self._by_entry[self._heap[0]] if self._heap and self._heap[0][0] <= now_s else None
+
+    def starved(self, heads: Sequence[Req], now_s: float) -> list[Req]:
+        """Return those of ``heads``, heads of queues which found no memory while no request holds any, that have waited
+        for PATIENCE_S: requests behind them that fit can then go on."""
+        self._starved_s = {head: self._starved_s.get(head, now_s) for head in heads}
+        return [head for head in heads if now_s - self._starved_s[head] >= PATIENCE_S]
+
+    def check(self) -> None:
+        """Raise AssertionError if an ended request is kept, or more empty entries than allowed."""
+        assert all(req.finish is None for req in self._open), "an ended request is kept"
+        assert len(self._heap) <= 2 * len(self._open) + FEW, f"{len(self._heap)} entries of {len(self._open)} requests"
+
+
+def deadline_passed(req: Req, now_s: float) -> Finish:
+    message = f"deadline passed after {now_s - req.stamps.arrival_s:.1f} s, {req.num_output} tokens made"
+    return Finish(reason=FinishReason.ABORT, message=message, fault=Fault.TIMED_OUT)
+
+
+def cannot_start(head: Req, kv: KvCache) -> Finish | None:
+    """Tell why ``head`` can never be admitted: the pages that it needs stay in quarantine. None if none are there."""
+    pool = kv.store.stats()
+    detained = pool.quarantined_pages + pool.protected_pages  # no request holds a lock, so a peer reads what is locked
+    if not detained:
+        return None
+    message = (
+        f"{head.num_tokens} tokens need more than the {kv.store.available_tokens()} of {pool.total_tokens} that are "
+        f"available: {detained} pages are in quarantine until the peer of a failed hand-off lets go of them; try "
+        "again elsewhere, or later"
+    )
+    return Finish(reason=FinishReason.ERROR, message=message, fault=Fault.UNAVAILABLE, retry_as="overloaded")
+
+
+@dataclass(slots=True)
+class LastRound:
+    """What the last `Scheduler.schedule` found, for explanation and for its caller."""
+
+    made_progress: bool = False  # it found something to run, granted a decode leg, or ended a starved request
+    ended: list[Req] = field(default_factory=list)  # requests that it ended: deadline passed, or starved
+    refusals: dict[tuple[str, int], Refusal] = field(default_factory=dict)  # as of the last look at the waiting queue
+    short: Req | None = None  # the request that found no memory at that look
+
+    def looked(self, batch: ExtendBatch, queues: Queues, *, granted: bool) -> None:
+        """Note what a look at the queues found: the prompts of ``batch``, and whether a decode leg was ``granted``."""
+        self.refusals = batch.refusals
+        self.made_progress |= granted or batch.loaded > 0
+        self.short = batch.short or queues.prealloc.short or (None if batch.rows else queues.chunked)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a request that is not in the background found no memory at the last look."""
+        short = self.short
+        return short is not None and short.state is not ReqState.FINISHED and not short.in_background
+
+    def would_wait(self, num_new: int, queues: Queues, *, max_running: int) -> int:
+        """Count the requests that would wait if ``num_new`` came: all that hold nothing, less the free places that they
+        would fill. While memory is short, no place is free."""
+        num_starting = queues.waiting.num_counted + len(queues.prealloc) + num_new
+        num_waiting = num_starting + len(queues.away.in_state(ReqState.WAITING))
+        if self.is_short:
+            num_starting = 0
+        num_holding = sum(not req.in_background for req in queues.holding)  # others give their places up
+        return num_waiting - min(num_starting, max_running - num_holding)
+
+    def blocked(self, queues: Queues) -> str:
+        """Say what kept waiting requests from starting: "pool", "slots" (requests that run) or ""."""
+        waiting = queues.waiting.counted
+        if not (waiting or queues.chunked is not None or len(queues.prealloc)):
+            return ""
+        if self.is_short:
+            return "pool"
+        return "slots" if any(self.refusals.get((r.rid, r.index)) is Refusal.RUNNING_LIMIT for r in waiting) else ""
+
+
+def give_way(last: LastRound, queues: Queues, kv: KvCache, counters: Counters, *, max_running: int) -> None:
+    """Retract what others are to have before prompts are chosen: the step of one in the middle of its prompt, whose
+    pages stay cached, and the place of a running request."""
+
+    def could_begin(reqs: Sequence[Req]) -> list[Req]:
+        """A head that waited for something else than room at the last look gets the room of no other."""
+        return [req for req in reqs if last.refusals.get((req.rid, req.index)) not in PASSING]
+
+    def take_from(need: Need, reqs: Sequence[Req]) -> list[Req]:
+        """Retract those that must leave so that the first of ``reqs`` for which any can has what it needs."""
+        found = next(filter(None, (victims(need, req, queues, kv) for req in reqs)), [])
+        for victim in found:
+            retract(victim, queues, kv, counters)
+        return found
+
+    shares = queues.waiting.shares
+    waiting = [] if queues.chunked is None else could_begin(queues.waiting.counted)
+    if queues.prealloc.short is not None:
+        take_from(Need.ROOM, [queues.prealloc.short])
+    heads = could_begin(shares.heads(queues.waiting.counted)) if shares.several else []
+    full = len(queues.holding) >= max_running
+    if full or last.is_short:
+        for victim in take_from(Need.PLACE if full else Need.PAGES, heads):
+            shares.spend(victim)
+    if waiting:
+        take_from(Need.STEP, [max(waiting, key=lambda req: req.level)])
+        take_from(Need.TURN, heads)
