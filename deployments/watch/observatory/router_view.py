@@ -43,7 +43,7 @@ class RouterView:
     autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)
     objectives: Mapping[str, float] = field(default_factory=lambda: OBJECTIVES)
     counts: Mapping[str, int] = field(default_factory=dict)  # of requests since the router's start (RequestWatch)
-    gaps: TallyCounts | None = None  # between tokens, since then; None where metrics are off
+    gaps: TallyCounts | None = None  # between tokens, since then; None where nobody counts them
     gone: tuple[GoneReplica, ...] = ()  # the last that have left
     batches: Sequence[Mapping[str, Any]] = ()  # that it runs (BatchRunner.progress)
 

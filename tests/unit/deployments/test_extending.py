@@ -237,7 +237,7 @@ catalog.CATALOG[metric.name] = metric
 
 from deployments.channel.frames import FrameReader, ReplicaReport, decode, encode
 from deployments.fleet.seen import SeenReplica
-from deployments.logs import _activity
+from deployments.replica.served_engine import _activity
 from deployments.watch.observatory.state import row_of
 from tests.harness import ask, fake_engine, finish_all
 from tests.unit.metrics.test_replica_figures import scrape
