@@ -44,9 +44,14 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 # what a type needs beside, or instead (None: the type's own default)
 HALVES = ["sliding_attention", "full_attention"] * 2
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": {"layer_types": HALVES},
+    "cohere_compass_text": {"layer_types": HALVES, "rope_parameters": dict.fromkeys(set(HALVES), ROPE)},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots1": {"n_shared_experts": 1},
     "falcon": {"head_dim": None},
     "gemma3n_text": {"layer_types": HALVES, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB},
@@ -56,7 +61,16 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0] * 2},
+    "longcat_flash": {
+        "qk_rope_head_dim": 64,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 32,
+        "ffn_hidden_size": 96,
+    },
     "mamba2": {"num_heads": 8},
+    "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 16)},
+    "xmod": {"default_language": "en_XX"},
     "xlstm": {"v_head_dim": None},
     "xlnet": {"max_position_embeddings": None, "d_head": 16},
     "zamba2": {"num_hidden_layers": None},
@@ -87,7 +101,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         if getattr(known, name, None) is not None
     }
     try:
-        return AutoConfig.for_model(model_type, **parts, **_sizes(known, names))
+        return AutoConfig.for_model(model_type, **{**parts, **_sizes(known, names)})
     except ValueError:  # a part whose sizes hang together
         return AutoConfig.for_model(model_type, **_sizes(known, names))
 

@@ -9,11 +9,12 @@ Invariant: each call of attention in a forward pass has K and V of its own in th
            of attention that is not known here, a state that is no K and V.
 """
 
+import functools
 import inspect
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.fx.experimental import _config as tracing
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -51,7 +53,20 @@ IGNORED = frozenset({
 KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # in Transformers' cache: K and V, or nothing
 OWN_CODE = "its attention is code of its own, which takes no attention function"
 KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
+BLOCKS = "blockwise_overlay"
 MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay"}
+
+
+# families whose attention is a method ``_attn`` of its module: what an attention function would be called with
+METHODS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "codegen": lambda part: {"scaling": 1 / part.scale_attn},
+    "gpt_neo": lambda part: {
+        "scaling": 1.0,
+        "sliding_window": part.config.window_size if part.attention_type == "local" else None,
+    },
+    "gpt_neox_japanese": lambda part: {"scaling": 1 / part.norm_factor},
+    "gptj": lambda part: {"scaling": 1 / part.scale_attn},
+}
 
 
 class _Refused(Exception):
@@ -118,6 +133,10 @@ def outline(config: PreTrainedConfig, name: str) -> Outline:
     except Exception as error:  # noqa: BLE001 - of any model's code, which may fail in any way when it has no weights
         said = " ".join(str(error).split())[:200]
         reason = f"its forward pass cannot be traced without weights: {type(error).__name__}: {said}"
+        if "meta tensor" in said:
+            reason = (
+                "its code goes by numbers that are there only while it runs, so what it asks for cannot be told before"
+            )
     raise UnsupportedModel(f"{name} cannot be served through Transformers: {reason}")
 
 
@@ -161,10 +180,36 @@ def _outlined(config: PreTrainedConfig) -> Outline:
     )
 
 
+def made_with(config: PreTrainedConfig, attention: str) -> str:
+    """Return the name of the attention function that a model is made with, which `attend_by` replaces if need be."""
+    return "eager" if config.model_type in METHODS else attention
+
+
+def attend_by(model: PreTrainedModel, attention: str) -> None:
+    """Have ``model`` call the function of this name, as others do, where its attention is a method of its modules."""
+    arguments = METHODS.get(model.config.model_type)
+    if arguments is None:
+        return
+    for part in model.modules():
+        if hasattr(part, "_attn"):
+            part._attn = functools.partial(_by_function, part, AttentionInterface()[attention], arguments(part))
+    model.config._attn_implementation = attention  # of masks
+
+
+def _by_function(
+    part: nn.Module, function: Callable[..., Any], arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, _: object
+) -> tuple[Tensor, None]:
+    """Attend in the place of a method, which takes a mask that is causal, and returns [1, H, T, D]."""
+    out, _ = function(part, q, k, v, None, **arguments)
+    return out.transpose(1, 2), None
+
+
 def _made(config: PreTrainedConfig) -> PreTrainedModel:
     """Make the module of a config on the meta device."""
+    name = made_with(config, OUTLINED)
     with torch.device("meta"):
-        model = causal_class(config)._from_config(config, attn_implementation=OUTLINED, dtype=torch.bfloat16).eval()
+        model = causal_class(config)._from_config(config, attn_implementation=name, dtype=torch.bfloat16).eval()
+    attend_by(model, OUTLINED)
     silence_padding(model)
     for rope in changing_ropes(model):
         rope.settle()  # it looks at its tokens' positions, which have no values here
@@ -206,7 +251,8 @@ def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
     if not takes_positions(model) and not counting(model):
         raise _Refused("it counts the positions of its tokens itself: its forward pass takes no position_ids")
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    with torch.inference_mode():
+    # a loop over the experts that tokens have chosen goes over all of them: which they are, nobody knows here
+    with torch.inference_mode(), tracing.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
         out = model(ids, position_ids=ids, past_key_values=state, use_cache=True)
     if not calls.shapes:
         raise _Refused(f"{OWN_CODE}{_position_bias(model.config)}")
@@ -342,12 +388,18 @@ def _mask(*_: object, mask_function: Callable[..., Any], q_length: int, kv_lengt
 
 
 def _conditions(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the conditions that a mask joins by "and": the name of each function and the values that it holds."""
+    """Yield the conditions that a mask joins by "and", for a text: each function's name and the values it holds."""
     name, values = function.__qualname__.split(".")[0], dict(inspect.getclosurevars(function).nonlocals)
-    if name != "and_masks":
+    if name not in ("and_masks", "or_masks"):
         yield name, values
         return
-    for part in values["mask_functions"]:
+    parts = list(values["mask_functions"])
+    if name == "or_masks":  # of a model that sees: an image's tokens see each other, and no text has any
+        parts = [part for part in parts if part.__qualname__.split(".")[0] != BLOCKS]
+        if len(parts) != 1:
+            yield name, values
+            return
+    for part in parts:
         yield from _conditions(part)
 
 

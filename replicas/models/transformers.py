@@ -29,10 +29,12 @@ from replicas.errors import InvalidConfig
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
 from replicas.models.outline import (
+    attend_by,
     causal_class,
     changing_ropes,
     counting,
     first_position,
+    made_with,
     read,
     silence_padding,
     takes_positions,
@@ -60,11 +62,12 @@ class TransformersModel:
     def load(self) -> None:
         """Read the weights from the config's folder. Raises: InvalidConfig if some are missing or do not fit."""
         config, device = self.config, self._tp.device
+        family = read(Path(config.path))
         with _quiet():
-            module, told = causal_class(read(Path(config.path))).from_pretrained(
+            module, told = causal_class(family).from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
-                attn_implementation=SERVED,
+                attn_implementation=made_with(family, SERVED),
                 **({"experts_implementation": SERVED} if device.type == "cpu" else {}),
                 use_safetensors=True,
                 local_files_only=True,
@@ -77,6 +80,7 @@ class TransformersModel:
                 f"model: the weights in {config.path} do not fit its config.json: {len(lacking)} are missing or of "
                 f"another shape ({', '.join(lacking[:5])}{', ...' if len(lacking) > 5 else ''}): fetch the folder again"
             )
+        attend_by(module, SERVED)
         module.eval().requires_grad_(requires_grad=False)
         silence_padding(module)
         self._first_position = first_position(module)

@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": {},
     "gpt_neox": {},
     "gpt_oss": {},
+    "gptj": {},  # whose attention is a method of its own
     "granite": {},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
     "mixtral": {},
@@ -250,7 +251,7 @@ REFUSED = [
     ("bert", {"is_decoder": False}, "its tokens see those that come after them"),
     ("bloom", {}, r"\(ALiBi\)"),
     ("mpt", {}, r"\(ALiBi\)"),
-    ("gptj", {}, "attention is code of its own"),
+    ("falcon", {}, "attention is code of its own"),
 ]
 
 

@@ -247,7 +247,7 @@ def folder_of(tmp_path: Path, config: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_positions": 2048}, "'GPTJForCausalLM' is not"),
+        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, "'FalconForCausalLM' is not"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, r"'BloomForCausalLM' is not .*\(ALiBi\)"),
         ({}, r"architecture '\?' is not supported"),
     ],
