@@ -133,6 +133,8 @@ class MoEConfig:
     score_bias: bool = False  # the choice alone, not the weights, adds a learned bias (V3)
     shared_intermediate_size: int = 0  # of the expert that computes every token; 0: none
     shared_gate: bool = False  # whose result is multiplied by a sigmoid gate (Qwen2-MoE)
+    biases: bool = False  # the router and the experts' products have biases (gpt-oss)
+    swiglu: tuple[float, float] | None = None  # the limit and the alpha of gpt-oss's gate; None: SiLU
     dense_layers: tuple[int, ...] = ()  # layers with an MLP of ModelConfig.intermediate_size instead
 
 
@@ -143,6 +145,7 @@ class StoredAs:
     about: str  # for people: "GPTQ, 4 bits, groups of 128"
     products: WeightFormat | None = None  # the format that holds weights of products as they are; None: widened
     tables: WeightFormat | None = None  # the vocabulary's
+    experts: WeightFormat | None = None  # the format that holds experts', whatever the dtype, where others are plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +201,20 @@ class ModelConfig:
             return NUMBER_BYTES[self.stored.products], NUMBER_BYTES[self.stored.tables or self.weight_format]
         return NUMBER_BYTES[self.weight_format], NUMBER_BYTES[table_format(self.weight_format)]
 
+    @property
+    def expert_number_bytes(self) -> float:
+        """Bytes of a weight of experts, with its part of a scale."""
+        if self.stored is not None and self.stored.experts is not None:
+            return NUMBER_BYTES[self.stored.experts]
+        return self.weight_number_bytes[0]
+
     def describe_weights(self) -> str:
         """Say in words how the checkpoint stores quantised weights and how they are served; "" of plain floats."""
         if self.stored is None:
             return ""
+        if self.stored.experts is not None:
+            others = "" if self.quantization == "none" else f"; others rounded to {self.quantization}"
+            return f"{self.stored.about}; multiplied as they are ({self.stored.experts}){others}"
         if self.quantization != "none":
             return f"{self.stored.about}; rounded to {self.quantization} when they are loaded"
         if self.stored.products is not None:

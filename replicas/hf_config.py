@@ -59,6 +59,10 @@ def _kinds_from_hf(architecture: str, hf: Mapping[str, Any]) -> tuple[AttentionK
     Llama's modelling knows no window, whatever its config.json says.
     """
     window, num_layers = int(hf.get("sliding_window") or 0), int(hf["num_hidden_layers"])
+    if architecture.startswith("GptOss"):
+        types = hf.get("layer_types") or (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
+        seen = window if 0 < window < contexts(hf)[1] else None
+        return tuple(AttentionKind(sinks=True, window=seen if each == "sliding_attention" else None) for each in types)
     used = window and hf.get("use_sliding_window", True) and not architecture.startswith("Llama")
     if not used or window >= contexts(hf)[1]:
         return ()
@@ -304,6 +308,15 @@ def _moe_from_hf(path: str, architecture: str, hf: Mapping[str, Any]) -> MoEConf
             score_bias=third,
             shared_intermediate_size=int(hf.get("n_shared_experts") or 0) * int(hf["moe_intermediate_size"]),
             dense_layers=tuple(range(int(hf.get("first_k_dense_replace") or 0))),
+        )
+    elif architecture.startswith("GptOss"):
+        moe = MoEConfig(
+            num_experts=int(hf["num_local_experts"]),
+            top_k=int(hf["num_experts_per_tok"]),
+            intermediate_size=int(hf["intermediate_size"]),
+            normalize=True,  # a softmax over the chosen is one over all, divided by the sum of the chosen
+            biases=True,
+            swiglu=(float(hf.get("swiglu_limit") or 7.0), float(hf.get("swiglu_alpha") or 1.702)),
         )
     else:
         return None

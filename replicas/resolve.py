@@ -260,6 +260,15 @@ def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
             f"and an MLP of {_listed(model.inner_sizes)} evenly; sizes that work for this model: {model.tp_sizes()}"
         )
         return
+    if model.stored is not None and model.stored.experts is not None:
+        inner = model.inner_sizes[0]
+        whole = [ranks for ranks in model.tp_sizes() if not cut_by(inner, ranks)]
+        if tp not in whole:
+            yield (
+                f"parallel.tp = {tp}: {inner // tp} inputs of an expert's last product on each rank would cut "
+                f"blocks that share a scale ({model.stored.about}); sizes that work for this model: {whole}"
+            )
+            return
     shared = (model.attended_size, *model.inner_sizes)
 
     def served(ranks: int) -> bool:

@@ -109,6 +109,8 @@ def _stored_by_method(folder: Path, config: Mapping[str, Any]) -> StoredAs | Non
     from replicas.checkpoints.methods import method_of
 
     method = method_of(str(folder), quantization)
+    if method.of_experts:
+        return StoredAs(about=method.about, experts=method.fits)
     return StoredAs(about=method.about, products=method.fits)
 
 

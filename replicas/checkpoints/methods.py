@@ -7,7 +7,8 @@ Never:     opens files (safetensors_files.py does).
 Invariant: parts that do not fit each other, or are missing, are an InvalidConfig that names the weight.
 Source:    GPTQ: Frantar et al. 2023 (arXiv:2210.17323), as AutoGPTQ packs it; AWQ: Lin et al. 2024 (arXiv:2306.00978),
            AutoAWQ's GEMM order; compressed-tensors' pack-quantized, int-quantized and float-quantized; fp8 as
-           DeepSeek-V3 (arXiv:2412.19437, blocks of 128 x 128) and Transformers' FineGrainedFP8 store it.
+           DeepSeek-V3 (arXiv:2412.19437, blocks of 128 x 128) and Transformers' FineGrainedFP8 store it; mxfp4 as
+           gpt-oss is published: experts' weights in the numbers of OCP's Microscaling Formats (MX) v1.0.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replicas.checkpoints.stored import Floats8, Integers, WeightSource
+from replicas.checkpoints.stored import Floats4, Floats8, Integers, WeightSource
 from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import GROUP, WeightFormat
 
@@ -35,6 +36,14 @@ class Method:
     beside: tuple[str, ...]  # parts that belong to it
     read: Callable[[str, Parts], WeightSource]  # weight's name, its parts
     fits: WeightFormat | None = None  # the panels that hold such weights as they are, unless a scale is too fine
+    joint: str = "."  # between a weight's name and its part's; "_": the weight has no ".weight" at its end
+    of_experts: bool = False  # only experts' weights are stored so; the others are plain
+
+    def may_store(self, name: str, parts: Parts) -> bool:
+        """Tell whether a tensor of this name, with these parts in the files, is a weight that may be quantised."""
+        if self.joint == ".":
+            return name.rpartition(".")[2] == "weight"
+        return not parts.keys().isdisjoint((*self.main, *self.beside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +329,37 @@ def _float8(weight: str, numbers: Tensor, scales: Tensor, block: Any) -> WeightS
     return Floats8(numbers, scales, (high, wide))
 
 
+def _mxfp4(where: str, config: Mapping[str, Any]) -> Method:
+    def read(weight: str, parts: Parts) -> WeightSource:
+        """Read the weights [E, N, K] of all experts, one below the other."""
+        blocks, scales = _part(weight, parts, "blocks"), _part(weight, parts, "scales")
+        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+            raise InvalidConfig(
+                f"model: {weight} has blocks of {blocks.dtype} and scales of {scales.dtype}; MXFP4 has uint8 in both"
+            )
+        if blocks.dim() != 4:
+            raise InvalidConfig(
+                f"model: {weight}: part 'blocks' has shape {list(blocks.shape)}, wanted [experts, outputs, inputs / "
+                f"{GROUP}, {GROUP // 2}]"
+            )
+        _fit(weight, "blocks", blocks.shape, (*scales.shape, GROUP // 2))
+        return Floats4(weight, blocks.flatten(0, 1), scales.flatten(0, 1))
+
+    return Method(
+        about=f"MXFP4 experts, blocks of {GROUP}",
+        main=("blocks",),
+        beside=("scales",),
+        read=read,
+        fits="mxfp4",
+        joint="_",
+        of_experts=True,
+    )
+
+
 METHODS: dict[str, QuantMethod] = {
     "gptq": QuantMethod(_gptq),
     "awq": QuantMethod(_awq),
     "compressed-tensors": QuantMethod(_compressed, forms="pack-quantized, int-quantized, float-quantized"),
     "fp8": QuantMethod(_fp8),
+    "mxfp4": QuantMethod(_mxfp4),
 }

@@ -40,10 +40,11 @@ class SafetensorsCheckpoint:
     def _place(self, name: str) -> tuple[str, str]:
         """Tell which weight a tensor belongs to, and as what."""
         name = causal_name(name)
-        base, _, last = name.rpartition(".")
-        if self.method is not None and base and last in (*self.method.main, *self.method.beside):
-            return f"{base}.weight", last
-        return name, last
+        if self.method is not None:
+            base, _, part = name.rpartition(self.method.joint)
+            if base and part in (*self.method.main, *self.method.beside):
+                return f"{base}.weight" if self.method.joint == "." else base, part
+        return name, name.rpartition(".")[2]
 
     def _check_placed(self, file: Path, placed: Mapping[str, str]) -> None:
         wanted = [name for name, at in placed.items() if at == file.name]
@@ -72,7 +73,7 @@ class SafetensorsCheckpoint:
         """Return a view of the file, or a weight that reads it. Raises: InvalidConfig when parts are missing."""
         parts, method = self._parts[name], self.method
         plain = next(iter(parts.values()))
-        if method is None or name.rpartition(".")[2] != "weight":
+        if method is None or not method.may_store(name, parts):
             self._refuse_float8(name, plain)
             return plain
         if parts.keys() == {"weight"} and plain.dtype not in FLOAT8:

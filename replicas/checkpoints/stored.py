@@ -1,7 +1,8 @@
-"""Weights whose numbers share scales or have eight bits: what they stand for, and a part of one.
+"""Weights whose numbers share scales or have few bits: what they stand for, and a part of one.
 
-Owns:      how numbers, zeros and scales make a weight, whatever library packed them; when panels of Q4_1 or Q8_0
-           numbers hold the same weight (Q4_1: number * scale + least, Q8_0: number * scale; groups of 32).
+Owns:      how numbers, zeros and scales make a weight, whatever library packed them; when panels of Q4_1,
+           Q8_0 or MXFP4 numbers hold the same weight (Q4_1: number * scale + least, others: number * scale; groups of
+           32).
 Never:     knows names or files; reads more rows than it is asked for.
 Invariant: `floats` and `groups` of the same rows stand for equal numbers.
 Thread:    the one that loads the model.
@@ -14,9 +15,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from replicas.kernels.weight_formats import GROUP, WeightFormat
+from replicas.errors import InvalidConfig
+from replicas.kernels.weight_formats import E2M1_TWICE, E8M0_BIAS, E8M0_NAN, GROUP, WeightFormat
 
-Groups = tuple[Tensor, Tensor, Tensor | None]  # numbers [R, K], scales [R, K / 32] fp16, least numbers [R, K / 32] fp16
+Groups = tuple[Tensor, Tensor, Tensor | None]  # numbers [R, K], scales [R, K / 32], least numbers [R, K / 32] fp16
 
 
 class WeightSource(Protocol):
@@ -154,3 +156,29 @@ class Floats8:
 
     def groups(self, start: int, stop: int) -> Groups:
         raise AssertionError("no panels hold such numbers as they are")
+
+
+class Floats4:
+    """Numbers of 4 bits (e2m1), each 32 of a row times a power of two: MXFP4, which panels hold as they are."""
+
+    fits: WeightFormat | None = "mxfp4"
+
+    def __init__(self, name: str, blocks: Tensor, scales: Tensor) -> None:
+        """``name``: of the weight, for messages; blocks: [N, G, 16] uint8, the lower four bits first; scales: [N, G]
+        uint8, 127 more than their exponents."""
+        self.shape = (len(blocks), GROUP * blocks.shape[1])
+        self._name, self._blocks, self._scales = name, blocks, scales
+
+    def floats(self, start: int, stop: int) -> Tensor:
+        numbers, scales, _ = self.groups(start, stop)
+        floats = torch.tensor(E2M1_TWICE, dtype=torch.float32)[numbers.int()].mul_(0.5)
+        exponents = scales.int() - E8M0_BIAS
+        return torch.ldexp(floats.view(*scales.shape, GROUP), exponents.unsqueeze(2)).flatten(1)
+
+    def groups(self, start: int, stop: int) -> Groups:
+        both, scales = self._blocks[start:stop], self._scales[start:stop]
+        if int(scales.max()) == E8M0_NAN:
+            raise InvalidConfig(
+                f"model: {self._name} has a scale of {E8M0_NAN}, which is no number: fetch the checkpoint again"
+            )
+        return torch.stack((both & 15, both >> 4), dim=-1).flatten(1), scales, None

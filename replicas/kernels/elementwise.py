@@ -1,5 +1,5 @@
-"""The operations between the matrix products, in one pass each, in fp32: RMS norm, SiLU times up, rotary embedding,
-argmax.
+"""The operations between the matrix products, in one pass each, in fp32: RMS norm, SiLU times up and gpt-oss's gate,
+rotary embedding, argmax.
 
 Owns:      the kernels, as functions of tensors and as stages of a program (`VectorStage`), and how tokens are shared
            among threads: a few floats are not worth a second one.
@@ -22,7 +22,9 @@ from replicas.kernels.simd import (
     W,
     add,
     at_least,
+    at_most,
     div,
+    evens,
     exp,
     fma,
     hmax,
@@ -31,6 +33,7 @@ from replicas.kernels.simd import (
     load1,
     maximum,
     mul,
+    odds,
     splat,
     store,
     store_i64,
@@ -41,7 +44,9 @@ from replicas.kernels.team import Kernel, inlined, kernel, struct, team_for, tea
 FLOATS_OF_TEAM = 32 << 10  # fewer are one thread's work: they take ~5 us
 
 # x and out are [tokens, heads, size]: heads of a token lie one behind the other, tokens a stride (bytes) apart
-VectorArgs = struct("VectorArgs", "x x_stride out out_stride tokens heads size weight cos sin term", floats="eps")
+VectorArgs = struct(
+    "VectorArgs", "x x_stride out out_stride tokens heads size weight cos sin term", floats="eps limit alpha"
+)
 
 
 @kernel(VectorArgs)
@@ -81,6 +86,22 @@ def silu_mul_rows(pointer: Any) -> None:
             value = load(gate + i)
             sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(value, splat(-1.0)))))
             store(out + i, mul(mul(value, sigmoid), load(gate + a.size * 4 + i)))
+
+
+@kernel(VectorArgs)
+def clamped_swiglu_rows(pointer: Any) -> None:
+    """x is [tokens, size, 2]: gate and up of each output side by side."""
+    a = carray(pointer, 1)[0]
+    me, threads = thread_id(), team_size()
+    most, least, one = splat(a.limit), splat(-a.limit), splat(1.0)
+    for t in range(a.tokens * me // threads, a.tokens * (me + 1) // threads):
+        row, out = a.x + t * a.x_stride, a.out + t * a.out_stride
+        for i in range(0, a.size * 4, 4 * W):
+            first, second = load(row + 2 * i), load(row + 2 * i + 4 * W)
+            gate = at_most(evens(first, second), most)
+            up = at_least(at_most(odds(first, second), most), least)
+            sigmoid = div(one, add(one, exp(mul(gate, splat(-a.alpha)))))
+            store(out + i, mul(add(up, one), mul(gate, sigmoid)))
 
 
 @kernel(VectorArgs)
@@ -141,6 +162,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Compute silu(first half) * second half: [T, 2 size] -> [T, size]."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _run(silu_mul_rows, gate_up, out)
+    return out
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Compute (up + 1) * gate * sigmoid(alpha * gate), gate at most ``limit`` and up within it: [T, 2 size], gate and
+    up in turn -> [T, size]."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _run(clamped_swiglu_rows, gate_up, out, limit=limit, alpha=alpha)
     return out
 
 

@@ -227,6 +227,14 @@ def product_q4_1(pointer: Any) -> None:
     _RUN_Q4_1(carray(pointer, 1)[0])
 
 
+_RUN_MXFP4 = make_run("mxfp4")
+
+
+@kernel(LinearArgs)
+def product_mxfp4(pointer: Any) -> None:
+    _RUN_MXFP4(carray(pointer, 1)[0])
+
+
 PRODUCTS: dict[WeightFormat, Kernel] = {
     "float32": product_float32,
     "bfloat16": product_bfloat16,
@@ -234,6 +242,7 @@ PRODUCTS: dict[WeightFormat, Kernel] = {
     "int8": product_int8,
     "q8_0": product_q8_0,
     "q4_1": product_q4_1,
+    "mxfp4": product_mxfp4,
 }
 
 

@@ -1,17 +1,19 @@
-"""Numbers of one and two bytes beside sixteen floats: bfloat16, int8, and 8-bit floats (fp8 is e4m3, and e5m2).
+"""Numbers of two bytes and less beside sixteen floats: bfloat16, int8, 8-bit floats (fp8 is e4m3, and e5m2), and 4-bit
+floats (e2m1) with their scales (e8m0: a power of two in a byte).
 
 Owns:      the bit tricks. An 8-bit float is a float's upper bits with another bias: shifted into place and multiplied
            by 2 ** 120 (e5m2: 2 ** 112) it is that float, its subnormal numbers too (Micikevicius et al. 2022,
-           arXiv:2209.05433).
+           arXiv:2209.05433). A 4-bit float is looked up: twice its value is an integer.
 Never:     chooses scales; callers multiply.
 Invariant: narrowing rounds to nearest, ties to even; what was widened narrows to the same bits.
 Thread:    any; inside kernels only. Memory is named by address (int64, bytes).
 """
 
+import platform
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import types
+from numba.core import cgutils, types
 
 from replicas.kernels.simd import (
     IVEC,
@@ -26,10 +28,12 @@ from replicas.kernels.simd import (
     splat_const,
     vector,
 )
+from replicas.kernels.weight_formats import E2M1_TWICE, E8M0_LEAST
 
 BYTES = ir.VectorType(ir.IntType(8), W)
 HALVES = ir.VectorType(ir.IntType(16), W)
 INT8_MAX, FP8_MAX, E5M2_MAX = 127.0, 448.0, 57_344.0  # the largest magnitudes
+_LOOK_UP = "llvm.x86.ssse3.pshuf.b.128" if platform.machine() in ("x86_64", "AMD64") else "llvm.aarch64.neon.tbl1.v16i8"
 
 
 @op(types.void, types.int64)
@@ -124,6 +128,21 @@ def _rounded(builder: Any, bits: Any, dropped: int) -> Any:
 
 def emit_load_bytes(builder: Any, address: Any) -> Any:
     return builder.load(pointer_to(builder, address, BYTES), align=1)
+
+
+def emit_load_e8m0(builder: Any, address: Any) -> Any:
+    """Load sixteen powers of two."""
+    bits = builder.shl(builder.zext(emit_load_bytes(builder, address), IVEC), int_const(23))
+    least = int_const(E8M0_LEAST)
+    return builder.bitcast(builder.select(builder.icmp_signed(">", bits, least), bits, least), VEC)
+
+
+def emit_e2m1_twice(builder: Any, indices: Any) -> Any:
+    """Make sixteen floats of BYTES below 16: twice the 4-bit floats that they are."""
+    table = ir.Constant(BYTES, E2M1_TWICE)
+    kind = ir.FunctionType(BYTES, [BYTES, BYTES])
+    found = builder.call(cgutils.get_or_insert_function(builder.module, kind, _LOOK_UP), [table, indices])
+    return builder.sitofp(builder.sext(found, IVEC), VEC)
 
 
 def _store_bytes(builder: Any, address: Any, value: Any) -> None:

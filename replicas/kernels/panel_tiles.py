@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
-from replicas.kernels.narrow import emit_load_bf16, emit_load_bytes
+from replicas.kernels.narrow import BYTES, emit_e2m1_twice, emit_load_bf16, emit_load_bytes, emit_load_e8m0
 from replicas.kernels.simd import (
     F32,
     I64,
@@ -35,6 +35,7 @@ from replicas.kernels.simd import (
 )
 
 COLUMNS = 2 * W  # of a panel
+_FOURS, _FIFTEENS = (ir.Constant(BYTES, [value] * W) for value in (4, 15))
 Emit = Callable[..., list[Any]]
 
 
@@ -52,9 +53,11 @@ def _no_scales(builder: Any, at: Any) -> list[Any]:
     return []
 
 
-def _scales(load: Callable[[Any, Any], Any], count: int) -> Emit:
+def _scales(load: Callable[[Any, Any], Any], count: int, num_bytes: int = 2) -> Emit:
+    """``num_bytes``: of a scale."""
+
     def emit(builder: Any, at: Any) -> list[Any]:
-        return [load(builder, add_bytes(builder, at, 2 * W * i)) for i in range(count)]
+        return [load(builder, add_bytes(builder, at, num_bytes * W * i)) for i in range(count)]
 
     return emit
 
@@ -83,6 +86,17 @@ def _nibbles(builder: Any, at: Any, scales: Sequence[Any]) -> list[Any]:
     return [emit_fma(builder, builder.sitofp(x, VEC), scales[j], scales[2 + j]) for j, x in enumerate(parts)]
 
 
+def _half_e8m0(builder: Any, at: Any) -> Any:
+    return builder.fmul(emit_load_e8m0(builder, at), splat_const(0.5))
+
+
+def _floats4(builder: Any, at: Any, scales: Sequence[Any]) -> list[Any]:
+    both = emit_load_bytes(builder, at)
+    parts = builder.and_(both, _FIFTEENS), builder.lshr(both, _FOURS)
+    # twice a number by half a power of two: exact
+    return [builder.fmul(emit_e2m1_twice(builder, x), scale) for x, scale in zip(parts, scales, strict=True)]
+
+
 FORMS = {
     "float32": PanelForm(0, 4 * COLUMNS, _no_scales, _plain(emit_load, 4 * W)),
     "bfloat16": PanelForm(0, 2 * COLUMNS, _no_scales, _plain(emit_load_bf16, 2 * W)),
@@ -90,6 +104,7 @@ FORMS = {
     "int8": PanelForm(2 * COLUMNS, COLUMNS, _scales(emit_load_bf16, 2), _bytes),
     "q8_0": PanelForm(2 * COLUMNS, COLUMNS, _scales(_half, 2), _bytes),
     "q4_1": PanelForm(4 * COLUMNS, W, _scales(_half, 4), _nibbles),
+    "mxfp4": PanelForm(COLUMNS, W, _scales(_half_e8m0, 2, 1), _floats4),
 }
 
 

@@ -1,12 +1,13 @@
 """Weights in panels of 32 output channels, as the product reads them: one input after the other, 32 numbers each.
 
 Owns:      the packed forms, what rounds to them, and which numbers each stands for. Numbers of a group of inputs of an
-           output channel share a scale (int8, Q8_0), or a scale and a least number (Q4_1): a group of a panel is 32
-           scales, 32 least numbers where there are any, then the numbers.
+           output channel share a scale (int8, Q8_0, MXFP4), or a scale and a least number (Q4_1): a group of a panel
+           is 32 scales, 32 least numbers where there are any, then the numbers.
 Never:     multiplies (linear.py does) or reads files.
 Invariant: what a packed number stands for is exact in fp32 but for one rounding, where the least number is added. So a
            checkpoint that was made of Q4_1 and Q8_0 numbers has the same weights packed as widened, bit for bit.
-Source:    block_q4_1 and block_q8_0 of ggml (https://github.com/ggml-org/ggml, ggml-common.h).
+Source:    block_q4_1 and block_q8_0 of ggml (https://github.com/ggml-org/ggml, ggml-common.h); MXFP4 of the OCP
+           Microscaling Formats (MX) Specification v1.0.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +20,21 @@ from torch import Tensor
 
 from replicas.kernels.panel_tiles import COLUMNS
 from replicas.kernels.simd import W
-from replicas.kernels.weight_formats import GROUP, WeightFormat, group_length
+from replicas.kernels.weight_formats import (
+    E2M1_TWICE,
+    E8M0_BIAS,
+    E8M0_LEAST,
+    E8M0_NAN,
+    GROUP,
+    WeightFormat,
+    group_length,
+)
 
 PLAIN: dict[WeightFormat, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
-_SCALES = {"int8": torch.bfloat16, "q8_0": torch.float16, "q4_1": torch.float16}
+_SCALES = {"int8": torch.bfloat16, "q8_0": torch.float16, "q4_1": torch.float16, "mxfp4": torch.uint8}
+_PAIRED = ("q4_1", "mxfp4")  # two numbers of four bits lie in a byte
 CHUNK_ROWS = 1024  # of a weight, that are read and packed at a time; whole panels
 
 
@@ -49,14 +59,16 @@ class Panels:
             numbers = self.data.view(PLAIN[self.format]).view(len(self.data), self.k, COLUMNS)
             return numbers[panel, :, column].float()
         numbers, scales, least = _parts(self.data, self.format, self.group)
-        scale = scales[panel, :, column].float().unsqueeze(2)  # [T, G, 1]
-        if self.format == "q4_1":
-            both = numbers[panel, :, :, column % W].int()  # [T, G, group]
-            out = torch.where((column < W)[:, None, None], both & 15, both >> 4).float()
-            # a number of 4 bits by a scale of 11 is exact: two operations, one rounding
-            out = out * scale + least[panel, :, column].float().unsqueeze(2)
-        else:
-            out = numbers[panel, :, :, column].float() * scale
+        scale = scales[panel, :, column].unsqueeze(2)  # [T, G, 1]
+        if self.format not in _PAIRED:
+            return (numbers[panel, :, :, column].float() * scale.float()).flatten(1)[:, : self.k]
+        both = numbers[panel, :, :, column % W].int()  # [T, G, group]
+        chosen = torch.where((column < W)[:, None, None], both & 15, both >> 4)
+        if self.format == "mxfp4":
+            powers = (scale.int() << 23).clamp_(min=E8M0_LEAST).view(torch.float32)
+            out = torch.tensor(E2M1_TWICE, dtype=torch.float32)[chosen] * (powers * 0.5)
+        else:  # a number of 4 bits by a scale of 11 is exact: two operations, one rounding
+            out = chosen.float() * scale.float() + least[panel, :, column].float().unsqueeze(2)
         return out.flatten(1)[:, : self.k]
 
 
@@ -171,7 +183,8 @@ def pack_int8(numbers: Tensor, scales: Tensor) -> Panels:
 
 def group_bytes(format_: WeightFormat, group: int) -> int:
     """Count the bytes of a group of a panel, of a format with scales."""
-    return 4 * COLUMNS + group * W if format_ == "q4_1" else 2 * COLUMNS + group * COLUMNS
+    head = _SCALES[format_].itemsize * COLUMNS * (2 if format_ == "q4_1" else 1)
+    return head + group * (W if format_ in _PAIRED else COLUMNS)
 
 
 def _pack_plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,6 +205,8 @@ def _round(weight: Tensor, format_: WeightFormat, group: int) -> tuple[Tensor, T
         steps = scales.float().unsqueeze(2)
         numbers = torch.where(steps > 0, (parts - least.float().unsqueeze(2)) / steps, 0.0)
         return numbers.round_().clamp_(0, 15).to(torch.uint8).flatten(1), scales, least
+    if format_ == "mxfp4":
+        return *_round_floats4(parts), None
     largest = parts.abs().amax(dim=2) / 127.0
     if format_ == "int8":  # the next bf16 number: nothing goes beyond 127
         bits = largest.view(torch.int32)
@@ -201,6 +216,16 @@ def _round(weight: Tensor, format_: WeightFormat, group: int) -> tuple[Tensor, T
     steps = scales.float().unsqueeze(2)
     numbers = torch.where(steps > 0, parts / steps, 0.0).round_().clamp_(-127, 127)
     return numbers.to(torch.int8).flatten(1), scales, None
+
+
+def _round_floats4(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Round [N, G, group] to the nearest numbers [N, K], by scales [N, G] that bring the largest between 4 and 8."""
+    exponents = parts.abs().amax(dim=2).frexp().exponent - 3 + E8M0_BIAS
+    scales = exponents.clamp_(0, E8M0_NAN - 1)
+    steps = torch.ldexp(parts, E8M0_BIAS - scales.unsqueeze(2))
+    half = torch.tensor(E2M1_TWICE[:8]) / 2.0
+    numbers = torch.bucketize(steps.abs(), (half[1:] + half[:-1]) / 2)
+    return (numbers + 8 * (steps < 0)).to(torch.uint8).flatten(1), scales.to(torch.uint8)
 
 
 def _pack_groups(format_: WeightFormat, numbers: Tensor, scales: Tensor, least: Tensor | None) -> Tensor:
@@ -213,6 +238,7 @@ def _pack_groups(format_: WeightFormat, numbers: Tensor, scales: Tensor, least: 
     split = numbers.view(panels, COLUMNS, groups, group).permute(0, 2, 3, 1)  # [panels, G, group, 32]
     if least is not None:
         to_least.copy_(F.pad(least, below).view(panels, COLUMNS, groups).transpose(1, 2))
+    if format_ in _PAIRED:
         split = split[..., :W] | split[..., W:] << 4
     to_numbers.copy_(split)
     return data
@@ -221,9 +247,12 @@ def _pack_groups(format_: WeightFormat, numbers: Tensor, scales: Tensor, least: 
 def _parts(data: Tensor, format_: WeightFormat, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """View numbers [panels, G, group, 32 int8, or 16 uint8 of two], scales and least numbers [panels, G, 32 or 0]."""
     groups = data.view(len(data), -1, group_bytes(format_, group))
-    scales = groups[:, :, : 2 * COLUMNS].view(_SCALES[format_])
+    head = _SCALES[format_].itemsize * COLUMNS
+    scales = groups[:, :, :head].view(_SCALES[format_])
     if format_ == "q4_1":
-        least = groups[:, :, 2 * COLUMNS : 4 * COLUMNS].view(torch.float16)
-        return groups[:, :, 4 * COLUMNS :].view(*groups.shape[:2], group, W), scales, least
-    numbers = groups[:, :, 2 * COLUMNS :].view(torch.int8).view(*groups.shape[:2], group, COLUMNS)
-    return numbers, scales, scales[:, :, :0]
+        least = groups[:, :, head : 2 * head].view(torch.float16)
+        return groups[:, :, 2 * head :].view(*groups.shape[:2], group, W), scales, least
+    numbers, kind, wide = groups[:, :, head:], torch.int8, COLUMNS
+    if format_ in _PAIRED:
+        kind, wide = torch.uint8, W
+    return numbers.view(kind).view(*groups.shape[:2], group, wide), scales, scales[:, :, :0]

@@ -219,6 +219,24 @@ def at_least(builder: Any, x: Any, low: Any) -> Any:
     return builder.select(builder.fcmp_unordered(">", x, low), x, low)
 
 
+@op(vector, vector, vector)
+def at_most(builder: Any, x: Any, high: Any) -> Any:
+    """Lower what is above ``high`` to it; NaN stays NaN."""
+    return builder.select(builder.fcmp_unordered("<", x, high), x, high)
+
+
+@op(vector, vector, vector)
+def evens(builder: Any, first: Any, second: Any) -> Any:
+    """Return numbers 0, 2, .. of two vectors, one behind the other."""
+    return builder.shuffle_vector(first, second, ir.Constant(IVEC, list(range(0, 2 * W, 2))))
+
+
+@op(vector, vector, vector)
+def odds(builder: Any, first: Any, second: Any) -> Any:
+    """Return numbers 1, 3, .. of two vectors, one behind the other."""
+    return builder.shuffle_vector(first, second, ir.Constant(IVEC, list(range(1, 2 * W, 2))))
+
+
 @op(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Compute a * b + c, rounded once."""

@@ -7,16 +7,22 @@ Invariant: the groups of a row are the same on any number of ranks; a number of 
 
 from typing import Literal
 
-WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "q8_0", "q4_1"]
+WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "q8_0", "q4_1", "mxfp4"]
 GROUP = 32  # numbers that share a scale: one that is large costs the others of its group their precision
 RULES = {
     "int8": f"int8, groups of {GROUP} inputs",
     "int4": f"Q4_1, the vocabulary's tables Q8_0: groups of {GROUP} inputs",
 }
 
+# twice what each of the sixteen 4-bit floats is: a sign, two bits of exponent, one of mantissa (OCP MX v1.0, 5.3.3)
+E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+E8M0_BIAS, E8M0_NAN = 127, 255  # a scale's byte is 2 ** (byte - 127), but the last, which is no number
+E8M0_LEAST = 0x0040_0000  # the bits of 2 ** -127 as a float, which is subnormal: what byte 0 is
+
 # of a number, with its part of what a group of 32 has in common
 NUMBER_BYTES: dict[WeightFormat, float] = {
     "float32": 4, "bfloat16": 2, "float16": 2, "int8": 34 / 32, "q8_0": 34 / 32, "q4_1": 20 / 32,
+    "mxfp4": 17 / 32,
 }  # fmt: skip
 
 

@@ -268,6 +268,34 @@ class QKVParallelLinear(ColumnParallelLinear):
         return q, k, v
 
 
+class HeadSinks(Layer):
+    """The scores of no token, one for each query head, which attention adds to its softmax."""
+
+    def __init__(self, num_heads: int, tp: TpGroup) -> None:
+        """``num_heads``: of this rank."""
+        self._first, self._num_heads = tp.rank * num_heads, num_heads
+        self._scores: Tensor | None = None  # [H] of this rank, fp32
+
+    def slots(self) -> Mapping[str, Put]:
+        return {"": self._put}
+
+    def _put(self, tensor: Tensor) -> None:
+        self._scores = tensor.narrow(0, self._first, self._num_heads)
+
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
+        self._scores = self.scores.to(device, dtype).float()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.scores.nbytes
+
+    @property
+    def scores(self) -> Tensor:
+        """The scores [H] of this rank's heads."""
+        assert self._scores is not None, "no sinks were put"
+        return self._scores
+
+
 class RowParallelLinear(Linear):
     """A product of which each rank multiplies a share of the inputs; the sum over ranks is the output."""
 

@@ -7,18 +7,22 @@ Never:     multiplies: kernels/experts does, on a CPU by packed weights, and on 
 Invariant: a token's result does not depend on the other tokens of a step. Routing is a step function, so the router's
            product is in fp32 by a weight that is never rounded, and ranks add their parts in one order.
 Source:    Shazeer et al. 2017 (arXiv:1701.06538); DeepSeek-V2, section 2.2.2 (arXiv:2405.04434); DeepSeek-V3, section
-           2.1.2 (arXiv:2412.19437); Jiang et al. 2024 (arXiv:2401.04088).
+           2.1.2 (arXiv:2412.19437); Jiang et al. 2024 (arXiv:2401.04088); OpenAI 2025 (arXiv:2508.10925).
 
     x [T, H] -> router -> ids, weights [T, top_k] -> rows sorted by expert [T top_k, H] -> gate and up -> SiLU -> down
     -> sum of a token's rows, times their weights, + shared expert -> sum over ranks
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from replicas.config import MoEConfig
+from replicas.errors import InvalidConfig
+from replicas.kernels import elementwise
 from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, weighted_sum
 from replicas.kernels.experts.routing import TINY, route
 from replicas.kernels.panels import Packs, Rows, make
@@ -72,24 +76,23 @@ class ExactLinear(Layer):
     """A small product in fp32 by a weight [out, in] that is not rounded, whatever the format of others; whole on every
     rank."""
 
-    def __init__(self) -> None:
-        self._loaded: Tensor | None = None  # until finalize
+    def __init__(self, *, bias: bool = False) -> None:
+        self._names = ("weight", "bias") if bias else ("weight",)
+        self._loaded: dict[str, Tensor] = {}  # until finalize
         self._matmul = Matmul()
 
     def slots(self) -> Mapping[str, Put]:
-        return {"weight": self.put}
-
-    def put(self, tensor: Tensor) -> None:
-        self._loaded = tensor
+        return {name: functools.partial(self._loaded.__setitem__, name) for name in self._names}
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
-        assert self._loaded is not None, "no weight was put"
-        weight = self._loaded.to(device, dtype).float()
+        assert len(self._loaded) == len(self._names), "no weight was put"
+        weight, *biases = (self._loaded[name].to(device, dtype).float() for name in self._names)
+        bias = biases[0] if biases else None
         if device.type == "cpu":
-            self._matmul.prepare(lambda: weight, None, packs)
+            self._matmul.prepare(lambda: weight, bias, packs)
         else:
-            self._matmul.keep(weight, None)
-        self._loaded = None
+            self._matmul.keep(weight, bias)
+        self._loaded.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +107,7 @@ class Gate(ExactLinear):
     """The scores of the experts, and the choice by them."""
 
     def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
+        super().__init__(bias=config.biases)
         self._config = config
         self._bias: Tensor | None = None  # [E] fp32
 
@@ -148,13 +151,16 @@ class ExpertsLinear(Layer):
         self._format: WeightFormat = "float32"
         self._kernel: GroupedKernel | None = None  # on a CPU
         self._weight: Tensor | None = None  # [E, out, in] on a GPU
+        self.bias: Tensor | None = None  # [E, out] fp32 of this rank's share, where there is one (models/gpt_oss.py)
 
     def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
-        fits = Rows(list(self._pieces.values())).fits if self._pieces and format_ == "float32" else None
-        self._format = fits or format_
+        fits = Rows(list(self._pieces.values())).fits if self._pieces else None
+        # of 4 bits each, and exact in any dtype: to round them again would cost numbers, and save nothing
+        self._format = fits if fits is not None and (fits == "mxfp4" or format_ == "float32") else format_
 
     def slots(self) -> Mapping[str, Put]:
-        return {self._key(e, name): self._putter(e, name) for e in range(self._number) for name in self._names}
+        put = self._put_piece
+        return {self._key(e, n): functools.partial(put, e, n) for e in range(self._number) for n in self._names}
 
     def wholes(self) -> Mapping[str, Whole]:
         return {self._prefix + self._stacked: Whole(self._put_stacked, tuple(self.slots()))}
@@ -162,17 +168,14 @@ class ExpertsLinear(Layer):
     def _key(self, expert: int, name: str) -> str:
         return f"{self._prefix}{expert}.{name}.weight"
 
-    def _putter(self, expert: int, name: str) -> Put:
-        def put(tensor: Piece) -> None:
-            length = share(tensor.shape[self._dim], self._tp.size, f"an expert's {name}")
-            self._pieces[expert, name] = tensor.narrow(self._dim, self._tp.rank * length, length)
-
-        return put
+    def _put_piece(self, expert: int, name: str, tensor: Piece) -> None:
+        length = share(tensor.shape[self._dim], self._tp.size, f"an expert's {name}")
+        self._pieces[expert, name] = tensor.narrow(self._dim, self._tp.rank * length, length)
 
     def _put_stacked(self, tensor: Tensor) -> None:
         for expert, whole in enumerate(tensor):
             for name, part in zip(self._names, whole.chunk(len(self._names)), strict=True):
-                self._putter(expert, name)(part)
+                self._put_piece(expert, name, part)
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
         missing = self._number * len(self._names) - len(self._pieces)
@@ -196,11 +199,10 @@ class ExpertsLinear(Layer):
         held = 0 if self._weight is None else self._weight.nbytes
         return held + (0 if self._kernel is None else self._kernel.num_bytes)
 
-    @property
-    def kernel(self) -> GroupedKernel:
-        """The product on a CPU."""
+    def __call__(self, x: Tensor, rows: SortedRows) -> Tensor:
+        """Multiply x [R, in], sorted as ``rows`` says, into [R, out], on a CPU."""
         assert self._kernel is not None, "finalize() comes before the first call"
-        return self._kernel
+        return self._kernel(x, rows)
 
     @property
     def weight(self) -> Tensor:
@@ -250,7 +252,87 @@ class MoE(Layer):
         if x.device.type != "cpu":
             from replicas.kernels.experts import on_gpu
 
-            return on_gpu.gated_experts(x, ids, weights, self.gate_up.weight, self.down.weight)
+            between = on_gpu.Between(self._gated, self.gate_up.bias, self.down.bias)
+            return on_gpu.gated_experts(x, ids, weights, self.gate_up.weight, self.down.weight, between)
         rows = SortedRows.of(ids)
-        gated = silu_mul(self.gate_up.kernel(x.index_select(0, rows.tokens), rows))
-        return weighted_sum(self.down.kernel(gated, rows), rows.places, weights)
+        gated = self._gated(self.gate_up(x.index_select(0, rows.tokens), rows))
+        return weighted_sum(self.down(gated, rows), rows.places, weights)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """Make the inner numbers [R, I] of [R, 2 I]."""
+        return silu_mul(gate_up)
+
+
+class BiasedExperts(ExpertsLinear):
+    """A product by a weight of each of E experts, plus a bias. Checkpoints have one tensor for all: MXFP4's numbers
+    [E, out, in], or floats [E, in, out]; and ``.._bias`` [E, out]."""
+
+    def __init__(self, prefix: str, name: str, shape: tuple[int, int], *, dim: int, number: int, tp: TpGroup) -> None:
+        """``shape``: of an expert's whole weight (out, in); others as of `ExpertsLinear`."""
+        super().__init__(prefix, (name,), name, dim=dim, number=number, tp=tp)
+        self._shape = shape
+
+    def slots(self) -> Mapping[str, Put]:
+        return {**super().slots(), f"{self._prefix}{self._stacked}_bias": self._put_bias}
+
+    def wholes(self) -> Mapping[str, Whole]:
+        return {self._prefix + self._stacked: Whole(self._put_stacked, tuple(super().slots()))}
+
+    def _put_stacked(self, tensor: Piece) -> None:
+        if isinstance(tensor, Tensor):
+            pieces: list[Piece] = [each.T for each in tensor]
+        else:
+            rows = tensor.shape[0] // self._number
+            pieces = [tensor.narrow(0, expert * rows, rows) for expert in range(self._number)]
+        found = (len(pieces), *pieces[0].shape)
+        if found != (wanted := (self._number, *self._shape)):
+            raise InvalidConfig(
+                f"model: {self._stacked} holds {found[0]} weights of {list(found[1:])}, config.json says {wanted[0]} "
+                f"of {list(wanted[1:])}. The folder mixes two models: fetch it again"
+            )
+        for expert, piece in enumerate(pieces):
+            self._put_piece(expert, self._stacked, piece)
+
+    def _put_bias(self, tensor: Tensor) -> None:
+        if self._dim == 0:
+            length = self._shape[0] // self._tp.size
+            self.bias = tensor.narrow(1, self._tp.rank * length, length)
+        elif self._tp.rank == 0:
+            self.bias = tensor  # added once
+
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
+        super().finalize(device, dtype, packs)
+        if self.bias is not None:
+            self.bias = self.bias.to(device, dtype).float().contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor, rows: SortedRows) -> Tensor:
+        out = super().__call__(x, rows)
+        if self.bias is not None:
+            out += self.bias[torch.from_numpy(np.repeat(rows.experts, np.diff(rows.starts)))]
+        return out
+
+
+class ClampedMoE(MoE):
+    """The experts of one block of gpt-oss, with biases and a clamped gate. Gate and up alternate in the rows of
+    ``gate_up_proj``, so a rank's share has pairs."""
+
+    def __init__(self, config: MoEConfig, hidden: int, tp: TpGroup) -> None:
+        super().__init__(config, tp)
+        assert config.swiglu is not None, "its gate is clamped"
+        inner, number = config.intermediate_size, config.num_experts
+        self._limit, self._alpha = config.swiglu
+        self.gate_up = BiasedExperts("", "gate_up_proj", (2 * inner, hidden), dim=0, number=number, tp=tp)
+        self.down = BiasedExperts("experts.", "down_proj", (hidden, inner), dim=1, number=number, tp=tp)
+
+    def parts(self) -> Mapping[str, Layer]:
+        return {"router": self.gate, "experts": self.gate_up, "": self.down}
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if elementwise.serves(gate_up, halves=True):
+            return elementwise.clamped_swiglu(gate_up, self._limit, self._alpha)
+        gate, up = gate_up[:, ::2].clamp(max=self._limit), gate_up[:, 1::2].clamp(-self._limit, self._limit)
+        return (up + 1).mul_(gate * torch.sigmoid(gate * self._alpha))

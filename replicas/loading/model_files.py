@@ -116,7 +116,8 @@ def load_model_config(
     config = replace(config, quantization=quantization, stored=stored_as(folder, _as_it_is(folder)))
     if config.implementation == "manta":
         config = replace(config, tie_embeddings=tied_tables(folder, said=config.tie_embeddings))
-    if device == "cpu" and dtype is None and (quantization != "none" or config.stored is not None):
+    all_stored = config.stored is not None and config.stored.experts is None
+    if device == "cpu" and dtype is None and (quantization != "none" or all_stored):
         config = replace(config, dtype="float32")
     if config.stored is not None:
         if config.implementation == "transformers":
@@ -125,7 +126,8 @@ def load_model_config(
                 "Transformers' code, from plain weights alone. Serve the model's unquantized checkpoint"
             )
         if device != "cpu" or quantization != "none" or config.dtype != "float32":
-            config = replace(config, stored=replace(config.stored, products=None, tables=None))
+            kept = config.stored.experts if device == "cpu" else None
+            config = replace(config, stored=replace(config.stored, products=None, tables=None, experts=kept))
     return config if context_len is None else _with_context(config, context_len, longest=longest)
 
 
@@ -264,6 +266,7 @@ _BY_FAMILY = {  # the longer of two names comes first
     "Mixtral": ("num_local_experts", "num_experts_per_tok", "sliding_window"),
     "Qwen2Moe": (*_QWEN_MOE, "num_experts", "shared_expert_intermediate_size", "use_sliding_window"),
     "Qwen3Moe": (*_QWEN_MOE, "head_dim", "use_sliding_window"),
+    "GptOss": ("num_local_experts", "num_experts_per_tok", "head_dim", "sliding_window", "attention_bias"),
     "Llama": (),
     "Mistral": ("sliding_window",),
     "Qwen2": ("use_sliding_window",),

@@ -121,11 +121,14 @@ def _bf16_way(model: ModelConfig) -> Way | None:
 
 def _arithmetic(model: ModelConfig) -> str:
     """Say what our products by weights in the model's format compute."""
-    by = _bf16_way(model)
+    by, stored = _bf16_way(model), model.stored
+    kept = "" if stored is None or stored.experts is None else f", experts' {stored.experts} weights in fp32 arithmetic"
     if by is None:
-        return f"own, {model.weight_format} weights in fp32 arithmetic"
+        return f"own, {model.weight_format} weights in fp32 arithmetic{kept}"
     of = "bfloat16 weights and" if model.weight_format == "bfloat16" else f"{model.weight_format} weights and bfloat16"
     how = f"own, {of} activations by {WAYS[by]}, summed in fp32"
+    if kept:
+        return how + kept
     widened = model.moe is not None and not bf16.serves(model.weight_format, torch.bfloat16, grouped=True)
     return f"{how}, experts' widened" if widened else how
 

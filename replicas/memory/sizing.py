@@ -99,12 +99,14 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
     of_products, of_tables = model.weight_number_bytes
     dense = model.num_layers if moe is None else len(moe.dense_layers)
     blocks = model.num_layers * sum(rows * row for rows, row in attention) + dense * 3 * hidden * mlp
-    exact = 0  # bytes of what is never rounded
+    exact, experts = 0, 0  # bytes of what is never rounded, and numbers of the experts that are chosen
     if moe is not None:
-        inner, sparse = moe.num_experts * moe.intermediate_size + moe.shared_intermediate_size, model.num_layers - dense
-        blocks += sparse * 3 * hidden * inner // tp
-        exact = sparse * 4 * (moe.num_experts * (hidden + moe.score_bias) + moe.shared_gate * hidden)
-    numbers = blocks * of_products + sum(rows * row for rows, row in tables) * of_tables
+        sparse = model.num_layers - dense
+        experts = sparse * 3 * hidden * moe.num_experts * moe.intermediate_size // tp
+        blocks += sparse * 3 * hidden * moe.shared_intermediate_size // tp
+        exact = sparse * 4 * (moe.num_experts * (hidden + moe.score_bias + moe.biases) + moe.shared_gate * hidden)
+        exact += sparse * 4 * moe.biases * moe.num_experts * (2 * moe.intermediate_size // tp + hidden)
+    numbers = blocks * of_products + experts * model.expert_number_bytes + sum(n * k for n, k in tables) * of_tables
     return int(numbers) + vectors * DTYPE_BYTES[model.dtype] + exact
 
 

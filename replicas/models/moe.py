@@ -38,7 +38,7 @@ class MixtralBlock(LlamaBlock):
             f"mlp.{name}": Whole(whole.put, tuple(f"block_sparse_moe.{each}" for each in whole.fills))
             for name, whole in self.mlp.stacked_weights().items()
         }
-        return stacked | {"mlp.gate.weight": Whole(self.mlp.gate.put, ("block_sparse_moe.gate.weight",))}
+        return stacked | {"mlp.gate.weight": Whole(self.mlp.gate.slots()["weight"], ("block_sparse_moe.gate.weight",))}
 
 
 class Mixtral(Llama):

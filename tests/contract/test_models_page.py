@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_product_has_the_row_that_its_config_gives_and_the_command_passes_the_
     if "refused" in row:
         return
     shape = load_model_config(str(tmp_path), device="cpu", dtype="float32")
-    assert weight_bytes(shape, 1) == pytest.approx(4 * product.parameters, rel=1e-6)
+    assert weight_bytes(replace(shape, stored=None), 1) == pytest.approx(4 * product.parameters, rel=1e-6)
     (tmp_path / "model.safetensors").touch()
     byte_level_folder(tmp_path)
     (command,) = re.findall(r"`manta (.*)`", row)

@@ -3,6 +3,7 @@ Compiled on a GPU, interpreted on a CPU."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ TOP_K, EXPERTS, HIDDEN, INNER = 3, 6, 80, 48  # 80 inputs and 48 or 96 outputs f
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(fused, "kernels", lambda: triton_rows)
+
+
+PLAIN = on_gpu.Between(fused.silu_mul)
 
 
 def step(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -58,23 +62,30 @@ def by_hand(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 def test_each_token_is_the_weighted_sum_of_its_experts(tokens: int, dtype: torch.dtype, allowed: float) -> None:
     """40 tokens by 3 experts go in tiles of 64 rows, fewer in tiles of 16."""
     given = step(tokens, dtype)
-    wanted, made = by_hand(*given), on_gpu.gated_experts(*given)
+    wanted, made = by_hand(*given), on_gpu.gated_experts(*given, PLAIN)
     assert made.dtype == dtype
     assert float((made.float() - wanted).abs().max()) < allowed * float(wanted.abs().max())
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_without_triton_pytorch_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases, and a gate of another kind: numbers side by side."""
     given = step(20, torch.float32)
-    wanted = on_gpu.gated_experts(*given)
+    gate_up_bias, down_bias = (torch.randn(EXPERTS, size, device=DEVICE) for size in (2 * INNER, HIDDEN))
+    between = on_gpu.Between(lambda made: made[:, ::2] * made[:, 1::2].tanh(), gate_up_bias, down_bias)
+    wanted = on_gpu.gated_experts(*given, between)
+    x, ids, weights, gate_up, down = given
+    inner = torch.einsum("eih,h->ei", gate_up, x[7]) + gate_up_bias
+    by_expert = torch.einsum("ehi,ei->eh", down, inner[:, ::2] * inner[:, 1::2].tanh()) + down_bias
+    torch.testing.assert_close(wanted[7], weights[7] @ by_expert[ids[7]])
     monkeypatch.setattr(fused, "kernels", lambda: None)
-    torch.testing.assert_close(on_gpu.gated_experts(*given), wanted)
+    torch.testing.assert_close(on_gpu.gated_experts(*given, between), wanted)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_no_tokens_are_no_work() -> None:
     x, ids, weights, gate_up, down = step(4, torch.float32)
-    assert on_gpu.gated_experts(x[:0], ids[:0], weights[:0], gate_up, down).shape == (0, HIDDEN)
+    assert on_gpu.gated_experts(x[:0], ids[:0], weights[:0], gate_up, down, PLAIN).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("rows", [4, 16])
@@ -94,11 +105,14 @@ def test_every_choice_is_in_one_tile_of_its_expert(tokens: int, rows: int) -> No
     assert sorted(told) == list(range(total))
 
 
+@pytest.mark.parametrize(
+    ("kind", "special"), [("qwen2-moe", {"decoder_sparse_step": 1}), ("gpt-oss", {"layer_types": ["full_attention"]})]
+)
 def test_an_engine_with_experts_says_what_transformers_says_and_its_steps_are_captured(
-    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, special: dict[str, Any], tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One layer with experts beside a shared one. A captured step that waits for the GPU would fail."""
-    model = tiny.save("qwen2-moe", tmp_path, num_hidden_layers=1, decoder_sparse_step=1)
+    """One layer with experts, beside a shared one or with biases. A captured step that waits for the GPU would fail."""
+    model = tiny.save(kind, tmp_path, num_hidden_layers=1, **special)
     if gpu is not None:
         wrapped = fake_cuda.kernels_of(triton_grouped)
         monkeypatch.setattr(on_gpu, "programs", lambda: wrapped)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.numerics import tiny
 
@@ -172,3 +173,45 @@ def fp8_blocks(high: int, wide: int) -> Callable[[Tensor], Made]:
         return {"weight": numbers, "weight_scale_inv": scales}, numbers.float() * spread
 
     return quantise
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # and the same below zero, from number 8 on
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds [E, N, K] by blocks of 32 inputs: blocks [E, N, K / 32, 16] and scales [E, N, K / 32], both uint8."""
+    parts = weight.numpy().reshape(*weight.shape[:2], -1, 32)
+    exponents = np.floor(np.log2(np.abs(parts).max(-1))) - 2
+    steps = parts / np.exp2(exponents)[..., None]
+    numbers = np.abs(np.abs(steps)[..., None] - np.array(E2M1)).argmin(-1) + 8 * (steps < 0)
+    blocks = numbers[..., ::2] | numbers[..., 1::2] << 4
+    made = (np.ascontiguousarray(each, np.uint8) for each in (blocks, exponents + 127))
+    first, second = (torch.from_numpy(each) for each in made)
+    return first, second
+
+
+def save_gpt_oss(folder: Path, **shape: Any) -> PreTrainedModel:
+    """Saves a gpt-oss as OpenAI published it: experts in MXFP4, others in bf16. Returns: Transformers' model of what
+    its weights stand for by Transformers' own dequantisation, in fp32."""
+    model = tiny.save("gpt-oss", folder, **{"hidden_size": 64, "intermediate_size": 128, **shape})
+    tensors: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                parameter.copy_(parameter.bfloat16())
+                tensors[name] = parameter.bfloat16()
+                continue
+            blocks, scales = mxfp4(parameter.detach().transpose(1, 2))
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "config.json"
+    said = {**json.loads(file.read_text()), "dtype": "bfloat16", "quantization_config": MXFP4}
+    file.write_text(json.dumps(said))
+    return model

@@ -9,11 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from replicas.checkpoints.methods import method_of
+from replicas.config import Hardware, ParallelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.linear import ColumnParallelLinear
 from replicas.loading.model_files import load_model_config, model_identity
+from replicas.loading.weights import weight_bytes
+from replicas.memory import sizing
+from replicas.resolve import resolve
 from tests.numerics import quantised, tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.quantised import Made
@@ -105,6 +110,73 @@ def test_a_quantised_checkpoint_is_the_model_that_its_numbers_stand_for(case: st
     assert again.greedy(tiny.PROMPTS, 16) == [ids for _, ids in wanted]
 
 
+@pytest.mark.parametrize("attention", ["cpu", "torch_native"])
+def test_gpt_oss_as_published_is_the_model_that_transformers_makes_of_it(attention: str, tmp_path: Path) -> None:
+    """Logits of a prompt, in chunks and with company, and 24 greedy ids, past the window of 9 tokens. Experts keep
+    their 4 bits, and then not even a bit differs from the same numbers in fp32."""
+    model = quantised.save_gpt_oss(tmp_path / "stored")
+    its = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "stored", dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    assert torch.equal(its.model.layers[1].mlp.experts.down_proj, model.model.layers[1].mlp.experts.down_proj)
+    ours = open_model(tmp_path / "stored", attention=attention)
+    experts = ours.model.blocks[0].mlp
+    for product, (rows, inputs) in ((experts.gate_up, (256, 64)), (experts.down, (64, 128))):
+        panels = product._kernel._panels
+        assert (panels.format, panels.nbytes) == ("mxfp4", 4 * rows * inputs * 17 // 32)
+    got = ours.prefill(tiny.PROMPTS, chunk=7)
+    model.save_pretrained(tmp_path / "floats")
+    floats = open_model(tmp_path / "floats", attention=attention).prefill(tiny.PROMPTS, chunk=7)
+    assert all(torch.equal(mine, same) for mine, same in zip(got, floats, strict=True))
+    wanted = [tiny.reference(model, prompt, 24) for prompt in tiny.PROMPTS]
+    for mine, (logits, _) in zip(got, wanted, strict=True):
+        assert_close_in_range(mine, logits, 1e-4)
+    assert open_model(tmp_path / "stored", attention=attention).greedy(tiny.PROMPTS, 24) == [ids for _, ids in wanted]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"dtype": "bfloat16"}, "multiplied as they are (mxfp4)"),
+        ({"dtype": "float16"}, "multiplied as they are (mxfp4)"),
+        ({"quantization": "int4"}, "multiplied as they are (mxfp4); others rounded to int4"),
+        ({"quantization": "int8"}, "multiplied as they are (mxfp4); others rounded to int8"),
+    ],
+)
+def test_experts_of_4_bits_stay_so_whatever_the_others_are_rounded_to(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    """And a start counts their bytes before it reads them: an embedding that is not rounded is a view of the file, and
+    biases of attention, and sinks, are a hundredth more."""
+    quantised.save_gpt_oss(tmp_path, vocab_size=128, num_local_experts=32)
+    config = load_model_config(str(tmp_path), device="cpu", **changes)
+    assert config.describe_weights() == f"MXFP4 experts, blocks of 32; {told}"
+    model = open_model(tmp_path, **changes).model
+    assert model.blocks[2].mlp.gate_up._kernel._panels.format == "mxfp4"
+    view = 0 if "quantization" in changes else 128 * 64 * 2
+    assert weight_bytes(model) == pytest.approx(sizing.weight_bytes(config, 1) - view, rel=0.01)
+
+
+def test_gpt_oss_goes_to_a_gpu_widened(tmp_path: Path) -> None:
+    quantised.save_gpt_oss(tmp_path)
+    config = load_model_config(str(tmp_path), device="cuda")
+    assert config.describe_weights() == "MXFP4 experts, blocks of 32; dequantised to bfloat16 when they are loaded"
+    on_cpu = load_model_config(str(tmp_path), device="cpu", dtype="bfloat16")
+    experts, inner = 3 * 3 * 4 * 64 * 128, config.inner_sizes
+    assert inner == (128,)
+    assert sizing.weight_bytes(config, 1) - sizing.weight_bytes(on_cpu, 1) == experts * (2 - 17 / 32)
+
+
+def test_ranks_that_would_cut_a_block_of_an_expert_are_refused(tmp_path: Path) -> None:
+    """96 inputs of an expert's last product are three blocks: not two halves."""
+    quantised.save_gpt_oss(tmp_path, intermediate_size=96)
+    config = load_model_config(str(tmp_path), device="cpu")
+    machine = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 34)
+    with pytest.raises(InvalidConfig, match=r"tp = 2: 48 inputs of an expert's last product .* this model: \[1\]"):
+        resolve(config, machine, parallel=ParallelConfig(tp=2))
+    assert resolve(config, machine).parallel.tp == 1
+
+
 def test_a_checkpoint_says_how_it_is_stored_and_served(tmp_path: Path) -> None:
     config, quantise, _ = CASES["gptq-4-32"]
     quantised.save(tmp_path, config, quantise)
@@ -194,6 +266,46 @@ def test_parts_that_are_missing_or_do_not_fit_are_named(
 ) -> None:
     config, quantise, _ = CASES[case]
     quantised.save(tmp_path, config, quantise)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidConfig, match=message):
+        open_model(tmp_path)
+
+
+OF_GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{OF_GATE_UP}_scales"), "experts.gate_up_proj lacks its part 'scales'; there is: blocks"),
+        (lambda t: t.pop(f"{OF_GATE_UP}_blocks"), r"missing \(model.layers.1.mlp.experts.0.gate_up_proj.weight"),
+        (lambda t: t.pop(f"{OF_GATE_UP}_bias"), r"1 missing \(model.layers.1.mlp.experts.gate_up_proj_bias\)"),
+        (
+            lambda t: t.update({f"{OF_GATE_UP}_scales": t[f"{OF_GATE_UP}_scales"][:, :-1].contiguous()}),
+            r"gate_up_proj: part 'blocks' has shape \[4, 256, 2, 16\], wanted \[4, 255, 2, 16\] beside its other parts",
+        ),
+        (
+            lambda t: t.update({f"{OF_GATE_UP}_blocks": t[f"{OF_GATE_UP}_blocks"].flatten(2)}),
+            r"part 'blocks' has shape \[4, 256, 32\], wanted \[experts, outputs, inputs / 32, 16\]",
+        ),
+        (
+            lambda t: t.update({f"{OF_GATE_UP}_scales": t[f"{OF_GATE_UP}_scales"].float()}),
+            "has blocks of torch.uint8 and scales of torch.float32; MXFP4 has uint8 in both",
+        ),
+        (lambda t: t[f"{OF_GATE_UP}_scales"][3, 200].fill_(255), "gate_up_proj has a scale of 255, which is no number"),
+        (
+            lambda t: t.update({n: p[..., :1, :].contiguous() for n, p in t.items() if n == f"{OF_GATE_UP}_blocks"})
+            or t.update({f"{OF_GATE_UP}_scales": t[f"{OF_GATE_UP}_scales"][..., :1].contiguous()}),
+            r"gate_up_proj holds 4 weights of \[256, 32\], config.json says 4 of \[256, 64\]",
+        ),
+    ],
+)  # fmt: skip
+def test_parts_of_mxfp4_that_are_missing_or_do_not_fit_are_named(
+    change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    quantised.save_gpt_oss(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")

@@ -11,7 +11,7 @@ from replicas.layers.linear import QKVParallelLinear
 from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import weight_bytes
-from tests.numerics import tiny
+from tests.numerics import quantised, tiny
 from tests.numerics.paged import SMOLLM2, PagedModel, assert_close_in_range
 from tests.numerics.ranks import run_ranks
 
@@ -28,9 +28,9 @@ def answer(tp: TpGroup, configs: list[ModelConfig], prompts: list[list[int]], nu
     return answers
 
 
-def check_two_ranks(kinds: Iterable[str], folder: Path) -> None:
-    """Two ranks make the logits and tokens of one, for each of tiny's ``kinds``."""
-    configs = []
+def check_two_ranks(kinds: Iterable[str], folder: Path, *others: ModelConfig) -> None:
+    """Two ranks make the logits and tokens of one, for each of tiny's ``kinds`` and the ``others``."""
+    configs = [*others]
     for kind in kinds:
         tiny.save(kind, folder / kind)
         configs.append(load_model_config(str(folder / kind)))
@@ -41,8 +41,10 @@ def check_two_ranks(kinds: Iterable[str], folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_agree_with_one_for_every_family(tmp_path: Path) -> None:
-    """KV heads split in two, or one head on both ranks; vocabulary of 101 padded to 2 x 51."""
-    check_two_ranks(sorted(tiny.CONFIGS), tmp_path)
+    """KV heads split in two, or one head on both ranks; vocabulary of 101 padded to 2 x 51. Of gpt-oss as published
+    too, whose experts have two blocks of 32 inputs on each rank."""
+    quantised.save_gpt_oss(tmp_path / "published")
+    check_two_ranks(sorted(tiny.CONFIGS), tmp_path, load_model_config(str(tmp_path / "published")))
 
 
 @pytest.mark.slow

@@ -33,11 +33,12 @@ def save_rounded(model: PreTrainedModel, folder: Path, format_: WeightFormat) ->
     chooses experts is never rounded to numbers that share scales."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight") and format_ in ("int8", "q4_1"):
+            if name.endswith(("gate.weight", "router.weight")) and format_ in ("int8", "q4_1"):
                 continue
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and not name.endswith("bias"):
                 table = "embed" in name or "lm_head" in name
-                for weight in parameter if parameter.dim() == 3 else [parameter]:
+                experts = parameter.mT if model.config.model_type == "gpt_oss" else parameter
+                for weight in experts if parameter.dim() == 3 else [parameter]:
                     rounded = pack(weight, table_format(format_) if table else format_)
                     weight.copy_(rounded.rows(torch.arange(len(weight))))
             elif format_ in ("bfloat16", "float16"):

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -27,8 +28,23 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+SINKS: dict[str, Any] = {  # of GPT-OSS: every other layer has a window, as its config says by default
+    "sliding_window": 9,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "gpt-oss": (GptOssConfig, SINKS),
     "llama": (LlamaConfig, {}),
     "llama-tied-biased": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama3-rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
@@ -76,6 +92,8 @@ LATENT_CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "v3-yarn": (DeepseekV3Config, {"rope_parameters": YARN, **GROUPS}),
     "v3-halves": (DeepseekV3Config, {"rope_interleave": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
 }
+# a kind's seed is its place; one that came later is at the end, so that the others keep their numbers
+SEEDS = [*sorted(CONFIGS.keys() - {"gpt-oss"}), *LATENT_CONFIGS, "gpt-oss"]
 VOCAB = 101  # not a multiple of 2 or 3: ranks hold padded slices
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -98,7 +116,7 @@ def save(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
     """Makes the model, saves it into ``folder``, and returns it. Biases and norms are random too: each counts."""
     make, special = (CONFIGS | LATENT_CONFIGS)[kind]
     special = {**LATENT, **special} if kind in LATENT_CONFIGS else special
-    torch.manual_seed([*sorted(CONFIGS), *LATENT_CONFIGS].index(kind))
+    torch.manual_seed(SEEDS.index(kind))
     model = AutoModelForCausalLM.from_config(make(**{**SHAPE, **special, **changes}), attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -199,6 +199,5 @@ def replica_emitter(
 
 def _quantization(model: ModelConfig) -> str:
     """Return how the weights are served: "none" of plain floats."""
-    if model.quantization != "none" or model.stored is None or model.stored.products is None:
-        return model.quantization
-    return str(model.stored.products)
+    kept = None if model.stored is None else model.stored.products or model.stored.experts
+    return model.quantization if model.quantization != "none" or kept is None else str(kept)

@@ -10,6 +10,7 @@ Thread:    the one that runs the model.
 Source:    tiles of one expert, as in Gale et al. 2022 (MegaBlocks, arXiv:2211.15841).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,19 +54,33 @@ def tiles_of(ids: Tensor, number: int, rows: int) -> Tiles:
     return Tiles(choices.view(bound, rows), torch.where(experts < number, experts, -1).int())
 
 
-def gated_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+class Between(NamedTuple):
+    """What is done to the results of the two products."""
+
+    gate: Callable[[Tensor], Tensor]  # [rows, 2 I] -> [rows, I]
+    gate_up_bias: Tensor | None = None  # [E, 2 I]
+    down_bias: Tensor | None = None  # [E, H]
+
+
+def gated_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, between: Between) -> Tensor:
     """Sum what the experts ``ids`` [T, top_k] make of x [T, H], times ``weights`` [T, top_k] fp32.
 
     Args:    gate_up: [E, 2 I, H]; down: [E, H, I]; contiguous, of x's dtype.
     Returns: [T, H] of x's dtype; the sum is in fp32.
     """
     if gpu.kernels() is None:
-        return _by_pytorch(x, ids, weights, gate_up, down)
+        return _by_pytorch(x, ids, weights, gate_up, down, between)
     top_k, number = ids.shape[1], len(gate_up)
     tiles = tiles_of(ids, number, FEW_ROWS if ids.numel() <= FEW_ROWS * number else MANY_ROWS)
     made = _product(x, gate_up, tiles, x.dtype, rows=ids.numel(), shared=top_k)
-    made = _product(gpu.silu_mul(made), down, tiles, torch.float32, rows=ids.numel(), shared=1)
-    return _summed(made, weights, x.dtype)
+    gated = between.gate(_biased(made, between.gate_up_bias, ids.flatten()))
+    made = _product(gated, down, tiles, torch.float32, rows=ids.numel(), shared=1)
+    return _summed(_biased(made, between.down_bias, ids.flatten()), weights, x.dtype)
+
+
+def _biased(made: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
+    """Add to each row [N] the bias of its expert, in place."""
+    return made if bias is None else made.add_(bias[experts])
 
 
 def _product(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype, *, rows: int, shared: int) -> Tensor:
@@ -92,12 +107,13 @@ def _summed(made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _by_pytorch(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _by_pytorch(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, between: Between) -> Tensor:
     """Multiply expert by expert."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(ids).tolist():
         tokens, choice = torch.where(ids == expert)
-        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
-        made = F.linear(F.silu(gate).mul_(up), down[expert])
+        of_tokens = ids.new_full((len(tokens),), expert)
+        gated = between.gate(_biased(F.linear(x[tokens], gate_up[expert]), between.gate_up_bias, of_tokens))
+        made = _biased(F.linear(gated, down[expert]), between.down_bias, of_tokens)
         out.index_add_(0, tokens, made.float() * weights[tokens, choice].unsqueeze(1))  # a token once an expert
     return out.to(x.dtype)

@@ -51,6 +51,19 @@ def test_vector_exp_neither_overflows_nor_becomes_nan_outside_its_range() -> Non
     assert float(out[2:4].min()) > 1e38
 
 
+@pytest.mark.parametrize("tokens", [1, 9, 700])
+def test_the_clamped_gate_is_that_of_gpt_oss_and_what_is_no_number_stays_none(tokens: int) -> None:
+    """Gate and up in turn, beyond the limit of 7 on both sides; 700 tokens are shared by threads."""
+    gate_up = 9 * torch.randn(tokens, 128)
+    gate_up[0, 3], gate_up[0, 8] = float("nan"), float("nan")  # up of the second output, gate of the fifth
+    gate, up = gate_up[:, ::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
+    wanted = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    got = elementwise.clamped_swiglu(gate_up, 7.0, 1.702)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert got[0].isnan().nonzero().flatten().tolist() == [1, 4]
+    assert torch.equal(elementwise.clamped_swiglu(gate_up[-1:], 7.0, 1.702), got[-1:]) or tokens == 1
+
+
 def test_a_block_of_16_by_16_is_transposed() -> None:
     x = np.arange(256, dtype=np.float32).reshape(16, 16)
     out = np.zeros_like(x)

@@ -9,9 +9,12 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import FP4_VALUES as E2M1
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from replicas.checkpoints.stored import Floats4, Window
 from replicas.kernels.linear import FUSED_ROWS, TILE_ROWS, LinearKernel
-from replicas.kernels.panels import PLAIN, Panels, pack
+from replicas.kernels.panels import PLAIN, Panels, Rows, pack
 from replicas.kernels.team import Team
 from replicas.kernels.weight_formats import GROUP, NUMBER_BYTES, WeightFormat
 
@@ -38,8 +41,12 @@ def rounding(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def counted(generator: torch.Generator, format_: WeightFormat, n: int, k: int) -> Tensor:
-    """[N, K] fp32 that is made of numbers of ``format_``, as a checkpoint of ggml's, widened: the largest and the least
-    of a group are among them."""
+    """[N, K] fp32 that is made of numbers of ``format_``, as a checkpoint of ggml's or gpt-oss, widened: the largest
+    and the least of a group are among them."""
+    if format_ == "mxfp4":
+        numbers, exponents = torch.randint(16, (n, k // GROUP, GROUP), generator=generator), torch.arange(n) % 40 - 30
+        numbers[:, :, 5] = 7
+        return (torch.tensor(E2M1)[numbers] * torch.exp2(exponents)[:, None, None]).flatten(1)
     low, high = (0, 15) if format_ == "q4_1" else (-127, 127)
     numbers = torch.randint(low, high + 1, (n, k // GROUP, GROUP), generator=generator)
     numbers[:, :, 5], numbers[:, :, 9] = low, high
@@ -73,13 +80,32 @@ def test_rows_of_the_weight_are_what_a_product_multiplies_by(shape: tuple[int, i
     assert torch.equal(product(torch.eye(shape[1])).T[ids], product.rows(ids))
 
 
-@pytest.mark.parametrize("format_", ["q8_0", "q4_1"])
+@pytest.mark.parametrize("format_", ["q8_0", "q4_1", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 2, 5, FUSED_ROWS + 1])
 def test_weights_that_are_made_of_a_formats_numbers_give_the_bits_of_fp32(rows: int, format_: WeightFormat) -> None:
     weight, x = counted(torch.Generator().manual_seed(rows), format_, 101, 224), torch.randn(rows, 224)
     packed = pack(weight, format_)
     assert torch.equal(widened(packed), weight)
     assert torch.equal(LinearKernel(packed, Team(2))(x), LinearKernel(weight, Team(2))(x))
+
+
+def test_each_of_the_sixteen_floats_of_4_bits_is_exact_at_the_least_and_the_largest_scale() -> None:
+    """Of a checkpoint: the lower half of a byte comes first. 2 ** -127, and half of it, are subnormal; 6 * 2 ** 126 is
+    beyond fp32, as in Transformers."""
+    exponents, numbers = torch.tensor([0, 1, 2, 127, 251, 252, 253, 254], dtype=torch.uint8), torch.arange(16)
+    both = (numbers[::2] | numbers[1::2] << 4).to(torch.uint8).repeat(2)
+    blocks, scales = both.expand(8, 1, 16), exponents.unsqueeze(1)
+    stored = Window.of(Floats4("a weight", blocks, scales))
+    exact = torch.tensor(E2M1 * 2, dtype=torch.float64) * torch.exp2(exponents.double() - 127).unsqueeze(1)
+    wanted = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
+    assert torch.equal(wanted, exact.float())
+    assert wanted[7, 7].isinf()
+    packed = pack(Rows([stored]), "mxfp4")
+    assert packed.nbytes == 32 * 17  # of one panel
+    assert torch.equal(stored.floats(0, 8), wanted)
+    assert torch.equal(widened(packed), wanted)
+    finite = pack(Rows([stored.narrow(0, 0, 6)]), "mxfp4")
+    assert torch.equal(LinearKernel(finite, Team(1))(torch.eye(32)).T, wanted[:6])
 
 
 @pytest.mark.parametrize("format_", EXACT)
