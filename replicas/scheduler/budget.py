@@ -29,8 +29,8 @@ from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
+from replicas.scheduler.precedence import Easing
 from replicas.scheduler.queues import Queues
-from replicas.scheduler.shares import Easing
 
 CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
 LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits

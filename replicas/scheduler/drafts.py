@@ -26,7 +26,7 @@ from replicas.cache.kv import KvCache
 from replicas.request import Guide, Req
 from replicas.scheduler.decode import DecodeRows, decode_plan, draft_groups, sample_row, table_writes
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, StepPlan
-from replicas.scheduler.shares import TenantShares
+from replicas.scheduler.precedence import TenantShares
 from replicas.scheduler.tokens import SOURCES, Counters, NewToken, require_fault
 from replicas.types import TokenIds
 

@@ -35,8 +35,9 @@ from replicas.scheduler.decode import (
 )
 from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan, StepResult
+from replicas.scheduler.precedence import QueueRules, WaitingQueue, set_rank
 from replicas.scheduler.prefill import ExtendBatch, extend_plan, next_prompts
-from replicas.scheduler.queues import QueueRules, Queues, WaitingQueue, set_rank
+from replicas.scheduler.queues import Queues
 from replicas.scheduler.rounds import Deadlines, LastRound, cannot_start, deadline_passed, give_way
 from replicas.scheduler.tokens import (
     COUNTERS,

@@ -204,7 +204,7 @@ def parts(name: str) -> set[str]:
 
 
 def test_parts_of_one_room_are_reached() -> None:
-    assert "replicas.scheduler.queues.WaitingQueue" in parts("replicas.scheduler.scheduler.Scheduler")
+    assert "replicas.scheduler.precedence.WaitingQueue" in parts("replicas.scheduler.scheduler.Scheduler")
 
 
 def test_what_can_change_is_counted_with_the_parts() -> None:

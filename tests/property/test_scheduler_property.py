@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from replicas.scheduler.budget import prompt_tokens
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import ExtendPlan
-from replicas.scheduler.shares import MOST_LEFT_OUT
+from replicas.scheduler.precedence import MOST_LEFT_OUT
 from replicas.types import Finish, FinishReason
 from tests.harness import Bench
 

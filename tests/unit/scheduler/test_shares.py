@@ -7,9 +7,8 @@ import pytest
 
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import ExtendPlan
+from replicas.scheduler.precedence import EASE_S, MOST_LEFT_OUT, QUANTUM
 from replicas.scheduler.prefill import Refusal
-from replicas.scheduler.queues import QUANTUM
-from replicas.scheduler.shares import EASE_S, MOST_LEFT_OUT
 from replicas.scheduler.victims import Need, victims
 from replicas.types import GenerateRequest
 from tests.fakes import continuation

@@ -1,7 +1,15 @@
-"""Shares: whose requests go first where those of several tenants wait for one engine, and how steps ease for them.
+"""Precedence: which of the requests that wait goes first. What decides it is here, from the top down:
 
-Owns:      the credit of each tenant: the tokens that may be computed for it until others go first.
-Never:     orders the requests of one tenant: the policy does (orders.py). Keeps a place or a token free for anybody.
+    class      `RequestClass` (replicas/request.py): one of a higher class goes first, whatever follows
+    credit     `TenantShares.in_turn`: behind those of tenants that had less, within a priority
+    age        `WaitingQueue`, `set_rank`: those that have waited long, by rank
+    priority   highest first
+    policy     the key that the order makes of a request (`ORDERS` in orders.py); then the rank
+
+Owns:      the requests that wait and hold nothing, in their order; the credit of each tenant: the tokens that may be
+           computed for it until others go first.
+Never:     makes the keys of an order (orders.py), says how many tokens one gets (budget.py) or which request leaves
+           (victims.py). Keeps a place or a token free for anybody.
 Invariant: no credit is above the quantum, with which a tenant begins that had no open request. Where one tenant alone
            waits, the order is the policy's, and what is computed takes no credit below 0: nobody had to wait for it. A
            debt is thus what others have waited for.
@@ -9,22 +17,221 @@ Thread:    scheduler thread only.
 Source:    Deficit Longest Prefix Match, Cao et al. 2025 (arXiv:2501.14312). There the longest prefix goes first
            among those with credit; here what the policy puts first.
 
+The credits of tenants, and what follows from them:
+
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
     one of these does not flood: it goes first (no flood uses up its first credit before others)
     its last one begins: steps ease (Easing)
+
+No key of one request gives this order. Of a tenant without credit, P goes before B, which has credit and a lower
+priority; but it goes behind A, which has credit and its own priority, and so behind B too where B stands before A, as
+it is aged. So places are counted over all that wait (`_put_behind`).
 """
 
 import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
 
-from replicas.request import Req, ReqState
+from replicas.cache.kv import KvCache
+from replicas.config import SchedulerConfig
+from replicas.request import Bound, Req, ReqQueue, ReqState
+from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
+from replicas.types import TokenIds
 
+PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
+PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of that prefix
+
+# chunks of prompts that a tenant may have computed before others go first: few, and long prompts of several tenants are
+# cut into pieces by turns; many, and a burst makes others wait (simulated: python -m benchmarks router tenants)
+QUANTUM = 8
 # both simulated: python -m benchmarks router tenants
 MOST_LEFT_OUT = 4  # steps in a row
 EASE_S = 10.0  # after which a tenant that asks now and then is not expected any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRules:
+    """The settings of the waiting queue (`SchedulerConfig`), and what it may ask of cache and engine."""
+
+    policy: str
+    lpm_max_queue: int
+    ageing_s: float
+    late_factor: float
+    quantum: int  # of `TenantShares`
+    peek_len: PeekLen
+    peek_path: PeekPath
+    num_computed: Callable[[], int]  # the prompt tokens that the engine has computed since its start
+
+    @staticmethod
+    def of(config: SchedulerConfig, kv: KvCache, num_computed: Callable[[], int]) -> "QueueRules":
+        assert config.chunked_prefill_size is not None
+        return QueueRules(
+            policy=config.policy,
+            lpm_max_queue=config.lpm_max_queue,
+            ageing_s=config.ageing_s,
+            late_factor=config.late_factor,
+            quantum=QUANTUM * config.chunked_prefill_size,
+            peek_len=kv.cache.peek_len,
+            peek_path=kv.cache.peek_path,
+            num_computed=num_computed,
+        )
+
+
+def set_rank(req: Req, config: SchedulerConfig) -> None:
+    """Give ``req``, which has come, its rank in the queues. With priorities off, its priority is ignored."""
+    rank, priority = req.rank, req.rank.request_class.priority
+    if priority is not None:
+        rank.priority = priority
+    elif config.priorities == "off":
+        rank.priority = 0
+    rank.from_s = req.stamps.arrival_s - req.asked.waited_s
+    if priority is None:
+        rank.from_s -= rank.priority * config.ageing_s
+
+
+class WaitingQueue(ReqQueue):
+    """Requests that hold nothing yet: the highest class first (`RequestClass`), those in the background by rank. Of the
+    others aged requests are tried first; then highest priority; then by the policy's order (orders.py). Where several
+    tenants wait, those with credit go before others of no higher priority (`TenantShares`).
+
+    A request ranks by ``Req.rank``: its arrival, at its first replica where that is gone, and earlier by ``ageing_s``
+    for each point of its priority. So ageing crosses priorities: a request that arrives more than ``ageing_s`` per
+    point of difference later ranks behind. Ageing bounds the wait of requests without any prefix. Queues longer than
+    ``lpm_max_queue`` are taken by rank where the order reads prefixes: peeking at every prompt would cost more than it
+    gains.
+
+    Under an order by objectives a request ages by work instead: when it comes to wait, it gets a bound, ``late_factor``
+    times the prompt tokens that order of arrival puts before its first token. A request is aged when as
+    many tokens are left of its bound as it has to compute. The prefix cache is asked about requests that are not late
+    yet, and about none in a queue longer than ``lpm_max_queue``.
+    """
+
+    def __init__(self, rules: QueueRules) -> None:
+        super().__init__()
+        self.s_per_token = 0.0  # of prompts, as measured of late; 0 until then
+        self.late_len = 0  # uncached tokens, at the last look, of requests before which one goes that can be in time
+        self.shares = TenantShares(rules.quantum)
+        self._num_of_level = Counter[int]()  # of its requests, by the level of their class; none is 0
+        self._rules = rules
+        self._random = Random(0)
+
+    @property
+    def _order(self) -> Order:
+        return ORDERS[self._rules.policy]
+
+    @property
+    def late_factor(self) -> float:
+        """``scheduler.late_factor`` where the order goes by objectives, else 0."""
+        return self._rules.late_factor if self._order.by_objective else 0.0
+
+    def add(self, req: Req, *, mid_prompt_len: int = 0) -> None:
+        """Add ``req``; ``mid_prompt_len``: the tokens still to compute of a prompt that has begun."""
+        self._num_of_level[req.level] += 1
+        if req.in_background:
+            super().add(req)
+            return
+        if self._order.by_objective and req.rank.bound.at_len == math.inf:
+            ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
+            own_len = req.num_tokens - self._cached_len(req)
+            at_len = self._rules.num_computed() + self._rules.late_factor * (ahead_len + own_len)
+            req.rank.bound = Bound(own_len=own_len, at_len=at_len)
+        super().add(req)
+        self.shares.waits(req)
+
+    def remove(self, req: Req) -> None:
+        super().remove(req)
+        self._num_of_level[req.level] -= 1
+        self._num_of_level += Counter()  # without what is 0
+        if not req.in_background:
+            self.shares.begins(req)
+        if not self._reqs:
+            self.late_len = 0
+
+    @property
+    def counted(self) -> list[Req]:
+        """The requests that wait and are not in the background."""
+        if min(self._num_of_level, default=0) >= 0:
+            return list(self._reqs)
+        return [req for req in self._reqs if not req.in_background]
+
+    @property
+    def num_counted(self) -> int:
+        """The number of those."""
+        return sum(num for level, num in self._num_of_level.items() if level >= 0)
+
+    def ordered(self, now_s: float, running: Iterable[Req] = ()) -> list[Req]:
+        """List the requests in the order in which to try them. Stable: ties keep their rank.
+
+        Args: running: requests that run; ``routing-key`` goes by theirs.
+        """
+        reqs = sorted(self._reqs, key=lambda req: req.rank.from_s)
+        if len(self._num_of_level) == 1 and not reqs[0].in_background:
+            return self._in_order(reqs, now_s, running)
+        found = self._in_order([req for req in reqs if not req.in_background], now_s, running)
+        return sorted([*found, *(req for req in reqs if req.in_background)], key=lambda req: -req.level)
+
+    def _in_order(self, reqs: list[Req], now_s: float, running: Iterable[Req]) -> list[Req]:
+        if self._order.by_objective:
+            entries = {req: self._entry(req, now_s) for req in reqs}
+            aged = [req for req in reqs if entries[req].left_len <= entries[req].uncached_len]
+            young = [req for req in reqs if entries[req].left_len > entries[req].uncached_len]
+            self.late_len = passed_tokens(list(entries.values()))
+        elif self._order.keys is None or (self._order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
+            return self.shares.in_turn(reqs)
+        else:
+            aged = [req for req in reqs if now_s - req.rank.from_s >= self._rules.ageing_s]
+            young = reqs[len(aged) :]
+            entries = {req: self._entry(req, now_s) for req in young} if len(young) > 1 else {}
+        if len(young) < 2:
+            return self.shares.in_turn(aged + young)
+        keys = sort_keys(
+            self._rules.policy,
+            [entries[req] for req in young],
+            [req.asked.routing_key for req in running],
+            self._random,
+        )
+        order = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
+        return self.shares.in_turn(aged + [young[at] for at in order])
+
+    def _entry(self, req: Req, now_s: float) -> QueueEntry:
+        left_s = req.first_by_s - now_s
+        if self._order.by_objective and (left_s < 0 or len(self._reqs) > self._rules.lpm_max_queue):
+            cached_len = max(0, req.prompt_len - req.rank.bound.own_len)
+        else:
+            cached_len = self._cached_len(req) if self._order.reads_prefix else 0
+        uncached_len = req.num_tokens - cached_len
+        return QueueEntry(
+            waited_s=now_s - req.stamps.arrival_s + req.asked.waited_s,
+            output_len=req.max_remaining,
+            routing_key=req.asked.routing_key,
+            uncached_len=uncached_len,
+            cached_len=cached_len,
+            path=self._rules.peek_path(req.ids[: req.num_tokens - 1], req.salt) if self._order.reads_path else (),
+            begun=req.num_output > 0,
+            left_s=left_s,
+            needed_s=uncached_len * self.s_per_token,
+            left_len=req.rank.bound.at_len - self._rules.num_computed(),
+        )
+
+    def uncached_tokens(self) -> int:
+        """Count the tokens to compute if every request started now; an upper bound where they are many."""
+        reqs = self.counted
+        if len(reqs) > self._rules.lpm_max_queue:
+            return sum(req.num_tokens for req in reqs)
+        return sum(req.num_tokens - self._cached_len(req) for req in reqs)
+
+    def check(self) -> None:
+        """Assert that what is counted is there."""
+        found = Counter(req.level for req in self._reqs)
+        assert found == self._num_of_level, f"{found} wait by level, {self._num_of_level} are counted"
+        self.shares.check(self.counted)
+
+    def _cached_len(self, req: Req) -> int:
+        return self._rules.peek_len(req.ids[: req.num_tokens - 1], req.salt)
 
 
 class Precedence(enum.IntEnum):
@@ -243,17 +450,3 @@ class Easing:
     def _is_light(self, req: Req) -> bool:
         shares = self._shares
         return not req.in_background and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
-
-
-Size = Callable[[Req], float]
-
-
-def beyond_share(reqs: Sequence[Req], size: Size, *, head: Req | None = None) -> dict[str, float]:
-    """Return by tenant how much of ``size`` its ``reqs`` have beyond its share, by weight, of what all have. ``head``:
-    counts with its weight too, and with nothing."""
-    weights = {req.asked.tenant: req.asked.weight for req in ([*reqs, head] if head is not None else reqs)}
-    held = dict.fromkeys(weights, 0.0)
-    for req in reqs:
-        held[req.asked.tenant] += size(req)
-    whole = sum(held.values()) / sum(weights.values()) if weights else 0.0
-    return {tenant: held[tenant] - whole * weight for tenant, weight in weights.items()}
