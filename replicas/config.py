@@ -7,6 +7,7 @@ Never: checks them, or fills gaps (replicas/resolve.py); `replicas/hf_config.py`
 import difflib
 import functools
 import importlib.metadata
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -139,6 +140,26 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """One tensor of what a module keeps of a text, under the name and number that it asks Transformers' cache for."""
+
+    kind: Literal["conv", "recurrent", "linear"]
+    number: int  # among those of its kind in the layer
+    shape: tuple[int, ...]  # of one text
+    exact: bool  # fp32 whatever the activations are; else as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayer:
+    """A module of Transformers that keeps a state: convolution's last inputs, a recurrence's sums, or both."""
+
+    module: str  # its name within the model
+    layer: int  # its number in Transformers' cache
+    tensors: tuple[StateTensor, ...]
+    whole: bool  # goes on from a state with several tokens at once; else with one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAs:
     """How a quantised checkpoint stores its weights, and what of that is served as it is, on a CPU in float32."""
 
@@ -181,6 +202,7 @@ class ModelConfig:
     # of a model that Transformers runs, which only its own module can tell (models/outline.py):
     num_weights: int = 0  # numbers in the weights; 0: they follow from the sizes above
     outlined_tp_sizes: tuple[int, ...] = ()  # numbers of ranks that it can be split over; empty: `tp_sizes` counts them
+    states: tuple[StateLayer, ...] = ()  # what its modules keep of a text beside K and V, in order of their calls
 
     @property
     def window(self) -> int | None:
@@ -226,6 +248,12 @@ class ModelConfig:
         if tp > heads, and a latent vector on all ranks."""
         heads, vectors = max(1, self.num_kv_heads // tp), 2 if self.mla is None else 1
         return heads * self.num_layers * vectors * (self.head_dim * kv_item_bytes(kv_dtype) + scale_bytes(kv_dtype))
+
+    def state_bytes(self, device: Device) -> int:
+        """Bytes of one text's states. On a CPU activations are fp32."""
+        item = 4 if device == "cpu" else DTYPE_BYTES[self.dtype]
+        tensors = (tensor for layer in self.states for tensor in layer.tensors)
+        return sum(math.prod(tensor.shape) * (4 if tensor.exact else item) for tensor in tensors)
 
     @property
     def attended_size(self) -> int:

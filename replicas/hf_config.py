@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from replicas.config import AttentionKind, DType, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from replicas.config import AttentionKind, DType, MLAConfig, ModelConfig, MoEConfig, RopeConfig, StateLayer
 from replicas.errors import InvalidConfig, UnsupportedModel
 
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
@@ -207,17 +207,23 @@ class Outline:
     hidden_size: int
     num_weights: int  # numbers in the weights; tied ones count once
     tp_sizes: tuple[int, ...]  # numbers of ranks that it can be split over
+    states: tuple[StateLayer, ...] = ()  # what its modules keep of a text beside K and V
 
 
 CONTEXTS = (
     "max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "n_ctx", "seq_length",
-    "max_target_positions",
+    "max_target_positions", "model_max_length",
 )  # fmt: skip
+
+
+NO_POSITIONS = frozenset({"mamba", "mamba2", "falcon_mamba"})  # without attention, and without a longest text
+UNBOUNDED_CONTEXT = 131_072  # tokens that such a model is served with
 
 
 def named_context(hf: Mapping[str, Any]) -> int | None:
     """Return the context's length under whichever name the family has for it; None if there is none."""
-    return next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
+    named = next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
+    return UNBOUNDED_CONTEXT if named is None and hf.get("model_type") in NO_POSITIONS else named
 
 
 def model_config_from_outline(
@@ -267,6 +273,7 @@ def model_config_from_outline(
         attention_kinds=_within(outline.kinds, longest),
         num_weights=outline.num_weights,
         outlined_tp_sizes=outline.tp_sizes,
+        states=outline.states,
     )
     return config, longest
 

@@ -231,6 +231,8 @@ def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     """Return what all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
     if config.cache.label_channels is not None:
         raise InvalidConfig(f"attention = {config.attention!r} with hand-offs: pages arrive without labels; set auto")
+    if config.model.states:
+        raise InvalidConfig("hand-offs of a model that keeps a recurrent state: K and V alone can be handed over")
     try:
         identity = model_identity(config.model.path, config.model.quantization)
         return PortSpec(layout=kv_layout(config, identity), settings=settings)

@@ -28,6 +28,7 @@ from replicas.config import (
 )
 from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import RULES, cut_by
+from replicas.memory import sizing
 
 # On a GPU a group costs six or seven launches a layer, about 1 ms of host; 16,384 tokens of an 8B model: 2 GiB, 0.7 ms
 CASCADE_SAVES: dict[Device, int] = {"cpu": 256, "cuda": 16_384}
@@ -55,6 +56,7 @@ def resolve(
     problems = [
         *_model_problems(model),
         *settings_problems(cache, scheduler),
+        *_state_problems(model, cache, scheduler),
         *_device_problems(model, cache, attention, hardware.device),
         *_rank_problems(model, parallel.tp),
     ]
@@ -68,17 +70,16 @@ def resolve(
             f"{CPU_MEMORY_SHARE:.0%} of {hardware.available_memory_bytes / 2**30:.1f} GiB available RAM, "
             f"at most {CPU_MEMORY_CAP / 2**30:.0f} GiB"
         )
-    if scheduler.max_running_requests is None and hardware.device == "cpu":
-        scheduler = replace(scheduler, max_running_requests=CPU_MOST_RUNNING)
-        origin["scheduler.max_running_requests"] = "default on cpu"
+    cache, scheduler, of_requests = _requests(model, cache, scheduler, hardware.device)
+    origin |= of_requests
     if scheduler.chunked_prefill_size is None:
         scheduler = replace(scheduler, chunked_prefill_size=512 if hardware.device == "cpu" else 8192)
         origin["scheduler.chunked_prefill_size"] = f"default on {hardware.device}"
     if scheduler.cascade_saves is None:
         scheduler = replace(scheduler, cascade_saves=CASCADE_SAVES[hardware.device])
         origin["scheduler.cascade_saves"] = f"default on {hardware.device}"
-    scheduler, why_so = _decode_steps(scheduler, model, parallel, hardware.device)
-    origin |= why_so
+    scheduler, of_steps = _decode_steps(scheduler, model, parallel, hardware.device)
+    origin |= of_steps
     if num_threads is None:
         num_threads = max(1, hardware.num_cpus // parallel.tp)
         origin["num_threads"] = f"{hardware.num_cpus} CPUs over {parallel.tp} ranks"
@@ -95,14 +96,55 @@ def resolve(
     )
 
 
+def _requests(
+    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, device: Device
+) -> tuple[CacheConfig, SchedulerConfig, dict[str, str]]:
+    """Fill in how many requests run, and whether they reuse prefixes: not where they have a recurrent state. Returns:
+    the settings, and where those that were open come from."""
+    origin = dict[str, str]()
+    if model.states and cache.prefix_cache == "radix":
+        cache = replace(cache, prefix_cache="chunk")
+        each = model.state_bytes(device) / 2**20
+        origin["cache.prefix_cache"] = (
+            f"{model.architecture} keeps a recurrent state ({each:,.1f} MiB a request) beside its pages, and a cached "
+            "prefix has none: every prompt is computed whole"
+        )
+    if scheduler.max_running_requests is not None or (device != "cpu" and not model.states):
+        return cache, scheduler, origin
+    most, budget, why = CPU_MOST_RUNNING, cache.device_memory_bytes, f"default on {device}"
+    if model.states:
+        why = f"{why}, at most {most} with recurrent states"
+        if device == "cpu" and budget is not None:
+            left = int(budget * cache.mem_fraction_static) - sizing.weight_bytes(model, 1)
+            most, why = sizing.state_rows(model, device, left, most), f"{why}, which take half of what weights leave"
+    origin["scheduler.max_running_requests"] = why
+    return cache, replace(scheduler, max_running_requests=most), origin
+
+
+def _state_problems(model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:
+    """List what a model that keeps a recurrent state cannot do yet."""
+    if not model.states:
+        return
+    if cache.host_memory_bytes:
+        yield (
+            f"cache.host_memory_bytes with {model.architecture}, which keeps a recurrent state: pages of its K and V "
+            "are of no use without it; leave it out"
+        )
+    if scheduler.drafts == "on":
+        yield (
+            f"scheduler.drafts: on with {model.architecture}: its recurrent state does not go back behind a draft that "
+            "is rejected; leave it out"
+        )
+
+
 def _decode_steps(
     scheduler: SchedulerConfig, model: ModelConfig, parallel: ParallelConfig, device: Device
 ) -> tuple[SchedulerConfig, dict[str, str]]:
     """Fill in what each decode step does. Returns: the settings, and where those that were open come from."""
     origin: dict[str, str] = {}
     if scheduler.overlap == "auto":
-        scheduler = replace(scheduler, overlap="on" if device == "cuda" else "off")
-        origin["scheduler.overlap"] = f"default on {device}"
+        scheduler = replace(scheduler, overlap="on" if device == "cuda" and not model.states else "off")
+        origin["scheduler.overlap"] = f"default {'with recurrent states' if model.states else f'on {device}'}"
     if scheduler.drafts == "auto" and (why := _no_drafts(model, scheduler, parallel, device)) is not None:
         scheduler = replace(scheduler, drafts="off")
         origin["scheduler.drafts"] = why
@@ -117,6 +159,8 @@ def _no_drafts(
         return f"{device}: a row's bits depend on the rows beside it"
     if scheduler.overlap == "on":
         return "scheduler.overlap: a step is launched before the tokens are known that its drafts would follow"
+    if model.states:
+        return "a recurrent state does not go back behind a draft that is rejected"
     if model.implementation == "transformers":
         return "Transformers' module may add up a row in another order beside other rows"
     if parallel.tp > 2:

@@ -40,12 +40,21 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0, "sliding_window": 9, "attention_chunk_size": 8, "num_local_experts": 4, "num_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "is_decoder": True, "decoder_layers": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
 }  # fmt: skip
 # what a type needs beside, or instead (None: the type's own default)
 HALVES = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR_THIRD = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+QWEN4 = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}  # fmt: skip
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {"layer_types": LINEAR_THIRD},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": HALVES, "rope_parameters": dict.fromkeys(set(HALVES), ROPE)},
     "dbrx": {
@@ -54,10 +63,14 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 1},
     "falcon": {"head_dim": None},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128},
     "gemma3n_text": {"layer_types": HALVES, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB},
     "gemma4_text": {"layer_types": HALVES, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 9},
     "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {**MAMBA2, "layer_types": LINEAR_THIRD},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": LINEAR_THIRD, "linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0] * 2},
@@ -68,13 +81,19 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "expert_ffn_hidden_size": 32,
         "ffn_hidden_size": 96,
     },
-    "mamba2": {"num_heads": 8},
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 16)},
     "xmod": {"default_language": "en_XX"},
+    "mamba2": {"num_heads": 8, "state_size": 16, "chunk_size": 8, "n_groups": 2},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "chunk_size": 8, "n_groups": 2,
+    },
     "xlstm": {"v_head_dim": None},
     "xlnet": {"max_position_embeddings": None, "d_head": 16},
-    "zamba2": {"num_hidden_layers": None},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "chunk_size": 8},
     "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
     "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
     "prophetnet": {"num_hidden_layers": None, "num_decoder_layers": 2, "num_encoder_layers": 2},
     "whisper": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},

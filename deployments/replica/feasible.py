@@ -26,6 +26,9 @@ from replicas.resolve import resolve, settings_problems
 from replicas.text.tokenizer import Tokenizer
 from routing.types import Role
 
+KEEPS_STATES = (
+    "mode: disaggregated with a model that keeps a recurrent state: K and V alone can be handed over; set mode: unified"
+)
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
 
 
@@ -76,6 +79,8 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
     with collected():
         heads = None if model is None else model.num_kv_heads
         check_ranks(config, num_kv_heads=heads, latent=model is not None and model.mla is not None)
+    if model is not None and model.states and config.mode != "unified":
+        found[KEEPS_STATES] = None
     for role in roles_of(config) if model is not None else ():
         try:
             most_pool_tokens(engine_of(config, role, available_bytes=available_bytes))
@@ -116,12 +121,22 @@ def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
     return list(found)
 
 
+def kept_states(config: AppConfig, *, available_bytes: int) -> list[str]:
+    """Return a sentence for each role whose model keeps a recurrent state: what it takes, and what it does not do."""
+    engines = [engine_of(config, role, available_bytes=available_bytes) for role in roles_of(config)]
+    return [
+        f"{engine.origin.get('cache.prefix_cache', 'cache.prefix_cache: chunk')}; {states}"
+        for engine in engines
+        if (states := sizing.describe_states(engine))
+    ]
+
+
 def most_pool_tokens(engine: EngineConfig) -> int | None:
     """Count the tokens that the pool of an engine holds at most; None if its device's memory decides.
 
     Raises: InvalidConfig if the memory that a replica on the CPU may take holds no page beside its weights.
     """
-    budget, cap = engine.cache.device_memory_bytes, engine.cache.max_total_tokens
+    budget, cap = engine.cache.device_memory_bytes, sizing.token_cap(engine)
     if engine.device != "cpu" or budget is None:
         return cap
     tp = engine.parallel.tp
@@ -129,7 +144,8 @@ def most_pool_tokens(engine: EngineConfig) -> int | None:
     cell_bytes = engine.model.kv_cell_bytes(tp=tp, kv_dtype=engine.kv_dtype)
     try:
         left = sizing.kv_bytes(budget // tp, weights, engine.cache.mem_fraction_static)
-        fit = sizing.pool_tokens(left, cell_bytes, engine.cache.page_size, None)
+        left = sizing.beside_states(left, engine)
+        fit = sizing.pool_tokens(left, cell_bytes, engine.cache.page_size, None if cell_bytes else cap)
     except InvalidConfig as error:
         origin = engine.origin.get("cache.device_memory_bytes")
         given = f" = {budget}" if origin is None else f" is not given, which is {origin}"

@@ -8,6 +8,7 @@ import logging
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, AttentionSpec, BatchMeta
 from replicas.attention.registry import BACKENDS, NO_LATENT, Backend
@@ -21,6 +22,16 @@ log = logging.getLogger(__name__)
 PLACES: dict[Device, str] = {"cpu": "a CPU", "cuda": "a GPU"}
 
 
+class NoAttention:
+    """The backend of a model without attention, which never calls it."""
+
+    def begin(self, batch: BatchMeta) -> None:
+        """Do nothing: no layer follows."""
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        raise AssertionError("the model has no attention")
+
+
 def make_attention(name: str, spec: AttentionSpec) -> tuple[AttentionBackend, AttentionChoice]:
     """Make the backend called ``name``; ``auto`` takes the first of the device's `BACKENDS` that serves ``spec``, on a
     GPU the first that has run a trial step.
@@ -28,6 +39,8 @@ def make_attention(name: str, spec: AttentionSpec) -> tuple[AttentionBackend, At
     Raises: InvalidConfig for a backend asked for by name that cannot serve here; EngineDead when the GPU has failed, or
             no backend serves.
     """
+    if not spec.pool.num_layers:
+        return NoAttention(), AttentionChoice(name="none", why="no layer of the model attends")
     if name == "auto":
         backend, choice = _first_that_serves(spec)
     else:

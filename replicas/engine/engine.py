@@ -43,6 +43,7 @@ from replicas.engine.open_requests import Choice, OpenRequests, failed
 from replicas.engine.stepping import Stepping, snapshot
 from replicas.errors import EngineDead, Fault, InvalidRequest, MantaError, Overloaded, PromptTooLong
 from replicas.grammar.matcher import Matcher
+from replicas.memory.sizing import describe_states
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.drafts import Drafts
@@ -466,7 +467,8 @@ class Engine:
         pool = self.kv.store.stats()
         cell = self.config.model.kv_cell_bytes(tp=self.config.parallel.tp, kv_dtype=self.config.kv_dtype)
         mib = pool.total_tokens * cell * self.config.parallel.tp / 2**20
-        return f"{pool.total_tokens:,} tokens, {pool.num_pages:,} pages, {mib:,.0f} MiB"
+        states = describe_states(self.config)
+        return f"{pool.total_tokens:,} tokens, {pool.num_pages:,} pages, {mib:,.0f} MiB{states and f'; {states}'}"
 
     def stats(self) -> EngineStats:
         """Take a snapshot of the statistics; engine thread only."""

@@ -50,7 +50,7 @@ class MHATokenToKVPool:
         self.device = torch.device(device)
         shape, stored = self.storage()
         on_cpu = self.device.type == "cpu"
-        self.buffer = _lazy_zeros(shape, stored) if on_cpu else torch.zeros(shape, dtype=stored, device=self.device)
+        self.buffer = lazy_zeros(shape, stored) if on_cpu else torch.zeros(shape, dtype=stored, device=self.device)
 
     def commit(self, most_s: float) -> int:
         """Have the system give a CPU pool its memory now, from its first page on, for at most ``most_s`` seconds: what
@@ -176,7 +176,7 @@ def _madvise(address: int, num_bytes: int, advice: int) -> int:
     return int(madvise(address, num_bytes, advice))
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Make zeros that cost nothing until they are touched: calloc through numpy; torch.zeros writes every byte."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)

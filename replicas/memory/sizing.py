@@ -8,12 +8,13 @@ Invariant: a pool of ``num_pages`` pages never needs more than the bytes it was 
 import logging
 from dataclasses import dataclass
 
-from replicas.config import DTYPE_BYTES, ModelConfig
+from replicas.config import DTYPE_BYTES, Device, EngineConfig, ModelConfig
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 
 MIN_ROWS, MAX_ROWS = 2048, 4096  # of the ReqToTokenPool when max_running_requests is not given (SPEC A08)
+STATE_PLACES = 2  # of each state of a running request: a step reads one and writes the other (memory/state_pool.py)
 ROWS_PER_CONTEXT = 512  # rows for each request of full length that the pool holds
 
 
@@ -110,14 +111,68 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
     return int(numbers) + vectors * DTYPE_BYTES[model.dtype] + exact
 
 
+def state_bytes(model: ModelConfig, device: Device, num_rows: int) -> int:
+    """Count the bytes of the recurrent states of ``num_rows`` running requests, and of the row that warms up."""
+    return STATE_PLACES * (num_rows + 1) * model.state_bytes(device) if model.states else 0
+
+
+def state_rows(model: ModelConfig, device: Device, left: int, most: int) -> int:
+    """Count the requests, at most ``most``, whose states take half of the ``left`` bytes beside the weights; 1 where
+    even that is too much, which `beside_states` then says."""
+    return min(most, max(1, left // 2 // (STATE_PLACES * model.state_bytes(device)) - 1))
+
+
+def beside_states(left: int, config: EngineConfig) -> int:
+    """Count the bytes of ``left``, of one rank beside its weights, that the states of running requests leave.
+
+    Raises: InvalidConfig when that is none.
+    """
+    num_rows = config.scheduler.max_running_requests
+    if not config.model.states or num_rows is None:
+        return left
+    taken = state_bytes(config.model, config.device, num_rows)
+    if taken >= left:
+        raise InvalidConfig(
+            f"the states of {num_rows} running requests take {_mib(taken)}, {_mib(taken // (num_rows + 1))} each, and "
+            f"{_mib(left)} are left beside the weights: lower scheduler.max_running_requests, or give the replica more "
+            "memory (cache.device_memory_bytes)"
+        )
+    return left - taken
+
+
+def describe_states(config: EngineConfig) -> str:
+    """Say what recurrent states take, and a token of K and V beside them; "" for a model without."""
+    model, num_rows = config.model, config.scheduler.max_running_requests
+    if not model.states or num_rows is None:
+        return ""
+    cell_bytes = model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
+    each, taken = model.state_bytes(config.device), state_bytes(model, config.device, num_rows)
+    return (
+        f"recurrent states of {num_rows} running requests, {each:,} bytes each and twice, take {_mib(taken)}; K and V "
+        f"of a token take {cell_bytes:,} bytes"
+    )
+
+
+def token_cap(config: EngineConfig) -> int | None:
+    """Return the most tokens that the pool may hold: the user's cap; without K and V, where a page takes no bytes, at
+    most as many as may run."""
+    cap, num_rows = config.cache.max_total_tokens, config.scheduler.max_running_requests
+    if config.model.num_layers or num_rows is None:
+        return cap
+    pages = num_rows * -(-config.model.context_len // config.cache.page_size)
+    most = pages * config.cache.page_size
+    return most if cap is None else min(cap, most)
+
+
 def pool_tokens(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens: int | None) -> int:
     """Count the tokens that fit, at most ``max_total_tokens``, in whole pages (SPEC A06, A07; K1: a cap of 0 is a cap).
 
     Args:   kv_bytes: the least over all ranks, so that equal pools come out everywhere (SPEC A04).
-            max_total_tokens: the user's cap; warns when it is larger than what fits.
+            max_total_tokens: the user's cap; warns when it is larger than what fits. All that fit where
+            ``cell_bytes`` is 0.
     Raises: InvalidConfig when not even one page fits.
     """
-    profiled = kv_bytes // cell_bytes
+    profiled = kv_bytes // cell_bytes if cell_bytes else max_total_tokens or 0
     tokens = profiled
     if max_total_tokens is not None:
         if max_total_tokens > profiled:

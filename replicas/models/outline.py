@@ -5,8 +5,9 @@ Owns:      which of Transformers' causal models can be served, and the words tha
 Never:     loads a weight, or runs code that comes with a checkpoint (``auto_map``).
 Invariant: each call of attention in a forward pass has K and V of its own in the pool, in order of the calls; a model
            that gives a token's K and V more than once (shared layers, two halves of a head) is thus served as it is.
+           What a module keeps of a text beside K and V is told too (models/states.py), with the module's name.
            What the outline cannot tell for certain is refused: a mask that is not one of AttentionKind's, an argument
-           of attention that is not known here, a state that is no K and V.
+           of attention that is not known here, a state that no module asks Transformers' cache for.
 """
 
 import functools
@@ -14,7 +15,7 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,12 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from replicas.config import AttentionKind
+from replicas.config import AttentionKind, StateLayer
 from replicas.errors import UnsupportedModel
 from replicas.hf_config import Outline
 from replicas.layers.tp_group import TpGroup
 from replicas.models.sharding import NoPlan, shard, widths
+from replicas.models.states import asking, cache_argument, layers_with_states, told_states
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ IGNORED = frozenset({
     "output_router_logits", "logits_to_keep", "return_dict", "deterministic", "num_items_in_batch", "is_training",
 })  # fmt: skip
 KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # in Transformers' cache: K and V, or nothing
+COUNTS = "it counts the positions of its tokens itself: its forward pass takes no position_ids"
 OWN_CODE = "its attention is code of its own, which takes no attention function"
 KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
 BLOCKS = "blockwise_overlay"
@@ -78,6 +81,7 @@ class _Calls:
     """What attention was called with, in order; every module of the outlined model points to it."""
 
     shapes: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)  # of q, k, v
+    callers: list[nn.Module] = field(default_factory=list)
     kinds: list[AttentionKind] = field(default_factory=list)
 
 
@@ -147,10 +151,6 @@ def _refused_by_config(config: PreTrainedConfig) -> str | None:
         return f"{OWN_CODE}{biased}"
     if causal_class(config) is None:
         return "Transformers has no causal language model for it"
-    state = [kind for kind in getattr(text_config(config), "layer_types", None) or () if not kind.endswith("attention")]
-    state += [kind for kind in getattr(text_config(config), "layer_types", None) or () if "linear" in kind]
-    if state:
-        return f"{len(state)} of its layers are {', '.join(sorted(set(state)))}: they keep a state that is no K and V"
     return None
 
 
@@ -164,7 +164,11 @@ def causal_class(config: PreTrainedConfig) -> Any:
 
 def _outlined(config: PreTrainedConfig) -> Outline:
     model, calls = _made(config), _Calls()
-    logits = _run(model, calls)
+    states: tuple[StateLayer, ...] = ()
+    if layers_with_states(DynamicCache(config=model.config)):
+        logits, states = _run_with_states(model, calls)
+    else:
+        logits = _run(model, calls)
     heads = _heads(calls)
     plain = heads["head_dim"] ** -0.5
     num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -176,7 +180,8 @@ def _outlined(config: PreTrainedConfig) -> Outline:
         first_position=first_position(model),
         hidden_size=text_config(config).hidden_size,
         num_weights=num_weights,
-        tp_sizes=_tp_sizes(model, heads),
+        tp_sizes=(1,) if states else _tp_sizes(model, heads),
+        states=states,
     )
 
 
@@ -205,10 +210,12 @@ def _by_function(
 
 
 def _made(config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the module of a config on the meta device."""
-    name = made_with(config, OUTLINED)
+    """Make the module of a config on the meta device; of a wrapper whose causal class is its text part's, that part."""
+    kind, name = causal_class(config), made_with(config, OUTLINED)
+    if kind.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
     with torch.device("meta"):
-        model = causal_class(config)._from_config(config, attn_implementation=name, dtype=torch.bfloat16).eval()
+        model = kind._from_config(config, attn_implementation=name, dtype=torch.bfloat16).eval()
     attend_by(model, OUTLINED)
     silence_padding(model)
     for rope in changing_ropes(model):
@@ -249,7 +256,7 @@ def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
     state = DynamicCache(config=model.config)
     _require_kv(state)
     if not takes_positions(model) and not counting(model):
-        raise _Refused("it counts the positions of its tokens itself: its forward pass takes no position_ids")
+        raise _Refused(COUNTS)
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     # a loop over the experts that tokens have chosen goes over all of them: which they are, nobody knows here
     with torch.inference_mode(), tracing.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
@@ -261,9 +268,34 @@ def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
     return logits
 
 
-def _require_kv(state: DynamicCache) -> None:
+def _run_with_states(model: PreTrainedModel, calls: _Calls) -> tuple[Tensor, tuple[StateLayer, ...]]:
+    """Run a prompt of TOKENS through a model some of whose layers keep a state. Returns: logits, and the states."""
+    for module in model.modules():
+        module._manta = calls
+    model.requires_grad_(requires_grad=False)
+    cache = DynamicCache(config=model.config)
+    _require_kv(cache, KEPT | {type(cache.layers[number]).__name__ for number in layers_with_states(cache)})
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    with torch.no_grad(), asking(model) as asked:
+        named: dict[str, Any] = {"position_ids": ids} if takes_positions(model) else {}
+        if argument := cache_argument(model.forward):
+            named[argument] = asked
+        out = model(ids, use_cache=False, **named)
+    if missing := layers_with_states(cache) - set().union(*asked.layers_of.values()):
+        raise _Refused(
+            f"{len(missing)} of its layers keep their state in the module itself, where requests cannot be told apart"
+        )
+    if calls.shapes and not takes_positions(model):
+        raise _Refused(COUNTS)
+    if any(caller in list(model.get_submodule(name).modules()) for name in asked.told for caller in calls.callers):
+        raise _Refused("its attention runs inside a module that keeps a state")
+    logits: Tensor = out.logits
+    return logits, told_states(model, asked)
+
+
+def _require_kv(state: DynamicCache, kept: Set[str] = KEPT) -> None:
     """Raise _Refused if a layer's state is more than K and V."""
-    other = sorted({type(layer).__name__ for layer in state.layers} - KEPT)
+    other = sorted({type(layer).__name__ for layer in state.layers} - kept)
     if other:
         raise _Refused(f"its layers keep a state that is no K and V ({', '.join(other)})")
 
@@ -322,6 +354,8 @@ def _position_bias(config: PreTrainedConfig) -> str:
 
 def _heads(calls: _Calls) -> dict[str, int]:
     """Return the heads that all calls have. Raises: _Refused where they differ in number."""
+    if not calls.shapes:
+        return {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1}  # of no attention
     heads = {(q[1], k[1]) for q, k, _ in calls.shapes}
     if len(heads) > 1:
         raise _Refused(f"its layers differ in heads, {sorted(heads)} of queries and of K and V; a pool has one shape")
@@ -341,12 +375,15 @@ def _attention(
     if any(len(shape) != 4 or shape[0] != 1 or shape[2] != TOKENS for shape in shapes) or shapes[0][3] != shapes[1][3]:
         raise _Refused(f"its attention is over something else than the tokens' own K and V: shapes {shapes}")
     calls.shapes.append(shapes)
+    calls.callers.append(module)
     calls.kinds.append(_kind(module, attention_mask, query.shape[3], arguments))
     return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
 
 
 def _kind(module: nn.Module, mask: Tensor | None, head_dim: int, arguments: dict[str, Any]) -> AttentionKind:
-    unknown = sorted(name for name, value in arguments.items() if name not in KNOWN and value not in (None, False))
+    unknown = sorted(
+        name for name, value in arguments.items() if name not in KNOWN and value is not None and value is not False
+    )
     if unknown:
         raise _Refused(f"its attention takes {', '.join(unknown)}, which no backend here has")
     if mask is None:

@@ -5,6 +5,7 @@ Never:     changes what a part computes, but for the order of its sums.
 Invariant: a weight lies in memory once: its panels are made layer by layer, and what it was read into is dropped.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,6 +18,9 @@ from replicas.kernels import elementwise
 from replicas.layers.linear import Matmul
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # called in this order, in every family
+
+
+READ = ".dt_proj"  # its weight and bias are read, and it is never called (Mamba)
 
 
 class _Product(nn.Module):
@@ -95,7 +99,8 @@ def use_own_products(module: PreTrainedModel, config: ModelConfig) -> None:
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     dtype: torch.dtype = getattr(torch, config.dtype)
     for name, part in linears.items():
-        if type(module.get_submodule(name)) is not nn.Linear or (part is head and tied and not own_rows):
+        replaced = type(module.get_submodule(name)) is not nn.Linear
+        if replaced or (part is head and tied and not own_rows) or name.endswith(READ):
             continue
         names = _siblings(name, linears)
         parts = [linears[each] for each in names]
@@ -139,6 +144,8 @@ def use_own_norms(module: nn.Module) -> None:
         weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
         if not type(part).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
             continue
+        if len(inspect.signature(part.forward).parameters) != 1:
+            continue  # it takes a gate too
         x = torch.randn(3, *weight.shape)
         ours = F.rms_norm(x, weight.shape, weight, eps)
         if weight.dim() == 1 and torch.allclose(part(x), ours, rtol=1e-5, atol=1e-5):

@@ -41,6 +41,7 @@ from replicas.models.outline import (
 )
 from replicas.models.own_parts import product_bytes, use_own_norms, use_own_products
 from replicas.models.sharding import shard
+from replicas.models.states import ServedStates
 
 SERVED = "manta"  # the attention function of a served model; there is no mask function of this name, so no mask is made
 
@@ -53,6 +54,8 @@ class TransformersModel:
         self._tp = tp
         self._attention = attention
         self._module: PreTrainedModel | None = None
+        self._states: ServedStates | None = None  # of modules that keep more than K and V
+        self._takes_positions = True
         self._calls = 0  # of attention in the forward pass that runs
         self._first_position = 0
         self._keeps = True  # its forward pass sends the wanted rows alone through the head; some send all
@@ -85,6 +88,7 @@ class TransformersModel:
         silence_padding(module)
         self._first_position = first_position(module)
         self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._takes_positions = takes_positions(module) or not self.config.states
         if not takes_positions(module):
             for part in counting(module):
                 part.register_forward_pre_hook(self._tell_positions, with_kwargs=True)
@@ -97,6 +101,8 @@ class TransformersModel:
             use_own_norms(module)
         for part in module.modules():
             part._manta = self
+        if config.states:
+            self._states = ServedStates(module, config.states, self._dtype)
         self._module = module
 
     @property
@@ -117,15 +123,19 @@ class TransformersModel:
         """
         assert self._module is not None, "load() comes before the first step"
         self._attention.begin(meta)
+        if self._states is not None:
+            self._states.begin(meta)
         self._calls = 0
         self._positions = (meta.positions + self._first_position).unsqueeze(0)
         out = self._module(
             input_ids=input_ids.unsqueeze(0),
-            position_ids=self._positions,
+            **({"position_ids": self._positions} if self._takes_positions else {}),
             use_cache=False,
             **({"logits_to_keep": logits_rows} if self._keeps and logits_rows is not None else {}),
         )
         assert self._calls == self.config.num_layers, f"{self._calls} calls of attention"
+        if self._states is not None:
+            self._states.end()
         logits: Tensor = out.logits[0].float()
         return logits if self._keeps or logits_rows is None else logits.index_select(0, logits_rows)
 

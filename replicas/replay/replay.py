@@ -38,8 +38,9 @@ def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
         there = f"is {req.state.value}" if req is not None else f"is not open; open: {sorted(engine.open_rids)[:8]}"
         raise InvalidRequest(f"choice {index} of request {rid!r} {there}: a snapshot needs one that waits or runs")
     readout = req.sampling.readout
-    # logprobs of the prompt, and the mean of its hidden states, are made anew, from its beginning
+    # logprobs of the prompt, the mean of its hidden states, and recurrent states are made anew, from its beginning
     again = req.prompt_logprobs_from is not None or (readout is not None and readout.pooling == "mean")
+    again = again or bool(engine.config.model.states)
     meta, kv = extract_from_kvpool(engine, req, (0, 0 if again else req.computed_len))
     return ReplaySnapshot(
         prompt_ids=req.ids[: req.prompt_len].copy(),

@@ -249,8 +249,9 @@ class ModelRunner:
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
         if channels is not None:
             cell_bytes += channels.numel() * torch.float32.itemsize  # a token's labels
-        kv_bytes -= set_aside.bytes_for_table(config, kv_bytes, cell_bytes)
-        return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
+        cap = sizing.token_cap(config)
+        kv_bytes = sizing.beside_states(kv_bytes, config) - set_aside.bytes_for_table(config, kv_bytes, cell_bytes)
+        return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cap)
 
     def _capture_graphs(self) -> None:
         """Record decode steps, if the device, and on every rank the attention backend and the group, can."""

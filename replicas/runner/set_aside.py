@@ -72,7 +72,8 @@ def bytes_for_table(config: EngineConfig, kv_bytes: int, cell_bytes: int) -> int
     requests, one int32 a position."""
     if config.device != "cuda":
         return 0
-    context_len, cap = config.model.context_len, config.cache.max_total_tokens
-    tokens = kv_bytes // cell_bytes if cap is None else min(kv_bytes // cell_bytes, cap)
+    context_len, cap = config.model.context_len, sizing.token_cap(config)
+    fit = kv_bytes // cell_bytes if cell_bytes else cap or 0
+    tokens = fit if cap is None else min(fit, cap)
     rows = sizing.max_running_requests(tokens, context_len, config.scheduler.max_running_requests)
     return torch.int32.itemsize * (rows + 1) * (context_len + ROW_SLACK)

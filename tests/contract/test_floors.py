@@ -56,12 +56,12 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.resolve": {
         "replicas.attention.registry", "replicas.kernels.weight_formats", "replicas.config", "replicas.errors",
-        "kvtransfer.layout",
+        "replicas.memory.sizing", "kvtransfer.layout",
     },
     "replicas.checkpoints": {"replicas.kernels.weight_formats", "replicas.config", "replicas.errors"},
     "replicas.models": {
         "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config", "replicas.hf_config",
-        "replicas.kernels.elementwise",
+        "replicas.kernels.elementwise", "replicas.memory.state_pool",
     },
     "replicas.loading": {
         "replicas.models", "replicas.layers", "replicas.kernels", "replicas.memory", "replicas.checkpoints",
@@ -152,7 +152,7 @@ ONLY: dict[str, set[str]] = {
     "transformers": {
         "replicas.text.tokenizer", "replicas.loading.model_files", "replicas.models.transformers",
         "replicas.models.outline", "replicas.models.own_parts", "replicas.models.sharding",
-        "replicas.checkpoints.gguf_folder",
+        "replicas.models.states", "replicas.checkpoints.gguf_folder",
     },
     "safetensors": {
         "replicas.checkpoints.safetensors_files", "replicas.checkpoints.adapters", "replicas.memory.kv_scales",
@@ -161,7 +161,7 @@ ONLY: dict[str, set[str]] = {
     "torch": {
         "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.memory", "replicas.memory.pool",
         "replicas.memory.scaled_pool", "replicas.memory.latent_pool",
-        "replicas.memory.sparse_pool", "replicas.calibrate",
+        "replicas.memory.sparse_pool", "replicas.memory.state_pool", "replicas.calibrate",
         "replicas.memory.host",
         "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",
         "replicas.checkpoints", "replicas.loading", "replicas.runner", "replicas.ranks", "replicas.launch",

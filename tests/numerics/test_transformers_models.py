@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from replicas.config import AttentionKind, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
@@ -247,8 +248,8 @@ def test_rope_that_follows_the_longest_text_does_not_follow_the_batch(tmp_path: 
 
 REFUSED = [
     ("bart", {"architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}, "is an encoder-decoder"),
-    ("mamba", {}, "keep a state that is no K and V"),
-    ("bamba", {}, "keep a state that is no K and V"),
+    ("deepseek_v32", {}, "keep a state that is no K and V"),
+    ("recurrent_gemma", {}, "keep their state in the module itself"),
     ("bert", {"is_decoder": False}, "its tokens see those that come after them"),
     ("bloom", {}, r"\(ALiBi\)"),
     ("mpt", {}, r"\(ALiBi\)"),
@@ -261,7 +262,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_reason_before_weights_are_
     tmp_path: Path, model_type: str, changes: dict[str, Any], reason: str
 ) -> None:
     config = tiny_config(model_type).to_dict()
-    name = {"mamba": "MambaForCausalLM", "bert": "BertLMHeadModel"}.get(model_type, f"{model_type}ForCausalLM")
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name], **changes}))
     with pytest.raises(UnsupportedModel, match=f"cannot be served through Transformers: .*{reason}"):
         load_model_config(str(tmp_path), implementation="transformers")

@@ -1,0 +1,286 @@
+"""Models that keep a recurrent state, through Transformers' modules: Transformers' ids on every path of a request.
+
+Tiny random models. The oracle is Transformers in fp32 with eager attention, the whole text at once and without a cache:
+its own cached path does not carry Mamba's state into a second chunk.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from replicas.config import CacheConfig, Hardware, SchedulerConfig
+from replicas.engine.engine import Engine
+from replicas.errors import InvalidConfig
+from replicas.launch import EngineSettings, load_engine
+from replicas.loading.model_files import load_model_config
+from replicas.memory.state_pool import Segment, StatePool
+from replicas.replay.replay import extract, restore
+from replicas.resolve import resolve
+from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
+from replicas.types import Finish, GenerateRequest, SamplingParams, TokenDelta
+from tests.numerics.paged import assert_close_in_range, open_model
+from tests.numerics.test_transformers_models import make, uncached
+from tests.unit.tokenizer_folders import byte_level_folder
+from tools.models_table import tiny_config
+
+DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN = "qwen3_next", "bamba", "lfm2", "mamba"
+Saved = tuple[Path, PreTrainedModel]
+
+
+def saved_model(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    byte_level_folder(folder)
+    config = tiny_config(model_type, **changes)
+    config.eos_token_id = None
+    made = type(make(config, folder))
+    return made.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    made: dict[str, Saved] = {}
+
+    def model_of(model_type: str) -> Saved:
+        if model_type not in made:
+            folder = tmp_path_factory.mktemp(model_type)
+            made[model_type] = folder, saved_model(model_type, folder)
+        return made[model_type]
+
+    return model_of
+
+
+def engine_of(folder: Path, *, tokens: int = 2048, chunk: int = 7, running: int = 8, overlap: str = "auto") -> Engine:
+    return load_engine(
+        EngineSettings(
+            model=str(folder),
+            cache=CacheConfig(page_size=4, max_total_tokens=tokens),
+            scheduler=SchedulerConfig(
+                chunked_prefill_size=chunk, max_running_requests=running, new_token_ratio=0.1, overlap=overlap,  # type: ignore[arg-type]
+            ),
+            num_threads=1,
+            context_len=256,
+        )
+    )  # fmt: skip
+
+
+def asked(rid: str, prompt: Sequence[int], most: int, **more: Any) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=most, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(rid=rid, token_ids=np.array(prompt, np.int32), sampling=sampling, **more)
+
+
+def finished(engine: Engine) -> list[TokenDelta]:
+    deltas = list[TokenDelta]()
+    for _ in range(20_000):
+        if not engine.has_work:
+            return deltas
+        deltas += engine.step()
+    raise AssertionError("the engine is still busy")
+
+
+def ids_of(deltas: Sequence[TokenDelta], rid: str, index: int = 0) -> list[int]:
+    return [token for each in deltas if (each.rid, each.index) == (rid, index) for token in each.token_ids]
+
+
+def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    """Each id of ``answer`` is Transformers' most likely one, behind those before it."""
+    logits = uncached(model, [*prompt, *answer])[len(prompt) - 1 : -1]
+    assert list(answer) == logits.argmax(dim=-1).tolist()
+
+
+def some_prompts(number: int, seed: int) -> dict[str, list[int]]:
+    draw = random.Random(seed)
+    return {f"r{i}": [draw.randrange(3, 190) for _ in range(draw.choice((1, 2, 5, 9, 23, 40)))] for i in range(number)}
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN])
+def test_many_requests_at_once_get_the_ids_of_transformers(
+    models: Callable[[str], Saved], model_type: str, overlap: str
+) -> None:
+    """Twenty of them, in chunks beside answers, on a pool that retracts some; some are aborted, one has three choices,
+    and rows are used again by others."""
+    folder, model = models(model_type)
+    engine = engine_of(folder, tokens=160 if model_type != SCAN else 2048, running=12, overlap=overlap)
+    prompts, draw, deltas = some_prompts(20, 3), random.Random(4), list[TokenDelta]()
+    try:
+        assert engine.config.cache.prefix_cache == "chunk"
+        for rid, prompt in prompts.items():
+            request = asked(rid, prompt, 30)
+            if rid == "r7":
+                request = replace(request, sampling=replace(request.sampling, n=3))
+            deltas += engine.submit(request)
+            deltas += engine.step() if draw.random() < 0.7 else []
+            if rid in ("r5", "r12"):
+                deltas += engine.abort(rid)
+        deltas += finished(engine)
+        if model_type != SCAN:  # it has no K and V to be short of
+            assert engine.stats().num_retractions > 0
+        engine.scheduler.check()
+        assert engine.stats().pool.free_pages == engine.stats().pool.num_pages
+    finally:
+        engine.close()
+    for rid, prompt in prompts.items():
+        for index in range(3 if rid == "r7" else 1):
+            answer = ids_of(deltas, rid, index)
+            assert len(answer) == 30 or rid in ("r5", "r12")
+            assert_greedy(model, prompt, answer)
+
+
+@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, SCAN, "kimi_linear", "minimax"])
+def test_a_state_carried_over_forty_chunks_is_that_of_one_pass(models: Callable[[str], Saved], model_type: str) -> None:
+    folder, model = models(model_type)
+    text = [3 + (i * i + 7 * i) % 190 for i in range(200)]
+    wanted = uncached(model, text)
+    for chunk in (5, 67, 200):
+        (ours,) = open_model(folder).prefill([text], chunk=chunk)
+        assert_close_in_range(ours, wanted, 1e-4)
+        assert ours.argmax(dim=-1).tolist() == wanted.argmax(dim=-1).tolist()
+
+
+class _Lost:
+    """A step whose result cannot be had."""
+
+    def result(self) -> StepResult:
+        raise RuntimeError("no such index")
+
+
+def test_a_step_that_failed_runs_again_from_the_state_before_it(models: Callable[[str], Saved]) -> None:
+    """The request at fault ends; those beside it go on with their ids, though their states had moved on."""
+    folder, model = models(DELTA_RULE)
+    engine, prompts = engine_of(folder), some_prompts(6, 8)
+    launch = engine.steps.launch
+
+    def failing(plan: StepPlan) -> PendingStep:
+        pending = launch(plan)
+        bad = any(row.params.seed == 999 and row.num_output > 3 for row in plan.sampling)
+        return _Lost() if bad else pending
+
+    engine.steps.launch = failing
+    try:
+        for rid, prompt in prompts.items():
+            request = asked(rid, prompt, 12)
+            bad = replace(request, sampling=replace(request.sampling, seed=999))
+            engine.submit(bad if rid == "r2" else request)
+        deltas = finished(engine)
+        assert engine.stats().failed_steps >= 1
+    finally:
+        engine.close()
+    (end,) = [each.finish for each in deltas if each.rid == "r2" and each.finish is not None]
+    assert isinstance(end, Finish)
+    assert end.retry_as == "step_failed"
+    for rid, prompt in prompts.items():
+        assert len(ids_of(deltas, rid)) == 12 or rid == "r2"
+        assert_greedy(model, prompt, ids_of(deltas, rid))
+
+
+def test_a_snapshot_of_a_request_is_computed_anew_where_it_is_restored(models: Callable[[str], Saved]) -> None:
+    folder, model = models(DELTA_RULE)
+    first, second = engine_of(folder), engine_of(folder)
+    prompt = list(range(5, 40))
+    try:
+        first.submit(asked("moved", prompt, 20))
+        deltas = list[TokenDelta]()
+        while len(ids_of(deltas, "moved")) < 8:
+            deltas += first.step()
+        snapshot = extract(first, "moved")
+        assert snapshot.meta.num_tokens == 0
+        answer = ids_of(deltas, "moved") + ids_of([*restore(second, snapshot), *finished(second)], "moved")
+    finally:
+        first.close()
+        second.close()
+    assert len(answer) == 20
+    assert_greedy(model, prompt, answer)
+
+
+def test_the_logprobs_of_a_prompt_are_those_of_transformers(models: Callable[[str], Saved]) -> None:
+    folder, model = models(STATE_SPACE)
+    engine, prompt = engine_of(folder), list(range(20, 45))
+    try:
+        engine.submit(asked("told", prompt, 2, prompt_logprobs_from=1))
+        deltas = finished(engine)
+    finally:
+        engine.close()
+    told = [each.logprob for delta in deltas for each in delta.prompt_logprobs]
+    wanted = uncached(model, prompt).log_softmax(dim=-1)[range(24), prompt[1:]]
+    assert told == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+def test_the_text_part_of_a_wrapper_that_also_sees_is_served(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: the names of its weights are the wrapper's."""
+    config = tiny_config("qwen3_5")
+    assert isinstance(config, Qwen3_5Config)
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
+    whole.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).architectures == ["Qwen3_5ForConditionalGeneration"]
+    text = list(range(3, 40))
+    (ours,) = open_model(tmp_path).prefill([text], chunk=9)
+    with torch.inference_mode():
+        assert_close_in_range(ours, whole(torch.tensor([text]), use_cache=False).logits[0], 1e-4)
+
+
+def test_modules_that_would_begin_at_zero_behind_a_state_are_told_apart(models: Callable[[str], Saved]) -> None:
+    """Mamba's scan takes no state where it is given several tokens; the others' do."""
+    whole = {name: {each.whole for each in load_model_config(str(models(name)[0])).states} for name in (
+        DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN, "kimi_linear", "minimax")}  # fmt: skip
+    assert whole == {name: {name != SCAN} for name in whole}
+
+
+def test_a_state_is_read_only_behind_the_tokens_that_it_has_seen() -> None:
+    pool, slots = StatePool([((2,), torch.float32)], 2, torch.device("cpu")), torch.arange(1, 9)
+    assert pool.begin([1], [0, 3], [3], slots) == [Segment(0, 3, None, 2)]
+    pool.end()
+    for _ in range(2):  # the same step twice: it failed the first time, or its token was dropped
+        (again,) = pool.begin([1], [0, 1], [4], slots)
+        assert (again.read, again.write) == (2, 3)
+        pool.end()
+    (on,) = pool.begin([1], [0, 2], [6], slots)
+    assert (on.read, on.write) == (3, 2)
+    with pytest.raises(RuntimeError, match="row 1 goes on behind 3 tokens, and its states are of"):
+        pool.begin([1], [0, 1], [4], slots)  # of a state that the step before has begun to write over
+    assert pool.begin([1], [0, 1], [1], slots) == [Segment(0, 1, None, 2)]  # another request has the row
+    pool.end()
+    with pytest.raises(RuntimeError, match="behind 4 tokens"):
+        pool.begin([1], [0, 1], [5], slots)
+
+
+def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callable[[str], Saved]) -> None:
+    model, hardware = load_model_config(str(models(DELTA_RULE)[0])), Hardware(
+        device="cpu", num_cpus=2, available_memory_bytes=1 << 34
+    )  # fmt: skip
+    each = model.state_bytes("cpu")
+    assert each == 3 * 4 * (4 * 16 * 16 + 128 * 4)  # three layers, fp32: the sums and the convolution's last inputs
+    config = resolve(model, hardware)
+    assert (config.cache.prefix_cache, config.scheduler.drafts) == ("chunk", "off")
+    assert "keeps a recurrent state" in config.origin["cache.prefix_cache"]
+    for settings, said in (
+        ({"cache": CacheConfig(host_memory_bytes=1 << 20)}, "cache.host_memory_bytes with Qwen3Next"),
+        ({"scheduler": SchedulerConfig(drafts="on")}, "scheduler.drafts: on with Qwen3Next"),
+    ):
+        with pytest.raises(InvalidConfig, match=said):
+            resolve(model, hardware, **settings)  # type: ignore[arg-type]
+
+
+def test_states_take_half_of_what_the_weights_leave_and_are_not_served_beyond_the_memory(
+    models: Callable[[str], Saved],
+) -> None:
+    folder, _ = models(DELTA_RULE)
+    model = load_model_config(str(folder))
+    weights, each = 4 * model.num_weights, model.state_bytes("cpu")
+    hardware = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 34)
+    budget = int((weights + 2 * 2 * 10 * each) / 0.9) + 10
+    config = resolve(model, hardware, cache=CacheConfig(device_memory_bytes=budget))
+    assert config.scheduler.max_running_requests == 9  # and a row that warms up
+    with pytest.raises(InvalidConfig, match=r"the states of 64 running requests take .* lower scheduler"):
+        load_engine(
+            EngineSettings(
+                model=str(folder), num_threads=1,
+                cache=CacheConfig(device_memory_bytes=budget), scheduler=SchedulerConfig(max_running_requests=64),
+            )
+        )  # fmt: skip
