@@ -63,10 +63,11 @@ class OutputFormat:
             tool_format = sniffed(template) or ("none" if has_tools or not template else "hermes")
         tools = None if tool_format == "none" else format_of(tool_format, template)
         if reasoning_format == "auto":
-            found = (name for name, form in reversed(REASONING_FORMATS.items()) if form.end in template + plain)
+            forms = reversed(REASONING_FORMATS.items())
+            found = (name for name, form in forms if (form.marker or form.end) in template + plain)
             reasoning_format = next(found, "none")
         reasoning = None if reasoning_format == "none" else REASONING_FORMATS[reasoning_format]
-        tags = {*(tools.tags if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())}
+        tags = {*(tools.tags if tools else ()), *(reasoning.special if reasoning else ())}
         special = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids} - {""}
         return OutputFormat(
             tools=tools,
@@ -137,7 +138,9 @@ class OutputFormat:
         reader: Reader = TextReader()
         if schemas is not None and self.tools is not None:
             reader = self.tools.reader(schemas, must_call=must_call)
-        if self.reasoning is not None:
+        if self.reasoning is not None and self.reasoning.reader is not None:
+            reader = self.reasoning.reader(schemas, is_open=reasoning_open, is_separate=separate_reasoning)
+        elif self.reasoning is not None:
             reader = ReasoningReader(reader, self.reasoning, is_open=reasoning_open, is_separate=separate_reasoning)
         return WithoutTokens(reader, Tags.of(*self.dropped)) if self.dropped else reader
 

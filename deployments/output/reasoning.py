@@ -7,12 +7,21 @@ Never:     looks for calls in it; what is behind it is another reader's.
 Thread:    the owner of the choice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from deployments.output import harmony
 from deployments.output.parts import Reader, ReasoningPart, TextPart, TextReader
 from deployments.output.text_machine import Steps, Tags, TextMachine
 from replicas.types import TokenIds
+
+
+class ReadsAll(Protocol):
+    """Makes a reader of a whole output, of reasoning, text and calls, where these are messages of one form."""
+
+    def __call__(self, schemas: Mapping[str, Any] | None, *, is_open: bool, is_separate: bool) -> Reader:
+        """Args: schemas: of each tool's parameters; None: calls are not looked for. Others: as of `ReasoningReader`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +30,22 @@ class ReasoningFormat:
 
     begin: str
     end: str
+    marker: str = ""  # what a chat template names instead, where others name the second tag too
+    tags: tuple[str, ...] = ()  # that are tokens of their own, where begin and end are not
+    reader: ReadsAll | None = None  # None: reasoning comes first, and the answer is as the model writes calls
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The texts that may be special tokens."""
+        return self.tags or (self.begin, self.end)
 
 
 THINK = ReasoningFormat(begin="<think>", end="</think>")
+HARMONY = ReasoningFormat(
+    begin=harmony.ANALYSIS, end=harmony.END, marker=harmony.ANALYSIS, tags=harmony.TAGS, reader=harmony.HarmonyReader
+)
 # By the name in settings; a template that several fit has the last of them.
-REASONING_FORMATS: dict[str, ReasoningFormat] = {"think": THINK}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {"think": THINK, "harmony": HARMONY}
 
 
 class ReasoningReader(TextMachine):

@@ -75,7 +75,8 @@ class ModelSettings(Settings):
     # how the model writes tool calls; auto: as its chat template, and as hermes where that knows no tools; none: calls
     # are not looked for
     tool_format: ToolFormatName = "auto"
-    # how the model writes its reasoning; think: between a pair of think tags; auto: so if its chat template names them
+    # how the model writes its reasoning; think: between a pair of think tags; harmony: in a channel, as gpt-oss, whose
+    # calls are read too; auto: as its chat template names it
     reasoning_format: ReasoningName = "auto"
     # what is meant where a request says nothing of temperature, top_k, top_p, min_p or repetition_penalty; model: what
     # the model's generation_config.json says, as vLLM and SGLang do; openai: temperature 1, and nothing is cut off

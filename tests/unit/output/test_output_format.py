@@ -29,6 +29,10 @@ DEEPSEEK = """{{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + to
 DEEPSEEK_31 = """{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' + arguments}}
 {{'<think>'}}{{'</think>'}}"""
 GLM = """{% if tools %}{% endif %}{{ '<tool_call>' + name }}<arg_key>{{ k }}</arg_key>{{ arguments }}"""
+HARMONY = """{%- if tools %}{{- "# Tools" }}{%- endif %}
+{{- "<|start|>assistant<|channel|>analysis<|message|>" + thinking + "<|end|>" }}
+{{- "<|start|>assistant to=functions." + name + "<|channel|>commentary json<|message|>" + arguments + "<|call|>" }}
+{{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}"""
 SMOL = """{% for message in messages %}{{'<|im_start|>' + message['role'] + message['content']}}{% endfor %}"""
 
 
@@ -49,6 +53,8 @@ TEMPLATES: list[tuple[str | None, str | None, str | None, bool]] = [  # how it c
     (DEEPSEEK_31, "deepseek_v31", "think", False),
     (SMOL, "hermes", None, False),
     (GLM, None, None, True),
+    (HARMONY, None, "harmony", True),
+    ("{{ '<|assistant|>' + message.content + '<|end|>' }}", "hermes", None, False),  # Phi 3's end is harmony's
     (None, None, None, False),
 ]
 

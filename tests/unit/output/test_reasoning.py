@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from deployments.output.call_readers import HermesReader
+from deployments.output.harmony import HarmonyReader
 from deployments.output.parts import ReasoningPart, TextPart, TextReader
-from deployments.output.reasoning import THINK, ReasoningCount, ReasoningFormat, ReasoningReader
+from deployments.output.reasoning import HARMONY, THINK, ReasoningCount, ReasoningFormat, ReasoningReader
 from tests.unit.output.outputs import Short, read
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -98,3 +99,73 @@ def test_tokens_are_counted_between_tags_that_are_not_ascii_and_cut_within_a_cha
     count = ReasoningCount(pieces, form, is_open=False)
     count.consume("◁think▷hm◁/think▷yes".encode())
     assert count.num_tokens == len("◁think▷hm◁/think▷".encode())
+
+
+MEANT = "<|channel|>analysis<|message|>So 4 < 5.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+COMMENT = "<|start|>assistant<|channel|>commentary"
+ASKED = f'{COMMENT} to=functions.f <|constrain|>json<|message|>{{"a":  1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        # as in OpenAI's description of the format, each behind a prompt that ends with <|start|>assistant
+        (f"{MEANT}{FINAL}2 + 2 = 4.<|return|>", [("think", "So 4 < 5."), "2 + 2 = 4."]),
+        (f"{MEANT}{ASKED}<|call|>", [("think", "So 4 < 5."), ("f", '{"a":  1}')]),
+        (f"{MEANT}{ASKED}", [("think", "So 4 < 5."), ("f", '{"a":  1}')]),  # <|call|> ends the text, and is no part
+        (
+            f"{MEANT}{COMMENT}<|message|>I look it up.<|end|>{ASKED}",
+            [("think", "So 4 < 5."), "I look it up.", ("f", '{"a":  1}')],
+        ),
+        (
+            '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+            [("f", '{"a": 1}')],
+        ),
+        (" to=functions.get-x<|channel|>commentary <|constrain|>json<|message|>{}<|call|>", [("get-x", "{}")]),
+        (f"{ASKED}<|call|>{ASKED}<|call|>", [("f", '{"a":  1}'), ("f", '{"a":  1}')]),
+        (f"{COMMENT} to=python<|message|>x<|call|>", [("python", "x")]),  # a tool that no one gave is a call, too
+        (f"{COMMENT} to=functions.f<|message|><|call|>", [("f", "{}")]),
+        ("<|channel|>final<|message|>Yes.", ["Yes."]),
+        ("<|channel|>final<|message|>a<|end|>" + f"{FINAL}b", ["a\nb"]),
+        (f"{MEANT}<|start|>assistant{MEANT}", [("think", "So 4 < 5.\nSo 4 < 5.")]),
+        (f'{MEANT}{{"a": 1}}', [("think", "So 4 < 5."), '{"a": 1}']),  # held to a form behind its reasoning
+        ("It goes on <b>here</b>.", ["It goes on <b>here</b>."]),
+        (" to", [" to"]),
+        (" total", [" total"]),
+        ("<", ["<"]),
+        ("<|channel|>fin", []),
+        ("", []),
+    ],
+)
+def test_harmony_is_read_message_by_message(text: str, parts: list[Short]) -> None:
+    for pieces in ([text], text):
+        assert read(HarmonyReader({}, is_open=False, is_separate=True), pieces) == parts
+
+
+def test_harmony_that_goes_on_in_its_reasoning_or_is_not_told_apart_or_has_no_tools() -> None:
+    text = f"o 4.<|end|>{ASKED}"
+    for pieces in ([text], text):
+        goes_on = HarmonyReader({}, is_open=True, is_separate=True)
+        assert read(goes_on, pieces) == [("think", "o 4."), ("f", '{"a":  1}')]
+    for pieces in ([f"{MEANT}{FINAL}a"], f"{MEANT}{FINAL}a"):
+        assert read(HarmonyReader(None, is_open=False, is_separate=False), pieces) == [f"{MEANT}a"]
+    assert read(HarmonyReader(None, is_open=False, is_separate=True), [ASKED]) == ['{"a":  1}']
+
+
+def test_a_call_in_harmony_that_a_limit_cuts_before_its_arguments_is_not_told() -> None:
+    reader = HarmonyReader({}, is_open=False, is_separate=True)
+    assert reader.push(f"{COMMENT} to=functions.f<|message|>") == []
+    assert reader.end(is_cut=True) == []
+
+
+def test_harmony_comes_as_it_is_generated_and_its_reasoning_is_counted() -> None:
+    reader = HarmonyReader({}, is_open=False, is_separate=True)
+    pieces = ["<|channel|>", "analysis", "<|message|>", "So", " 4", "<|end|>", "<|start|>", "assistant", "<|channel|>",
+              "final", "<|message|>", "It", " is"]  # fmt: skip
+    given = [reader.push(piece) for piece in pieces]
+    told = {3: ReasoningPart("So"), 4: ReasoningPart(" 4"), 11: TextPart("It"), 12: TextPart(" is")}
+    assert given == [[told[i]] if i in told else [] for i in range(len(pieces))]
+    count = ReasoningCount([piece.encode() for piece in pieces], HARMONY, is_open=False)
+    count.consume(range(len(pieces)))
+    assert count.num_tokens == 6
