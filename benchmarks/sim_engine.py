@@ -31,6 +31,7 @@ from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.engine.loop import STATS_PERIOD_S
 from replicas.engine.stepping import StepClock, snapshot
+from replicas.memory.sizing import PoolSize
 from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
@@ -105,7 +106,8 @@ class TimedEngine:
         chunk = build.scheduler.chunked_prefill_size
         assert chunk is not None
         self.kv = KvCache(
-            num_pages=build.pool_pages, page_size=build.page_size, max_requests=build.max_running,
+            size=PoolSize(num_pages=build.pool_pages, page_size=build.page_size, cell_bytes=1),
+            max_requests=build.max_running,
             context_len=build.context_len, record_events=True, clock=lambda: events.now_s,
         )  # fmt: skip
         self.scheduler = Scheduler(self.kv, build.scheduler, max_running=build.max_running, clock=lambda: events.now_s)

@@ -212,6 +212,12 @@ class ModelConfig:
         return max(seen) if seen and len(seen) == len(windows) else None
 
     @property
+    def window_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether a token sees a window or chunk alone; empty where all layers are alike in that."""
+        apart = tuple(kind.window is not None or kind.chunk is not None for kind in self.attention_kinds)
+        return apart if len(set(apart)) > 1 else ()
+
+    @property
     def weight_format(self) -> WeightFormat:
         """How the weights of products lie in memory on a CPU."""
         return {"none": self.dtype, "int8": "int8", "int4": "q4_1"}[self.quantization]
@@ -451,7 +457,16 @@ class EngineConfig:
     # what is made of a product's results is rounded, or chooses experts: ranks add their parts in one order
     one_order: bool = False
     adapters: AdapterLimits | None = None  # None: none are served
+    hands_off: bool = False  # its pages go to other replicas, or come from them
     origin: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def window_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether it keeps K and V in the window pool (cache/windows.py); empty: there is none, as pages
+        leave the device whole, or the layers are alike."""
+        cache = self.cache
+        whole = self.device != "cpu" or self.hands_off or cache.host_memory_bytes or cache.label_channels is not None
+        return () if whole or self.model.mla is not None or self.model.states else self.model.window_layers
 
     @property
     def filled_in(self) -> dict[str, dict[str, Any]]:

@@ -96,7 +96,8 @@ def load_engine(settings: EngineSettings) -> Engine:
     ranks = Ranks(config, settings.workers or LocalWorkers(), spec)
     runner = ranks.runner
     if settings.commit_pool and config.device == "cpu":
-        runner.pool.commit(COMMIT_S)
+        for pool in runner.pools:
+            pool.commit(COMMIT_S)
     decode_s: dict[int, float] = {}
     if config.scheduler.drafts != "off":
         decode_s = time_decode(lambda plan: ranks.launch(plan).result(), row=runner.max_running, clock=settings.clock)
@@ -116,7 +117,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             launch=ranks.launch,
             dead_rank=ranks.dead,
             close=ranks.close,
-            kv_bytes=ranks.kv_bytes(config),
+            kv_bytes=ranks.kv_bytes(config) if runner.pool_size.windows is None else None,
             page_home=_page_home(config, kv, ranks.host),
             give_back=ranks.give_back,
             adapters=None if config.adapters is None else HeldAdapters(ranks.adapters(config.adapters), settings.clock),
@@ -161,7 +162,14 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
     is_default = settings.dtype is None and config.device == "cpu" and model.quantization == "none"
     if is_default and (told := default_told(model.dtype)):
         origin["model.dtype"] = told
-    config = replace(config, products=products, one_order=one_order, adapters=settings.adapters, origin=origin)
+    config = replace(
+        config,
+        products=products,
+        one_order=one_order,
+        adapters=settings.adapters,
+        hands_off=settings.transfer is not None,
+        origin=origin,
+    )
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)
     return config
@@ -180,8 +188,7 @@ def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> K
             write=config.cache.write_policy,
         )
     kv = KvCache(
-        num_pages=ranks.runner.pool_size.num_pages,
-        page_size=ranks.runner.pool_size.page_size,
+        size=ranks.runner.pool_size,
         max_requests=ranks.runner.max_running,
         context_len=config.model.context_len,
         cache=config.cache,

@@ -105,6 +105,18 @@ MOVES: dict[ReqState, frozenset[ReqState]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What a request has left behind its window, where all layers have one or some do (cache/windows.py)."""
+
+    gone_len: int = 0  # all: tokens before it, whose pages are no longer held: whole pages; prefix_len is 0 then
+    seen_from: int = 0  # some: the first page whose part it sees
+    cut_at: int = 0  # some: tokens of the prefix that it would have reused if no part were gone
+
+
+NOTHING_BEHIND = Behind()
+
+
 @dataclass(slots=True)
 class Holding:
     """What a request holds of the pools while it is in flight; cache/kv.py makes and unmakes it."""
@@ -113,7 +125,7 @@ class Holding:
     lock: object  # receipt of the prefix cache for the locked path
     prefix_len: int  # leading tokens whose pages belong to the tree (whole pages, locked by ``lock``)
     kv_len: int  # tokens that have a slot: [0, prefix_len) the tree's, [prefix_len, kv_len) its own
-    gone_len: int = 0  # tokens before its window, whose pages are no longer held: whole pages; prefix_len is 0 then
+    behind: Behind = NOTHING_BEHIND
 
 
 @dataclass(slots=True, eq=False)

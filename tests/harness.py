@@ -14,6 +14,7 @@ from replicas.config import CacheConfig, Hardware, ModelConfig, ParallelConfig, 
 from replicas.disagg.roles import HandOffTerms
 from replicas.engine.engine import Engine, Executor
 from replicas.launch import EngineSettings, load_engine
+from replicas.memory.sizing import PoolSize, WindowPool
 from replicas.request import Req
 from replicas.resolve import resolve
 from replicas.scheduler import decode
@@ -37,6 +38,11 @@ class Clock:
         return self.now_s
 
 
+def pool_of(num_pages: int, page_size: int, windows: WindowPool | None = None) -> PoolSize:
+    """A pool whose bytes do not matter."""
+    return PoolSize(num_pages=num_pages, page_size=page_size, cell_bytes=1, windows=windows)
+
+
 class Bench:
     """Scheduler, pools and fake device; `step` runs one step and checks every invariant."""
 
@@ -55,8 +61,7 @@ class Bench:
         """``window``: the tokens that the model sees; None: all."""
         self.clock = Clock()
         self.kv = KvCache(
-            num_pages=num_pages,
-            page_size=page_size,
+            size=pool_of(num_pages, page_size),
             max_requests=max_running,
             context_len=context_len,
             cache=CacheConfig(prefix_cache=prefix_cache, sessions=sessions),
@@ -187,8 +192,7 @@ def fake_engine(
         scheduler=replace(SchedulerConfig(chunked_prefill_size=16), **scheduler),  # type: ignore[arg-type]
     )
     kv = KvCache(
-        num_pages=num_pages,
-        page_size=page_size,
+        size=pool_of(num_pages, page_size),
         max_requests=max_running,
         context_len=128,
         cache=CacheConfig(prefix_cache=prefix_cache),

@@ -21,7 +21,7 @@ from replicas.memory.host import HostKVCache
 from replicas.scheduler.plan import StepPlan
 from replicas.scheduler.scheduler import Scheduler
 from tests.fakes import FakeDevice
-from tests.harness import Bench, Clock
+from tests.harness import Bench, Clock, pool_of
 
 LAYOUT = b"fake:1:2"
 
@@ -126,7 +126,7 @@ class TieredBench(Bench):
         self.host = HostKVCache.create(num_host, rank_page_bytes=16 * page_size, tp=1)
         tier = HostTier(num_pages=num_host, copier=FakePages(self.device, self.host, page_size), write=write)
         self.kv = KvCache(
-            num_pages=num_pages, page_size=page_size, max_requests=8, context_len=128, host=tier, clock=self.clock
+            size=pool_of(num_pages, page_size), max_requests=8, context_len=128, host=tier, clock=self.clock
         )
         self.scheduler = Scheduler(self.kv, SchedulerConfig(chunked_prefill_size=16), max_running=8, clock=self.clock)
         assert self.kv.store.tiers is not None

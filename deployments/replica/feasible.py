@@ -6,6 +6,7 @@ Never:     loads weights, or asks a GPU: that would make a CUDA context in the p
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMOR
     """Resolve the settings of an engine of ``role``, except for its device's memory. Raises: InvalidConfig."""
     own = config_of(config, role)
     hardware = Hardware(device=device_of(own), num_cpus=1, available_memory_bytes=available_bytes)
-    return resolve(
+    resolved = resolve(
         _model(own),
         hardware,
         cache=own.cache,
@@ -102,6 +103,7 @@ def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMOR
         attention=own.attention,
         num_threads=num_threads(own),
     )
+    return replace(resolved, hands_off=role is not Role.UNIFIED)
 
 
 def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
@@ -145,7 +147,8 @@ def most_pool_tokens(engine: EngineConfig) -> int | None:
     try:
         left = sizing.kv_bytes(budget // tp, weights, engine.cache.mem_fraction_static)
         left = sizing.beside_states(left, engine)
-        fit = sizing.pool_tokens(left, cell_bytes, engine.cache.page_size, None if cell_bytes else cap)
+        size = sizing.pool_size(left, cell_bytes, engine.cache.page_size, None if cell_bytes else cap)
+        fit = sizing.with_windows(engine, size, left).num_tokens
     except InvalidConfig as error:
         origin = engine.origin.get("cache.device_memory_bytes")
         given = f" = {budget}" if origin is None else f" is not given, which is {origin}"

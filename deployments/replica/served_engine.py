@@ -45,10 +45,11 @@ from deployments.replica.cache_moves import ReplicaMoves
 from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
 from replicas.cache.tree_view import CacheTree
-from replicas.config import CacheConfig, EngineConfig
+from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
+from replicas.memory.sizing import page_bytes
 from replicas.replay.replay import extract
 from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta, each_told
 from routing.types import Role
@@ -459,7 +460,7 @@ class ServedEngine:
             num_threads=config.num_threads,
             pool=engine.describe(),
             role=self._role,
-            page_bytes=_page_bytes(config),
+            page_bytes=page_bytes(config, engine.kv.store.size),
             transfer=engine.transfer_address,
             metrics=self._metrics_address,
             moves=moves,
@@ -479,7 +480,7 @@ def filled_in(engine: Engine) -> dict[str, dict[str, Any]]:
         "cache.kv_dtype": (config.cache.kv_dtype, config.kv_dtype, f"for weights in {config.model.dtype}"),
         "cache.device_memory_bytes": (
             config.cache.device_memory_bytes,
-            pool.num_pages * _page_bytes(config),
+            pool.num_pages * page_bytes(config, engine.kv.store.size),
             "the pool, in what the device had left",
         ),
         "scheduler.max_running_requests": (
@@ -490,12 +491,6 @@ def filled_in(engine: Engine) -> dict[str, dict[str, Any]]:
     }
     by_rank = {name: {"value": value, "why": why} for name, (given, value, why) in decided.items() if given is None}
     return by_rank | config.filled_in
-
-
-def _page_bytes(config: EngineConfig) -> int:
-    """Return the bytes of a page of K and V, all ranks."""
-    cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
-    return config.cache.page_size * config.num_kv_parts * cell_bytes
 
 
 def _kernels(device: str) -> str:

@@ -43,6 +43,7 @@ class BatchMeta:
     prompt_groups: tuple[PrefixGroup, ...] = ()  # of requests that extend, likewise
     host_qo_indptr: Lengths | None = None  # a copy of the device's, so no step waits to read it; None on a CPU
     host_seq_lens: Lengths | None = None
+    windows: "BatchMeta | None" = None  # the same step as window layers with a pool of their own see it
 
     def on_host(self) -> tuple[Lengths, Lengths]:
         """Return ``qo_indptr`` and ``seq_lens`` as arrays of the host."""

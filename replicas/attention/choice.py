@@ -5,6 +5,7 @@ Invariant: on a GPU, the backend that `auto` takes has run a step: none is chose
 
 import importlib
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -54,6 +55,29 @@ def make_attention(name: str, spec: AttentionSpec) -> tuple[AttentionBackend, At
         choice = AttentionChoice(name=name, why="as the settings say")
     log.info("attention: %s, %s", choice.name, choice.why)
     return backend, choice
+
+
+class AttentionApart:
+    """AttentionBackend of a model whose window layers have a pool of their own: a backend for each pool, which counts
+    its own layers from 0. A step comes with both tables."""
+
+    def __init__(self, full: AttentionBackend, windows: AttentionBackend, window_layers: Sequence[bool]) -> None:
+        """``window_layers``: of each layer, whether it sees a window alone."""
+        self._backends = full, windows
+        counted = [0, 0]
+        self._places: list[tuple[AttentionBackend, int]] = []  # by layer: its backend, and its number there
+        for apart in window_layers:
+            self._places.append((self._backends[apart], counted[apart]))
+            counted[apart] += 1
+
+    def begin(self, batch: BatchMeta) -> None:
+        assert batch.windows is not None, "a step comes with the table of the window pool"
+        self._backends[0].begin(batch)
+        self._backends[1].begin(batch.windows)
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        backend, own = self._places[layer]
+        return backend.forward(own, q, k, v, sinks)
 
 
 def _first_that_serves(spec: AttentionSpec) -> tuple[AttentionBackend, AttentionChoice]:

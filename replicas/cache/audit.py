@@ -35,8 +35,8 @@ def audit(
         assert holding is not None, f"{req.rid} holds nothing"
         assert holding.prefix_len % ps == 0, f"{req.rid}: {holding}"
         assert holding.prefix_len <= holding.kv_len, f"{req.rid}: {holding}"
-        assert holding.gone_len % ps == 0, f"{req.rid}: {holding}"
-        assert not holding.gone_len or holding.prefix_len == 0, f"{req.rid}: {holding}"
+        assert holding.behind.gone_len % ps == 0, f"{req.rid}: {holding}"
+        assert not holding.behind.gone_len or holding.prefix_len == 0, f"{req.rid}: {holding}"
         assert req.computed_len <= holding.kv_len, f"{req.rid}: {req.computed_len} computed, {holding.kv_len} held"
         assert table.valid_len(holding.row) == holding.kv_len, f"{req.rid}: its row is not valid on [0, kv_len)"
         slots = table.view(holding.row, 0, holding.kv_len)
@@ -54,7 +54,7 @@ def audit(
             assert path[0].salt == req.salt, f"{req.rid}: its prefix has another salt"
         locks.update(id(node) for node in path)
         nodes.update((id(node), node) for node in path)
-        private.append(pages[max(holding.prefix_len, holding.gone_len) // ps :])
+        private.append(pages[max(holding.prefix_len, holding.behind.gone_len) // ps :])
     for detained in quarantine:
         if detained.lock is not None:
             assert detained.lock.held, f"{detained.rid}: the lock of its pages in quarantine was given back"

@@ -8,7 +8,8 @@ Invariant: free + evictable + protected + reserved + quarantined == capacity, an
 Window:    where no layer sees further back than ``window`` tokens, a request that decodes holds no page before that:
            its lock is given back once all that it locks is unseen, and its own pages go back one by one. The tree keeps
            prefixes whole, as its invariants want: a prompt's pages stay there, evictable, and an answer that has lost
-           pages adds none. A prompt in progress keeps its pages.
+           pages adds none. A prompt in progress keeps its pages. Where some layers see all and others a window, these
+           have a pool of their own: the pages stay, and their parts there go (cache/windows.py).
 Thread:    scheduler thread only.
 
     admit ──> extend ──> commit ──> extend ... extend_decode ... ──> release
@@ -36,10 +37,9 @@ from replicas.cache.store_tier import StoreTier
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, ReqToTokenPool, Slots
-from replicas.request import Holding, Req
+from replicas.memory.sizing import SLACK, PoolSize
+from replicas.request import Behind, Holding, Req
 from replicas.types import TokenIds
-
-SLACK = 2  # tokens that are kept before a window: those that a step still under way sees
 
 
 class KvCache:
@@ -48,8 +48,7 @@ class KvCache:
     def __init__(
         self,
         *,
-        num_pages: int,
-        page_size: int,
+        size: PoolSize,
         max_requests: int,
         context_len: int,
         cache: CacheConfig | None = None,
@@ -59,10 +58,9 @@ class KvCache:
     ) -> None:
         """``cache``: whether and in which order pages are kept; ``host``: pages that leave the pool move there."""
         cache = cache or CacheConfig()
-        self.page_size = page_size
+        self.page_size = size.page_size
         self.store = PageStore(
-            num_pages=num_pages,
-            page_size=page_size,
+            size=size,
             prefix_cache=cache.prefix_cache,
             eviction=cache.eviction,
             record_events=record_events,
@@ -72,6 +70,7 @@ class KvCache:
         self.cache = self.store.cache
         self.table = ReqToTokenPool(max_requests, context_len)
         self._allocator, self._radix, self._has_sessions = self.store.allocator, self.store.radix, cache.sessions
+        self._windows = self.store.windows
         self._holders: dict[int, Req] = {}  # by row
         self.store_tier: StoreTier | None = None  # set once, by who starts the engine
         self.window: int | None = None  # likewise: the most tokens that any layer sees; None: all
@@ -88,7 +87,11 @@ class KvCache:
         assert req.holding is None, f"request {req.rid} holds row {req.holding.row} already"
         row = self.table.alloc()
         longest = longest_reuse(req, whole=whole) if reuse else 0
-        match = self.cache.match_prefix(req.ids[:longest], req.salt)
+        match, found = self.cache.match_prefix(req.ids[:longest], req.salt), 0
+        if self._windows is not None and (reach := self._windows.reach(match.pages)) < len(match.pages):
+            found = match.prefix_len if match.node.children else 0  # others go on there; else its tail was evicted
+            longest = reach * self.page_size
+            match = self.cache.match_prefix(req.ids[:longest], req.salt, count_hit=False)
         for node in path_to(match.node):
             node.priority = max(node.priority, req.rank.priority)
         if self._radix is not None:
@@ -96,6 +99,8 @@ class KvCache:
         self.table.write(row, 0, self._allocator.pages_to_slots(match.pages))
         lock = self.cache.inc_lock_ref(match.node)
         req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
+        if self._windows is not None:
+            self._windows.admitted(req, match.pages, cut_at=found)
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
@@ -193,6 +198,9 @@ class KvCache:
         if self.window is not None:
             for req in reqs:
                 self._leave_behind(req, self.window + SLACK)
+        elif self._windows is not None:
+            for holding in holdings:
+                self._windows.moved_on(holding, holding.kv_len, self.table.view(holding.row, 0, holding.kv_len))
         return slots
 
     def extend_draft(self, req: Req, num_tokens: int) -> Slots:
@@ -224,8 +232,8 @@ class KvCache:
         """Stop holding the pages of ``req`` before its last ``seen`` tokens, and its lock when all of that is there."""
         holding, ps = _holding(req), self.page_size
         unseen = (holding.kv_len - seen) // ps * ps
-        start = max(holding.prefix_len, holding.gone_len)
-        if unseen < start or unseen <= holding.gone_len:
+        start = max(holding.prefix_len, holding.behind.gone_len)
+        if unseen < start or unseen <= holding.behind.gone_len:
             return
         if holding.prefix_len:
             root = self.cache.match_prefix(req.ids[:0], req.salt, count_hit=False).node
@@ -233,7 +241,7 @@ class KvCache:
             holding.lock, holding.prefix_len = self.cache.inc_lock_ref(root), 0
         if unseen > start:
             self._allocator.free(self._row_pages(holding.row, start, unseen))
-        holding.gone_len = unseen
+        holding.behind = Behind(gone_len=unseen)
 
     def commit(self, req: Req) -> None:
         """Give the whole pages of the ``computed_len`` tokens to the prefix cache (cache_unfinished_req, SPEC E09).
@@ -243,8 +251,10 @@ class KvCache:
         """
         holding, ps = _holding(req), self.page_size
         assert req.computed_len <= holding.kv_len, f"request {req.rid} computed {req.computed_len} of {holding.kv_len}"
+        if self._windows is not None:
+            self._windows.moved_on(holding, req.computed_len, self.table.view(holding.row, 0, holding.kv_len))
         whole, prefix_len = req.computed_len // ps * ps, holding.prefix_len
-        if whole <= prefix_len or holding.gone_len:  # its prefix is there, whoever computed it
+        if whole <= prefix_len or holding.behind.gone_len:  # its prefix is there, whoever computed it
             _note_kept(req, prefix_len)
             return
         pages = self._row_pages(holding.row, 0, whole)
@@ -259,8 +269,12 @@ class KvCache:
         self.cache.dec_lock_ref(_lock(holding))
         if already > prefix_len:
             first, last = prefix_len // ps, already // ps
+            if self._windows is not None:
+                self._windows.hand_over(pages[first:last], match.pages[first:last])
             self.table.write(holding.row, prefix_len, self._allocator.pages_to_slots(match.pages[first:last]))
             self._allocator.free(pages[first:last])
+        if self._windows is not None:
+            self._windows.kept(req, prefix_len, whole, self.table.view(holding.row, 0, whole))
         holding.lock, holding.prefix_len = lock, whole
         _note_kept(req, whole)
 
@@ -278,7 +292,7 @@ class KvCache:
             path = self._radix.nodes_of(req.ids[: holding.prefix_len], req.salt)
             sessions = self._radix.retention.sessions
             sessions.answered(path, req.prompt_len, name=req.asked.routing_key, rid=req.rid)
-        private = self._row_pages(holding.row, max(holding.prefix_len, holding.gone_len), holding.kv_len)
+        private = self._row_pages(holding.row, max(holding.prefix_len, holding.behind.gone_len), holding.kv_len)
         self._forget(req)
         self.cache.dec_lock_ref(_lock(holding))
         self._allocator.free(private)
@@ -290,7 +304,7 @@ class KvCache:
         """
         holding = _holding(req)
         self._keep_marked(req)
-        assert not holding.gone_len, f"request {req.rid} has decoded: no peer knows its pages"
+        assert not holding.behind.gone_len, f"request {req.rid} has decoded: no peer knows its pages"
         lock = _lock(holding)
         receipt = Detained(
             req.rid, self._row_pages(holding.row, holding.prefix_len, holding.kv_len), lock if locked else None
@@ -304,7 +318,7 @@ class KvCache:
     def pages(self, req: Req, first: int, end: int) -> Pages:
         """Return the ids of pages [first, end) of the sequence of ``req``: [end - first]; the last may be partial."""
         holding = _holding(req)
-        assert first * self.page_size >= holding.gone_len, f"request {req.rid} has given pages back"
+        assert first * self.page_size >= holding.behind.gone_len, f"request {req.rid} has given pages back"
         return self._row_pages(holding.row, first * self.page_size, min(end * self.page_size, holding.kv_len))
 
     @property
@@ -334,6 +348,12 @@ class KvCache:
         held = {id(req) for req in self._holders.values()}
         assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
         audit(self._allocator, self.table, self.cache, self.store.quarantine, reqs)
+        if self._windows is not None:
+            for req in reqs:  # its next token sees all of its window
+                first = max(0, req.computed_len + 1 - self._windows.windows.reach) // self.page_size
+                assert _holding(req).behind.seen_from <= first, f"{req.rid}: {_holding(req)} at {req.computed_len}"
+            starts = [(_holding(req), _holding(req).behind.seen_from * self.page_size) for req in reqs]
+            self._windows.check_seen([self._row_pages(each.row, start, each.kv_len) for each, start in starts])
         if self.store_tier is not None:
             self.store_tier.check()
 
@@ -347,7 +367,10 @@ class KvCache:
 
     def _forget(self, req: Req) -> None:
         """Free the row of ``req``; its pages and lock are the caller's to free."""
-        row = _holding(req).row
+        holding = _holding(req)
+        row = holding.row
+        if self._windows is not None:
+            self._windows.released(req, self.table.view(row, 0, holding.kv_len))
         del self._holders[row]
         self.table.free(row)
         req.holding = None

@@ -17,9 +17,11 @@ from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import RadixCache
 from replicas.cache.tiers import HiRadixCache
 from replicas.cache.tree_view import CacheTree, empty_tree
+from replicas.cache.windows import BATCH, WindowAllocator
 from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
+from replicas.memory.sizing import PoolSize
 from replicas.types import PoolStats, TallyCounts
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,7 @@ class PageStore:
     def __init__(
         self,
         *,
-        num_pages: int,
-        page_size: int,
+        size: PoolSize,
         prefix_cache: str,
         eviction: str,
         record_events: bool,
@@ -42,22 +43,27 @@ class PageStore:
         """``host``: pages that leave the pool move there."""
         if prefix_cache not in ("radix", "chunk"):
             raise ValueError(f"unknown prefix cache {prefix_cache!r}; allowed: radix, chunk")
-        self.page_size = page_size
+        self.size, self.page_size = size, size.page_size
         self.reuses_prefixes = prefix_cache == "radix"
         self._events = EventLog() if record_events and self.reuses_prefixes else None
         self.tiers: HiRadixCache | None = None
         if host is not None and self.reuses_prefixes:
-            self.tiers = HiRadixCache(page_size, host=host, policy=eviction, events=self._events, clock=clock)
+            self.tiers = HiRadixCache(self.page_size, host=host, policy=eviction, events=self._events, clock=clock)
         self.radix = self.tiers or (
-            RadixCache(page_size, policy=eviction, events=self._events, clock=clock) if self.reuses_prefixes else None
+            RadixCache(self.page_size, policy=eviction, events=self._events, clock=clock)
+            if self.reuses_prefixes
+            else None
         )
         self.cache: PrefixCache = self.radix or ChunkCache()
-        self.allocator = PagedTokenToKVPoolAllocator(num_pages, page_size)
+        of_windows = size.windows
+        self.windows = None if of_windows is None else WindowAllocator(size.num_pages, size.page_size, of_windows)
+        self.allocator = self.windows or PagedTokenToKVPoolAllocator(size.num_pages, size.page_size)
         self.quarantine = Quarantine()
         self.evicted_tokens = 0  # when pages were short
         self.flushed_tokens = 0  # by `flush`
         self.alloc_failures = 0
         self.failed_checks = 0  # `count_lost`
+        self._looked_at = 0  # parts that had gone when no page behind a hole was left
 
     @property
     def num_pages(self) -> int:
@@ -74,7 +80,9 @@ class PageStore:
         return self._events.seq if self._events is not None else 0
 
     def available_tokens(self) -> int:
-        """Count the tokens in pages that are free or can be evicted."""
+        """Count the tokens in pages that are free or can be evicted; none where requests may see too many windows."""
+        if self.windows is not None and self.windows.overbooked:
+            return 0
         return (self.allocator.num_free + self.cache.evictable_pages) * self.page_size
 
     def make_room(self, num_pages: int, needed_by: str) -> None:
@@ -92,10 +100,25 @@ class PageStore:
                 f"{pool.reserved_pages} reserved{quarantined}: retract {short - pool.evictable_pages} pages' worth of "
                 "requests"
             )
+        if self.windows is not None and self.radix is not None:
+            short -= self._evict_behind_holes(self.windows, self.radix, max(short, self.num_pages // BATCH))
+            if short <= 0:
+                return
         freed = self.cache.evict(short)
         assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"
         self.allocator.free(freed)
         self.evicted_tokens += len(freed) * self.page_size
+
+    def _evict_behind_holes(self, windows: WindowAllocator, radix: RadixCache, num_pages: int) -> int:
+        """Free leaves whose end no request can go on with, as long as there may be some. Returns: the freed pages."""
+        if windows.evicted == self._looked_at:
+            return 0
+        freed = radix.evict_useless(num_pages, lambda node: windows.is_hole(int(node.pages[-1])))
+        self.allocator.free(freed)
+        self.evicted_tokens += len(freed) * self.page_size
+        if len(freed) < num_pages:
+            self._looked_at = windows.evicted
+        return len(freed)
 
     def flush(self) -> None:
         """Empty the prefix cache; nothing in it may be locked."""

@@ -193,6 +193,20 @@ class RadixCache:
             missing -= len(freed[-1])
         return np.concatenate(freed) if freed else NO_PAGES
 
+    def evict_useless(self, num_pages: int, useless: Callable[[TreeNode], bool]) -> Pages:
+        """Free whole unlocked leaves that are ``useless``, and what becomes one by that, until ``num_pages`` are free.
+        O(nodes). Returns: ids of the freed pages."""
+        freed, num_freed = [NO_PAGES], 0
+        leaves = [node for node in self._nodes() if node.evictable and useless(node)]
+        while leaves and num_freed < num_pages:
+            leaf = leaves.pop()
+            parent = leaf.parent
+            freed.append(self._give_up(leaf))
+            num_freed += len(freed[-1])
+            if parent is not None and parent.evictable and useless(parent):
+                leaves.append(parent)
+        return np.concatenate(freed)
+
     def reset(self) -> Pages:
         """Empty the cache (SPEC E03); nothing may be locked. Returns: ids of all pages."""
         assert self.protected_pages == 0, f"{self.protected_pages} pages are locked"

@@ -180,7 +180,7 @@ class Ranks:
         order = GiveBack(parts)
         if self._channel is not None:
             self._channel.send(order)
-        give_back_parts(order, self.runner.pool)
+        give_back_parts(order, self.runner.pools)
 
     def adapters(self, limits: AdapterLimits) -> RankedAdapters:
         """Give access to the adapters of all ranks."""

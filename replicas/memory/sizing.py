@@ -16,6 +16,23 @@ log = logging.getLogger(__name__)
 MIN_ROWS, MAX_ROWS = 2048, 4096  # of the ReqToTokenPool when max_running_requests is not given (SPEC A08)
 STATE_PLACES = 2  # of each state of a running request: a step reads one and writes the other (memory/state_pool.py)
 ROWS_PER_CONTEXT = 512  # rows for each request of full length that the pool holds
+LEAST_SHARE = 0.4  # of the pages, that have a part in the window pool (docs/log/2026-11-29-window-pools.md)
+WINDOWS_A_TEXT = 4  # kept of a text of full length: where its prompts and answers ended
+WORTH_SPLITTING = 0.75  # of the pages: with parts for more, all layers keep all tokens
+SLACK = 2  # tokens that are kept before a window: those that a step still under way sees
+BORDER_PAGES = 3  # that a request sees beside whole pages of its window: partly seen, under way, begun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPool:
+    """The pool of the layers that see a window of each text alone (cache/windows.py); its dummy page 0 on top."""
+
+    num_pages: int
+    cell_bytes: int  # K and V of one token, its layers, on this rank
+    reach: int  # tokens that its layers see at most, the one that sees among them
+    seen_pages: int  # pages before a page's border that the token behind it sees
+    request_pages: int  # most that a request sees that decodes
+    step_pages: int  # most that the prompts of a step see beside that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +41,8 @@ class PoolSize:
 
     num_pages: int
     page_size: int  # tokens
-    cell_bytes: int  # K and V of one token, all layers, on this rank
+    cell_bytes: int  # K and V of one token, all layers that have them in this pool, on this rank
+    windows: WindowPool | None = None  # of the other layers; None: there are none
 
     @property
     def num_tokens(self) -> int:
@@ -32,10 +50,14 @@ class PoolSize:
 
     @property
     def bytes(self) -> int:
-        return self.num_tokens * self.cell_bytes
+        windows = self.windows
+        apart = 0 if windows is None else windows.num_pages * self.page_size * windows.cell_bytes
+        return self.num_tokens * self.cell_bytes + apart
 
     def describe(self) -> str:
-        return f"{self.num_tokens:,} tokens, {self.num_pages:,} pages, {self.bytes / 2**20:,.0f} MiB"
+        windows = self.windows
+        apart = "" if windows is None else f", of {windows.num_pages * self.page_size:,} of them windows too"
+        return f"{self.num_tokens:,} tokens{apart}, {self.num_pages:,} pages, {self.bytes / 2**20:,.0f} MiB"
 
 
 def kv_bytes(memory: int, weights: int, mem_fraction_static: float) -> int:
@@ -192,6 +214,53 @@ def pool_size(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens: 
     """Size a pool by `pool_tokens`."""
     tokens = pool_tokens(kv_bytes, cell_bytes, page_size, max_total_tokens)
     return PoolSize(num_pages=tokens // page_size, page_size=page_size, cell_bytes=cell_bytes)
+
+
+def with_windows(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSize:
+    """Split a pool in two where some layers see a window alone: these then keep K and V of a part of the tokens, and
+    the same bytes hold more.
+
+    The share of the pages that have a part in the window pool is that of WINDOWS_A_TEXT windows in a text of full
+    length, LEAST_SHARE at least; one request and a step's prompts always fit.
+
+    Args:    size: of the pool as it is whole. kv_bytes: what both may take.
+    Returns: ``size`` where there are no such layers, or too few tokens could be left out to be worth it.
+    """
+    if not any(config.window_layers):
+        return size
+    page_size, kinds = size.page_size, config.model.attention_kinds
+    reach = max(kind.window or kind.chunk or 0 for kind in kinds)
+    windows_cell = size.cell_bytes * sum(config.window_layers) // len(kinds)
+    windows_bytes, full_bytes = page_size * windows_cell, page_size * (size.cell_bytes - windows_cell)
+    seen, step = -(-(reach - 1) // page_size), -(-config.chunked_prefill_size // page_size)
+    share = min(1.0, max(LEAST_SHARE, WINDOWS_A_TEXT * reach / config.model.context_len))
+    num_pages = int(kv_bytes / (full_bytes + share * windows_bytes))
+    if config.cache.max_total_tokens is not None:
+        num_pages = min(num_pages, config.cache.max_total_tokens // page_size)
+    num_parts = max(int(share * num_pages), seen + BORDER_PAGES + step)
+    num_pages = min(num_pages, (kv_bytes - num_parts * windows_bytes) // full_bytes)
+    if num_parts > WORTH_SPLITTING * num_pages:
+        return size
+    windows = WindowPool(
+        num_pages=num_parts,
+        cell_bytes=windows_cell,
+        reach=reach,
+        seen_pages=seen,
+        request_pages=seen + BORDER_PAGES,
+        step_pages=step,
+    )
+    return PoolSize(
+        num_pages=num_pages, page_size=page_size, cell_bytes=size.cell_bytes - windows_cell, windows=windows
+    )
+
+
+def page_bytes(config: EngineConfig, size: PoolSize) -> int:
+    """Count the bytes of a page of K and V, all ranks; of a window pool its share."""
+    windows = size.windows
+    cell = float(config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype))
+    if windows is not None:
+        cell -= windows.cell_bytes * (1 - windows.num_pages / size.num_pages)
+    return int(config.cache.page_size * config.num_kv_parts * cell)
 
 
 def max_running_requests(tokens: int, context_len: int, given: int | None) -> int:

@@ -74,7 +74,7 @@ def run_worker(spec: WorkerSpec) -> None:
         elif isinstance(message, PutAdapter | DropAdapter):
             runner.adapters.run(message, tp)
         elif isinstance(message, GiveBack):
-            give_back_parts(message, runner.pool)
+            give_back_parts(message, runner.pools)
         elif isinstance(message, ReadKv | WriteKv):
             run_order(message, runner.pool, tp, spec.config.model.num_kv_heads)
         else:

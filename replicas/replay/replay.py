@@ -114,9 +114,10 @@ def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) 
     start, end = token_range
     if not 0 <= start <= end <= req.computed_len:
         raise ValueError(f"request {req.rid}: K/V of [{start}, {end}) is wanted, of [0, {req.computed_len}) is there")
-    if req.holding is not None and start < min(req.holding.gone_len, end):
+    gone_len = 0 if req.holding is None else req.holding.behind.gone_len
+    if start < min(gone_len, end):
         raise InvalidRequest(
-            f"request {req.rid}: the K/V of its first {req.holding.gone_len} tokens was given back: no layer's window "
+            f"request {req.rid}: the K/V of its first {gone_len} tokens was given back: no layer's window "
             "reaches them; take a snapshot sooner"
         )
     port = _port(engine)
@@ -206,6 +207,11 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
 
 
 def _port(engine: Engine) -> KvBytes:
+    if engine.kv.store.windows is not None:
+        raise InvalidRequest(
+            "a snapshot holds the K/V of whole pages, and this engine keeps that of window layers apart: give it "
+            "cache.host_memory_bytes, and it keeps them together"
+        )
     if engine.executor.kv_bytes is None:
         raise InvalidRequest("this engine was built without access to its K/V bytes: use replicas.launch.load_engine")
     return engine.executor.kv_bytes

@@ -1,7 +1,8 @@
 """Turns a plan into tensors on this rank's device; the host waits for no copy, neither up nor down.
 
 Owns:      the rank's copy of the ReqToTokenPool (`DeviceTable`), kept equal to the scheduler's by the plan's writes;
-           pinned host buffers, written in turn: one is written again only when its last copy has run.
+           pinned host buffers, written in turn: one is written again only when its last copy has run; of a model whose
+           window layers have a pool of their own, their table (`WindowTable`), which follows from both.
 Never:     decides anything.
 Invariant: before a step, row r of the table is valid on [0, seq_len) for every row of the plan (SPEC B05). Arrays lie
            behind one another in the order given, each at a multiple of ALIGNMENT. Equal shapes give equal places, so a
@@ -10,7 +11,7 @@ Thread:    the thread that runs the model.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,15 @@ from torch import Tensor
 from replicas.attention.base import BatchMeta
 from replicas.attention.fence import Fence
 from replicas.runner.sampler import DeviceLogprobs
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan, StepResult, TableWrite
+from replicas.scheduler.plan import (
+    DecodePlan,
+    ExtendPlan,
+    PartWrite,
+    StepPlan,
+    StepResult,
+    TableWrite,
+    TableWrites,
+)
 
 ALIGNMENT = 64  # bytes
 BUFFERS = 8  # a step takes two or three, and two steps are under way at most
@@ -104,12 +113,16 @@ class PendingTokens:
 class DeviceTable:
     """The ReqToTokenPool on the device: slot of (row, position). Followers rebuild it from the plans they receive."""
 
-    def __init__(self, num_rows: int, row_len: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, row_len: int, device: torch.device, windows: "WindowTable | None" = None
+    ) -> None:
         self.slots = torch.zeros((num_rows, row_len), dtype=torch.int32, device=device)  # [R, C]
+        self.windows = windows
         self._host = self.slots.numpy() if device.type == "cpu" else None  # the same memory, quicker to write
 
-    def apply(self, writes: tuple[TableWrite, ...], staging: Staging) -> None:
-        """Make ``writes``; no two name the same position, since a GPU makes them in any order."""
+    def apply(self, made: TableWrites, staging: Staging) -> None:
+        """Make the writes of a plan; no two name the same position, since a GPU makes them in any order."""
+        writes: Sequence[TableWrite] = made if self.windows is None else self.windows.apply(made)  # type: ignore[assignment]
         if self._host is not None:
             for write in writes:
                 self._host[write.row, write.start : write.start + len(write.slots)] = write.slots
@@ -120,6 +133,38 @@ class DeviceTable:
     def append(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Enter ``slots[b]`` at position ``positions[b]`` of ``rows[b]``; all [B], on the table's device."""
         self.slots.index_put_((rows, positions), slots.int())
+
+
+class WindowTable:
+    """The table of the window layers' pool on a CPU: slot of (row, position), where the page of that position has a
+    part; elsewhere any slot."""
+
+    def __init__(self, num_rows: int, row_len: int, *, num_pages: int, page_size: int) -> None:
+        self.slots = torch.zeros((num_rows, row_len), dtype=torch.int32)  # [R, C]
+        self._host = self.slots.numpy()
+        self._parts = np.zeros(num_pages + 1, dtype=np.int32)  # by page
+        self._size = np.int32(page_size)
+
+    def apply(self, made: TableWrites) -> list[TableWrite]:
+        """Make the writes of a plan. Returns: those that name slots of the other pool."""
+        writes = []
+        for write in made:
+            if isinstance(write, PartWrite):
+                self._parts[write.pages] = write.parts
+            else:
+                self._host[write.row, write.start : write.start + len(write.slots)] = self._apart(write.slots)
+                writes.append(write)
+        return writes
+
+    def seen(self, meta: BatchMeta) -> BatchMeta:
+        """Describe a step to the window layers, and enter the slots of the rows that decode."""
+        slots = self._apart(meta.out_slots.numpy())
+        if size := meta.num_decode:
+            self._host[meta.rows[-size:].numpy(), meta.positions[-size:].numpy()] = slots[-size:]
+        return replace(meta, table=self.slots, out_slots=torch.from_numpy(slots.astype(np.int64)))
+
+    def _apart(self, slots: Array) -> Array:
+        return self._parts[slots // self._size] * self._size + slots % self._size
 
 
 def cells(writes: Sequence[TableWrite], *, row_len: int) -> list[Array]:
@@ -224,6 +269,8 @@ def _meta(
 def _append(table: DeviceTable, meta: BatchMeta) -> None:
     if size := meta.num_decode:
         table.append(meta.rows[-size:], meta.positions[-size:], meta.out_slots[-size:])
+    if table.windows is not None:
+        meta.windows = table.windows.seen(meta)
 
 
 def _extend(plan: ExtendPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:

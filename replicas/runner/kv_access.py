@@ -8,7 +8,7 @@ Thread:    the runner's: engine thread on rank 0, the worker's main thread on th
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,10 +60,11 @@ class GiveBack:
 KvOrder = ReadKv | WriteKv | CopyPages | GiveBack
 
 
-def give_back_parts(order: GiveBack, pool: MHATokenToKVPool) -> None:
+def give_back_parts(order: GiveBack, pools: Sequence[MHATokenToKVPool]) -> None:
     """Run this rank's part."""
     if "kv_cache" in order.parts:
-        pool.give_back()
+        for pool in pools:
+            pool.give_back()
     if "weights" in order.parts:
         give_back_panels()
 

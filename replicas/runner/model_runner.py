@@ -12,6 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, AttentionSpec, BatchMeta, HeadTurn, RotatingAttention
-from replicas.attention.choice import make_attention
+from replicas.attention.choice import AttentionApart, make_attention
 from replicas.attention.workspace import num_sms
-from replicas.config import EngineConfig
+from replicas.config import AttentionChoice, EngineConfig
 from replicas.errors import InvalidConfig
 from replicas.kernels import gpu
 from replicas.kernels.adapters import low_rank
@@ -86,26 +87,15 @@ class ModelRunner:
             self.pool_size.num_tokens, config.model.context_len, config.scheduler.max_running_requests
         )
         try:
-            self.pool = self._make_pool(channels)
+            self.pools = self._make_pools(channels)  # of K and V on this rank; the second of window layers, if any
         except torch.OutOfMemoryError as error:
             raise InvalidConfig(
                 f"the KV pool of {self.pool_size.describe()} does not fit on {self.device}, of which "
                 f"{free_device_bytes(self.device) >> 20:,} MiB are free: lower cache.mem_fraction_static "
                 f"({config.cache.mem_fraction_static:g}) or set cache.device_memory_bytes"
             ) from error
-        self.table = batches.DeviceTable(self.max_running + 1, config.model.context_len + ROW_SLACK, self.device)
-        spec = AttentionSpec(
-            pool=self.pool,
-            dtype=computes_in(self.device, getattr(torch, config.model.dtype)),
-            num_heads=config.model.num_heads // tp.size,
-            num_kv_heads=self.pool.num_kv_heads,
-            head_dim=config.model.head_dim,
-            kinds=config.model.attention_kinds,
-            num_threads=config.num_threads,
-            graph_rows=set_aside.graph_rows(config),
-            sparse_tokens=config.cache.sparse_tokens,
-        )
-        self._attention.backend, self.attention_choice = make_attention(config.attention, spec)
+        self.table = self._make_table()
+        self._attention.backend, self.attention_choice = self._make_attention()
         self._sampler = Sampler(config.model.vocab_size, self.device)
         # of the step launched last: its tokens [S], or the step itself while it waits for masks; rank 0 only
         self._sampled: Tensor | LateSampling | None = None
@@ -118,6 +108,11 @@ class ModelRunner:
     def attention(self) -> AttentionBackend:
         """The backend that runs this rank's attention."""
         return self._attention.ready
+
+    @property
+    def pool(self) -> MHATokenToKVPool:
+        """The pool whose pages requests hold."""
+        return self.pools[0]
 
     @functools.cached_property
     def adapters(self) -> AdapterBank:
@@ -251,7 +246,8 @@ class ModelRunner:
             cell_bytes += channels.numel() * torch.float32.itemsize  # a token's labels
         cap = sizing.token_cap(config)
         kv_bytes = sizing.beside_states(kv_bytes, config) - set_aside.bytes_for_table(config, kv_bytes, cell_bytes)
-        return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cap)
+        size = sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cap)
+        return sizing.with_windows(config, size, kv_bytes)
 
     def _capture_graphs(self) -> None:
         """Record decode steps, if the device, and on every rank the attention backend and the group, can."""
@@ -293,28 +289,61 @@ class ModelRunner:
 
         return rank_channels(self._config, self.tp.rank)
 
-    def _make_pool(self, channels: Tensor | None) -> MHATokenToKVPool:
-        model = self._config.model
+    def _make_table(self) -> batches.DeviceTable:
+        rows, row_len = self.max_running + 1, self._config.model.context_len + ROW_SLACK
+        size, apart = self.pool_size, None
+        if size.windows is not None:
+            apart = batches.WindowTable(rows, row_len, num_pages=size.num_pages, page_size=size.page_size)
+        return batches.DeviceTable(rows, row_len, self.device, apart)
+
+    def _make_attention(self) -> tuple[AttentionBackend, AttentionChoice]:
+        config = self._config
+        spec = AttentionSpec(
+            pool=self.pool,
+            dtype=computes_in(self.device, getattr(torch, config.model.dtype)),
+            num_heads=config.model.num_heads // self.tp.size,
+            num_kv_heads=self.pool.num_kv_heads,
+            head_dim=config.model.head_dim,
+            kinds=config.model.attention_kinds,
+            num_threads=config.num_threads,
+            graph_rows=set_aside.graph_rows(config),
+            sparse_tokens=config.cache.sparse_tokens,
+        )
+        if len(self.pools) == 1:
+            return make_attention(config.attention, spec)
+        layers = config.window_layers
+        of_full, of_windows = (
+            tuple(kind for kind, is_window in zip(spec.kinds, layers, strict=True) if is_window == apart)
+            for apart in (False, True)
+        )
+        full, choice = make_attention(config.attention, replace(spec, kinds=of_full))
+        windows, _ = make_attention(choice.name, replace(spec, pool=self.pools[1], kinds=of_windows))
+        return AttentionApart(full, windows, layers), choice
+
+    def _make_pools(self, channels: Tensor | None) -> list[MHATokenToKVPool]:
+        model, windows = self._config.model, self.pool_size.windows
         if channels is not None:
             from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool
 
             dtype, size = getattr(torch, self._config.kv_dtype), self.pool_size
-            return DoubleSparseTokenToKVPool(
+            labelled = DoubleSparseTokenToKVPool(
                 size.num_pages, size.page_size, channels, model.head_dim, dtype, self.device
             )
-        pool = kv_pool(
+            return [labelled]
+        make = functools.partial(
+            kv_pool,
             self._config.kv_dtype,
-            num_pages=self.pool_size.num_pages,
             page_size=self.pool_size.page_size,
-            num_layers=model.num_layers,
             num_kv_heads=max(1, model.num_kv_heads // self.tp.size),
             head_dim=model.head_dim,
             device=self.device,
             kv_lora_rank=None if model.mla is None else model.mla.kv_lora_rank,
         )
+        apart = sum(self._config.window_layers) if windows is not None else 0
+        pool = make(num_pages=self.pool_size.num_pages, num_layers=model.num_layers - apart)
         if isinstance(pool, Fp8KVPool):
             pool.layer_scales = checkpoint_scales(Path(model.path), model.num_layers)
-        return pool
+        return [pool] if windows is None else [pool, make(num_pages=windows.num_pages, num_layers=apart)]
 
     def _warm_up(self) -> float:
         """Compile and touch everything that would delay the first request; writes only to the dummy page 0.

@@ -32,7 +32,7 @@ from replicas.cache.kv import KvCache
 from replicas.cache.node import TreeNode
 from replicas.request import Guide, Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio
-from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite
+from replicas.scheduler.plan import DecodePlan, PartWrite, PrefixGroup, SampleRow, Slots, TableWrite, TableWrites
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
 from replicas.scheduler.victims import Need, victims
@@ -85,7 +85,7 @@ def decode_rows(reqs: Sequence[Req], kv: KvCache, *, ahead: bool = False) -> Dec
 def decode_plan(
     reqs: Sequence[Req],
     rows: DecodeRows,
-    table_writes: tuple[TableWrite, ...],
+    table_writes: TableWrites,
     groups: tuple[PrefixGroup, ...],
     *,
     follows: npt.NDArray[np.int32] | None = None,
@@ -193,9 +193,11 @@ def leave_out(
     return stay, None if rows is None else rows.of(stay, running)
 
 
-def table_writes(kv: KvCache) -> tuple[TableWrite, ...]:
+def table_writes(kv: KvCache) -> TableWrites:
     """Take what is to be written into the ranks' tables before the next step."""
-    return tuple(TableWrite(row, start, slots) for row, start, slots in kv.table.drain_writes())
+    writes = tuple(TableWrite(row, start, slots) for row, start, slots in kv.table.drain_writes())
+    parts = None if kv.store.windows is None else kv.store.windows.drain()
+    return writes if parts is None else (PartWrite(*parts), *writes)
 
 
 class SharedPrefixes:

@@ -41,6 +41,17 @@ class TableWrite:
     slots: Slots
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartWrite:
+    """The K and V that window layers keep of ``pages`` now live in pages ``parts`` of their own pool."""
+
+    pages: npt.NDArray[np.int32]  # [n]
+    parts: npt.NDArray[np.int32]  # [n]
+
+
+TableWrites = tuple[TableWrite | PartWrite, ...]  # of parts first
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtendRow:
     """One request's share of an extend step; positions are absolute."""
@@ -65,7 +76,7 @@ class ExtendPlan:
     ``num_forced`` are of requests that ran too: the tokens that their grammar forced.
     """
 
-    table_writes: tuple[TableWrite, ...]  # to apply before the step
+    table_writes: TableWrites  # to apply before the step
     rows: tuple[ExtendRow, ...]
     sampling: tuple["SampleRow", ...]
     num_decode: int = 0
@@ -97,7 +108,7 @@ class DecodePlan:
     it sampled at ``follows[b]`` (0 for what is BROKEN there), and ``token_ids[b]`` stands for nothing.
     """
 
-    table_writes: tuple[TableWrite, ...]
+    table_writes: TableWrites
     rows: npt.NDArray[np.int32]  # [R] rows of the ReqToTokenPool, R = B without drafts
     token_ids: TokenIds  # [R]
     seq_lens: npt.NDArray[np.int32]  # [R] tokens to attend over, the new one included

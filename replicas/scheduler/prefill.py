@@ -38,7 +38,7 @@ from replicas.scheduler.budget import (
     wanted,
 )
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, sample_row
-from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
+from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrites
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
 from replicas.scheduler.victims import Need, victims
@@ -311,7 +311,7 @@ def extend_plan(
     batch: ExtendBatch,
     running: Sequence[Req],
     decode: DecodeRows | None,
-    table_writes: tuple[TableWrite, ...],
+    table_writes: TableWrites,
     groups: tuple[PrefixGroup, ...],
     prompt_groups: tuple[PrefixGroup, ...],
 ) -> ExtendPlan:

@@ -70,6 +70,6 @@ def make_rig(config: EngineConfig) -> Rig:
     runner = ModelRunner(config, TpGroup(device=config.device))
     size = runner.pool_size
     kv = KvCache(
-        num_pages=size.num_pages, page_size=size.page_size, max_requests=8, context_len=config.model.context_len
+        size=size, max_requests=8, context_len=config.model.context_len
     )
     return Rig(runner, Scheduler(kv, config.scheduler, max_running=8, clock=lambda: 0.0))

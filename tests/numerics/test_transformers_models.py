@@ -13,13 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from replicas.config import AttentionKind, ModelConfig
+from replicas.config import AttentionKind, CacheConfig, ModelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.kernels import bf16_tiles
+from replicas.launch import EngineSettings, load_engine
 from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
-from replicas.types import GenerateRequest, SamplingParams
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.local_agents import LocalFabric
 from tests.numerics import tiny
 from tests.numerics.handing_over import alone, legs, make_engine, run
@@ -158,6 +159,49 @@ def test_a_hit_a_chunked_prompt_and_a_hand_off_say_the_same(saved: Saved) -> Non
     finally:
         for side in sides:
             side.close()
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4_text"])
+def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tokens(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Six conversations at once, of which the pool holds a part; hits go on behind holes, and what is gone is computed
+    anew."""
+    model = save(model_type, tmp_path)
+    engine = load_engine(
+        EngineSettings(
+            model=str(tmp_path),
+            cache=CacheConfig(page_size=4, max_total_tokens=400),
+            scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=8),
+            num_threads=1,
+            context_len=128,
+            implementation="transformers",
+        )
+    )
+    draw, greedy = np.random.default_rng(1), SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
+    texts = [draw.integers(3, 190, length).tolist() for length in (1, 7, 19, 26, 38, 50)]
+    cached = 0
+    try:
+        windows = engine.kv.store.windows
+        assert windows is not None
+        for _ in range(5):
+            for rid, text in enumerate(texts):
+                engine.submit(GenerateRequest(rid=str(rid), token_ids=np.array(text, np.int32), sampling=greedy))
+            told: dict[str, list[TokenDelta]] = {str(rid): [] for rid in range(len(texts))}
+            while engine.has_work:
+                for delta in engine.step():
+                    told[delta.rid].append(delta)
+            engine.scheduler.check()
+            for rid, text in enumerate(texts):
+                answer = [id_ for delta in told[str(rid)] for id_ in delta.token_ids]
+                assert answer == tiny.reference(model, text, 9)[1]
+                cached += told[str(rid)][-1].usage.cached_tokens
+                text += [*answer, *draw.integers(3, 190, 3).tolist()]
+        assert windows.evicted > 0
+        assert windows.num_holes > 0
+        assert cached > 0
+    finally:
+        engine.close()
 
 
 def test_the_outline_finds_what_each_layer_does(tmp_path: Path) -> None:

@@ -13,10 +13,26 @@ from replicas.cache.kv import KvCache
 from replicas.cache.retention import POLICIES
 from replicas.config import CacheConfig
 from replicas.errors import PagesExhausted, RowsExhausted
+from replicas.memory.sizing import WindowPool
 from replicas.request import Req
-from tests.harness import choice_of
+from replicas.runner.batch import WindowTable
+from replicas.scheduler.plan import PartWrite, TableWrite
+from tests.harness import choice_of, pool_of
 
 ROWS = 3
+
+
+def window_pool(reach: int, page_size: int, num_pages: int) -> WindowPool:
+    """As small as one request and its chunk of 12 tokens need, as far as that is less than all."""
+    seen, step = -(-(reach - 1) // page_size), -(-12 // page_size)
+    return WindowPool(
+        num_pages=min(num_pages, seen + 3 + step),
+        cell_bytes=1,
+        reach=reach,
+        seen_pages=seen,
+        request_pages=seen + 3,
+        step_pages=step,
+    )
 
 
 class FakeCopier:
@@ -55,6 +71,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         host_pages=st.sampled_from([0, 1, 3, 8]),
         write=st.sampled_from(["write_through", "write_through_selective", "write_back", "adaptive"]),
         host_eviction=st.sampled_from([*sorted(POLICIES), "arc"]),
+        reach=st.sampled_from([0, 0, 1, 3, 6]),
     )
     def start(
         self,
@@ -65,17 +82,24 @@ class KvUnderLoad(RuleBasedStateMachine):
         host_pages: int,
         write: str,
         host_eviction: str,
+        reach: int = 0,
     ) -> None:
+        """``reach``: tokens that window layers see, which have a pool of their own then, and there is no host tier."""
+        self.reach, windows = reach, None
+        if reach:
+            host_pages, num_pages = 0, 2 * num_pages
+            windows = window_pool(reach, page_size, num_pages)
         self.copier = FakeCopier(self, page_size)
         tier = HostTier(num_pages=host_pages, copier=self.copier, eviction=host_eviction, write=write)
         self.kv = KvCache(
-            num_pages=num_pages,
-            page_size=page_size,
+            size=pool_of(num_pages, page_size, windows),
             max_requests=ROWS,
             context_len=64,
             cache=CacheConfig(prefix_cache=prefix_cache, eviction=eviction),
             host=tier if host_pages else None,
         )
+        self.window_table = WindowTable(ROWS + 1, 68, num_pages=num_pages, page_size=page_size)
+        self.window_content: dict[int, object] = {}
         self.num_pages = num_pages
         self.held: list[Req] = []
         self.content = {}  # slot -> (salt, tokens up to and with the one whose K/V it holds)
@@ -83,9 +107,12 @@ class KvUnderLoad(RuleBasedStateMachine):
 
     def compute(self, req: Req, slots: np.ndarray) -> None:
         """What the device does: reads the prefix through its table, writes the new tokens' K/V."""
-        for row, start, values in self.kv.table.drain_writes():
-            self.device[row, start : start + len(values)] = values
+        writes = [TableWrite(*write) for write in self.kv.table.drain_writes()]
+        for write in writes:
+            self.device[write.row, write.start : write.start + len(write.slots)] = write.slots
         assert req.holding is not None
+        if self.reach:
+            self.compute_windows(req, slots, writes)
         self.device[req.holding.row, req.computed_len : req.holding.kv_len] = slots  # the plan's own
         for position, slot in zip(range(req.computed_len, req.holding.kv_len), slots.tolist(), strict=True):
             self.content[slot] = (req.salt, tuple(req.ids[: position + 1].tolist()))
@@ -93,6 +120,23 @@ class KvUnderLoad(RuleBasedStateMachine):
         for position in range(req.computed_len):
             slot = int(self.device[req.holding.row, position])
             assert self.content[slot] == (req.salt, tuple(req.ids[: position + 1].tolist()))
+
+    def compute_windows(self, req: Req, slots: np.ndarray, writes: list[TableWrite]) -> None:
+        """The same of window layers: each new token reads the window that ends with it, through their own table."""
+        windows, holding = self.kv.store.windows, req.holding
+        assert windows is not None
+        assert holding is not None
+        parts = windows.drain()
+        self.window_table.apply(tuple(writes) if parts is None else (PartWrite(*parts), *writes))
+        row = self.window_table.slots[holding.row].numpy()
+        new = range(req.computed_len, holding.kv_len)
+        row[req.computed_len : holding.kv_len] = self.window_table._apart(slots)
+        texts = [(req.salt, tuple(req.ids[: position + 1].tolist())) for position in range(holding.kv_len)]
+        for position in new:
+            assert row[position] >= self.kv.page_size, "a new token's K and V go to the sink"
+            self.window_content[int(row[position])] = texts[position]
+        for seen in range(max(0, new.start - self.reach + 1), new.stop) if new else ():
+            assert self.window_content[int(row[seen])] == texts[seen]
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
@@ -110,6 +154,9 @@ class KvUnderLoad(RuleBasedStateMachine):
             assert len(self.held) == ROWS
             return
         assert reused < len(prompt)
+        if not self.kv.store.available_tokens() and self.reach and self.held:
+            self.kv.release(req, keep=False)  # as the scheduler does: what runs may see all parts
+            return
         self.held.append(req)
         tiers = self.kv.store.tiers
         host_len = tiers.match_prefix(req.ids[: len(prompt) - 1], salt).host_len if tiers is not None else 0
@@ -215,8 +262,10 @@ TestKvUnderLoad.settings = settings(max_examples=120, stateful_step_count=40, de
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_in_long_histories_with_a_host_tier_every_row_holds_its_own_tokens(seed: int) -> None:
-    """Hypothesis seldom fills both tiers; these fill them over and over. 0.2 s each."""
+@pytest.mark.parametrize("reach", [0, 1, 3, 6])
+def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int) -> None:
+    """With a host tier, or with window layers apart. Hypothesis seldom fills both pools; these fill them over and over.
+    0.2 s each."""
     draw, machine = random.Random(seed), KvUnderLoad()
     machine.start(
         page_size=draw.choice([1, 2, 4]),
@@ -226,9 +275,9 @@ def test_in_long_histories_with_a_host_tier_every_row_holds_its_own_tokens(seed:
         host_pages=draw.choice([1, 3, 8, 20]),
         write=draw.choice(["write_through", "write_through_selective", "write_back", "adaptive"]),
         host_eviction=draw.choice([*sorted(POLICIES), "arc"]),
+        reach=reach,
     )
-    tiers = machine.kv.store.tiers
-    assert tiers is not None
+    tiers, windows = machine.kv.store.tiers, machine.kv.store.windows
     for _ in range(150):
         salt, kind = draw.choice(["", "", "x"]), draw.random()
         if kind < 0.5:
@@ -248,5 +297,6 @@ def test_in_long_histories_with_a_host_tier_every_row_holds_its_own_tokens(seed:
         else:
             machine.flip(page=draw.randint(0, 99))
         machine.sound()
-    assert tiers.counters.written_pages > 0
+    assert windows is None or windows.evicted > 0 or windows.windows.num_pages >= machine.num_pages
+    assert windows is not None or (tiers is not None and tiers.counters.written_pages > 0)
     machine.teardown()

@@ -11,7 +11,7 @@ from replicas.config import CacheConfig
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
 from replicas.scheduler.decode import SharedPrefixes
-from tests.harness import choice_of
+from tests.harness import choice_of, pool_of
 
 MIN_LEN = 3
 
@@ -22,7 +22,7 @@ class SharedUnderLoad(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 4]), prefix_cache=st.sampled_from(["radix", "radix", "chunk"]))
     def start(self, page_size: int, prefix_cache: str) -> None:
         self.kv = KvCache(
-            num_pages=80 // page_size, page_size=page_size, max_requests=8, context_len=64,
+            size=pool_of(80 // page_size, page_size), max_requests=8, context_len=64,
             cache=CacheConfig(prefix_cache=prefix_cache),
         )
         self.shared = SharedPrefixes()

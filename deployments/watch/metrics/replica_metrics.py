@@ -16,6 +16,7 @@ from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_
 from kvtransfer.types import TransferStats
 from replicas.config import ModelConfig
 from replicas.engine.engine import Engine
+from replicas.memory.sizing import page_bytes
 from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats, each_told
 from routing.types import Role
 
@@ -178,7 +179,6 @@ def replica_emitter(
     identity = Identity(model=model, role=role.value, replica=replica_id)
     config = engine.config
     emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_transfer, gpu=config.device == "cuda")
-    cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
     facts = ReplicaFacts(
         node_id=node_id,
         accelerator=config.device,
@@ -187,7 +187,7 @@ def replica_emitter(
         quantization=_quantization(config.model),
         context_len=config.model.context_len,
         tp=config.parallel.tp,
-        page_bytes=config.cache.page_size * config.num_kv_parts * cell_bytes,
+        page_bytes=page_bytes(config, engine.kv.store.size),
         page_size=config.cache.page_size,
         kv_dtype=config.kv_dtype,
         transfer_backend="nixl" if has_transfer else "none",

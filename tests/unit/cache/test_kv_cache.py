@@ -7,11 +7,11 @@ from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
 from replicas.request import Req
-from tests.harness import choice_of
+from tests.harness import choice_of, pool_of
 
 
 def make(**changes: Any) -> KvCache:
-    return KvCache(**({"num_pages": 8, "page_size": 4, "max_requests": 4, "context_len": 64} | changes))
+    return KvCache(**({"size": pool_of(8, 4), "max_requests": 4, "context_len": 64} | changes))
 
 
 def prefill(kv: KvCache, req: Req, length: int | None = None) -> list[int]:
@@ -90,7 +90,7 @@ def test_an_idle_check_counts_what_nobody_holds_and_nothing_else() -> None:
 
 def test_three_requests_that_share_a_token_decode_together() -> None:
     """SPEC E18 (S1's examples), corrected as K3, K5, K6 say: one shared token, two own each, one slot each a step."""
-    kv = make(page_size=1, num_pages=16)
+    kv = make(size=pool_of(16, 1))
     first = choice_of("first", [7, 8])
     prefill(kv, first)
     kv.release(first, keep=True)
@@ -350,7 +350,7 @@ def _computed(kv: KvCache, rid: str, prompt: list[int]) -> Req:
 
 def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
     """SPEC D07, K2, K3."""
-    kv = make(num_pages=3)
+    kv = make(size=pool_of(3, 4))
     a, b = choice_of("a", [1, 2, 3, 4]), choice_of("b", [5, 6, 7, 8])
     for req in (a, b):
         prefill(kv, req)

@@ -1,9 +1,10 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
-from replicas.config import CacheConfig, Hardware, ParallelConfig
+from replicas.config import AttentionKind, CacheConfig, Hardware, ParallelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
@@ -96,6 +97,35 @@ def test_tokens_are_bytes_over_cell_floored_to_pages() -> None:
     assert sizing.pool_tokens(1050, 10, 16, None) == 96
     size = sizing.pool_size(1050, 10, 16, None)
     assert (size.num_pages, size.num_tokens, size.bytes) == (6, 96, 960)
+
+
+@pytest.mark.parametrize(
+    ("context_len", "num_windowed", "changes", "more"),
+    [
+        (8_192, 5, {}, 2.0),  # five of six layers keep 0.4 of the tokens: 1 / (1/6 + 5/6 * 0.4)
+        (512, 5, {}, 1.71),  # four windows of 64 in a text are half of it
+        (256, 5, {}, 1.0),  # all of it
+        (8_192, 0, {}, 1.0),
+        (8_192, 6, {}, 1.0),  # a request leaves the pages behind that no layer sees
+        (8_192, 5, {"hands_off": True}, 1.0),
+    ],
+)
+def test_window_layers_with_a_pool_of_their_own_leave_room_for_more_tokens_in_the_same_bytes(
+    context_len: int, num_windowed: int, changes: dict[str, bool], more: float
+) -> None:
+    kinds = (AttentionKind(window=64),) * num_windowed + (AttentionKind(),) * (6 - num_windowed)
+    model = model_config(num_layers=6, context_len=context_len, attention_kinds=kinds)
+    hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=GIB)
+    config = replace(resolve(model, hardware, cache=CacheConfig(page_size=16)), **changes)
+    cell = model.kv_cell_bytes(tp=1, kv_dtype=config.kv_dtype)
+    num_bytes = 1_000 * 16 * cell
+    size = sizing.with_windows(config, sizing.pool_size(num_bytes, cell, 16, None), num_bytes)
+    assert size.num_tokens / 16_000 == pytest.approx(more, abs=0.02)
+    assert num_bytes - 16 * cell < size.bytes <= num_bytes
+    assert (size.windows is not None) == (more > 1)
+    if size.windows is not None:  # behind 63 tokens one sees four pages; as much as one request and a step need
+        assert (size.windows.seen_pages, size.windows.reach) == (4, 64)
+        assert size.windows.num_pages >= 4 + sizing.BORDER_PAGES + config.chunked_prefill_size // 16
 
 
 def test_the_cap_is_used_when_it_is_lower_and_warned_about_when_it_is_higher(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,7 @@ def test_a_request_that_gave_pages_back_is_retracted_and_goes_on_with_the_same_a
     for _ in range(30):
         bench.step()
     assert req.holding is not None
-    assert req.holding.gone_len == 36
+    assert req.holding.behind.gone_len == 36
     retract(bench.scheduler, req)
     bench.scheduler.check()
     bench.run()
