@@ -462,7 +462,7 @@ class EngineConfig:
 
     @property
     def window_layers(self) -> tuple[bool, ...]:
-        """Of each layer, whether it keeps K and V in the window pool (cache/windows.py); empty: there is none, as pages
+        """Of each layer, whether it keeps K and V in the window pool (cache/parts.py); empty: there is none, as pages
         leave the device whole, or the layers are alike."""
         cache = self.cache
         whole = self.device != "cpu" or self.hands_off or cache.host_memory_bytes or cache.label_channels is not None

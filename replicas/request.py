@@ -107,7 +107,7 @@ MOVES: dict[ReqState, frozenset[ReqState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What a request has left behind its window, where all layers have one or some do (cache/windows.py)."""
+    """What a request has left behind its window, where all layers have one or some do (cache/parts.py)."""
 
     gone_len: int = 0  # all: tokens before it, whose pages are no longer held: whole pages; prefix_len is 0 then
     seen_from: int = 0  # some: the first page whose part it sees

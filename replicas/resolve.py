@@ -102,12 +102,11 @@ def _requests(
     """Fill in how many requests run, and whether they reuse prefixes: not where they have a recurrent state. Returns:
     the settings, and where those that were open come from."""
     origin = dict[str, str]()
-    if model.states and cache.prefix_cache == "radix":
+    if model.states and cache.prefix_cache == "radix" and scheduler.overlap == "on":
         cache = replace(cache, prefix_cache="chunk")
-        each = model.state_bytes(device) / 2**20
         origin["cache.prefix_cache"] = (
-            f"{model.architecture} keeps a recurrent state ({each:,.1f} MiB a request) beside its pages, and a cached "
-            "prefix has none: every prompt is computed whole"
+            f"{model.architecture} keeps a recurrent state beside its pages, and with scheduler.overlap: on the one "
+            "behind a page may be gone when it is to be kept: every prompt is computed whole"
         )
     if scheduler.max_running_requests is not None or (device != "cpu" and not model.states):
         return cache, scheduler, origin

@@ -714,3 +714,21 @@ class EngineTallies:
     wait_s: TallyCounts  # decode legs: from then until all had come, or failed
     post_s: TallyCounts  # each write of pages: NIXL's own time to post it
     wire_s: TallyCounts  # each write of pages: NIXL's own time until it was there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartWrite:
+    """The K and V that window layers keep of ``pages`` now live in pages ``parts`` of their own pool."""
+
+    pages: npt.NDArray[np.int32]  # [n]
+    parts: npt.NDArray[np.int32]  # [n]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopy:
+    """The recurrent states behind the first ``num_tokens`` tokens of a row are copied to a snapshot, or from it."""
+
+    row: int
+    snapshot: int
+    num_tokens: int
+    from_snapshot: bool

@@ -127,7 +127,7 @@ def kept_states(config: AppConfig, *, available_bytes: int) -> list[str]:
     """Return a sentence for each role whose model keeps a recurrent state: what it takes, and what it does not do."""
     engines = [engine_of(config, role, available_bytes=available_bytes) for role in roles_of(config)]
     return [
-        f"{engine.origin.get('cache.prefix_cache', 'cache.prefix_cache: chunk')}; {states}"
+        "; ".join([*([why] if (why := engine.origin.get("cache.prefix_cache")) else []), states])
         for engine in engines
         if (states := sizing.describe_states(engine))
     ]
@@ -148,7 +148,7 @@ def most_pool_tokens(engine: EngineConfig) -> int | None:
         left = sizing.kv_bytes(budget // tp, weights, engine.cache.mem_fraction_static)
         left = sizing.beside_states(left, engine)
         size = sizing.pool_size(left, cell_bytes, engine.cache.page_size, None if cell_bytes else cap)
-        fit = sizing.with_windows(engine, size, left).num_tokens
+        fit = sizing.with_snapshots(engine, sizing.with_windows(engine, size, left), left).num_tokens
     except InvalidConfig as error:
         origin = engine.origin.get("cache.device_memory_bytes")
         given = f" = {budget}" if origin is None else f" is not given, which is {origin}"

@@ -9,7 +9,7 @@ Window:    where no layer sees further back than ``window`` tokens, a request th
            its lock is given back once all that it locks is unseen, and its own pages go back one by one. The tree keeps
            prefixes whole, as its invariants want: a prompt's pages stay there, evictable, and an answer that has lost
            pages adds none. A prompt in progress keeps its pages. Where some layers see all and others a window, these
-           have a pool of their own: the pages stay, and their parts there go (cache/windows.py).
+           have a pool of their own: the pages stay, and their parts there go (cache/parts.py).
 Thread:    scheduler thread only.
 
     admit ──> extend ──> commit ──> extend ... extend_decode ... ──> release
@@ -70,7 +70,7 @@ class KvCache:
         self.cache = self.store.cache
         self.table = ReqToTokenPool(max_requests, context_len)
         self._allocator, self._radix, self._has_sessions = self.store.allocator, self.store.radix, cache.sessions
-        self._windows = self.store.windows
+        self._parts = self.store.parts
         self._holders: dict[int, Req] = {}  # by row
         self.store_tier: StoreTier | None = None  # set once, by who starts the engine
         self.window: int | None = None  # likewise: the most tokens that any layer sees; None: all
@@ -88,7 +88,7 @@ class KvCache:
         row = self.table.alloc()
         longest = longest_reuse(req, whole=whole) if reuse else 0
         match, found = self.cache.match_prefix(req.ids[:longest], req.salt), 0
-        if self._windows is not None and (reach := self._windows.reach(match.pages)) < len(match.pages):
+        if self._parts is not None and (reach := self._parts.reach(match.pages)) < len(match.pages):
             found = match.prefix_len if match.node.children else 0  # others go on there; else its tail was evicted
             longest = reach * self.page_size
             match = self.cache.match_prefix(req.ids[:longest], req.salt, count_hit=False)
@@ -99,8 +99,8 @@ class KvCache:
         self.table.write(row, 0, self._allocator.pages_to_slots(match.pages))
         lock = self.cache.inc_lock_ref(match.node)
         req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
-        if self._windows is not None:
-            self._windows.admitted(req, match.pages, cut_at=found)
+        if self._parts is not None:
+            self._parts.admitted(req, match.pages, cut_at=found)
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
@@ -198,9 +198,9 @@ class KvCache:
         if self.window is not None:
             for req in reqs:
                 self._leave_behind(req, self.window + SLACK)
-        elif self._windows is not None:
+        elif self._parts is not None:
             for holding in holdings:
-                self._windows.moved_on(holding, holding.kv_len, self.table.view(holding.row, 0, holding.kv_len))
+                self._parts.moved_on(holding, holding.kv_len, self.table.view(holding.row, 0, holding.kv_len))
         return slots
 
     def extend_draft(self, req: Req, num_tokens: int) -> Slots:
@@ -251,8 +251,8 @@ class KvCache:
         """
         holding, ps = _holding(req), self.page_size
         assert req.computed_len <= holding.kv_len, f"request {req.rid} computed {req.computed_len} of {holding.kv_len}"
-        if self._windows is not None:
-            self._windows.moved_on(holding, req.computed_len, self.table.view(holding.row, 0, holding.kv_len))
+        if self._parts is not None:
+            self._parts.moved_on(holding, req.computed_len, self.table.view(holding.row, 0, holding.kv_len))
         whole, prefix_len = req.computed_len // ps * ps, holding.prefix_len
         if whole <= prefix_len or holding.behind.gone_len:  # its prefix is there, whoever computed it
             _note_kept(req, prefix_len)
@@ -269,12 +269,12 @@ class KvCache:
         self.cache.dec_lock_ref(_lock(holding))
         if already > prefix_len:
             first, last = prefix_len // ps, already // ps
-            if self._windows is not None:
-                self._windows.hand_over(pages[first:last], match.pages[first:last])
+            if self._parts is not None:
+                self._parts.hand_over(pages[first:last], match.pages[first:last])
             self.table.write(holding.row, prefix_len, self._allocator.pages_to_slots(match.pages[first:last]))
             self._allocator.free(pages[first:last])
-        if self._windows is not None:
-            self._windows.kept(req, prefix_len, whole, self.table.view(holding.row, 0, whole))
+        if self._parts is not None:
+            self._parts.kept(req, prefix_len, whole, self.table.view(holding.row, 0, whole))
         holding.lock, holding.prefix_len = lock, whole
         _note_kept(req, whole)
 
@@ -288,6 +288,8 @@ class KvCache:
         holding = _holding(req)
         if keep:
             self._keep_marked(req)
+        if keep and self._parts is not None:
+            self._parts.left_at(req, holding.prefix_len, self.table.view(holding.row, 0, holding.kv_len))
         if keep and req.finish is not None and self._radix is not None and self._has_sessions:
             path = self._radix.nodes_of(req.ids[: holding.prefix_len], req.salt)
             sessions = self._radix.retention.sessions
@@ -348,12 +350,8 @@ class KvCache:
         held = {id(req) for req in self._holders.values()}
         assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
         audit(self._allocator, self.table, self.cache, self.store.quarantine, reqs)
-        if self._windows is not None:
-            for req in reqs:  # its next token sees all of its window
-                first = max(0, req.computed_len + 1 - self._windows.windows.reach) // self.page_size
-                assert _holding(req).behind.seen_from <= first, f"{req.rid}: {_holding(req)} at {req.computed_len}"
-            starts = [(_holding(req), _holding(req).behind.seen_from * self.page_size) for req in reqs]
-            self._windows.check_seen([self._row_pages(each.row, start, each.kv_len) for each, start in starts])
+        if self._parts is not None:
+            self._parts.check_parts(reqs, [self.table.view(_holding(req).row, 0, _holding(req).kv_len) for req in reqs])
         if self.store_tier is not None:
             self.store_tier.check()
 
@@ -369,8 +367,8 @@ class KvCache:
         """Free the row of ``req``; its pages and lock are the caller's to free."""
         holding = _holding(req)
         row = holding.row
-        if self._windows is not None:
-            self._windows.released(req, self.table.view(row, 0, holding.kv_len))
+        if self._parts is not None:
+            self._parts.released(req, self.table.view(row, 0, holding.kv_len))
         del self._holders[row]
         self.table.free(row)
         req.holding = None

@@ -13,11 +13,11 @@ from replicas.cache.base import PrefixCache
 from replicas.cache.chunk import ChunkCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.host_pages import HostTier
+from replicas.cache.parts import BATCH, PartAllocator, SnapshotAllocator, WindowAllocator
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import RadixCache
 from replicas.cache.tiers import HiRadixCache
 from replicas.cache.tree_view import CacheTree, empty_tree
-from replicas.cache.windows import BATCH, WindowAllocator
 from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
@@ -55,9 +55,12 @@ class PageStore:
             else None
         )
         self.cache: PrefixCache = self.radix or ChunkCache()
-        of_windows = size.windows
-        self.windows = None if of_windows is None else WindowAllocator(size.num_pages, size.page_size, of_windows)
-        self.allocator = self.windows or PagedTokenToKVPoolAllocator(size.num_pages, size.page_size)
+        self.parts: PartAllocator | None = None  # of pages that have more than K and V of all layers
+        if size.windows is not None:
+            self.parts = WindowAllocator(size.num_pages, size.page_size, size.windows)
+        elif size.num_snapshots and self.reuses_prefixes:
+            self.parts = SnapshotAllocator(size.num_pages, size.page_size, size.num_snapshots)
+        self.allocator = self.parts or PagedTokenToKVPoolAllocator(size.num_pages, size.page_size)
         self.quarantine = Quarantine()
         self.evicted_tokens = 0  # when pages were short
         self.flushed_tokens = 0  # by `flush`
@@ -81,7 +84,7 @@ class PageStore:
 
     def available_tokens(self) -> int:
         """Count the tokens in pages that are free or can be evicted; none where requests may see too many windows."""
-        if self.windows is not None and self.windows.overbooked:
+        if self.parts is not None and self.parts.overbooked:
             return 0
         return (self.allocator.num_free + self.cache.evictable_pages) * self.page_size
 
@@ -100,8 +103,8 @@ class PageStore:
                 f"{pool.reserved_pages} reserved{quarantined}: retract {short - pool.evictable_pages} pages' worth of "
                 "requests"
             )
-        if self.windows is not None and self.radix is not None:
-            short -= self._evict_behind_holes(self.windows, self.radix, max(short, self.num_pages // BATCH))
+        if self.parts is not None and self.radix is not None:
+            short -= self._evict_behind_holes(self.parts, self.radix, max(short, self.num_pages // BATCH))
             if short <= 0:
                 return
         freed = self.cache.evict(short)
@@ -109,15 +112,15 @@ class PageStore:
         self.allocator.free(freed)
         self.evicted_tokens += len(freed) * self.page_size
 
-    def _evict_behind_holes(self, windows: WindowAllocator, radix: RadixCache, num_pages: int) -> int:
+    def _evict_behind_holes(self, parts: PartAllocator, radix: RadixCache, num_pages: int) -> int:
         """Free leaves whose end no request can go on with, as long as there may be some. Returns: the freed pages."""
-        if windows.evicted == self._looked_at:
+        if parts.evicted == self._looked_at:
             return 0
-        freed = radix.evict_useless(num_pages, lambda node: windows.is_hole(int(node.pages[-1])))
+        freed = radix.evict_useless(num_pages, lambda node: parts.is_useless(node.pages))
         self.allocator.free(freed)
         self.evicted_tokens += len(freed) * self.page_size
         if len(freed) < num_pages:
-            self._looked_at = windows.evicted
+            self._looked_at = parts.evicted
         return len(freed)
 
     def flush(self) -> None:

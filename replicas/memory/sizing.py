@@ -6,7 +6,7 @@ Invariant: a pool of ``num_pages`` pages never needs more than the bytes it was 
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicas.config import DTYPE_BYTES, Device, EngineConfig, ModelConfig
 from replicas.errors import InvalidConfig
@@ -14,7 +14,8 @@ from replicas.errors import InvalidConfig
 log = logging.getLogger(__name__)
 
 MIN_ROWS, MAX_ROWS = 2048, 4096  # of the ReqToTokenPool when max_running_requests is not given (SPEC A08)
-STATE_PLACES = 2  # of each state of a running request: a step reads one and writes the other (memory/state_pool.py)
+STATE_PLACES = 3  # of each state of a running request: read, written, behind its last page (memory/state_pool.py)
+SNAPSHOT_SHARE = 0.5  # of what states of running requests leave, for snapshots
 ROWS_PER_CONTEXT = 512  # rows for each request of full length that the pool holds
 LEAST_SHARE = 0.4  # of the pages, that have a part in the window pool (docs/log/2026-11-29-window-pools.md)
 WINDOWS_A_TEXT = 4  # kept of a text of full length: where its prompts and answers ended
@@ -25,7 +26,7 @@ BORDER_PAGES = 3  # that a request sees beside whole pages of its window: partly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPool:
-    """The pool of the layers that see a window of each text alone (cache/windows.py); its dummy page 0 on top."""
+    """The pool of the layers that see a window of each text alone (cache/parts.py); its dummy page 0 on top."""
 
     num_pages: int
     cell_bytes: int  # K and V of one token, its layers, on this rank
@@ -43,6 +44,7 @@ class PoolSize:
     page_size: int  # tokens
     cell_bytes: int  # K and V of one token, all layers that have them in this pool, on this rank
     windows: WindowPool | None = None  # of the other layers; None: there are none
+    num_snapshots: int = 0  # of recurrent states, behind pages (cache/parts.py)
 
     @property
     def num_tokens(self) -> int:
@@ -170,8 +172,8 @@ def describe_states(config: EngineConfig) -> str:
     cell_bytes = model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
     each, taken = model.state_bytes(config.device), state_bytes(model, config.device, num_rows)
     return (
-        f"recurrent states of {num_rows} running requests, {each:,} bytes each and twice, take {_mib(taken)}; K and V "
-        f"of a token take {cell_bytes:,} bytes"
+        f"recurrent states of {num_rows} running requests, {each:,} bytes each and {STATE_PLACES} times, take "
+        f"{_mib(taken)}; K and V of a token take {cell_bytes:,} bytes"
     )
 
 
@@ -252,6 +254,17 @@ def with_windows(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSiz
     return PoolSize(
         num_pages=num_pages, page_size=page_size, cell_bytes=size.cell_bytes - windows_cell, windows=windows
     )
+
+
+def with_snapshots(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSize:
+    """Take from a pool what snapshots of recurrent states need: half of ``kv_bytes``, at most one for each page."""
+    model = config.model
+    if not model.states or config.cache.prefix_cache != "radix":
+        return size
+    each, page = model.state_bytes(config.device), size.page_size * size.cell_bytes
+    num_snapshots = min(int(SNAPSHOT_SHARE * kv_bytes) // each, size.num_pages)
+    left = size.num_pages if not page else min(size.num_pages, (kv_bytes - num_snapshots * each) // page)
+    return replace(size, num_pages=left, num_snapshots=min(num_snapshots, left))
 
 
 def page_bytes(config: EngineConfig, size: PoolSize) -> int:

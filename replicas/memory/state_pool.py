@@ -1,10 +1,12 @@
-"""The recurrent states of the requests that run: two places for each row of the request table, used in turn.
+"""The recurrent states of the requests that run, and snapshots of states for others.
 
-Owns:      the memory of states, and how many tokens the state in each place has seen.
+Owns:      the memory of states, and how many tokens the state in each place has seen: STATE_PLACES places for each row
+           of the request table, used in turn, and one for each snapshot.
 Never:     computes a state (models/states.py has the module do it), or knows a request.
 Invariant: a step reads the state of exactly the tokens before its own, and none where there are none; without such a
-           state it raises. It writes the row's other place, so that the same step can run again (a step that failed,
+           state it raises. It writes another place, so that the same step can run again (a step that failed,
            engine/failed_steps.py), and one that was launched ahead and whose token is dropped leaves the state before.
+           Where snapshots are kept, the state behind the last whole page of a row stays until the next page is whole.
 Thread:    the runner's.
 """
 
@@ -17,33 +19,64 @@ from torch import Tensor
 
 from replicas.memory.pool import lazy_zeros
 from replicas.memory.sizing import STATE_PLACES
+from replicas.types import StateCopy
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens [start, end) of a packed step that one request has, and its places; ``read``: None at position 0."""
+    """The tokens [start, end) of a packed step that one request has, or a part of them, and their places; ``read``:
+    None at position 0. ``seen``: tokens of the request up to ``end``."""
 
     start: int
     end: int
     read: int | None
     write: int
+    seen: int
+    is_part: bool = False  # the request has two in this step, of which the second reads what the first has written
 
 
 class StatePool:
-    """One tensor [rows * STATE_PLACES, *shape] for each state of a text."""
+    """One tensor [rows * STATE_PLACES + snapshots, *shape] for each state of a text."""
 
     def __init__(
-        self, states: Sequence[tuple[tuple[int, ...], torch.dtype]], num_rows: int, device: torch.device
+        self,
+        states: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        num_rows: int,
+        device: torch.device,
+        *,
+        num_snapshots: int = 0,
+        page_size: int = 0,
     ) -> None:
-        places = STATE_PLACES * num_rows
+        """``page_size``: states behind whole pages are kept; 0: they are not, and there is no snapshot."""
+        self._num_rows, self._page_size = num_rows, page_size
+        places = STATE_PLACES * num_rows + num_snapshots
         self.tensors: list[Tensor] = [
             lazy_zeros((places, *shape), dtype)
             if device.type == "cpu"
             else torch.zeros((places, *shape), dtype=dtype, device=device)
             for shape, dtype in states
         ]
-        self._seen = np.full((num_rows, STATE_PLACES), -1, dtype=np.int64)  # tokens that a place's state has seen
-        self._under_way: tuple[list[int], Sequence[int]] = ([], [])  # places that the step writes, and its seq_lens
+        self._seen = np.full(places, -1, dtype=np.int64)  # tokens that a place's state has seen
+        self._under_way: list[Segment] = []
+
+    def copy(self, orders: Sequence[StateCopy]) -> None:
+        """Make the copies in their order. Raises: RuntimeError where a snapshot does not hold what it is taken for.
+
+        A state that is to be kept may have been written over, by a step that failed: the snapshot holds nothing then.
+        """
+        for order in orders:
+            row, snapshot = STATE_PLACES * order.row, STATE_PLACES * self._num_rows + order.snapshot
+            if order.from_snapshot:
+                self._seen[row : row + STATE_PLACES] = -1  # what was there is of another request
+                source, target = snapshot, row
+            else:
+                source, target = self._place(order.row, order.num_tokens), snapshot
+            held = int(self._seen[source])
+            if held != order.num_tokens and order.from_snapshot:
+                raise RuntimeError(f"{order}: the snapshot is of {held} tokens; flush the cache, and report this")
+            for tensor in self.tensors:
+                tensor[target] = tensor[source]
+            self._seen[target] = order.num_tokens if held == order.num_tokens else -1
 
     def begin(
         self, rows: Sequence[int], bounds: Sequence[int], seq_lens: Sequence[int], out_slots: Tensor
@@ -54,26 +87,43 @@ class StatePool:
         """
         segments = []
         for index, row in enumerate(rows):
-            start, end = bounds[index], bounds[index + 1]
-            seen, prefix_len = self._seen[row], seq_lens[index] - (end - start)
+            start, end, seq_len = bounds[index], bounds[index + 1], seq_lens[index]
+            first, prefix_len = STATE_PLACES * row, seq_len - (end - start)
+            own = range(first, first + STATE_PLACES)
+            read = None
             if prefix_len == 0:
-                seen[:] = -1  # what was there is of another request
-                read, side = None, 0
+                self._seen[first : first + STATE_PLACES] = -1  # what was there is of another request
             else:
-                found = np.flatnonzero(seen == prefix_len)
-                if not len(found) and int(out_slots[start]):  # slot 0 is the sink: such a step means nothing
+                read = self._place(row, prefix_len)
+                if self._seen[read] != prefix_len and int(out_slots[start]):  # slot 0, the sink: it means nothing
+                    states = self._seen[first : first + STATE_PLACES].tolist()
                     raise RuntimeError(
-                        f"row {row} goes on behind {prefix_len} tokens, and its states are of {seen.tolist()}: a step "
-                        "was left out or ran twice, which is a defect of Manta"
+                        f"row {row} goes on behind {prefix_len} tokens, and its states are of {states}: a step was "
+                        "left out or ran twice, which is a defect of Manta"
                     )
-                kept = int(found[0]) if len(found) else 0
-                read, side = STATE_PLACES * row + kept, 1 - kept
-            seen[side] = -1  # until the step is through
-            segments.append(Segment(start, end, read, STATE_PLACES * row + side))
-        self._under_way = [segment.write for segment in segments], seq_lens
+            size = self._page_size
+            border = seq_len // size * size if size else 0
+            last = self._place(row, prefix_len // size * size) if size else None  # behind the last whole page, if there
+            if border == seq_len or border <= prefix_len:  # it ends with a page, or within the one in which it begins
+                write = next(place for place in own if place not in (read, last))
+                segments.append(Segment(start, end, read, write, seq_len))
+            else:
+                middle = next(place for place in own if place != read)
+                write = next(place for place in own if place not in (read, middle))
+                cut = end - (seq_len - border)
+                segments.append(Segment(start, cut, read, middle, border, is_part=True))
+                segments.append(Segment(cut, end, middle, write, seq_len, is_part=True))
+        self._seen[[segment.write for segment in segments]] = -1  # until the step is through
+        self._under_way = segments
         return segments
 
     def end(self) -> None:
         """Take the states that the step has written for good."""
-        written, seq_lens = self._under_way
-        self._seen.reshape(-1)[written] = seq_lens
+        for segment in self._under_way:
+            self._seen[segment.write] = segment.seen
+
+    def _place(self, row: int, num_tokens: int) -> int:
+        """Return the place of a row whose state has seen ``num_tokens``; its first where there is none."""
+        first = STATE_PLACES * row
+        found = np.flatnonzero(self._seen[first : first + STATE_PLACES] == num_tokens)
+        return first + (int(found[0]) if len(found) else 0)

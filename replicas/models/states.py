@@ -91,11 +91,15 @@ class ServedStates:
 
     def begin(self, meta: BatchMeta) -> None:
         """Find the states of a step's requests. Raises: RuntimeError where one is not there."""
+        kept = meta.snapshots
         if self.pool is None:
-            self.pool = StatePool(self._kept, len(meta.table), self._device)
+            of_pages = {} if kept is None else {"num_snapshots": kept.num_snapshots, "page_size": kept.page_size}
+            self.pool = StatePool(self._kept, len(meta.table), self._device, **of_pages)
+        if kept is not None:
+            self.pool.copy(kept.copies)
         bounds, seq_lens = (lengths.tolist() for lengths in meta.on_host())
         segments = self.pool.begin(meta.rows.tolist(), bounds, seq_lens, meta.out_slots)
-        joint = [each for each in segments if each.read is not None and each.end - each.start == 1]
+        joint = [each for each in segments if each.read is not None and each.end - each.start == 1 and not each.is_part]
         if len(joint) < 2:
             self.step = _Step(segments)
             return

@@ -207,7 +207,7 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
 
 
 def _port(engine: Engine) -> KvBytes:
-    if engine.kv.store.windows is not None:
+    if engine.kv.store.size.windows is not None:
         raise InvalidRequest(
             "a snapshot holds the K/V of whole pages, and this engine keeps that of window layers apart: give it "
             "cache.host_memory_bytes, and it keeps them together"

@@ -19,18 +19,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta
+from replicas.attention.base import BatchMeta, SnapshotStep
 from replicas.attention.fence import Fence
 from replicas.runner.sampler import DeviceLogprobs
 from replicas.scheduler.plan import (
     DecodePlan,
     ExtendPlan,
-    PartWrite,
     StepPlan,
     StepResult,
     TableWrite,
     TableWrites,
 )
+from replicas.types import PartWrite, StateCopy
 
 ALIGNMENT = 64  # bytes
 BUFFERS = 8  # a step takes two or three, and two steps are under way at most
@@ -114,15 +114,28 @@ class DeviceTable:
     """The ReqToTokenPool on the device: slot of (row, position). Followers rebuild it from the plans they receive."""
 
     def __init__(
-        self, num_rows: int, row_len: int, device: torch.device, windows: "WindowTable | None" = None
+        self,
+        num_rows: int,
+        row_len: int,
+        device: torch.device,
+        windows: "WindowTable | None" = None,
+        snapshots: SnapshotStep | None = None,
     ) -> None:
+        """``snapshots``: of a model that keeps recurrent states, with the copies that the next step makes first."""
         self.slots = torch.zeros((num_rows, row_len), dtype=torch.int32, device=device)  # [R, C]
-        self.windows = windows
+        self.windows, self.snapshots = windows, snapshots
         self._host = self.slots.numpy() if device.type == "cpu" else None  # the same memory, quicker to write
 
     def apply(self, made: TableWrites, staging: Staging) -> None:
         """Make the writes of a plan; no two name the same position, since a GPU makes them in any order."""
-        writes: Sequence[TableWrite] = made if self.windows is None else self.windows.apply(made)  # type: ignore[assignment]
+        if self.windows is not None:
+            writes: Sequence[TableWrite] = self.windows.apply(made)
+        elif self.snapshots is not None:
+            copies = tuple(write for write in made if isinstance(write, StateCopy))
+            self.snapshots = replace(self.snapshots, copies=copies)
+            writes = [write for write in made if isinstance(write, TableWrite)]
+        else:
+            writes = made  # type: ignore[assignment]
         if self._host is not None:
             for write in writes:
                 self._host[write.row, write.start : write.start + len(write.slots)] = write.slots
@@ -151,7 +164,7 @@ class WindowTable:
         for write in made:
             if isinstance(write, PartWrite):
                 self._parts[write.pages] = write.parts
-            else:
+            elif isinstance(write, TableWrite):
                 self._host[write.row, write.start : write.start + len(write.slots)] = self._apart(write.slots)
                 writes.append(write)
         return writes
@@ -271,6 +284,7 @@ def _append(table: DeviceTable, meta: BatchMeta) -> None:
         table.append(meta.rows[-size:], meta.positions[-size:], meta.out_slots[-size:])
     if table.windows is not None:
         meta.windows = table.windows.seen(meta)
+    meta.snapshots = table.snapshots
 
 
 def _extend(plan: ExtendPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:

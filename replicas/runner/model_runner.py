@@ -19,7 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention.base import AttentionBackend, AttentionSpec, BatchMeta, HeadTurn, RotatingAttention
+from replicas.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    BatchMeta,
+    HeadTurn,
+    RotatingAttention,
+    SnapshotStep,
+)
 from replicas.attention.choice import AttentionApart, make_attention
 from replicas.attention.workspace import num_sms
 from replicas.config import AttentionChoice, EngineConfig
@@ -247,7 +254,7 @@ class ModelRunner:
         cap = sizing.token_cap(config)
         kv_bytes = sizing.beside_states(kv_bytes, config) - set_aside.bytes_for_table(config, kv_bytes, cell_bytes)
         size = sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cap)
-        return sizing.with_windows(config, size, kv_bytes)
+        return sizing.with_snapshots(config, sizing.with_windows(config, size, kv_bytes), kv_bytes)
 
     def _capture_graphs(self) -> None:
         """Record decode steps, if the device, and on every rank the attention backend and the group, can."""
@@ -294,7 +301,8 @@ class ModelRunner:
         size, apart = self.pool_size, None
         if size.windows is not None:
             apart = batches.WindowTable(rows, row_len, num_pages=size.num_pages, page_size=size.page_size)
-        return batches.DeviceTable(rows, row_len, self.device, apart)
+        snapshots = SnapshotStep(size.num_snapshots, size.page_size, ()) if size.num_snapshots else None
+        return batches.DeviceTable(rows, row_len, self.device, apart, snapshots)
 
     def _make_attention(self) -> tuple[AttentionBackend, AttentionChoice]:
         config = self._config

@@ -32,7 +32,7 @@ from replicas.cache.kv import KvCache
 from replicas.cache.node import TreeNode
 from replicas.request import Guide, Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio
-from replicas.scheduler.plan import DecodePlan, PartWrite, PrefixGroup, SampleRow, Slots, TableWrite, TableWrites
+from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite, TableWrites
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
 from replicas.scheduler.victims import Need, victims
@@ -196,8 +196,7 @@ def leave_out(
 def table_writes(kv: KvCache) -> TableWrites:
     """Take what is to be written into the ranks' tables before the next step."""
     writes = tuple(TableWrite(row, start, slots) for row, start, slots in kv.table.drain_writes())
-    parts = None if kv.store.windows is None else kv.store.windows.drain()
-    return writes if parts is None else (PartWrite(*parts), *writes)
+    return writes if kv.store.parts is None else (*kv.store.parts.drain(), *writes)
 
 
 class SharedPrefixes:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from replicas.types import Readout, SamplingParams, TokenIds, TokenLogprob
+from replicas.types import PartWrite, Readout, SamplingParams, StateCopy, TokenIds, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,15 +41,7 @@ class TableWrite:
     slots: Slots
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartWrite:
-    """The K and V that window layers keep of ``pages`` now live in pages ``parts`` of their own pool."""
-
-    pages: npt.NDArray[np.int32]  # [n]
-    parts: npt.NDArray[np.int32]  # [n]
-
-
-TableWrites = tuple[TableWrite | PartWrite, ...]  # of parts first
+TableWrites = tuple[TableWrite | PartWrite | StateCopy, ...]  # of parts first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,7 +20,7 @@ from tests.gpu import fake_cuda
 from tests.gpu.rigs import DEVICES, engine_config, make_rig
 from tests.numerics import tiny
 
-MAKE_POOL = ModelRunner._make_pool
+MAKE_POOL = ModelRunner._make_pools
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -141,7 +141,7 @@ def test_two_engines_that_start_together_on_one_gpu_have_equal_pools(
             return int(fake_cuda.TOTAL_BYTES * (1.0 - next(shares, 0.4))), fake_cuda.TOTAL_BYTES
 
         monkeypatch.setattr(torch.cuda, "mem_get_info", seen)
-        monkeypatch.setattr(ModelRunner, "_make_pool", _small_pool)
+        monkeypatch.setattr(ModelRunner, "_make_pools", _small_pool)
         pools.append(ModelRunner(config, TpGroup(device="cuda")).pool_size.bytes)
     assert pools[0] == pools[1]
     assert pools[0] == pytest.approx(0.4 * fake_cuda.TOTAL_BYTES, abs=256 << 20)  # what is set aside for attention
@@ -168,13 +168,13 @@ def test_a_pool_for_which_the_gpu_has_no_memory_says_what_to_lower(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     tiny.save("llama", tmp_path)
-    monkeypatch.setattr(ModelRunner, "_make_pool", full)
+    monkeypatch.setattr(ModelRunner, "_make_pools", full)
     says = r"KV pool of 512 tokens.* does not fit on cuda:0, .*mem_fraction_static \(0.5\)"
     with pytest.raises(InvalidConfig, match=says):
         ModelRunner(engine_config(tmp_path, "cuda"), TpGroup(device="cuda"))
 
 
-def _small_pool(runner: ModelRunner, channels: object) -> MHATokenToKVPool:
+def _small_pool(runner: ModelRunner, channels: object) -> list[MHATokenToKVPool]:
     """The pool of a runner with 8 of its pages: gigabytes would have to be touched here."""
     whole, runner.pool_size = runner.pool_size, replace(runner.pool_size, num_pages=8)
     try:

@@ -20,6 +20,8 @@ from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
 from replicas.loading.model_files import load_model_config
+from replicas.memory import sizing
+from replicas.memory.allocator import StateCopy
 from replicas.memory.state_pool import Segment, StatePool
 from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
@@ -109,7 +111,7 @@ def test_many_requests_at_once_get_the_ids_of_transformers(
     engine = engine_of(folder, tokens=160 if model_type != SCAN else 2048, running=12, overlap=overlap)
     prompts, draw, deltas = some_prompts(20, 3), random.Random(4), list[TokenDelta]()
     try:
-        assert engine.config.cache.prefix_cache == "chunk"
+        assert engine.config.cache.prefix_cache == ("chunk" if overlap == "on" else "radix")
         for rid, prompt in prompts.items():
             request = asked(rid, prompt, 30)
             if rid == "r7":
@@ -122,7 +124,8 @@ def test_many_requests_at_once_get_the_ids_of_transformers(
         if model_type != SCAN:  # it has no K and V to be short of
             assert engine.stats().num_retractions > 0
         engine.scheduler.check()
-        assert engine.stats().pool.free_pages == engine.stats().pool.num_pages
+        pool = engine.stats().pool
+        assert pool.free_pages + pool.evictable_pages == pool.num_pages
     finally:
         engine.close()
     for rid, prompt in prompts.items():
@@ -234,20 +237,82 @@ def test_modules_that_would_begin_at_zero_behind_a_state_are_told_apart(models: 
 
 def test_a_state_is_read_only_behind_the_tokens_that_it_has_seen() -> None:
     pool, slots = StatePool([((2,), torch.float32)], 2, torch.device("cpu")), torch.arange(1, 9)
-    assert pool.begin([1], [0, 3], [3], slots) == [Segment(0, 3, None, 2)]
+    assert pool.begin([1], [0, 3], [3], slots) == [Segment(0, 3, None, 3, 3)]
     pool.end()
     for _ in range(2):  # the same step twice: it failed the first time, or its token was dropped
         (again,) = pool.begin([1], [0, 1], [4], slots)
-        assert (again.read, again.write) == (2, 3)
+        assert (again.read, again.write) == (3, 4)
         pool.end()
     (on,) = pool.begin([1], [0, 2], [6], slots)
-    assert (on.read, on.write) == (3, 2)
+    assert (on.read, on.write) == (4, 3)
     with pytest.raises(RuntimeError, match="row 1 goes on behind 3 tokens, and its states are of"):
         pool.begin([1], [0, 1], [4], slots)  # of a state that the step before has begun to write over
-    assert pool.begin([1], [0, 1], [1], slots) == [Segment(0, 1, None, 2)]  # another request has the row
+    assert pool.begin([1], [0, 1], [1], slots) == [Segment(0, 1, None, 3, 1)]  # another request has the row
     pool.end()
     with pytest.raises(RuntimeError, match="behind 4 tokens"):
         pool.begin([1], [0, 1], [5], slots)
+
+
+def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_is_copied_to_others() -> None:
+    """Pages of 4. What each place holds is the number of tokens that its state has seen."""
+    pool = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), num_snapshots=2, page_size=4)
+    slots = torch.arange(1, 9)
+
+    def step(row: int, num_new: int, seq_len: int) -> None:
+        parts = pool.begin([row], [0, num_new], [seq_len], slots)
+        assert [each.seen for each in parts] == sorted({each.seen for each in parts})
+        for each in parts:
+            assert each.read is None or pool.tensors[0][each.read] == each.seen - (each.end - each.start)
+            pool.tensors[0][each.write] = each.seen
+        pool.end()
+
+    step(0, 6, 6)  # in two parts, 4 and 2
+    for seq_len in range(7, 23):
+        step(0, 1, seq_len)
+        border = seq_len // 4 * 4
+        pool.copy([StateCopy(0, 1, border, from_snapshot=False), StateCopy(1, 1, border, from_snapshot=True)])
+        assert pool.tensors[0][7] == border
+        step(1, 3, border + 3)
+    pool.copy([StateCopy(0, 0, 16, from_snapshot=False)])  # is gone: the snapshot holds nothing
+    with pytest.raises(RuntimeError, match="the snapshot is of -1 tokens"):
+        pool.copy([StateCopy(1, 0, 16, from_snapshot=True)])
+
+
+@pytest.mark.parametrize(("num_snapshots", "least"), [(3, 0.25), (8, 0.75), (99, 0.8)])
+@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN])
+def test_conversations_go_on_from_snapshots_with_the_ids_of_transformers(
+    models: Callable[[str], Saved], model_type: str, num_snapshots: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of them, behind one start of 21 tokens, and snapshots for all, for their ends alone, or for some. ``least``:
+    of all prompts' tokens, what is cached."""
+    whole = sizing.with_snapshots
+
+    def with_some(*given: Any) -> sizing.PoolSize:
+        return replace(whole(*given), num_snapshots=num_snapshots)
+
+    monkeypatch.setattr(sizing, "with_snapshots", with_some)
+    folder, model = models(model_type)
+    engine, draw = engine_of(folder, chunk=16, running=6), random.Random(1)
+    start, cached, total = [draw.randrange(3, 190) for _ in range(21)], 0, 0
+    texts = [start + [draw.randrange(3, 190) for _ in range(draw.randint(1, 25))] for _ in range(5)]
+    try:
+        for turn in range(5):
+            deltas = list[TokenDelta]()
+            for number, text in enumerate(texts):
+                deltas += engine.submit(asked(f"{turn} {number}", text, 9))
+                deltas += engine.step() if draw.random() < 0.5 else []
+            deltas += finished(engine)
+            engine.scheduler.check()
+            for number, text in enumerate(texts):
+                own = [each for each in deltas if each.rid == f"{turn} {number}"]
+                answer = ids_of(own, f"{turn} {number}")
+                assert len(answer) == 9
+                assert_greedy(model, text, answer)
+                cached, total = cached + own[-1].usage.cached_tokens, total + len(text)
+                text += [*answer, *(draw.randrange(3, 190) for _ in range(3))]
+    finally:
+        engine.close()
+    assert cached > least * total
 
 
 def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callable[[str], Saved]) -> None:
@@ -257,8 +322,10 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
     each = model.state_bytes("cpu")
     assert each == 3 * 4 * (4 * 16 * 16 + 128 * 4)  # three layers, fp32: the sums and the convolution's last inputs
     config = resolve(model, hardware)
-    assert (config.cache.prefix_cache, config.scheduler.drafts) == ("chunk", "off")
-    assert "keeps a recurrent state" in config.origin["cache.prefix_cache"]
+    assert (config.cache.prefix_cache, config.scheduler.drafts) == ("radix", "off")
+    ahead = resolve(model, hardware, scheduler=SchedulerConfig(overlap="on"))
+    assert ahead.cache.prefix_cache == "chunk"
+    assert "keeps a recurrent state" in ahead.origin["cache.prefix_cache"]
     for settings, said in (
         ({"cache": CacheConfig(host_memory_bytes=1 << 20)}, "cache.host_memory_bytes with Qwen3Next"),
         ({"scheduler": SchedulerConfig(drafts="on")}, "scheduler.drafts: on with Qwen3Next"),
@@ -274,7 +341,7 @@ def test_states_take_half_of_what_the_weights_leave_and_are_not_served_beyond_th
     model = load_model_config(str(folder))
     weights, each = 4 * model.num_weights, model.state_bytes("cpu")
     hardware = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 34)
-    budget = int((weights + 2 * 2 * 10 * each) / 0.9) + 10
+    budget = int((weights + 2 * 3 * 10 * each) / 0.9) + 10
     config = resolve(model, hardware, cache=CacheConfig(device_memory_bytes=budget))
     assert config.scheduler.max_running_requests == 9  # and a row that warms up
     with pytest.raises(InvalidConfig, match=r"the states of 64 running requests take .* lower scheduler"):

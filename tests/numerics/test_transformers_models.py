@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from replicas.cache.parts import WindowAllocator
 from replicas.config import AttentionKind, CacheConfig, ModelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.kernels import bf16_tiles
@@ -182,8 +183,8 @@ def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tok
     texts = [draw.integers(3, 190, length).tolist() for length in (1, 7, 19, 26, 38, 50)]
     cached = 0
     try:
-        windows = engine.kv.store.windows
-        assert windows is not None
+        windows = engine.kv.store.parts
+        assert isinstance(windows, WindowAllocator)
         for _ in range(5):
             for rid, text in enumerate(texts):
                 engine.submit(GenerateRequest(rid=str(rid), token_ids=np.array(text, np.int32), sampling=greedy))

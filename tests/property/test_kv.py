@@ -1,22 +1,26 @@
 """KvCache under random requests in tiny pools: every invariant after every step, no leak at idle."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
+from replicas.cache.parts import SnapshotAllocator
 from replicas.cache.retention import POLICIES
 from replicas.config import CacheConfig
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.memory.sizing import WindowPool
+from replicas.memory.state_pool import StatePool
 from replicas.request import Req
 from replicas.runner.batch import WindowTable
-from replicas.scheduler.plan import PartWrite, TableWrite
+from replicas.scheduler.plan import TableWrite
 from tests.harness import choice_of, pool_of
 
 ROWS = 3
@@ -72,6 +76,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         write=st.sampled_from(["write_through", "write_through_selective", "write_back", "adaptive"]),
         host_eviction=st.sampled_from([*sorted(POLICIES), "arc"]),
         reach=st.sampled_from([0, 0, 1, 3, 6]),
+        num_snapshots=st.sampled_from([0, 0, 1, 2, 8]),
     )
     def start(
         self,
@@ -83,16 +88,24 @@ class KvUnderLoad(RuleBasedStateMachine):
         write: str,
         host_eviction: str,
         reach: int = 0,
+        num_snapshots: int = 0,
     ) -> None:
-        """``reach``: tokens that window layers see, which have a pool of their own then, and there is no host tier."""
-        self.reach, windows = reach, None
+        """``reach``: tokens that window layers see, which have a pool of their own then. ``num_snapshots``: else, of
+        the recurrent states that requests keep then. With either there is no host tier."""
+        self.reused = 0  # tokens
+        self.reach, windows, self.states = reach, None, None
         if reach:
             host_pages, num_pages = 0, 2 * num_pages
             windows = window_pool(reach, page_size, num_pages)
+        elif num_snapshots:
+            host_pages = 0
+            of_pages = {"num_snapshots": num_snapshots, "page_size": page_size}
+            self.states = StatePool([((1,), torch.int64)], ROWS + 1, torch.device("cpu"), **of_pages)
+            self.texts: list[object] = [None]  # what the numbers in the places of states stand for
         self.copier = FakeCopier(self, page_size)
         tier = HostTier(num_pages=host_pages, copier=self.copier, eviction=host_eviction, write=write)
         self.kv = KvCache(
-            size=pool_of(num_pages, page_size, windows),
+            size=replace(pool_of(num_pages, page_size, windows), num_snapshots=num_snapshots),
             max_requests=ROWS,
             context_len=64,
             cache=CacheConfig(prefix_cache=prefix_cache, eviction=eviction),
@@ -113,6 +126,8 @@ class KvUnderLoad(RuleBasedStateMachine):
         assert req.holding is not None
         if self.reach:
             self.compute_windows(req, slots, writes)
+        elif self.states is not None and isinstance(self.kv.store.parts, SnapshotAllocator):
+            self.compute_states(req, self.states, self.kv.store.parts, slots)
         self.device[req.holding.row, req.computed_len : req.holding.kv_len] = slots  # the plan's own
         for position, slot in zip(range(req.computed_len, req.holding.kv_len), slots.tolist(), strict=True):
             self.content[slot] = (req.salt, tuple(req.ids[: position + 1].tolist()))
@@ -121,13 +136,28 @@ class KvUnderLoad(RuleBasedStateMachine):
             slot = int(self.device[req.holding.row, position])
             assert self.content[slot] == (req.salt, tuple(req.ids[: position + 1].tolist()))
 
+    def compute_states(self, req: Req, states: StatePool, parts: SnapshotAllocator, slots: np.ndarray) -> None:
+        """The same of a model that keeps states: each part of the step goes on from that of the tokens before it."""
+        assert req.holding is not None
+        states.copy(parts.drain())
+        num_new, kv_len = len(slots), req.holding.kv_len
+        if not num_new:
+            return
+        (held,), ids = states.tensors, tuple(req.ids[:kv_len].tolist())
+        for part in states.begin([req.holding.row], [0, num_new], [kv_len], torch.from_numpy(slots)):
+            before = part.seen - (part.end - part.start)
+            assert (part.read is None) == (before == 0)
+            assert part.read is None or self.texts[int(held[part.read])] == (req.salt, ids[:before])
+            held[part.write] = len(self.texts)
+            self.texts.append((req.salt, ids[: part.seen]))
+        states.end()
+
     def compute_windows(self, req: Req, slots: np.ndarray, writes: list[TableWrite]) -> None:
         """The same of window layers: each new token reads the window that ends with it, through their own table."""
-        windows, holding = self.kv.store.windows, req.holding
+        windows, holding = self.kv.store.parts, req.holding
         assert windows is not None
         assert holding is not None
-        parts = windows.drain()
-        self.window_table.apply(tuple(writes) if parts is None else (PartWrite(*parts), *writes))
+        self.window_table.apply((*windows.drain(), *writes))
         row = self.window_table.slots[holding.row].numpy()
         new = range(req.computed_len, holding.kv_len)
         row[req.computed_len : holding.kv_len] = self.window_table._apart(slots)
@@ -154,6 +184,7 @@ class KvUnderLoad(RuleBasedStateMachine):
             assert len(self.held) == ROWS
             return
         assert reused < len(prompt)
+        self.reused += reused
         if not self.kv.store.available_tokens() and self.reach and self.held:
             self.kv.release(req, keep=False)  # as the scheduler does: what runs may see all parts
             return
@@ -262,10 +293,10 @@ TestKvUnderLoad.settings = settings(max_examples=120, stateful_step_count=40, de
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("reach", [0, 1, 3, 6])
-def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int) -> None:
-    """With a host tier, or with window layers apart. Hypothesis seldom fills both pools; these fill them over and over.
-    0.2 s each."""
+@pytest.mark.parametrize(("reach", "num_snapshots"), [(0, 0), (1, 0), (3, 0), (6, 0), (0, 1), (0, 4)])
+def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int, num_snapshots: int) -> None:
+    """With a host tier, with window layers apart, or with snapshots of states. Hypothesis seldom fills both pools;
+    these fill them over and over. 0.2 s each."""
     draw, machine = random.Random(seed), KvUnderLoad()
     machine.start(
         page_size=draw.choice([1, 2, 4]),
@@ -276,8 +307,9 @@ def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int)
         write=draw.choice(["write_through", "write_through_selective", "write_back", "adaptive"]),
         host_eviction=draw.choice([*sorted(POLICIES), "arc"]),
         reach=reach,
+        num_snapshots=num_snapshots,
     )
-    tiers, windows = machine.kv.store.tiers, machine.kv.store.windows
+    tiers, parts = machine.kv.store.tiers, machine.kv.store.parts
     for _ in range(150):
         salt, kind = draw.choice(["", "", "x"]), draw.random()
         if kind < 0.5:
@@ -297,6 +329,7 @@ def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int)
         else:
             machine.flip(page=draw.randint(0, 99))
         machine.sound()
-    assert windows is None or windows.evicted > 0 or windows.windows.num_pages >= machine.num_pages
-    assert windows is not None or (tiers is not None and tiers.counters.written_pages > 0)
+    assert reach == 0 or (parts is not None and (parts.evicted > 0 or parts.parts.num_pages >= machine.num_pages))
+    assert num_snapshots == 0 or machine.reused > 0
+    assert parts is not None or (tiers is not None and tiers.counters.written_pages > 0)
     machine.teardown()

@@ -1,0 +1,361 @@
+"""PartAllocator: pages that may have a part elsewhere, beside the K and V that they hold.
+
+A page is the handle of its tokens: the table, the tree and all requests know pages alone. What some layers keep of
+these tokens is a *part* in a pool of its own: K and V of window layers, or the states behind the page's last
+token. A page without its part is a *hole*.
+
+Owns:      which page has which part, what the parts are good for, and the log of what devices do with them.
+Never:     knows the tree, or when a request moves on: cache/kv.py says so.
+Invariant: a part is free or belongs to one held page.
+Order:     parts that may go do so by their `End`: first those of the kind that requests go on with least often, and of
+           one kind those not used for longest.
+Thread:    scheduler thread only.
+"""
+
+import enum
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, Slots
+from replicas.memory.sizing import SLACK, WindowPool
+from replicas.request import Behind, Holding, Req
+from replicas.types import PartWrite, StateCopy
+
+BATCH = 16  # parts are given up by a sixteenth of all at once: finding the oldest reads all pages
+PRIOR = 10  # ends of a kind that are counted before the first one is seen
+
+
+class End(enum.IntEnum):
+    """What a part is good for: which of a text's ends needs it."""
+
+    NONE = 0  # it is inside a text
+    GONE_ON = 1  # a request has gone on behind it, and the next will behind that one's end
+    PROMPT = 2  # of a prompt: the next goes on there if it leaves the answer out, or answers again
+    ANSWER = 3
+    BRANCH = 4  # several have gone on there, or would have; or a client marked it
+
+
+PRIORS = {End.NONE: 0.0, End.GONE_ON: 0.1, End.PROMPT: 0.3, End.ANSWER: 0.6, End.BRANCH: 0.8}
+
+
+class PartAllocator(PagedTokenToKVPoolAllocator):
+    """A PagedTokenToKVPoolAllocator whose pages may have parts."""
+
+    def __init__(self, num_pages: int, page_size: int, num_parts: int) -> None:
+        super().__init__(num_pages, page_size)
+        self.parts = PagedTokenToKVPoolAllocator(num_parts, 1)
+        self.evicted = 0  # parts that have gone while their pages stayed
+        self._part = np.zeros(num_pages + 1, dtype=np.int32)  # by page; 0: a hole
+        self._used = np.zeros(num_pages + 1, dtype=np.int64)  # by page: tick of its last use
+        self._end = np.zeros(num_pages + 1, dtype=np.int8)  # by page: an End
+        self._made = np.array([PRIOR] * len(End), dtype=np.float64)  # by kind: ends so far
+        self._hits = np.array([PRIOR * prior for prior in PRIORS.values()])  # and how many were gone on with
+        self._tick = self._span = 0  # of uses; from the oldest one of a part to the newest
+        self._draw = random.Random(0)
+
+    def free(self, pages: Pages | Sequence[int]) -> None:
+        """Take back pages with their parts."""
+        taken = np.asarray(pages, dtype=np.int32)
+        super().free(taken)
+        if len(taken):
+            self._give_up(taken)
+
+    def reach(self, pages: Pages) -> int:
+        """Count the leading pages of a prefix behind which a request can go on."""
+        raise NotImplementedError
+
+    def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
+        """Let ``req`` go on behind the prefix ``pages``. ``cut_at``: tokens of a longer one, with which others go on,
+        that it would have reused if no part were gone; 0: of none."""
+        raise NotImplementedError
+
+    def moved_on(self, holding: Holding, num_tokens: int, row: Slots) -> None:
+        """Take note that the tokens of a request behind ``num_tokens`` are computed next. ``row``: its slots."""
+
+    def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
+        """Note where others may go on with the tokens [start, end) of ``req``, which the tree has now."""
+        raise NotImplementedError
+
+    def left_at(self, req: Req, end: int, row: Slots) -> None:
+        """Take note that ``req`` leaves its tokens [0, end) to the tree, to go on there later if it has not ended."""
+
+    def released(self, req: Req, row: Slots) -> None:
+        """Take note that ``req`` holds nothing more."""
+
+    def hand_over(self, own: Pages, kept: Pages) -> None:
+        """Let a request have pages ``kept`` in the place of its ``own``, which hold the same tokens and are freed
+        next."""
+
+    def is_useless(self, pages: Pages) -> bool:
+        """Whether no request can go on behind the last of ``pages``, the end of what the tree has of a text, or behind
+        any other of them."""
+        return not self._part[pages].any()
+
+    def drain(self) -> Sequence[PartWrite | StateCopy]:
+        """Return what the devices are to do before the next step."""
+        raise NotImplementedError
+
+    @property
+    def overbooked(self) -> bool:
+        """Whether the requests in flight may need more parts than there are."""
+        return False
+
+    @property
+    def num_holes(self) -> int:
+        """The held pages that have no part."""
+        return self.num_pages - self.num_free - (self.parts.num_pages - self.parts.num_free)
+
+    def check_parts(self, reqs: Sequence[Req], rows: Sequence[Slots]) -> None:
+        """Assert the invariant of the module's docstring; of the requests that hold pages, ``rows`` are their slots.
+        O(pool)."""
+        self.parts.check()
+        has = np.flatnonzero(self._part)
+        assert self._held[has].all(), "a free page has a part"
+        everything = np.concatenate([self._part[has], self.parts.free_pages()])
+        assert np.array_equal(np.sort(everything), np.arange(1, self.parts.num_pages + 1)), "a part is lost"
+
+    def _ends(self, req: Req, start: int, end: int) -> Iterator[tuple[int, End]]:
+        """Find the ends, in pages, in the tokens [start, end) of ``req``: of its prompt and its answer, marks, and
+        where it could have gone on itself if no part had been gone."""
+        assert req.holding is not None
+        branches = [req.holding.behind.cut_at, *(mark.length for mark in req.asked.cache_marks)]
+        ends = [(req.prompt_len, End.PROMPT), *((at, End.BRANCH) for at in branches)]
+        for at, kind in (*ends, *([(end, End.ANSWER)] if req.finish is not None else ())):
+            if start < at // self.page_size * self.page_size <= end:
+                yield at // self.page_size, kind
+
+    def _gone_on(self, pages: Pages) -> None:
+        """Note that a request goes on behind ``pages``."""
+        kind = End(self._end[pages[-1]])
+        if kind is not End.NONE:
+            self._hits[kind] += 1
+        self._note(pages, End.GONE_ON if kind in (End.PROMPT, End.ANSWER) else End.BRANCH)
+
+    def _note(self, pages: Pages, kind: End) -> None:
+        """Let the parts of ``pages`` be what an end needs. Ends that are used in turn, and are more than there is room
+        for, would all have gone when it is theirs: some are kept longer, by chance."""
+        self._made[kind] += kind != self._end[pages[-1]]
+        self._use(pages)
+        self._used[pages] += int(self._draw.random() * self._span)
+        self._end[pages] = kind
+
+    def _use(self, pages: Pages) -> None:
+        self._tick += 1
+        self._used[pages] = np.maximum(self._used[pages], self._tick)
+
+    def _pages(self, row: Slots, first: int, end: int) -> Pages:
+        """Return pages [first, end) of a request by its slots."""
+        size = self.page_size
+        return row[first * size : end * size : size] // np.int32(size)
+
+    def _make_room(self, num_parts: int, kept: npt.NDArray[np.bool_] | None = None) -> None:
+        """Give up parts until ``num_parts`` are free, none of ``kept`` by page."""
+        short = num_parts - self.parts.num_free
+        if short <= 0:
+            return
+        able = np.flatnonzero(self._part > 0 if kept is None else (self._part > 0) & ~kept)
+        most = min(len(able), max(short, self.parts.num_pages // BATCH))
+        assert most >= short, f"{num_parts} parts are needed, {self.parts.num_free} are free and {len(able)} may go"
+        worth = (self._hits / self._made)[self._end[able]]
+        gone = able[np.lexsort((self._used[able], worth))[:most]].astype(np.int32)
+        self._span = max(0, self._tick - int(self._used[able].min()))
+        self._give_up(gone)
+        self.evicted += most
+
+    def _give_up(self, pages: Pages) -> None:
+        pages = pages[self._part[pages] > 0]
+        self.parts.free(self._part[pages])
+        self._part[pages] = 0
+
+
+class WindowAllocator(PartAllocator):
+    """Of window layers: a page gets its part, a page of their pool, when it is handed out. Parts that no token of a
+    running request sees may go.
+
+    Invariant: a page that a request sees has a part. Parts that are seen are never more than there are: while
+               `overbooked`, no request is admitted.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, windows: WindowPool) -> None:
+        super().__init__(num_pages, page_size, windows.num_pages)
+        self.windows = windows
+        self.reserved = 0  # parts that requests in flight may see at once
+        self._seen = np.zeros(num_pages + 1, dtype=np.int32)  # by page: requests that see its part
+        self._log: list[Pages] = []  # pages whose part has changed to another
+
+    def reach(self, pages: Pages) -> int:
+        """Count the leading pages of a prefix behind which the last window has all parts."""
+        at = np.arange(len(pages))
+        hole_before = np.maximum.accumulate(np.where(self._part[pages] > 0, -1, at))  # the last one up to each page
+        ends = np.flatnonzero(hole_before < np.maximum(at + 1 - self.windows.seen_pages, 0))
+        return int(ends[-1]) + 1 if len(ends) else 0
+
+    def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
+        assert req.holding is not None
+        first = max(0, len(pages) - self.windows.seen_pages)
+        req.holding.behind = Behind(seen_from=first, cut_at=cut_at)
+        self.reserved += self._most_parts(req)
+        if first < len(pages):
+            self._see(pages[first:])
+
+    def moved_on(self, holding: Holding, num_tokens: int, row: Slots) -> None:
+        """Let a request see no page before the window of its next token."""
+        first, behind = max(0, num_tokens - self.windows.reach - SLACK) // self.page_size, holding.behind
+        if first > behind.seen_from:
+            self._pass_by(self._pages(row, behind.seen_from, first))
+            holding.behind = replace(behind, seen_from=first)
+
+    def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
+        if not self.windows.seen_pages:
+            return
+        for border, kind in self._ends(req, start, end):
+            pages = self._pages(row, max(0, border - self.windows.seen_pages), border)
+            self._note(pages, End(max(kind, int(self._end[pages[-1]]))))
+
+    def released(self, req: Req, row: Slots) -> None:
+        """Let ``req`` see nothing more."""
+        holding = req.holding
+        assert holding is not None
+        self._pass_by(self._pages(row, holding.behind.seen_from, -(-holding.kv_len // self.page_size)))
+        self.reserved -= self._most_parts(req)
+
+    @property
+    def overbooked(self) -> bool:
+        """Whether the requests in flight, with a step's prompts, may see more parts than there are."""
+        windows = self.windows
+        return windows.num_pages < self.num_pages and self.reserved + windows.step_pages > windows.num_pages
+
+    def alloc(self, need_pages: int, *, rid: str) -> Pages:
+        """Take pages, each with a part that the request sees."""
+        pages = super().alloc(need_pages, rid=rid)
+        if need_pages:
+            self._make_room(need_pages, self._seen > 0)
+            self._put(pages, self.parts.alloc(need_pages, rid=rid))
+            self._seen[pages] = 1
+            self._end[pages], self._used[pages] = End.NONE, self._tick
+        return pages
+
+    def free(self, pages: Pages | Sequence[int]) -> None:
+        """Take back pages with their parts; no other request sees them."""
+        taken = np.asarray(pages, dtype=np.int32)
+        super().free(taken)
+        if len(taken):
+            assert self._seen[taken].max() <= 1, f"of pages {taken} some are seen by others"
+            self._seen[taken] = 0
+
+    def hand_over(self, own: Pages, kept: Pages) -> None:
+        """Let the request that sees pages ``own`` see ``kept`` in their place; a hole among these takes the other's
+        part."""
+        holes = np.flatnonzero((self._part[kept] == 0) & (self._part[own] > 0))
+        self._put(kept[holes], self._part[own[holes]])
+        self._part[own[holes]] = 0
+        seen = self._seen[own] > 0
+        self._seen[own[seen]] -= 1
+        self._seen[kept[seen]] += 1
+        self._use(kept)
+
+    def drain(self) -> list[PartWrite]:
+        """Return the pages that have another part since the last call, and that part (0: none any more)."""
+        if not self._log:
+            return []
+        pages = np.unique(np.concatenate(self._log))
+        self._log = []
+        return [PartWrite(pages, self._part[pages])]
+
+    def is_useless(self, pages: Pages) -> bool:
+        return not self._part[pages[-1]]
+
+    def check_parts(self, reqs: Sequence[Req], rows: Sequence[Slots]) -> None:
+        """Assert that all of ``reqs``, by their ``rows``, see the window of their next token, and what they see is
+        counted. O(pool)."""
+        super().check_parts(reqs, rows)
+        counted = np.zeros(self.num_pages + 1, dtype=np.int32)
+        for req, row in zip(reqs, rows, strict=True):
+            assert req.holding is not None
+            first = req.holding.behind.seen_from
+            assert first <= max(0, req.computed_len + 1 - self.windows.reach) // self.page_size, f"{req.rid}: {first}"
+            np.add.at(counted, self._pages(row, first, -(-len(row) // self.page_size)), 1)
+        wrong = np.flatnonzero(counted != self._seen)
+        assert not len(wrong), f"pages {wrong} are seen by {counted[wrong]} requests, {self._seen[wrong]} are counted"
+        assert (self._part[counted > 0] > 0).all(), "a request sees a hole"
+
+    def _most_parts(self, req: Req) -> int:
+        """Count the parts that ``req`` sees at once at most."""
+        whole = req.num_tokens + req.max_remaining
+        return min(-(-whole // self.page_size) + 1, self.windows.request_pages)
+
+    def _see(self, pages: Pages) -> None:
+        assert (self._part[pages] > 0).all(), f"of pages {pages} some are holes"
+        self._seen[pages] += 1
+        self._gone_on(pages)
+
+    def _pass_by(self, pages: Pages) -> None:
+        assert (self._seen[pages] > 0).all(), f"of pages {pages} some are seen by nobody"
+        self._seen[pages] -= 1
+        self._use(pages)
+
+    def _put(self, pages: Pages, parts: Pages) -> None:
+        self._part[pages] = parts
+        self._log.append(pages)
+
+
+class SnapshotAllocator(PartAllocator):
+    """Of recurrent states: a part is a place of the state pool.
+
+    A request computes its states in places of its own (memory/state_pool.py), which keep those behind the last whole
+    page too. Where others may go on, these are copied to a part of that page: behind a prompt, an answer, a mark, and
+    where K and V were found further than states, for the next one to pass by. A hit ends behind such a page, and its
+    states are copied back.
+
+    Invariant: a copy that is ordered runs before the next step, in the order of the log; so a part that is given to
+               another page meanwhile is read before it is written.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_snapshots: int) -> None:
+        super().__init__(num_pages, page_size, num_snapshots)
+        self._log: list[StateCopy] = []
+
+    def reach(self, pages: Pages) -> int:
+        """Count the leading pages of a prefix up to the last one with a snapshot."""
+        has = np.flatnonzero(self._part[pages])
+        return int(has[-1]) + 1 if len(has) else 0
+
+    def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
+        assert req.holding is not None
+        req.holding.behind = Behind(cut_at=cut_at)
+        if len(pages):
+            self._gone_on(pages[-1:])
+            self._log_copy(req, int(pages[-1]), len(pages), from_snapshot=True)
+
+    def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
+        """Copy the states of ``req`` behind the tokens [0, end), its last whole page, if that is an end."""
+        border = end // self.page_size
+        if kinds := [kind for at, kind in self._ends(req, start, end) if at == border]:
+            self._keep(req, border, row, max(kinds))
+
+    def left_at(self, req: Req, end: int, row: Slots) -> None:
+        if end:
+            self._keep(req, end // self.page_size, row, End.ANSWER)
+
+    def _keep(self, req: Req, border: int, row: Slots, kind: End) -> None:
+        page = self._pages(row, border - 1, border)
+        if not self._part[page[0]]:
+            self._make_room(1)
+            self._part[page] = self.parts.alloc(1, rid=req.rid)
+            self._end[page] = 0
+            self._log_copy(req, int(page[0]), border, from_snapshot=False)
+        self._note(page, End(max(kind, int(self._end[page[0]]))))
+
+    def drain(self) -> list[StateCopy]:
+        """Return the copies to make before the next step."""
+        log, self._log = self._log, []
+        return log
+
+    def _log_copy(self, req: Req, page: int, num_pages: int, *, from_snapshot: bool) -> None:
+        assert req.holding is not None
+        snapshot, num_tokens = int(self._part[page]) - 1, num_pages * self.page_size
+        self._log.append(StateCopy(req.holding.row, snapshot, num_tokens, from_snapshot=from_snapshot))
