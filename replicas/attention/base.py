@@ -15,18 +15,9 @@ from torch import Tensor
 
 from replicas.config import AttentionKind
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.scheduler.plan import PrefixGroup, StateCopy
+from replicas.scheduler.plan import PrefixGroup, SnapshotStep
 
 Lengths = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SnapshotStep:
-    """How a step keeps recurrent states for others (cache/parts.py)."""
-
-    num_snapshots: int  # that there is room for
-    page_size: int  # states are kept behind whole pages
-    copies: tuple[StateCopy, ...]  # to make before the step
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,7 +43,7 @@ class BatchMeta:
     prompt_groups: tuple[PrefixGroup, ...] = ()  # of requests that extend, likewise
     host_qo_indptr: Lengths | None = None  # a copy of the device's, so no step waits to read it; None on a CPU
     host_seq_lens: Lengths | None = None
-    snapshots: "SnapshotStep | None" = None  # what a model that keeps recurrent states does beside; None: nothing
+    snapshots: SnapshotStep | None = None  # what a model that keeps recurrent states does beside; None: nothing
     windows: "BatchMeta | None" = None  # the same step as window layers with a pool of their own see it
 
     def on_host(self) -> tuple[Lengths, Lengths]:

@@ -19,12 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta, SnapshotStep
+from replicas.attention.base import BatchMeta
 from replicas.attention.fence import Fence
 from replicas.runner.sampler import DeviceLogprobs
 from replicas.scheduler.plan import (
     DecodePlan,
     ExtendPlan,
+    SnapshotStep,
     StepPlan,
     StepResult,
     TableWrite,

@@ -25,7 +25,6 @@ from replicas.attention.base import (
     BatchMeta,
     HeadTurn,
     RotatingAttention,
-    SnapshotStep,
 )
 from replicas.attention.choice import AttentionApart, make_attention
 from replicas.attention.workspace import num_sms
@@ -60,6 +59,7 @@ from replicas.scheduler.plan import (
     PendingStep,
     PrefixGroup,
     SampleRow,
+    SnapshotStep,
     StepPlan,
     StepResult,
     idle_decode,

@@ -44,6 +44,15 @@ class TableWrite:
 TableWrites = tuple[TableWrite | PartWrite | StateCopy, ...]  # of parts first
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotStep:
+    """How a step keeps recurrent states for others (cache/parts.py)."""
+
+    num_snapshots: int  # that there is room for
+    page_size: int  # states are kept behind whole pages
+    copies: tuple[StateCopy, ...]  # to make before the step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtendRow:
     """One request's share of an extend step; positions are absolute."""
