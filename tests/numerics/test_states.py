@@ -21,12 +21,11 @@ from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
 from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
-from replicas.memory.allocator import StateCopy
 from replicas.memory.state_pool import Segment, StatePool
 from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
-from replicas.types import Finish, GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_transformers_models import make, uncached
 from tests.unit.tokenizer_folders import byte_level_folder
