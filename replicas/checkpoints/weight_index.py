@@ -4,6 +4,7 @@ model is loaded.
 Invariant: only files of the model's own folder are named, whatever an index says.
 """
 
+import functools
 import json
 import os
 import struct
@@ -34,17 +35,22 @@ class Span:
     stop: int
 
     def equals(self, other: "Span") -> bool:
-        """Compare the bytes, up to the first part that differs."""
+        """Compare the bytes, up to the first part that differs, once in this process while the files stay."""
         if (self.kind, self.stop - self.start) != (other.kind, other.stop - other.start):
             return False
-        with self.file.open("rb") as one, other.file.open("rb") as two:
-            one.seek(self.start)
-            two.seek(other.start)
-            for at in range(self.start, self.stop, COMPARED_BYTES):
-                length = min(COMPARED_BYTES, self.stop - at)
-                if one.read(length) != two.read(length):
-                    return False
-        return True
+        return _same_bytes(self, other, tuple(each.file.stat().st_mtime_ns for each in (self, other)))
+
+
+@functools.lru_cache(maxsize=16)  # a start asks for a model's config several times
+def _same_bytes(one: Span, two: Span, _: tuple[int, ...]) -> bool:
+    with one.file.open("rb") as first, two.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(two.start)
+        for at in range(one.start, one.stop, COMPARED_BYTES):
+            length = min(COMPARED_BYTES, one.stop - at)
+            if first.read(length) != second.read(length):
+                return False
+    return True
 
 
 def is_tied(spans: Mapping[str, Span], *, said: bool) -> bool:
