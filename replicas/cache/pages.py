@@ -9,8 +9,7 @@ Thread:    scheduler thread only.
 import logging
 from collections.abc import Callable
 
-from replicas.cache.base import PrefixCache
-from replicas.cache.chunk import ChunkCache
+from replicas.cache.base import ChunkCache, PrefixCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.host_pages import HostTier
 from replicas.cache.parts import BATCH, PartAllocator, SnapshotAllocator, WindowAllocator

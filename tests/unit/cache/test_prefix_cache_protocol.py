@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from replicas.cache.base import PrefixCache
-from replicas.cache.chunk import ChunkCache
+from replicas.cache.base import ChunkCache, PrefixCache
 from replicas.cache.radix import RadixCache
 
 PS = 2
