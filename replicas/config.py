@@ -68,6 +68,9 @@ PrefetchPolicy = Annotated[str, NamesOf(("replicas.cache.store_tier:PREFETCH",))
 QueuePolicy = Annotated[str, NamesOf(("replicas.scheduler.orders:ORDERS",))]
 
 
+LONGEST_DRAFT = 32  # tokens that one decode step tries of a request at most
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding. ``scaling`` holds the parameters of ``kind`` under their Hugging Face names; of yarn,

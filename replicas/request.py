@@ -110,8 +110,10 @@ class Behind:
     """What a request has left behind its window, where all layers have one or some do (cache/parts.py)."""
 
     gone_len: int = 0  # all: tokens before it, whose pages are no longer held: whole pages; prefix_len is 0 then
-    seen_from: int = 0  # some: the first page whose part it sees
+    seen_from: int = 0  # some: the first page whose part it sees, or has begun with
+    reused_len: int = 0  # some: tokens that it has begun with, until it has gone on
     cut_at: int = 0  # some: tokens of the prefix that it would have reused if no part were gone
+    chunk_end: int = 0  # some: of its prompt, where a chunk ends
 
 
 NOTHING_BEHIND = Behind()

@@ -726,8 +726,10 @@ class PartWrite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCopy:
-    """The recurrent states behind the first ``num_tokens`` tokens of a row are copied to a snapshot, or from it."""
+    """The recurrent states behind the first ``num_tokens`` tokens of a row are copied to a snapshot, or from it. Made
+    once, though a step that failed brings it again."""
 
+    number: int  # ascending
     row: int
     snapshot: int
     num_tokens: int

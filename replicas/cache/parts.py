@@ -75,6 +75,11 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
 
     def moved_on(self, holding: Holding, num_tokens: int, row: Slots) -> None:
         """Take note that the tokens of a request behind ``num_tokens`` are computed next. ``row``: its slots."""
+        behind = holding.behind
+        if behind.reused_len:
+            if len(pages := self._pages(row, behind.seen_from, behind.reused_len // self.page_size)):
+                self._gone_on(pages)
+            holding.behind = replace(behind, reused_len=0)
 
     def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
         """Note where others may go on with the tokens [start, end) of ``req``, which the tree has now."""
@@ -152,12 +157,16 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         size = self.page_size
         return row[first * size : end * size : size] // np.int32(size)
 
-    def _make_room(self, num_parts: int, kept: npt.NDArray[np.bool_] | None = None) -> None:
-        """Give up parts until ``num_parts`` are free, none of ``kept`` by page."""
+    def _may_go(self) -> npt.NDArray[np.bool_]:
+        """Tell by page whether its part may go. O(pool)."""
+        return self._part > 0
+
+    def _make_room(self, num_parts: int) -> None:
+        """Give up parts until ``num_parts`` are free."""
         short = num_parts - self.parts.num_free
         if short <= 0:
             return
-        able = np.flatnonzero(self._part > 0 if kept is None else (self._part > 0) & ~kept)
+        able = np.flatnonzero(self._may_go())
         most = min(len(able), max(short, self.parts.num_pages // BATCH))
         assert most >= short, f"{num_parts} parts are needed, {self.parts.num_free} are free and {len(able)} may go"
         worth = (self._hits / self._made)[self._end[able]]
@@ -197,13 +206,14 @@ class WindowAllocator(PartAllocator):
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
         assert req.holding is not None
         first = max(0, len(pages) - self.windows.seen_pages)
-        req.holding.behind = Behind(seen_from=first, cut_at=cut_at)
+        req.holding.behind = Behind(seen_from=first, reused_len=len(pages) * self.page_size, cut_at=cut_at)
         self.reserved += self._most_parts(req)
         if first < len(pages):
             self._see(pages[first:])
 
     def moved_on(self, holding: Holding, num_tokens: int, row: Slots) -> None:
         """Let a request see no page before the window of its next token."""
+        super().moved_on(holding, num_tokens, row)
         first, behind = max(0, num_tokens - self.windows.reach - SLACK) // self.page_size, holding.behind
         if first > behind.seen_from:
             self._pass_by(self._pages(row, behind.seen_from, first))
@@ -233,7 +243,7 @@ class WindowAllocator(PartAllocator):
         """Take pages, each with a part that the request sees."""
         pages = super().alloc(need_pages, rid=rid)
         if need_pages:
-            self._make_room(need_pages, self._seen > 0)
+            self._make_room(need_pages)
             self._put(pages, self.parts.alloc(need_pages, rid=rid))
             self._seen[pages] = 1
             self._end[pages], self._used[pages] = End.NONE, self._tick
@@ -283,6 +293,10 @@ class WindowAllocator(PartAllocator):
         assert not len(wrong), f"pages {wrong} are seen by {counted[wrong]} requests, {self._seen[wrong]} are counted"
         assert (self._part[counted > 0] > 0).all(), "a request sees a hole"
 
+    def _may_go(self) -> npt.NDArray[np.bool_]:
+        able: npt.NDArray[np.bool_] = super()._may_go() & (self._seen == 0)
+        return able
+
     def _most_parts(self, req: Req) -> int:
         """Count the parts that ``req`` sees at once at most."""
         whole = req.num_tokens + req.max_remaining
@@ -291,7 +305,7 @@ class WindowAllocator(PartAllocator):
     def _see(self, pages: Pages) -> None:
         assert (self._part[pages] > 0).all(), f"of pages {pages} some are holes"
         self._seen[pages] += 1
-        self._gone_on(pages)
+        self._use(pages)
 
     def _pass_by(self, pages: Pages) -> None:
         assert (self._seen[pages] > 0).all(), f"of pages {pages} some are seen by nobody"
@@ -318,6 +332,7 @@ class SnapshotAllocator(PartAllocator):
     def __init__(self, num_pages: int, page_size: int, num_snapshots: int) -> None:
         super().__init__(num_pages, page_size, num_snapshots)
         self._log: list[StateCopy] = []
+        self._num_copies = 0
 
     def reach(self, pages: Pages) -> int:
         """Count the leading pages of a prefix up to the last one with a snapshot."""
@@ -326,10 +341,12 @@ class SnapshotAllocator(PartAllocator):
 
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
         assert req.holding is not None
-        req.holding.behind = Behind(cut_at=cut_at)
-        if len(pages):
-            self._gone_on(pages[-1:])
-            self._log_copy(req, int(pages[-1]), len(pages), from_snapshot=True)
+        num_pages = len(pages)
+        req.holding.behind = Behind(
+            seen_from=max(0, num_pages - 1), reused_len=num_pages * self.page_size, cut_at=cut_at, chunk_end=cut_at
+        )
+        if num_pages:
+            self._log_copy(req, int(pages[-1]), num_pages, from_snapshot=True)
 
     def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
         """Copy the states of ``req`` behind the tokens [0, end), its last whole page, if that is an end."""
@@ -338,8 +355,16 @@ class SnapshotAllocator(PartAllocator):
             self._keep(req, border, row, max(kinds))
 
     def left_at(self, req: Req, end: int, row: Slots) -> None:
-        if end:
-            self._keep(req, end // self.page_size, row, End.ANSWER)
+        border = end // self.page_size
+        if border and not self._part[self._pages(row, border - 1, border)].all():
+            self._keep(req, border, row, End.ANSWER)
+
+    def released(self, req: Req, row: Slots) -> None:
+        """Drop the copy to ``req`` if it was to go on and did not."""
+        assert req.holding is not None
+        own = [copy for copy in self._log if copy.row == req.holding.row]
+        if own and own[-1].from_snapshot:
+            self._log.remove(own[-1])
 
     def _keep(self, req: Req, border: int, row: Slots, kind: End) -> None:
         page = self._pages(row, border - 1, border)
@@ -358,4 +383,6 @@ class SnapshotAllocator(PartAllocator):
     def _log_copy(self, req: Req, page: int, num_pages: int, *, from_snapshot: bool) -> None:
         assert req.holding is not None
         snapshot, num_tokens = int(self._part[page]) - 1, num_pages * self.page_size
-        self._log.append(StateCopy(req.holding.row, snapshot, num_tokens, from_snapshot=from_snapshot))
+        self._num_copies += 1
+        row = req.holding.row
+        self._log.append(StateCopy(self._num_copies, row, snapshot, num_tokens, from_snapshot=from_snapshot))

@@ -8,7 +8,7 @@ Invariant: a pool of ``num_pages`` pages never needs more than the bytes it was 
 import logging
 from dataclasses import dataclass, replace
 
-from replicas.config import DTYPE_BYTES, Device, EngineConfig, ModelConfig
+from replicas.config import DTYPE_BYTES, LONGEST_DRAFT, Device, EngineConfig, ModelConfig
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,6 @@ LEAST_SHARE = 0.4  # of the pages, that have a part in the window pool (docs/log
 WINDOWS_A_TEXT = 4  # kept of a text of full length: where its prompts and answers ended
 WORTH_SPLITTING = 0.75  # of the pages: with parts for more, all layers keep all tokens
 SLACK = 2  # tokens that are kept before a window: those that a step still under way sees
-BORDER_PAGES = 3  # that a request sees beside whole pages of its window: partly seen, under way, begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +33,23 @@ class WindowPool:
     seen_pages: int  # pages before a page's border that the token behind it sees
     request_pages: int  # most that a request sees that decodes
     step_pages: int  # most that the prompts of a step see beside that
+
+    @staticmethod
+    def of(
+        num_pages: int, *, page_size: int, cell_bytes: int, reach: int, step_tokens: int, drafted: int = LONGEST_DRAFT
+    ) -> "WindowPool":
+        """Describe a pool of ``num_pages``, or of as many more as one request and a step of ``step_tokens`` need.
+        ``drafted``: tokens of a draft at most."""
+        seen, step = -(-(reach - 1) // page_size), -(-step_tokens // page_size)
+        request = -(-(reach + SLACK + drafted) // page_size) + 1  # it begins and ends within pages
+        return WindowPool(
+            num_pages=max(num_pages, request + step),
+            cell_bytes=cell_bytes,
+            reach=reach,
+            seen_pages=seen,
+            request_pages=request,
+            step_pages=step,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,36 +250,42 @@ def with_windows(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSiz
     reach = max(kind.window or kind.chunk or 0 for kind in kinds)
     windows_cell = size.cell_bytes * sum(config.window_layers) // len(kinds)
     windows_bytes, full_bytes = page_size * windows_cell, page_size * (size.cell_bytes - windows_cell)
-    seen, step = -(-(reach - 1) // page_size), -(-config.chunked_prefill_size // page_size)
     share = min(1.0, max(LEAST_SHARE, WINDOWS_A_TEXT * reach / config.model.context_len))
     num_pages = int(kv_bytes / (full_bytes + share * windows_bytes))
     if config.cache.max_total_tokens is not None:
         num_pages = min(num_pages, config.cache.max_total_tokens // page_size)
-    num_parts = max(int(share * num_pages), seen + BORDER_PAGES + step)
-    num_pages = min(num_pages, (kv_bytes - num_parts * windows_bytes) // full_bytes)
-    if num_parts > WORTH_SPLITTING * num_pages:
-        return size
-    windows = WindowPool(
-        num_pages=num_parts,
+    windows = WindowPool.of(
+        int(share * num_pages),
+        page_size=page_size,
         cell_bytes=windows_cell,
         reach=reach,
-        seen_pages=seen,
-        request_pages=seen + BORDER_PAGES,
-        step_pages=step,
+        step_tokens=config.chunked_prefill_size,
     )
+    num_pages = min(num_pages, (kv_bytes - windows.num_pages * windows_bytes) // full_bytes)
+    if windows.num_pages > WORTH_SPLITTING * num_pages:
+        return size
     return PoolSize(
         num_pages=num_pages, page_size=page_size, cell_bytes=size.cell_bytes - windows_cell, windows=windows
     )
 
 
 def with_snapshots(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSize:
-    """Take from a pool what snapshots of recurrent states need: half of ``kv_bytes``, at most one for each page."""
+    """Take from a pool what snapshots of recurrent states need: half of ``kv_bytes``, at most one for each page.
+
+    Raises: InvalidConfig where one and a page do not fit.
+    """
     model = config.model
     if not model.states or config.cache.prefix_cache != "radix":
         return size
     each, page = model.state_bytes(config.device), size.page_size * size.cell_bytes
-    num_snapshots = min(int(SNAPSHOT_SHARE * kv_bytes) // each, size.num_pages)
+    num_snapshots = max(1, min(int(SNAPSHOT_SHARE * kv_bytes) // each, size.num_pages))
     left = size.num_pages if not page else min(size.num_pages, (kv_bytes - num_snapshots * each) // page)
+    if num_snapshots * each > kv_bytes or left < 1:
+        raise InvalidConfig(
+            f"a snapshot of the model's recurrent state takes {_mib(each)}, a page of K and V {_mib(page)}, and "
+            f"{_mib(kv_bytes)} are left for both: lower scheduler.max_running_requests, give the replica more memory "
+            "(cache.device_memory_bytes), or set cache.prefix_cache: chunk"
+        )
     return replace(size, num_pages=left, num_snapshots=min(num_snapshots, left))
 
 

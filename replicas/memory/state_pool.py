@@ -58,6 +58,7 @@ class StatePool:
         ]
         self._seen = np.full(places, -1, dtype=np.int64)  # tokens that a place's state has seen
         self._under_way: list[Segment] = []
+        self._copied = 0  # the number of the last copy
 
     def copy(self, orders: Sequence[StateCopy]) -> None:
         """Make the copies in their order. Raises: RuntimeError where a snapshot does not hold what it is taken for.
@@ -65,6 +66,9 @@ class StatePool:
         A state that is to be kept may have been written over, by a step that failed: the snapshot holds nothing then.
         """
         for order in orders:
+            if order.number <= self._copied:  # by the step that failed
+                continue
+            self._copied = order.number
             row, snapshot = STATE_PLACES * order.row, STATE_PLACES * self._num_rows + order.snapshot
             if order.from_snapshot:
                 self._seen[row : row + STATE_PLACES] = -1  # what was there is of another request

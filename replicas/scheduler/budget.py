@@ -70,9 +70,9 @@ def forced_tokens(chunk_size: int, num_running: int, num_forced: int, *, page_si
 def wanted(req: Req, *, page_size: int) -> int:
     """Count the next tokens of the prompt of ``req`` that one step may run, if it has room for all."""
     start, want = req.computed_len, req.num_tokens - req.computed_len
-    cut_at = 0 if req.holding is None else req.holding.behind.cut_at
-    if start < cut_at < start + want:  # where K and V were found further than what goes with them: kept for the next
-        want = cut_at - start
+    chunk_end = 0 if req.holding is None else req.holding.behind.chunk_end
+    if start < chunk_end < start + want:
+        want = chunk_end - start
     if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
         want = max(1, (start + LOGITS_CHUNK) // page_size * page_size - start)
     return want

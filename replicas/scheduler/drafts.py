@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicas.cache.kv import KvCache
+from replicas.config import LONGEST_DRAFT
 from replicas.request import Guide, Req
 from replicas.scheduler.decode import DecodeRows, decode_plan, draft_groups, sample_row, table_writes
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, StepPlan
@@ -31,7 +32,6 @@ from replicas.scheduler.tokens import SOURCES, Counters, NewToken, require_fault
 from replicas.types import TokenIds
 
 MIN_MATCH, MAX_MATCH = 3, 8  # tokens of the suffix that a guess follows; longer matches are as good as the longest
-LONGEST = 32  # tokens of a draft
 MOST_ROWS = 64  # of a step: what more cost is not estimated
 LEAST_GAIN = 1.02  # tokens for the cost, over those of a step without drafts: below that the estimate may err
 MEMORY = 0.95  # weight of what came true before, at each further guess: about the last twenty count
@@ -252,7 +252,7 @@ class Drafts:
 
     def _propose(self, req: Req) -> Proposal | None:
         """Guess what follows the tokens of ``req``; None where nothing is at hand."""
-        most = min(LONGEST, req.max_remaining - 1)  # the token after a draft is drawn too
+        most = min(LONGEST_DRAFT, req.max_remaining - 1)  # the token after a draft is drawn too
         if most < 1:
             return None
         kept = self._kv.kept_behind(req, most)

@@ -181,6 +181,39 @@ def test_a_step_that_failed_runs_again_from_the_state_before_it(models: Callable
         assert_greedy(model, prompt, ids_of(deltas, rid))
 
 
+def test_a_step_that_failed_and_in_which_requests_went_on_from_snapshots_runs_again(
+    models: Callable[[str], Saved],
+) -> None:
+    """Each half brings all copies: a request of the other half that has moved on meanwhile keeps its states."""
+    folder, model = models(DELTA_RULE)
+    engine, draw = engine_of(folder, chunk=200, running=8), random.Random(6)
+    texts = {f"r{i}": [draw.randrange(3, 190) for _ in range(17)] for i in range(6)}
+    try:
+        for rid, text in texts.items():
+            engine.submit(asked(f"first {rid}", text, 3))
+        deltas = finished(engine)
+        texts = {rid: [*text, *ids_of(deltas, f"first {rid}"), 9] for rid, text in texts.items()}
+        launch = engine.steps.launch
+
+        def failing(plan: StepPlan) -> PendingStep:
+            pending = launch(plan)
+            return _Lost() if any(row.params.seed == 999 for row in plan.sampling) else pending
+
+        engine.steps.launch = failing
+        for rid, text in texts.items():
+            request = asked(rid, text, 8)
+            engine.submit(replace(request, sampling=replace(request.sampling, seed=999 if rid == "r2" else 0)))
+        deltas = finished(engine)
+        assert engine.stats().failed_steps == 1
+    finally:
+        engine.close()
+    for rid, text in texts.items():
+        own = [each for each in deltas if each.rid == rid]
+        assert len(ids_of(own, rid)) == (0 if rid == "r2" else 8), own[-1]
+        assert_greedy(model, text, ids_of(own, rid))
+        assert rid == "r2" or own[-1].usage.cached_tokens >= 16
+
+
 def test_a_snapshot_of_a_request_is_computed_anew_where_it_is_restored(models: Callable[[str], Saved]) -> None:
     folder, model = models(DELTA_RULE)
     first, second = engine_of(folder), engine_of(folder)
@@ -269,12 +302,15 @@ def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_
     for seq_len in range(7, 23):
         step(0, 1, seq_len)
         border = seq_len // 4 * 4
-        pool.copy([StateCopy(0, 1, border, from_snapshot=False), StateCopy(1, 1, border, from_snapshot=True)])
+        kept = StateCopy(2 * seq_len, 0, 1, border, from_snapshot=False)
+        pool.copy([kept, StateCopy(2 * seq_len + 1, 1, 1, border, from_snapshot=True)])
         assert pool.tensors[0][7] == border
         step(1, 3, border + 3)
-    pool.copy([StateCopy(0, 0, 16, from_snapshot=False)])  # is gone: the snapshot holds nothing
+        pool.copy([kept])  # again, with a step that failed: the row has gone on, and nothing is copied
+        assert pool.tensors[0][7] == border
+    pool.copy([StateCopy(90, 0, 0, 16, from_snapshot=False)])  # is gone: the snapshot holds nothing
     with pytest.raises(RuntimeError, match="the snapshot is of -1 tokens"):
-        pool.copy([StateCopy(1, 0, 16, from_snapshot=True)])
+        pool.copy([StateCopy(91, 1, 0, 16, from_snapshot=True)])
 
 
 @pytest.mark.parametrize(("num_snapshots", "least"), [(3, 0.25), (8, 0.75), (99, 0.8)])
@@ -312,6 +348,20 @@ def test_conversations_go_on_from_snapshots_with_the_ids_of_transformers(
     finally:
         engine.close()
     assert cached > least * total
+
+
+def test_a_prefix_is_kept_or_the_start_refused_however_little_memory_is_left(models: Callable[[str], Saved]) -> None:
+    model = load_model_config(str(models(DELTA_RULE)[0]))
+    hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 34)
+    config, each = resolve(model, hardware, cache=CacheConfig(page_size=4)), model.state_bytes("cpu")
+    cell = model.kv_cell_bytes(tp=1, kv_dtype=config.kv_dtype)
+    for left in (each + 4 * cell, 2 * each, 40 * each):
+        size = sizing.with_snapshots(config, sizing.pool_size(left, cell, 4, None), left)
+        assert size.num_snapshots >= 1
+        assert size.num_snapshots * each + size.num_pages * 4 * cell <= left
+    for left in (each - 1, each + 4 * cell - 1):
+        with pytest.raises(InvalidConfig, match=r"lower scheduler\.max_running_requests"):
+            sizing.with_snapshots(config, sizing.pool_size(left, cell, 4, None), left)
 
 
 def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callable[[str], Saved]) -> None:

@@ -24,19 +24,13 @@ from replicas.scheduler.plan import TableWrite
 from tests.harness import choice_of, pool_of
 
 ROWS = 3
+DRAFTED = 3  # tokens
 
 
 def window_pool(reach: int, page_size: int, num_pages: int) -> WindowPool:
     """As small as one request and its chunk of 12 tokens need, as far as that is less than all."""
-    seen, step = -(-(reach - 1) // page_size), -(-12 // page_size)
-    return WindowPool(
-        num_pages=min(num_pages, seen + 3 + step),
-        cell_bytes=1,
-        reach=reach,
-        seen_pages=seen,
-        request_pages=seen + 3,
-        step_pages=step,
-    )
+    least = WindowPool.of(0, page_size=page_size, cell_bytes=1, reach=reach, step_tokens=12, drafted=DRAFTED)
+    return replace(least, num_pages=min(num_pages, least.num_pages))
 
 
 class FakeCopier:
@@ -120,12 +114,10 @@ class KvUnderLoad(RuleBasedStateMachine):
 
     def compute(self, req: Req, slots: np.ndarray) -> None:
         """What the device does: reads the prefix through its table, writes the new tokens' K/V."""
-        writes = [TableWrite(*write) for write in self.kv.table.drain_writes()]
-        for write in writes:
-            self.device[write.row, write.start : write.start + len(write.slots)] = write.slots
+        self.take_writes()
         assert req.holding is not None
         if self.reach:
-            self.compute_windows(req, slots, writes)
+            self.compute_windows(req, slots)
         elif self.states is not None and isinstance(self.kv.store.parts, SnapshotAllocator):
             self.compute_states(req, self.states, self.kv.store.parts, slots)
         self.device[req.holding.row, req.computed_len : req.holding.kv_len] = slots  # the plan's own
@@ -135,6 +127,14 @@ class KvUnderLoad(RuleBasedStateMachine):
         for position in range(req.computed_len):
             slot = int(self.device[req.holding.row, position])
             assert self.content[slot] == (req.salt, tuple(req.ids[: position + 1].tolist()))
+
+    def take_writes(self) -> None:
+        """What a plan brings the devices' tables."""
+        writes = [TableWrite(*write) for write in self.kv.table.drain_writes()]
+        for write in writes:
+            self.device[write.row, write.start : write.start + len(write.slots)] = write.slots
+        if self.reach and self.kv.store.parts is not None:
+            self.window_table.apply((*self.kv.store.parts.drain(), *writes))
 
     def compute_states(self, req: Req, states: StatePool, parts: SnapshotAllocator, slots: np.ndarray) -> None:
         """The same of a model that keeps states: each part of the step goes on from that of the tokens before it."""
@@ -152,12 +152,10 @@ class KvUnderLoad(RuleBasedStateMachine):
             self.texts.append((req.salt, ids[: part.seen]))
         states.end()
 
-    def compute_windows(self, req: Req, slots: np.ndarray, writes: list[TableWrite]) -> None:
+    def compute_windows(self, req: Req, slots: np.ndarray) -> None:
         """The same of window layers: each new token reads the window that ends with it, through their own table."""
-        windows, holding = self.kv.store.parts, req.holding
-        assert windows is not None
+        holding = req.holding
         assert holding is not None
-        self.window_table.apply((*windows.drain(), *writes))
         row = self.window_table.slots[holding.row].numpy()
         new = range(req.computed_len, holding.kv_len)
         row[req.computed_len : holding.kv_len] = self.window_table._apart(slots)
@@ -258,6 +256,16 @@ class KvUnderLoad(RuleBasedStateMachine):
         for i, req in enumerate(reqs):
             req.append(token)
             self.compute(req, slots[i : i + 1])
+
+    @rule(which=st.integers(0, 100), num_tokens=st.integers(1, DRAFTED))
+    def draft(self, which: int, num_tokens: int) -> None:
+        """Guesses of which none comes true."""
+        reqs = [req for req in self.held if req.extend_len == 0]
+        if reqs:
+            req = reqs[which % len(reqs)]
+            self.kv.extend_draft(req, num_tokens)
+            self.take_writes()
+            self.kv.cut(req)
 
     @rule(which=st.integers(0, 100), keep=st.booleans())
     def release(self, which: int, keep: bool) -> None:

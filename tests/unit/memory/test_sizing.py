@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replicas.config import AttentionKind, CacheConfig, Hardware, ParallelConfig
+from replicas.config import LONGEST_DRAFT, AttentionKind, CacheConfig, Hardware, ParallelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
@@ -125,7 +125,8 @@ def test_window_layers_with_a_pool_of_their_own_leave_room_for_more_tokens_in_th
     assert (size.windows is not None) == (more > 1)
     if size.windows is not None:  # behind 63 tokens one sees four pages; as much as one request and a step need
         assert (size.windows.seen_pages, size.windows.reach) == (4, 64)
-        assert size.windows.num_pages >= 4 + sizing.BORDER_PAGES + config.chunked_prefill_size // 16
+        assert size.windows.request_pages == -(-(64 + sizing.SLACK + LONGEST_DRAFT) // 16) + 1
+        assert size.windows.num_pages >= size.windows.request_pages + config.chunked_prefill_size // 16
 
 
 def test_the_cap_is_used_when_it_is_lower_and_warned_about_when_it_is_higher(caplog: pytest.LogCaptureFixture) -> None:
