@@ -1,9 +1,11 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from replicas.cache.kv import KvCache
+from replicas.cache.parts import SnapshotAllocator
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
 from replicas.request import Req
@@ -362,3 +364,29 @@ def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
     kv.check([a, b])
     assert kv.extend_decode([a]).tolist() == [12]
     kv.check([a, b])
+
+
+def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_and_is_no_hit() -> None:
+    """As one that finds no memory beside others, at each look."""
+    kv = make(size=replace(pool_of(8, 4), num_snapshots=2))
+    parts = kv.store.parts
+    assert isinstance(parts, SnapshotAllocator)
+    first = choice_of("first", range(1, 10))
+    kv.admit(first)
+    kv.extend(first, 9)
+    first.computed_len = 9
+    kv.commit(first)
+    kv.release(first, keep=True)
+    assert [copy.from_snapshot for copy in parts.drain()] == [False]
+    before = parts._hits.sum()
+    for _ in range(3):
+        again = choice_of("again", range(1, 12))
+        assert kv.admit(again) == 8
+        kv.release(again, keep=False)
+    assert (parts.drain(), parts._hits.sum()) == ([], before)
+    kv.admit(again)
+    kv.extend(again, 11)
+    again.computed_len = 11
+    kv.commit(again)
+    assert [copy.from_snapshot for copy in parts.drain()] == [True]
+    assert parts._hits.sum() == before + 1
