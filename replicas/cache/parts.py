@@ -124,14 +124,16 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         assert np.array_equal(np.sort(everything), np.arange(1, self.parts.num_pages + 1)), "a part is lost"
 
     def _ends(self, req: Req, start: int, end: int) -> Iterator[tuple[int, End]]:
-        """Find the ends, in pages, in the tokens [start, end) of ``req``: of its prompt and its answer, marks, and
-        where it could have gone on itself if no part had been gone."""
-        assert req.holding is not None
-        branches = [req.holding.behind.cut_at, *(mark.length for mark in req.asked.cache_marks)]
-        ends = [(req.prompt_len, End.PROMPT), *((at, End.BRANCH) for at in branches)]
+        """Find the ends, in pages, in the tokens [start, end) of ``req``: of prompt and answer, and branches."""
+        ends = [(req.prompt_len, End.PROMPT), *((at, End.BRANCH) for at in self._branches(req))]
         for at, kind in (*ends, *([(end, End.ANSWER)] if req.finish is not None else ())):
             if start < at // self.page_size * self.page_size <= end:
                 yield at // self.page_size, kind
+
+    def _branches(self, req: Req) -> list[int]:
+        """Return its marks, and where it could have gone on itself if no part had been gone, in tokens."""
+        assert req.holding is not None
+        return [req.holding.behind.cut_at, *(mark.length for mark in req.asked.cache_marks)]
 
     def _gone_on(self, pages: Pages) -> None:
         """Note that a request goes on behind ``pages``."""
@@ -341,10 +343,9 @@ class SnapshotAllocator(PartAllocator):
 
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
         assert req.holding is not None
-        num_pages = len(pages)
-        req.holding.behind = Behind(
-            seen_from=max(0, num_pages - 1), reused_len=num_pages * self.page_size, cut_at=cut_at, chunk_end=cut_at
-        )
+        num_pages, reused_len = len(pages), len(pages) * self.page_size
+        req.holding.behind = Behind(seen_from=max(0, num_pages - 1), reused_len=reused_len, cut_at=cut_at)
+        self._end_chunk(req, reused_len)
         if num_pages:
             self._log_copy(req, int(pages[-1]), num_pages, from_snapshot=True)
 
@@ -353,6 +354,7 @@ class SnapshotAllocator(PartAllocator):
         border = end // self.page_size
         if kinds := [kind for at, kind in self._ends(req, start, end) if at == border]:
             self._keep(req, border, row, max(kinds))
+        self._end_chunk(req, end)
 
     def left_at(self, req: Req, end: int, row: Slots) -> None:
         border = end // self.page_size
@@ -365,6 +367,13 @@ class SnapshotAllocator(PartAllocator):
         own = [copy for copy in self._log if copy.row == req.holding.row]
         if own and own[-1].from_snapshot:
             self._log.remove(own[-1])
+
+    def _end_chunk(self, req: Req, start: int) -> None:
+        """Let a chunk of the prompt of ``req`` end behind its next branch from ``start`` on: states are kept there."""
+        assert req.holding is not None
+        ends = (at // self.page_size * self.page_size for at in self._branches(req))
+        chunk_end = min((end for end in ends if end > start), default=0)
+        req.holding.behind = replace(req.holding.behind, chunk_end=chunk_end)
 
     def _keep(self, req: Req, border: int, row: Slots, kind: End) -> None:
         page = self._pages(row, border - 1, border)

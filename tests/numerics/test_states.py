@@ -25,7 +25,7 @@ from replicas.memory.state_pool import Segment, StatePool
 from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
-from replicas.types import Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
+from replicas.types import CacheMark, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_transformers_models import make, uncached
 from tests.unit.tokenizer_folders import byte_level_folder
@@ -311,6 +311,24 @@ def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_
     pool.copy([StateCopy(90, 0, 0, 16, from_snapshot=False)])  # is gone: the snapshot holds nothing
     with pytest.raises(RuntimeError, match="the snapshot is of -1 tokens"):
         pool.copy([StateCopy(91, 1, 0, 16, from_snapshot=True)])
+
+
+def test_a_marked_beginning_is_reused_by_the_next_that_has_it_alone_in_common(models: Callable[[str], Saved]) -> None:
+    """Without a mark the second one passes by for the third."""
+    folder, model = models(DELTA_RULE)
+    start = list(range(30, 51))
+    for marks, hits in (((), [0, 0, 20]), ((CacheMark(21, 300.0),), [0, 20, 20])):
+        engine, cached = engine_of(folder, chunk=64), list[int]()
+        try:
+            for own in ([3, 4, 5, 6], [7, 8, 9, 10, 11], [12, 13, 14]):
+                prompt = [*start, *own]
+                engine.submit(asked(f"{own}", prompt, 5, cache_marks=marks))
+                deltas = finished(engine)
+                assert_greedy(model, prompt, ids_of(deltas, f"{own}"))
+                cached.append(deltas[-1].usage.cached_tokens)
+        finally:
+            engine.close()
+        assert cached == hits
 
 
 @pytest.mark.parametrize(("num_snapshots", "least"), [(3, 0.25), (8, 0.75), (99, 0.8)])
