@@ -1,5 +1,5 @@
-"""Writes the tables of docs/api.md: routes, fields and errors, all from the document at /openapi.json; and
-those of docs/routing.md, from the terms of a decision.
+"""Writes the tables of docs/api.md (routes, errors) and of docs/api_fields.md, all from the document at
+/openapi.json; and those of docs/routing.md, from the terms of a decision.
 
     python -m tools.api_doc
 
@@ -24,6 +24,7 @@ from deployments.tenancy.keys import NO_KEYS
 from routing.terms import CANDIDATE, DECODE_REPLICA, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+FIELDS = PAGE.with_name("api_fields.md")
 ROUTING = PAGE.with_name("routing.md")
 WORDS = {"string": "text"}  # for types of JSON
 LIMITS = {"context": "0 to the context", "64 bits": "-2^63 to 2^63 - 1"}
@@ -52,7 +53,7 @@ def document() -> dict[str, Any]:
 
 
 def tables() -> dict[str, str]:
-    """Return each part of the page by its name."""
+    """Return each part of the two pages by its name."""
     made = document()
     schemas = made["components"]["schemas"]
     return {
@@ -62,9 +63,11 @@ def tables() -> dict[str, str]:
     }
 
 
-def written(page: str, parts: Mapping[str, str]) -> str:
-    """Return ``page`` with each part between its marks."""
+def written(page: str, parts: Mapping[str, str], *names: str) -> str:
+    """Return ``page`` with the parts called ``names``, or all of them, each between its marks."""
     for name, text in parts.items():
+        if name not in (names or parts):
+            continue
         before, first, rest = page.partition(f"<!-- {name} -->\n")
         _, last, after = rest.partition(f"<!-- end {name} -->")
         assert first, f"the page has no mark for {name}"
@@ -109,7 +112,7 @@ def _routes(paths: Schema) -> str:
     for routes in _endpoints():
         route, methods = routes[0], _methods(routes[0])
         operation, body = paths[route.path_format][methods[-1]], _body(route)
-        fields = f" ({_link(_heading(body), 'fields')})" if body else ""
+        fields = f" ({_link(_heading(body), 'fields').replace('(#', f'({FIELDS.name}#')})" if body else ""
         errors = sorted(set(operation["responses"]) - (usual if body else {"200", "401", "403", "500"}))
         guards = [each.call for each in route.dependant.dependencies]
         key = "none" if route.path in OPEN else "admin" if admin_only in guards else "API"
@@ -146,11 +149,16 @@ def _fields(schemas: Mapping[str, Schema]) -> str:
 
 def _parts(name: str, field: Schema, schemas: Mapping[str, Schema]) -> Iterator[tuple[str, str, str]]:
     """Yield a field's row, and those of the fields of its object."""
-    yield f"`{name}", _type(field), field["description"]
+    yield f"`{name}", _type(field), _meaning(field)
     for ref in [each["$ref"].rpartition("/")[2] for each in field.get("anyOf", [field]) if "$ref" in each]:
         if ref != bodies.NativeSampling.__name__:
             for inner, schema in schemas[ref]["properties"].items():
-                yield f"`{name.partition('`')[0]}.{inner}`", _type(schema), schema["description"]
+                yield f"`{name.partition('`')[0]}.{inner}`", _type(schema), _meaning(schema)
+
+
+def _meaning(field: Schema) -> str:
+    """Return its description, whose links lead to the text of docs/api.md."""
+    return str(field["description"]).replace("](#", f"]({PAGE.name}#")
 
 
 def _type(schema: Schema, *, many: bool = False) -> str:
@@ -200,6 +208,8 @@ def _errors(paths: Schema) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(), tables()))
+    parts = tables()
+    PAGE.write_text(written(PAGE.read_text(), parts, "routes", "errors"))
+    FIELDS.write_text(written(FIELDS.read_text(), parts, "fields"))
     of_terms = {"terms": markdown(CANDIDATE), "terms of pairs": markdown(DECODE_REPLICA)}
     ROUTING.write_text(written(ROUTING.read_text(), of_terms))

@@ -226,8 +226,8 @@ StopTexts = Annotated[Items[StopText], shown(maxItems=64)]
 STOPS = "Texts that end the answer; they are not part of it."
 ToolUse = Annotated[str, shown(enum=["none", "auto", "required"])]
 ToolChoice = ToolUse | NamedTool
-TOOL_CHOICE = "Whether, and which, tools are called ([below](#tools-and-reasoning))."
-TOOLS = "The functions that the model may call ([below](#tools-and-reasoning))."
+TOOL_CHOICE = "Whether, and which, tools are called ([more](#tools-and-reasoning))."
+TOOLS = "The functions that the model may call ([more](#tools-and-reasoning))."
 # fields that several bodies have
 Model = Annotated[
     Annotated[str, shown(limit="model")] | None,

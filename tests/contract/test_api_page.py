@@ -1,18 +1,20 @@
-"""docs/api.md says what the routes take: its tables are made from the document, and all of it is explained."""
+"""docs/api.md and docs/api_fields.md say what the routes take: their tables are made from the document, and all of it
+is explained."""
 
 import re
 from pathlib import Path
 
 from deployments.http.convert import _NOT_DONE
-from tools.api_doc import PAGE, document, tables, written
+from tools.api_doc import FIELDS, PAGE, document, tables, written
 
-TEXT = PAGE.read_text()
+TEXT, REFERENCE = PAGE.read_text(), FIELDS.read_text()
 TABLES = tables()
 
 
 def test_the_tables_of_the_page_are_those_of_the_code() -> None:
     """Else: run `python -m tools.api_doc`."""
-    assert written(TEXT, TABLES) == TEXT
+    assert written(TEXT, TABLES, "routes", "errors") == TEXT
+    assert written(REFERENCE, TABLES, "fields") == REFERENCE
 
 
 def test_every_field_of_a_body_has_a_meaning() -> None:
@@ -31,8 +33,8 @@ def test_every_route_and_every_header_of_ours_is_on_the_page() -> None:
 
 
 def test_every_field_that_is_refused_is_named() -> None:
-    prefixes = re.findall(r"`(\w+_)\*`", TEXT)
-    named = set(re.findall(r"`(\w+)`", TEXT))
+    prefixes = re.findall(r"`(\w+_)\*`", TEXT + REFERENCE)
+    named = set(re.findall(r"`(\w+)`", TEXT + REFERENCE))
     missing = [name for name in _NOT_DONE if name not in named and not name.startswith(tuple(prefixes))]
     assert missing == []
 

@@ -78,7 +78,7 @@ class ResponsesRequest(SamplingFields):
     model_config = body_like({"input": "Hello", "max_output_tokens": 8})
 
     input: str | Annotated[Items[_Item], shown(minItems=1)] = about(
-        "A text, or the items of the conversation ([below](#openais-responses-api))."
+        "A text, or the items of the conversation ([more](#openais-responses-api))."
     )
     n: Annotated[int, shown(const=1)] | None = said("Only 1.")
     instructions: str | None = said("The system message.")
@@ -91,13 +91,13 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions | None = said("`format`: the form of the output; `verbosity` has no effect.")
     reasoning: ReasoningOptions | None = said("`effort` is a variable for the chat template; no summary is made.")
     include: Items[Annotated[str, shown(enum=[*INCLUDES])]] | None = said(
-        "Parts that the answer lacks otherwise ([below](#openais-responses-api))."
+        "Parts that the answer lacks otherwise ([more](#openais-responses-api))."
     )
     top_logprobs: bodies.TopLogprobs = None
     chat_template_kwargs: bodies.TemplateVariables = None
     metadata: Named[str] | None = said("The answer repeats it.")
     store: bool | None = said("As `background`, or left out: nothing else is stored.")
-    background: bool | None = said("Made without this connection, and kept for a while ([below](#in-the-background)).")
+    background: bool | None = said("Made without this connection, and kept for a while ([more](#in-the-background)).")
     previous_response_id: Annotated[str, shown(maxLength=0)] | None = said(
         "Nothing is stored: send the whole conversation."
     )
