@@ -275,7 +275,8 @@ def _ordered_keys(logits: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses the next token of each row; one per engine, on rank 0."""
+    """Chooses the next token of each row; one per engine, on rank 0. It works in inference mode: logits that no graph
+    replayed were made in it, and may be written in it alone."""
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
@@ -294,6 +295,7 @@ class Sampler:
             Sampler(self.vocab_size, self.device).sample_on_device(logits, [row] * len(logits))
         mask_tokens(logits, [np.zeros(-(-logits.shape[1] // 32), np.int32)] * len(logits))
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[TokenIds, tuple[TokenLogprob | None, ...]]:
         """Choose one token per row, with its logprob if the row asks for it.
 
@@ -319,6 +321,7 @@ class Sampler:
             token_ids[drawn] = draw(chosen, peaks[drawn], [rows[i] for i in drawn])
         return token_ids, self._logprobs(logits, token_ids, rows)
 
+    @torch.inference_mode()
     def sample_on_device(
         self, logits: Tensor, rows: Sequence[SampleRow], last_ids: Tensor | None = None
     ) -> tuple[Tensor, DeviceLogprobs | None]:
@@ -338,6 +341,7 @@ class Sampler:
         asks = any(row.return_logprobs for row in rows)
         return tokens, DeviceLogprobs.of(logits, tokens, rows) if asks else None
 
+    @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, target_ids: TokenIds, top_n: int = 0) -> tuple[TokenLogprob, ...]:
         """Compute logprobs and ranks of prompt tokens, with the ``top_n`` most likely alternatives.
 

@@ -21,9 +21,12 @@ from replicas.config import CacheConfig, Hardware, ParallelConfig, SchedulerConf
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
+from replicas.runner.batch import PendingTokens
 from replicas.runner.model_runner import ModelRunner
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
-from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
+from replicas.runner.sampler import Sampler
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, SampleRow, StepPlan, StepResult
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import Constraint, FinishReason, GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.engine_process import EngineProcess, ProcessSettings
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE
@@ -192,14 +195,66 @@ def test_drafts_change_no_answer_beside_steps_that_are_launched_ahead(
     assert max(len(plan.rows) for plan in plans) > 8, "one was larger than the largest graph"
 
 
+@pytest.mark.parametrize(("graphs", "drafts"), [(True, "off"), (False, "on")])
+def test_a_constrained_request_answers_beside_every_kind_of_row(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, graphs: bool, drafts: str
+) -> None:
+    """In fp32: beside a plain row, one with penalties, a drawn row with log probabilities, and another constrained
+    one. Every first token comes from a step that no graph replays."""
+    yes, ab = Constraint(kind="regex", text="(yes|no)"), Constraint(kind="regex", text="[ab]{5}")
+    asked = [
+        ask("plain", PROMPTS[2]),
+        ask("penalties", PROMPTS[2][:7], frequency_penalty=0.4, constraint=ab),
+        replace(ask("drawn", PROMPTS[2][:5], temperature=0.9, seed=3, constraint=ab), return_logprobs=True),
+        ask("held", PROMPTS[2][:9], constraint=yes),
+    ]
+    folder = model(tmp_path)
+    on_gpu = told(start(folder, dtype="float32", cuda_graphs=graphs, scheduler={"drafts": drafts}), asked)
+    cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
+    monkeypatch.setattr(launch, "measure_hardware", lambda: cpu)
+    on_cpu = told(start(folder, dtype="float32"), asked)
+    assert {key: ids for key, (ids, _) in on_gpu.items()} == {key: ids for key, (ids, _) in on_cpu.items()}
+    text = {rid: Tokenizer(folder).decode(ids) for (rid, _), (ids, _) in on_gpu.items()}
+    assert text["held"] in ("yes", "no")
+    assert re.fullmatch("[ab]{1,5}", text["penalties"])
+    assert re.fullmatch("[ab]{1,5}", text["drawn"])
+
+
+@pytest.mark.parametrize("way", ["device", "host"])
+def test_all_that_edits_logits_takes_those_of_inference_mode(gpu: fake_cuda.FakeCuda | None, way: str) -> None:
+    """A model makes them in it, and a step is sampled outside. Penalties follow from one step to the next."""
+    sampler, ids = Sampler(320, "cuda"), np.arange(9, dtype=np.int32)
+    edits = {"frequency_penalty": 0.5, "logit_bias": ((7, 2.0),), "bad_words": ((3,),), "min_new_tokens": 99}
+    mask = np.full(10, 0x0F0F0F0F, np.int32)
+    rows = [
+        SampleRow(
+            params, 9, 5, frozenset((2,)), ids[:4], ids[4:], return_logprobs=True, top_logprobs=2, mask=constraint
+        )
+        for params in (SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(seed=1, **edits))
+        for constraint in (None, lambda: mask)
+    ]
+    made = []
+    for step in range(2):
+        with torch.inference_mode():
+            logits = torch.randn(len(rows), 320, generator=torch.Generator().manual_seed(step)).to("cuda")
+        if way == "device":
+            tokens, logprobs = sampler.sample_on_device(logits, rows)
+            made.append(PendingTokens(tokens, logprobs).result())
+        else:
+            made.append(StepResult(token_ids=sampler.sample(logits, rows)[0]))
+    assert all(token % 8 < 4 for result in made for token in result.token_ids[1::2].tolist())
+    assert len(sampler.prompt_logprobs(logits, ids[: len(rows)])) == len(rows)
+
+
 def told(engine: Engine, asked: list[GenerateRequest]) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
     """Output ids of each choice, and the log probabilities of prompt and output."""
     assert engine.started.attention.name == ("triton" if engine.config.device == "cuda" else "cpu")
     found: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for request in asked:
         engine.submit(request)
-    while engine.has_work:
-        for delta in engine.step():
+    while engine.has_work or engine.open_rids:  # a grammar is compiled on another thread
+        for delta in engine.step() if engine.has_work else engine.poll():
+            assert delta.finish is None or delta.finish.reason is not FinishReason.ERROR, delta.finish
             ids, logprobs = found.setdefault((delta.rid, delta.index), ([], []))
             ids += delta.token_ids
             logprobs += [each.logprob for each in (*delta.prompt_logprobs, *delta.logprobs) if each.logprob is not None]
