@@ -1,4 +1,5 @@
-"""Puts our CPU kernels in the place of parts of a Transformers module: Linears, and norms that compute the same.
+"""Puts our CPU kernels in the place of parts of a Transformers module: Linears, norms that compute the same, and the
+gated delta rule with its convolution.
 
 Owns:      which parts are replaced, and the products that Linears with the same input share.
 Never:     changes what a part computes, but for the order of its sums.
@@ -6,19 +7,25 @@ Invariant: a weight lies in memory once: its panels are made layer by layer, and
 """
 
 import inspect
+import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from replicas.config import ModelConfig
-from replicas.kernels import elementwise
+from replicas.config import ModelConfig, StateLayer
+from replicas.kernels import elementwise, gated_delta
 from replicas.layers.linear import Matmul
 
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # called in this order, in every family
-
+SAME_INPUT = (  # called in this order, in every family
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 
 READ = ".dt_proj"  # its weight and bias are read, and it is never called (Mamba)
 
@@ -156,3 +163,64 @@ def product_bytes(module: nn.Module) -> int:
     """Count the bytes of the weights that lie in panels."""
     shared = {part._shared for part in module.modules() if isinstance(part, _Product)}
     return sum(each.matmul.num_bytes for each in shared)
+
+
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # that such a module calls
+
+
+class DeltaRule:
+    """The forward pass of a module with a gated delta rule (Qwen3-Next, Qwen3.5, OLMo-Hybrid), with our kernels in the
+    place of the two functions that it calls without a cache: they have the states of the step's requests."""
+
+    def __init__(self, part: nn.Module, layer: StateLayer) -> None:
+        forward = inspect.unwrap(type(part).forward)
+        names = {**forward.__globals__, CONVOLUTION: self._convolve, DELTA_RULE: self._advance}
+        self._forward = types.MethodType(types.FunctionType(forward.__code__, names), part)
+        convolution: Any = part.conv1d
+        self._weight, self._bias = convolution.weight[:, 0].T.contiguous(), convolution.bias  # [K, C], [C]
+        (self._conv,), (self._sums,) = (
+            [i for i, tensor in enumerate(layer.tensors) if tensor.kind == kind] for kind in ("conv", "recurrent")
+        )
+        self._step: tuple[Sequence[Tensor], Tensor] | None = None  # the states' memory, where the requests stand
+
+    @staticmethod
+    def fits(part: nn.Module, layer: StateLayer) -> bool:
+        """Tell whether ``part`` is such a module, and of widths that the kernels have."""
+        shapes = {tensor.kind: tensor.shape for tensor in layer.tensors}
+        code = inspect.unwrap(type(part).forward).__code__
+        return (
+            {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
+            and shapes.keys() == {"conv", "recurrent"}
+            and len(layer.tensors) == 2
+            and getattr(part, "activation", None) == "silu"
+            and gated_delta.serves(shapes["conv"][0], *shapes["recurrent"][1:])
+        )
+
+    def __call__(self, states: Sequence[Tensor], segments: Tensor, named: Mapping[str, Any]) -> Tensor:
+        """Run a step's tokens. ``segments`` [N, 4] int64: the tokens' start and end, the place of the state before (-1:
+        none) and behind them."""
+        self._step = states, segments
+        out: Tensor = self._forward(**named)
+        return out
+
+    def _convolve(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Stand for ``causal_conv1d_fn``: x [1, C, T]. A state's memory holds [K, C] here."""
+        assert self._step is not None
+        states, segments = self._step
+        rows, held = x[0].T, states[self._conv]
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        kept = held.view(len(held), *self._weight.shape)
+        return gated_delta.convolve(rows, self._weight, self._bias, kept, segments, silu=True).T.unsqueeze(0)
+
+    def _advance(
+        self, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Stand for ``chunk_gated_delta_rule``: [1, T, heads, size] each, g and beta [1, T, heads]."""
+        assert self._step is not None
+        states, segments = self._step
+        q, k, v = (
+            x[0] if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x[0].contiguous() for x in (query, key, value)
+        )
+        made = gated_delta.gated_delta_rule(q, k, v, g[0].exp(), beta[0].contiguous(), states[self._sums], segments)
+        return made.unsqueeze(0), None

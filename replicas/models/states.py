@@ -2,10 +2,11 @@
 states of our requests.
 
 Owns:      how such a module is told what it kept of each request of a packed step, and what it keeps then.
-Never:     computes a recurrence: the module's own code does. Holds no memory of states (memory/state_pool.py does).
-Invariant: a module sees the tokens of one request alone, behind that request's state; requests with one token each are
-           seen together, as a batch. A module that would begin at zero behind a state when it is given several tokens
-           (Mamba's scan) is given them one by one.
+Never:     computes a recurrence: the module's own code does, or our kernels in it (models/own_parts.py), on all of a
+           step's requests at once. Holds no memory of states (memory/state_pool.py does).
+Invariant: a module without our kernels sees the tokens of one request alone, behind that request's state; requests with
+           one token each are seen together, as a batch. A module that would begin at zero behind a state when it is
+           given several tokens (Mamba's scan) is given them one by one.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from replicas.attention.base import BatchMeta
 from replicas.config import StateLayer, StateTensor
 from replicas.memory.state_pool import Segment, StatePool
+from replicas.models.own_parts import DeltaRule
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +85,14 @@ class ServedStates:
         self._device = next(module.parameters()).device
         self.pool: StatePool | None = None  # made in the first step, which knows the rows
         self.step = _Step([])
-        first = 0
+        self.segments = torch.empty(0)  # of the step [N, 4] int64, for our kernels
+        self._by_modules, first = False, 0
+        own = self._device.type == "cpu" and dtype == torch.float32
         for layer in layers:
             part = module.get_submodule(layer.module)
-            part.forward = _Mixer(self, layer, slice(first, first + len(layer.tensors)), part.forward)
+            rule = DeltaRule(part, layer) if own and DeltaRule.fits(part, layer) else None
+            self._by_modules |= rule is None
+            part.forward = _Mixer(self, layer, slice(first, first + len(layer.tensors)), part.forward, rule)
             first += len(layer.tensors)
 
     def begin(self, meta: BatchMeta) -> None:
@@ -99,20 +105,25 @@ class ServedStates:
             self.pool.copy(kept.copies)
         bounds, seq_lens = (lengths.tolist() for lengths in meta.on_host())
         segments = self.pool.begin(meta.rows.tolist(), bounds, seq_lens, meta.out_slots)
+        places = [(each.start, each.end, -1 if each.read is None else each.read, each.write) for each in segments]
+        self.segments = torch.tensor(places, dtype=torch.int64)
+        if self._by_modules:
+            self.step = self._by_request(segments)
+
+    def _by_request(self, segments: Sequence[Segment]) -> _Step:
+        """Part the requests of a step into those that run alone and those that run together."""
         joint = [each for each in segments if each.read is not None and each.end - each.start == 1 and not each.is_part]
         if len(joint) < 2:
-            self.step = _Step(segments)
-            return
+            return _Step(list(segments))
         alone = [each for each in segments if each not in joint]
         reads = self._upload([each.read for each in joint if each.read is not None])
         writes = self._upload([each.write for each in joint])
         if not alone:
-            self.step = _Step([], None, reads, writes)
-            return
+            return _Step([], None, reads, writes)
         tokens = [each.start for each in joint]
         found = [token for each in alone for token in range(each.start, each.end)] + tokens
         order = None if found == sorted(found) else self._upload(found).argsort()
-        self.step = _Step(alone, self._upload(tokens), reads, writes, order)
+        return _Step(alone, self._upload(tokens), reads, writes, order)
 
     def _upload(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -124,10 +135,12 @@ class ServedStates:
 
 
 class _Mixer:
-    """The forward pass of one module: its own, on each request of the step."""
+    """The forward pass of one module: its own, on each request of the step, or with our kernels on all of them."""
 
-    def __init__(self, states: ServedStates, layer: StateLayer, which: slice, forward: Callable[..., Any]) -> None:
-        self._states, self._layer, self._which, self._forward = states, layer, which, forward
+    def __init__(
+        self, states: ServedStates, layer: StateLayer, which: slice, forward: Callable[..., Any], rule: DeltaRule | None
+    ) -> None:
+        self._states, self._layer, self._which, self._forward, self._rule = states, layer, which, forward, rule
         self._names = list(inspect.signature(forward).parameters)
         self._cache = cache_argument(forward)
 
@@ -136,6 +149,8 @@ class _Mixer:
         step, pool = self._states.step, self._states.pool
         assert pool is not None
         tensors, num_tokens = pool.tensors[self._which], _num_tokens(named)
+        if self._rule is not None:
+            return self._rule(tensors, self._states.segments, {**named, self._cache: None})
         made = [
             self._run_alone(_between(named, num_tokens, part.start, part.end), part, tensors) for part in step.alone
         ]

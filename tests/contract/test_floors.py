@@ -61,7 +61,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas.checkpoints": {"replicas.kernels.weight_formats", "replicas.config", "replicas.errors"},
     "replicas.models": {
         "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config", "replicas.hf_config",
-        "replicas.kernels.elementwise", "replicas.memory.state_pool",
+        "replicas.kernels.elementwise", "replicas.kernels.gated_delta", "replicas.memory.state_pool",
     },
     "replicas.loading": {
         "replicas.models", "replicas.layers", "replicas.kernels", "replicas.memory", "replicas.checkpoints",

@@ -32,12 +32,14 @@ from tests.unit.tokenizer_folders import byte_level_folder
 from tools.models_table import tiny_config
 
 DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN = "qwen3_next", "bamba", "lfm2", "mamba"
+# as wide as our kernels need; the narrower ones of other tests run the module's own functions
+OWN_KERNELS = {name: {"linear_key_head_dim": 32, "linear_value_head_dim": 32} for name in (DELTA_RULE, "olmo_hybrid")}
 Saved = tuple[Path, PreTrainedModel]
 
 
 def saved_model(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel:
     byte_level_folder(folder)
-    config = tiny_config(model_type, **changes)
+    config = tiny_config(model_type, **OWN_KERNELS.get(model_type, {}), **changes)
     config.eos_token_id = None
     made = type(make(config, folder))
     return made.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
@@ -134,7 +136,7 @@ def test_many_requests_at_once_get_the_ids_of_transformers(
             assert_greedy(model, prompt, answer)
 
 
-@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, SCAN, "kimi_linear", "minimax"])
+@pytest.mark.parametrize("model_type", [DELTA_RULE, "olmo_hybrid", STATE_SPACE, SCAN, "kimi_linear", "minimax"])
 def test_a_state_carried_over_forty_chunks_is_that_of_one_pass(models: Callable[[str], Saved], model_type: str) -> None:
     folder, model = models(model_type)
     text = [3 + (i * i + 7 * i) % 190 for i in range(200)]
@@ -246,16 +248,18 @@ def test_the_logprobs_of_a_prompt_are_those_of_transformers(models: Callable[[st
     assert told == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-def test_the_text_part_of_a_wrapper_that_also_sees_is_served(tmp_path: Path) -> None:
-    """As Qwen3.5 is published: the names of its weights are the wrapper's."""
-    config = tiny_config("qwen3_5")
+@pytest.mark.parametrize(("width", "own"), [(32, True), (16, False)])
+def test_the_text_part_of_a_wrapper_that_also_sees_is_served(tmp_path: Path, width: int, own: bool) -> None:
+    """As Qwen3.5 is published: the names of its weights are the wrapper's. Heads of 16 run the module's functions."""
+    config = tiny_config("qwen3_5", linear_key_head_dim=32, linear_value_head_dim=width)
     assert isinstance(config, Qwen3_5Config)
     torch.manual_seed(0)
     whole = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
     whole.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).architectures == ["Qwen3_5ForConditionalGeneration"]
-    text = list(range(3, 40))
-    (ours,) = open_model(tmp_path).prefill([text], chunk=9)
+    text, opened = list(range(3, 40)), open_model(tmp_path)
+    assert opened.model._states._by_modules != own
+    (ours,) = opened.prefill([text], chunk=9)
     with torch.inference_mode():
         assert_close_in_range(ours, whole(torch.tensor([text]), use_cache=False).logits[0], 1e-4)
 
