@@ -22,7 +22,7 @@ from statistics import median
 import numpy as np
 
 from kvtransfer.pages import PageKeys, Tier
-from routing.index import TierIndex, pages_of
+from routing.index import Borders, TierIndex, pages_of
 from routing.load import Eligible, Load
 from routing.page_owners import Pages
 from routing.policies import Candidates, estimate, held_tokens
@@ -30,6 +30,7 @@ from routing.types import (
     Decision,
     IndexEvent,
     IndexSnapshot,
+    KeysParted,
     KeysRemoved,
     KeysStored,
     ReplicaView,
@@ -43,6 +44,7 @@ from routing.types import (
 MAX_EARLY = 10_000
 # A request's last pages are in the next batch of its replica, or in the one after if a batch was already on its way.
 BATCHES_UNTIL_SETTLED = 2
+NO_KEYS: PageKeys = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Feed:
         self._num_batches += 1
         for event in events:
             if self.seq is None and event.seq == 1:
-                self._begin(0, [], [])  # nothing came before it: the cache was empty
+                self._begin(IndexSnapshot(0, NO_KEYS))  # nothing came before it: the cache was empty
             if self.seq is None or event.seq > self.seq:
                 self._early[event.seq] = event
         self._drain()
@@ -87,7 +89,7 @@ class Feed:
     def apply_snapshot(self, snapshot: IndexSnapshot) -> bool:
         """Start over from ``snapshot`` and the events that came since. Return False if one of those is missing."""
         if self.seq is None or snapshot.seq >= self.seq:
-            self._begin(snapshot.seq, pages_of(snapshot.keys), pages_of(snapshot.host_keys))
+            self._begin(snapshot)
             self._index.stored(self._replica, pages_of(snapshot.store_keys), Tier.STORE)
             self._early = {seq: event for seq, event in self._early.items() if seq > snapshot.seq}
             self._drain()
@@ -98,13 +100,13 @@ class Feed:
         if self.seq is not None:  # else `_begin` drops them
             self._ended.append(_Ended(self._num_batches, number, keys))
 
-    def _begin(self, seq: int, device: Pages, host: Pages) -> None:
-        """Set the pages after event ``seq``. Requests that ended while the feed was out of sync add no pages."""
+    def _begin(self, snapshot: IndexSnapshot) -> None:
+        """Set the pages of the replica's own tiers. Requests that ended while the feed was out of sync add no pages."""
         unsettled = {ended.number for ended in self._ended}
         self._index.replace(
-            self._replica, device, host, keeps=lambda number: number in unsettled or self._is_open(number)
+            self._replica, snapshot, keeps=lambda number: number in unsettled or self._is_open(number)
         )
-        self.seq = seq
+        self.seq = snapshot.seq
 
     def _drain(self) -> None:
         while self.seq is not None and (event := self._early.pop(self.seq + 1, None)) is not None:
@@ -115,8 +117,10 @@ class Feed:
                         self.seq = None  # more than it can hold: the index has pages that the replica has no longer
                 case KeysRemoved(keys=keys, tier=tier):
                     self._index.removed(self._replica, pages_of(keys), tier)
+                case KeysParted(keys=keys, there=there):
+                    self._index.parted(self._replica, pages_of(keys), there=there)
                 case _:  # nothing was running there: the pages that open decisions expect are still to come
-                    self._begin(seq, [], [])
+                    self._begin(IndexSnapshot(seq, NO_KEYS))
 
     def _settle(self) -> None:
         while self._ended and self._num_batches >= self._ended[0].batch + BATCHES_UNTIL_SETTLED:
@@ -239,7 +243,8 @@ class FleetState:
     def _index_anew(self, view: ReplicaView) -> None:
         column = self.load.column(view.replica_id)
         capacity, host_pages = self._sizes(view)
-        self._index.join(column, capacity=capacity, host_pages=host_pages)
+        borders = Borders(view.border_pages, at_ends=view.part == "state") if view.part and capacity else None
+        self._index.join(column, capacity=capacity, host_pages=host_pages, borders=borders)
         self._index.use_store(column, view.store)
         self._feeds[view.replica_id] = Feed(self._index, column, self.load.is_open)
 

@@ -15,8 +15,9 @@ first on, what a request was expected to leave and did not is dropped once it ha
 Two such indexes make a `TierIndex`: of the device pools, with what decisions expect there, and of all tiers of a
 replica, for those that have a host tier. In a replica's tree the device pages of a sequence are a prefix of the cached
 ones. So one walk of each index gives how far both reach, and the run of pages in the store that begins there is what a
-replica could read besides. A store's pages are at most STORE_PAGES, those reported longest ago out first; they count
-for every replica that names the store.
+replica could read besides. Of a replica whose pages have parts (`Borders`), what counts ends at the last page behind
+which a request can go on. A store's pages are at most STORE_PAGES, those reported longest ago out first; they count for
+every replica that names the store.
 
 A replica that leaves, or reports an empty cache, gives up its bit, and no walk sees it from then on. Each write clears
 the bit from a few pages; when no page has it, another replica may get it.
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from kvtransfer.pages import PageKeys, Tier
 from routing.page_owners import Expected, PageOwners, Pages, Run, bits_of
-from routing.types import Ints
+from routing.types import IndexSnapshot, Ints
 
 # Python keeps an int of 60 bits in 32 bytes, one of 64 in 48. Two of a million pages share a key once in 2^21 indexes,
 # and then the router errs by some pages; what the engine reuses is compared token by token.
@@ -73,6 +74,9 @@ class PrefixIndex:
     def leave(self, replica: int) -> None:
         """Forget a replica: no walk sees its pages from now on."""
         self._owners.leave(self._replicas.pop(replica).expected)
+
+    def expected(self, replica: int) -> Expected:
+        return self._replicas[replica].expected
 
     def capacity(self, replica: int) -> int:
         return self._replicas[replica].capacity
@@ -203,6 +207,32 @@ class Reach:
     device: Ints
     own: Ints  # on its device or its host
     store: Ints  # with what it could read from its store
+    kept: Ints  # on its device, whether it could go on behind them or not
+
+
+class Borders:
+    """Behind which pages of one replica's device a request can go on: those whose last pages all have a part.
+
+    Events tell of parts (replicas/cache/parts.py). A page that is only expected will have one, or, with ``at_ends``, if
+    it ends what a decision expects: a state is kept there alone.
+    """
+
+    def __init__(self, num_pages: int, *, at_ends: bool) -> None:
+        """``num_pages``: the last ones before a border, whose parts are needed."""
+        self.parts: set[int] = set()
+        self._num_pages, self._at_ends = num_pages, at_ends
+
+    def last(self, pages: Pages, depth: int, run_of: Callable[[int], Run | None]) -> int:
+        """Return how many of the first ``depth`` of ``pages``, which the device has, are before its last border.
+        ``run_of``: as `Expected.run_of`."""
+        end = at = depth
+        while at and end - at < self._num_pages:
+            at -= 1
+            if pages[at] not in self.parts:
+                run = run_of(pages[at])
+                if run is None or (self._at_ends and run.pages[-1] != pages[at]):
+                    end = at
+        return end
 
 
 class TierIndex:
@@ -215,20 +245,25 @@ class TierIndex:
         self._store_of = np.zeros(8, dtype=np.int64)  # by replica: position in the next two
         self._store_names = [""]  # the first: no store
         self._stores: list[dict[int, None]] = [{}]  # the pages of each, the one reported longest ago first
+        self._borders: dict[int, Borders] = {}  # by replica
 
-    def join(self, replica: int, *, capacity: int, host_pages: int = 0) -> None:
-        """Add a replica that holds nothing yet. ``capacity``: pages of its pool; with 0 it never will."""
+    def join(self, replica: int, *, capacity: int, host_pages: int = 0, borders: Borders | None = None) -> None:
+        """Add a replica that holds nothing yet. ``capacity``: pages of its pool; with 0 it never will. ``borders``:
+        None where a request can go on behind any page."""
         if replica >= len(self._host_pages):
             more = np.zeros(2 * replica - len(self._host_pages), dtype=np.int64)
             self._host_pages, self._store_of = np.append(self._host_pages, more), np.append(self._store_of, more)
         self._device.join(replica, capacity=capacity)
         self._host_pages[replica], self._store_of[replica] = host_pages, 0
+        if borders is not None:
+            self._borders[replica] = borders
         if host_pages:
             self._own.join(replica, capacity=capacity + host_pages)
 
     def leave(self, replica: int) -> None:
         """Forget a replica; what it told of its store stays."""
         self._device.leave(replica)
+        self._borders.pop(replica, None)
         if self._host_pages[replica]:
             self._own.leave(replica)
         self._host_pages[replica] = 0
@@ -251,7 +286,9 @@ class TierIndex:
 
     def reach(self, pages: Pages, replicas: npt.NDArray[np.intp]) -> Reach:
         """Return how far ``pages`` are held by each of ``replicas`` [n]."""
-        device = own = self._device.overlap(pages, replicas)
+        device = own = kept = self._device.overlap(pages, replicas)
+        if self._borders:
+            device = own = self._at_borders(pages, replicas, kept)
         with_host = self._host_pages[replicas] > 0
         if with_host.any():
             own = device.copy()
@@ -262,7 +299,7 @@ class TierIndex:
             if held and of_it.any():
                 store = own.copy() if store is own else store
                 store[of_it] = _run_ends(pages, held)[own[of_it]]
-        return Reach(device=device, own=own, store=store)
+        return Reach(device=device, own=own, store=store, kept=kept)
 
     def num_pages(self, replica: int) -> tuple[int, int]:
         """Return the (confirmed by events, only expected) pages of a replica's device."""
@@ -307,11 +344,19 @@ class TierIndex:
         if self._host_pages[replica]:
             self._own.removed(replica, pages)
 
-    def replace(self, replica: int, device: Pages, host: Pages, *, keeps: Callable[[int], bool]) -> None:
+    def parted(self, replica: int, pages: Pages, *, there: bool) -> None:
+        """Note that ``pages`` of the replica's device have a part now, or none."""
+        if (borders := self._borders.get(replica)) is not None:
+            (borders.parts.update if there else borders.parts.difference_update)(pages)
+
+    def replace(self, replica: int, snapshot: IndexSnapshot, *, keeps: Callable[[int], bool]) -> None:
         """Set what the replica's own tiers hold; ``keeps``: as in `PrefixIndex.replace`."""
+        device = pages_of(snapshot.keys)
         self._device.replace(replica, device, keeps=keeps)
         if self._host_pages[replica]:
-            self._own.replace(replica, device + host)
+            self._own.replace(replica, device + pages_of(snapshot.host_keys))
+        if (borders := self._borders.get(replica)) is not None:
+            borders.parts = set(pages_of(snapshot.part_keys))
 
     def check(self) -> None:
         """Raises AssertionError if the indexes do not add up, or a device page is in one of them alone."""
@@ -324,6 +369,15 @@ class TierIndex:
             num_device, num_own = self._device.num_pages(replica)[0], self._own.num_pages(replica)
             assert num_device <= num_own[0], f"replica {replica}: more pages on its device than in all of its tiers"
             assert num_own[1] == 0
+
+    def _at_borders(self, pages: Pages, replicas: npt.NDArray[np.intp], held: Ints) -> Ints:
+        """Return [n] how far ``replicas`` can go on, which hold [n] of the first of ``pages``."""
+        device = held.copy()
+        for at in np.flatnonzero(held).tolist():
+            replica = int(replicas[at])
+            if (borders := self._borders.get(replica)) is not None:
+                device[at] = borders.last(pages, int(held[at]), self._device.expected(replica).run_of)
+        return device
 
     def _add_to_store(self, replica: int, pages: Pages) -> None:
         if not self._store_of[replica]:

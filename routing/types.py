@@ -94,6 +94,8 @@ class ReplicaView:
     store_latency_s: float = 0.0  # of such a read, before its bytes
     adapters: frozenset[str] = frozenset()  # identities of those that it holds
     adapter_load_s: float = 0.0  # to load another; 0 until measured
+    part: str = ""  # what a page has beside K and V that all layers see: window, state; "": nothing
+    border_pages: int = 0  # pages before a border whose parts a request needs to go on there
 
     @property
     def may_take(self) -> bool:
@@ -138,7 +140,16 @@ class KeysCleared:
     seq: int
 
 
-IndexEvent = KeysStored | KeysRemoved | KeysCleared
+@dataclass(frozen=True, slots=True, eq=False)
+class KeysParted:
+    """These pages of a replica's device have a part now, or none any more (`ReplicaView.part`)."""
+
+    seq: int
+    keys: PageKeys  # [n]
+    there: bool
+
+
+IndexEvent = KeysStored | KeysRemoved | KeysCleared | KeysParted
 
 
 def _no_keys() -> PageKeys:
@@ -153,6 +164,7 @@ class IndexSnapshot:
     keys: PageKeys  # [n] on the device, in any order
     host_keys: PageKeys = field(default_factory=_no_keys)  # on the host alone
     store_keys: PageKeys = field(default_factory=_no_keys)  # that it knows to be in its store; there may be more
+    part_keys: PageKeys = field(default_factory=_no_keys)  # of those on the device, the ones that have a part
 
 
 # One number of one replica, or an array of them, one element a replica: each quantity is defined once for both.

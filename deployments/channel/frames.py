@@ -30,9 +30,9 @@ from msgspec.msgpack import Decoder, Encoder
 
 from kvtransfer.moves.wire import MoveAddress
 from kvtransfer.pages import PageKeys, Tier
-from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored
+from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored, PartsChanged
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
-from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored
+from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysParted, KeysRemoved, KeysStored
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
@@ -70,8 +70,9 @@ class ReplicaReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 # stored, host, store: these pages are now at best on the replica's device, its host; or in the store that it shares;
-# removed: in none of its own tiers; missed: not in the store; cleared: its own tiers are empty
-Kind = Literal["stored", "host", "store", "removed", "missed", "cleared"]
+# removed: in none of its own tiers; missed: not in the store; cleared: its own tiers are empty; parts, holes: these
+# pages have a part now, or none (replicas/cache/parts.py)
+Kind = Literal["stored", "host", "store", "removed", "missed", "cleared", "parts", "holes"]
 STORED: Mapping[Tier, Kind] = {Tier.DEVICE: "stored", Tier.HOST: "host", Tier.STORE: "store"}
 STORED_IN = {kind: tier for tier, kind in STORED.items()}
 
@@ -108,6 +109,7 @@ class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     keys: memoryview  # [n] u64, little endian: on the device
     host: memoryview = NONE  # on the host alone
     store: memoryview = NONE  # known to be in the store
+    parts: memoryview = NONE  # of those on the device, the ones that have a part
 
     @staticmethod
     def of(snapshot: CacheSnapshot) -> "CacheKeys":
@@ -115,13 +117,16 @@ class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
         for stored in snapshot.stored:
             of_tier[stored.tier].append(stored.keys)
         keys, host, store = (_bytes(np.concatenate(of_tier[tier])) or NONE for tier in Tier)
-        return CacheKeys(seq=snapshot.seq, keys=keys, host=host, store=store)
+        return CacheKeys(
+            seq=snapshot.seq, keys=keys, host=host, store=store, parts=_bytes(snapshot.parts) or NONE
+        )
 
     def snapshot(self) -> IndexSnapshot:
         """Raises: BadFrame."""
         return IndexSnapshot(
-            seq=self.seq, keys=_keys(self.keys), host_keys=_keys(self.host), store_keys=_keys(self.store)
-        )
+            seq=self.seq, keys=_keys(self.keys), host_keys=_keys(self.host), store_keys=_keys(self.store),
+            part_keys=_keys(self.parts),
+        )  # fmt: skip
 
 
 class RunRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="run"):
@@ -228,6 +233,8 @@ def _change(event: CacheEvent) -> CacheChange:
         return CacheChange("cleared", event.seq, _bytes(_NO_KEYS))
     if isinstance(event, PagesStored):
         return CacheChange(STORED[event.tier], event.seq, _bytes(event.keys))
+    if isinstance(event, PartsChanged):
+        return CacheChange("parts" if event.there else "holes", event.seq, _bytes(event.keys))
     return CacheChange("missed" if event.tier is Tier.STORE else "removed", event.seq, _bytes(event.keys))
 
 
@@ -236,6 +243,8 @@ def _event(change: CacheChange) -> IndexEvent:
         return KeysCleared(change.seq)
     if change.kind in STORED_IN:
         return KeysStored(change.seq, _keys(change.keys), STORED_IN[change.kind])
+    if change.kind in ("parts", "holes"):
+        return KeysParted(change.seq, _keys(change.keys), there=change.kind == "parts")
     tier = Tier.STORE if change.kind == "missed" else Tier.DEVICE
     return KeysRemoved(change.seq, _keys(change.keys), tier)
 

@@ -67,6 +67,8 @@ class ReplicaInfo:
     attention_why: str = ""  # this backend, and not a faster one
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks
+    part: str = ""  # what a page has beside K and V that all layers see: window, state; "": nothing
+    border_pages: int = 0  # pages before a border whose parts a request needs to go on there
     transfer: PeerAddress | None = None  # where its transfer service listens; None where it takes part in no hand-off
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
     moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier

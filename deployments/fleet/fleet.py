@@ -73,6 +73,8 @@ def view_of(
         released=report.released,
         role=info.role,
         page_bytes=info.page_bytes,
+        part=info.part,
+        border_pages=info.border_pages,
         **_tiers(stats.tiers),
         adapters=frozenset() if stats.adapters is None else frozenset(stats.adapters.held),
         adapter_load_s=0.0 if stats.adapters is None else stats.adapters.load_s,

@@ -439,6 +439,7 @@ class ServedEngine:
 
     def _info(self, moves: MoveAddress | None) -> ReplicaInfo:
         engine, config = self.loop.engine, self.loop.engine.config
+        parts = engine.kv.store.parts
         capacity = self.loop.stats().pool.total_tokens
         return ReplicaInfo(
             replica_id=self.replica_id,
@@ -461,6 +462,8 @@ class ServedEngine:
             pool=engine.describe(),
             role=self._role,
             page_bytes=page_bytes(config, engine.kv.store.size),
+            part="" if parts is None else parts.kind,
+            border_pages=0 if parts is None else parts.border_pages,
             transfer=engine.transfer_address,
             metrics=self._metrics_address,
             moves=moves,

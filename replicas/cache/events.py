@@ -4,17 +4,25 @@ A page that lies in several tiers of a replica is reported under the best: an ev
 said of the page before. A store is shared: an event of STORE says that the replica wrote the page there, or missed it,
 and changes nothing in what its own tiers hold.
 
-Owns:      the sequence numbers and a bounded buffer of events.
+Where pages have parts (parts.py), a reader hears which cached ones do, when events are drained: `PartsChanged`.
+
+Owns:      the sequence numbers and a bounded buffer of events; which cached pages are known to have a part.
 Never:     sends anything.
 Invariant: seq grows by one an event; a reader that finds a gap has lost events and asks the cache for a snapshot.
 Thread:    scheduler thread only.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtransfer.pages import PageKey, PageKeys, Tier
+from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
+
+NO_KEYS: PageKeys = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +53,19 @@ class AllCleared:
     seq: int
 
 
-CacheEvent = PagesStored | PagesRemoved | AllCleared
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartsChanged:
+    """These pages have a part now, or, where ``there`` is False, none any more; their K and V stay as they were.
+
+    Pages are stored without a part; one that is removed loses its own by an event too.
+    """
+
+    seq: int
+    keys: PageKeys  # [n]
+    there: bool
+
+
+CacheEvent = PagesStored | PagesRemoved | AllCleared | PartsChanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +74,50 @@ class CacheSnapshot:
 
     seq: int
     stored: tuple[PagesStored, ...]
+    parts: PageKeys = field(default_factory=lambda: NO_KEYS)  # those of the stored pages that have one
+
+
+class PartLog:
+    """Which cached pages have a part, as events have told it, and the pages for which that may be wrong by now."""
+
+    def __init__(self, part: npt.NDArray[np.int32]) -> None:
+        """``part``: by page; 0: it has none. Its owner writes to it, and says so by `touch`."""
+        self._part = part
+        self._keys = np.zeros(len(part), dtype=np.uint64)  # by page; 0: it is not cached
+        self._told = np.zeros(len(part), dtype=np.uint64)  # by page: the key of which a part was told; 0: of none
+        self._touched: list[Pages] = []
+
+    def name(self, pages: Pages, keys: PageKeys) -> None:
+        """Take note that ``pages`` are cached now, under ``keys``."""
+        self._keys[pages] = keys
+        self._touched.append(pages)
+
+    def forget(self, pages: Pages) -> None:
+        """Take note that ``pages`` are freed."""
+        self._keys[pages] = 0
+        self.touch(pages)
+
+    def touch(self, pages: Pages) -> None:
+        """Take note that parts of ``pages`` have come or gone."""
+        known = pages[(self._keys[pages] > 0) | (self._told[pages] > 0)]
+        if len(known):
+            self._touched.append(known)
+
+    def changes(self) -> tuple[PageKeys, PageKeys]:
+        """Return the keys whose part has gone since the last call, and those that got one: to be told in this order,
+        since a key can be another page's by now."""
+        if not self._touched:
+            return NO_KEYS, NO_KEYS
+        pages = np.unique(np.concatenate(self._touched))
+        self._touched = []
+        was, now = self._told[pages], np.where(self._part[pages] > 0, self._keys[pages], np.uint64(0))
+        self._told[pages] = now
+        changed = was != now
+        return was[changed & (was > 0)], now[changed & (now > 0)]
+
+    def told(self) -> PageKeys:
+        """Return all keys of which a part was told. O(pool)."""
+        return self._told[self._told > 0]
 
 
 class EventLog:
@@ -61,6 +125,7 @@ class EventLog:
 
     def __init__(self, capacity: int = 65_536) -> None:
         self.seq = 0  # of the last event; 0 before the first
+        self.parts: PartLog | None = None  # set once, where pages have parts
         self._events: deque[CacheEvent] = deque(maxlen=capacity)
 
     def stored(
@@ -70,7 +135,11 @@ class EventLog:
         page_size: int,
         token_ids: TokenIds,
         tier: Tier = Tier.DEVICE,
+        pages: Pages | None = None,
     ) -> None:
+        """``pages``: [n] of the device, where they may have parts."""
+        if self.parts is not None and pages is not None:
+            self.parts.name(pages, keys)
         self.seq += 1
         self._events.append(
             PagesStored(
@@ -86,7 +155,17 @@ class EventLog:
         self.seq += 1
         self._events.append(AllCleared(seq=self.seq))
 
+    def tell_parts(self) -> None:
+        """Record which parts have come and gone since the last call."""
+        if self.parts is None:
+            return
+        for keys, there in zip(self.parts.changes(), (False, True), strict=True):
+            if len(keys):
+                self.seq += 1
+                self._events.append(PartsChanged(seq=self.seq, keys=keys, there=there))
+
     def drain(self) -> tuple[CacheEvent, ...]:
+        self.tell_parts()
         events = tuple(self._events)
         self._events.clear()
         return events

@@ -8,6 +8,7 @@ Thread:    scheduler thread only.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from replicas.cache.base import ChunkCache, PrefixCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
@@ -59,6 +60,8 @@ class PageStore:
             self.parts = WindowAllocator(size.num_pages, size.page_size, size.windows)
         elif size.num_snapshots and self.reuses_prefixes:
             self.parts = SnapshotAllocator(size.num_pages, size.page_size, size.num_snapshots)
+        if self._events is not None and self.parts is not None:
+            self._events.parts = self.parts.record()
         self.allocator = self.parts or PagedTokenToKVPoolAllocator(size.num_pages, size.page_size)
         self.quarantine = Quarantine()
         self.evicted_tokens = 0  # when pages were short
@@ -172,7 +175,9 @@ class PageStore:
         """Return what is cached now, for a reader that lost events."""
         if self.radix is None or self._events is None:
             return CacheSnapshot(seq=0, stored=())
-        return self.radix.snapshot()
+        self._events.tell_parts()
+        snapshot = self.radix.snapshot()
+        return snapshot if self._events.parts is None else replace(snapshot, parts=self._events.parts.told())
 
     def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
         """Return the largest subtrees of the prefix cache; an empty tree without reuse."""

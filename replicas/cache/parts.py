@@ -16,10 +16,12 @@ import enum
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from replicas.cache.events import PartLog
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, Slots
 from replicas.memory.sizing import SLACK, WindowPool
 from replicas.request import Behind, Holding, Req
@@ -45,6 +47,9 @@ PRIORS = {End.NONE: 0.0, End.GONE_ON: 0.1, End.PROMPT: 0.3, End.ANSWER: 0.6, End
 class PartAllocator(PagedTokenToKVPoolAllocator):
     """A PagedTokenToKVPoolAllocator whose pages may have parts."""
 
+    kind: ClassVar[str]  # of its parts
+    border_pages: int  # that need their parts before a border, so that a request can go on there
+
     def __init__(self, num_pages: int, page_size: int, num_parts: int) -> None:
         super().__init__(num_pages, page_size)
         self.parts = PagedTokenToKVPoolAllocator(num_parts, 1)
@@ -56,6 +61,12 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         self._hits = np.array([PRIOR * prior for prior in PRIORS.values()])  # and how many were gone on with
         self._tick = self._span = 0  # of uses; from the oldest one of a part to the newest
         self._draw = random.Random(0)
+        self._told: PartLog | None = None  # None: nobody asks
+
+    def record(self) -> PartLog:
+        """Keep a log, from now on, of which cached pages have parts."""
+        self._told = PartLog(self._part)
+        return self._told
 
     def free(self, pages: Pages | Sequence[int]) -> None:
         """Take back pages with their parts."""
@@ -63,6 +74,8 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         super().free(taken)
         if len(taken):
             self._give_up(taken)
+            if self._told is not None:
+                self._told.forget(taken)
 
     def reach(self, pages: Pages) -> int:
         """Count the leading pages of a prefix behind which a request can go on."""
@@ -181,6 +194,11 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         pages = pages[self._part[pages] > 0]
         self.parts.free(self._part[pages])
         self._part[pages] = 0
+        self._touch(pages)
+
+    def _touch(self, pages: Pages) -> None:
+        if self._told is not None:
+            self._told.touch(pages)
 
 
 class WindowAllocator(PartAllocator):
@@ -191,9 +209,11 @@ class WindowAllocator(PartAllocator):
                `overbooked`, no request is admitted.
     """
 
+    kind = "window"
+
     def __init__(self, num_pages: int, page_size: int, windows: WindowPool) -> None:
         super().__init__(num_pages, page_size, windows.num_pages)
-        self.windows = windows
+        self.windows, self.border_pages = windows, windows.seen_pages
         self.reserved = 0  # parts that requests in flight may see at once
         self._seen = np.zeros(num_pages + 1, dtype=np.int32)  # by page: requests that see its part
         self._log: list[Pages] = []  # pages whose part has changed to another
@@ -264,6 +284,7 @@ class WindowAllocator(PartAllocator):
         part."""
         holes = np.flatnonzero((self._part[kept] == 0) & (self._part[own] > 0))
         self._put(kept[holes], self._part[own[holes]])
+        self._touch(kept[holes])
         self._part[own[holes]] = 0
         seen = self._seen[own] > 0
         self._seen[own[seen]] -= 1
@@ -331,6 +352,8 @@ class SnapshotAllocator(PartAllocator):
                another page meanwhile is read before it is written.
     """
 
+    kind, border_pages = "state", 1
+
     def __init__(self, num_pages: int, page_size: int, num_snapshots: int) -> None:
         super().__init__(num_pages, page_size, num_snapshots)
         self._log: list[StateCopy] = []
@@ -381,6 +404,7 @@ class SnapshotAllocator(PartAllocator):
             self._make_room(1)
             self._part[page] = self.parts.alloc(1, rid=req.rid)
             self._end[page] = 0
+            self._touch(page)
             self._log_copy(req, int(page[0]), border, from_snapshot=False)
         self._note(page, End(max(kind, int(self._end[page[0]]))))
 

@@ -377,7 +377,7 @@ class RadixCache:
         """Report that ``tier`` has the node's pages: the best of its own tiers, or a store too."""
         if self.events is not None:
             assert node.page_keys is not None
-            self.events.stored(node.page_keys, key_before(node), self.page_size, node.key, tier)
+            self.events.stored(node.page_keys, key_before(node), self.page_size, node.key, tier, node.pages)
 
     def _tell_stored(self, node: TreeNode) -> None:
         """Report the best tier of the node's pages."""

@@ -10,6 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from deployments.channel.frames import LENGTH, CacheChanges, CacheKeys, decode, encode
+from kvtransfer.pages import page_keys
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
 from replicas.cache.parts import SnapshotAllocator
@@ -21,6 +23,8 @@ from replicas.memory.state_pool import StatePool
 from replicas.request import Req
 from replicas.runner.batch import WindowTable
 from replicas.scheduler.plan import TableWrite
+from routing.fleet_state import Feed
+from routing.index import Borders, TierIndex, pages_of
 from tests.harness import choice_of, pool_of
 
 ROWS = 3
@@ -104,13 +108,37 @@ class KvUnderLoad(RuleBasedStateMachine):
             context_len=64,
             cache=CacheConfig(prefix_cache=prefix_cache, eviction=eviction),
             host=tier if host_pages else None,
+            record_events=True,
         )
+        self.feed, self.index = self.router_side()
         self.window_table = WindowTable(ROWS + 1, 68, num_pages=num_pages, page_size=page_size)
         self.window_content: dict[int, object] = {}
         self.num_pages = num_pages
         self.held: list[Req] = []
         self.content = {}  # slot -> (salt, tokens up to and with the one whose K/V it holds)
         self.device = np.zeros((ROWS + 1, 68), dtype=np.int32)
+
+    def router_side(self) -> tuple[Feed, TierIndex]:
+        parts, index, size = self.kv.store.parts, TierIndex(), self.kv.store.size
+        borders = None if parts is None else Borders(parts.border_pages, at_ends=parts.kind == "state")
+        index.join(0, capacity=size.num_pages, host_pages=64, borders=borders)
+        return Feed(index, 0, lambda number: False), index
+
+    def expected(self, prompt: list[int], salt: str) -> int:
+        """What a router expects to be reused, by the events so far; by a snapshot it expects the same."""
+        changes, keys = decode(encode(CacheChanges.of(self.kv.store.drain_events()))[LENGTH.size :]), decode(
+            encode(CacheKeys.of(self.kv.store.snapshot()))[LENGTH.size :]
+        )  # fmt: skip
+        assert isinstance(changes, CacheChanges)
+        assert isinstance(keys, CacheKeys)
+        self.feed.apply(changes.events())
+        assert self.feed.in_sync or not self.kv.store.event_seq
+        feed, index = self.router_side()
+        assert feed.apply_snapshot(keys.snapshot())
+        pages = pages_of(page_keys(np.array(prompt[:-1], dtype=np.int32), self.kv.page_size, salt))
+        (by_events,), (by_snapshot,) = (each.reach(pages, np.array([0])).device for each in (self.index, index))
+        assert by_events == by_snapshot
+        return int(by_events) * self.kv.page_size
 
     def compute(self, req: Req, slots: np.ndarray) -> None:
         """What the device does: reads the prefix through its table, writes the new tokens' K/V."""
@@ -176,11 +204,13 @@ class KvUnderLoad(RuleBasedStateMachine):
 
     def start_request(self, prompt: list[int], salt: str, most: int) -> None:
         req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
+        expected = self.expected(prompt, salt)
         try:
             reused = self.kv.admit(req)
         except RowsExhausted:
             assert len(self.held) == ROWS
             return
+        assert reused == expected
         assert reused < len(prompt)
         self.reused += reused
         if not self.kv.store.available_tokens() and self.reach and self.held:

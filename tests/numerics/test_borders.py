@@ -1,0 +1,119 @@
+"""What a router expects to be cached is what tiny real engines then reuse, of models whose pages have parts.
+
+Two replicas, quiet before each request, with pools too small for all texts: pages, windows and states go.
+"""
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from deployments.channel.frames import LENGTH, CacheChanges, decode, encode
+from deployments.fleet.fleet import view_of
+from deployments.replica.served_engine import ServedEngine
+from replicas.config import CacheConfig, SchedulerConfig
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
+from replicas.launch import EngineSettings, load_engine
+from replicas.memory import sizing
+from replicas.types import CacheMark
+from routing.router import Router
+from routing.types import Ending, RouteOutcome, RouteQuery
+from tests.numerics.test_states import asked, finished, ids_of, saved_model
+from tests.numerics.test_transformers_models import save
+
+PAGE_SIZE = 4
+WINDOWS: dict[str, dict[str, Any]] = {"gemma3_text": {"sliding_window": 17}, "llama4_text": {}}  # of 4 pages, and of 2
+STATES = ("qwen3_next", "lfm2")
+
+
+def engine_of(folder: Path) -> Engine:
+    settings = EngineSettings(
+        model=str(folder),
+        cache=CacheConfig(page_size=PAGE_SIZE, max_total_tokens=400),
+        scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=4),
+        num_threads=1,
+        context_len=128,
+        record_events=True,
+        implementation="transformers",
+    )
+    return load_engine(settings)
+
+
+class Replicas:
+    """Two engines and their router, in step: what a replica tells arrives before the next request."""
+
+    def __init__(self, folder: Path) -> None:
+        self.router = Router("estimated_ttft", Random(0), time.monotonic, page_size=PAGE_SIZE)
+        self.engines = {name: engine_of(folder) for name in ("a", "b")}
+        self.served = {
+            name: ServedEngine(EngineLoop(engine), replica_id=name, node_id="here")
+            for name, engine in self.engines.items()
+        }
+        self.tell()
+
+    def tell(self) -> None:
+        for name, engine in self.engines.items():
+            served = self.served[name]
+            view = view_of(served._info(None), served._report(engine.stats()), as_of_s=time.monotonic())
+            self.router.report(view)
+            message = decode(encode(CacheChanges.of(engine.drain_cache_events()))[LENGTH.size :])
+            assert isinstance(message, CacheChanges)
+            self.router.apply(name, message.events())
+
+    def ask(self, prompt: list[int], most: int, marks: tuple[CacheMark, ...]) -> tuple[int, int, list[int]]:
+        """Return what the router expected to be cached, what was, and the answer."""
+        decision = self.router.choose(RouteQuery(rid="r", token_ids=prompt, max_new_tokens=most))
+        engine = self.engines[decision.replica_id]
+        engine.submit(asked("r", prompt, most, cache_marks=marks))
+        deltas = finished(engine)
+        cached = deltas[-1].usage.cached_tokens
+        self.router.done(decision, RouteOutcome(ending=Ending.OK, cached_tokens=cached, ttft_s=0.1))
+        for _ in range(3):  # what was expected and did not come is dropped with the second batch of events
+            self.tell()
+        return decision.overlap_tokens, cached, ids_of(deltas, "r")
+
+    def close(self) -> None:
+        self.router.check()
+        for engine in self.engines.values():
+            engine.scheduler.check()
+            engine.close()
+
+
+@pytest.mark.parametrize("model_type", [*WINDOWS, *STATES])
+@pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_what_a_router_expects_is_what_is_reused(
+    model_type: str, num_requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations behind common beginnings; some prompts are answered anew, some have a mark."""
+    if model_type in WINDOWS:
+        save(model_type, tmp_path, **WINDOWS[model_type])
+    else:
+        whole = sizing.with_snapshots
+        monkeypatch.setattr(sizing, "with_snapshots", lambda *given: replace(whole(*given), num_snapshots=12))
+        saved_model(model_type, tmp_path)
+    draw, replicas = random.Random(1), Replicas(tmp_path)
+    starts = [[draw.randrange(3, 190) for _ in range(length)] for length in (9, 21, 34)]
+    texts, apart, reused, gone = [list(draw.choice(starts)) for _ in range(10)], [], 0, 0
+    try:
+        for number in range(num_requests):
+            at = draw.randrange(len(texts))
+            prompt = [*texts[at], *(draw.randrange(3, 190) for _ in range(draw.randint(1, 15)))]
+            marks = (CacheMark(len(texts[at]), 60.0),) if draw.random() < 0.1 else ()
+            expected, cached, answer = replicas.ask(prompt, draw.randint(1, 8), marks)
+            if expected != cached:
+                apart.append((number, expected, cached))
+            reused += cached
+            texts[at] = [*prompt, *answer] if draw.random() < 0.7 else texts[at]
+            if len(texts[at]) > 90:
+                texts[at] = list(draw.choice(starts))
+        gone = sum(engine.kv.store.parts.evicted for engine in replicas.engines.values() if engine.kv.store.parts)
+    finally:
+        replicas.close()
+    assert apart == []
+    assert reused > 0
+    assert gone > 0
