@@ -129,7 +129,7 @@ def rooms_svg() -> str:
     for room in sorted(centre):
         label = f"{size[room]} files" if size[room] > 1 else "1 file"
         parts.append(_box(centre[room], room, label, COLOURS[room.split("/")[0]]))
-    return _svg(width, 2 * MARGIN + len(rows) * (HIGH + GAP_Y) - GAP_Y, parts)
+    return svg(width, 2 * MARGIN + len(rows) * (HIGH + GAP_Y) - GAP_Y, parts)
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
@@ -178,7 +178,7 @@ def way_svg(files: Iterable[str]) -> str:
         if last is not None:
             parts.append(_next(last, here, width))
         last = here
-    return _svg(2 * MARGIN + columns * (width + 26) - 26, 2 * MARGIN + max(heights) - 16, parts)
+    return svg(2 * MARGIN + columns * (width + 26) - 26, 2 * MARGIN + max(heights) - 16, parts)
 
 
 def _next(start: tuple[int, int, int, int], end: tuple[int, int, int, int], width: int) -> str:
@@ -199,7 +199,7 @@ def _wrapped(names: list[str], width: int) -> list[str]:
     return lines
 
 
-def _svg(width: float, height: float, parts: list[str]) -> str:
+def svg(width: float, height: float, parts: list[str]) -> str:
     style = (
         "text{font-family:system-ui,sans-serif;fill:#1d232b}.name{font-size:11px;font-weight:600;text-anchor:middle}"
         ".size{font-size:9.5px;text-anchor:middle;fill:#4a5462}.room{font-size:12px;font-weight:600}.file{font-size:10.5px}"

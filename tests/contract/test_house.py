@@ -15,7 +15,7 @@ import pytest
 
 from tests import way
 from tests.contract.test_floors import ROOT, UNITS
-from tools import house
+from tools import diagrams, house
 from tools.house import imports
 
 ATTRIBUTES = {
@@ -282,6 +282,12 @@ def test_the_walks_through_the_house_are_those_of_the_requests(ways: Mapping[str
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     assert (house.PICTURES / "rooms.svg").read_text() == house.rooms_svg(), "draw it anew: python -m tools.house"
+
+
+@pytest.mark.parametrize("name", diagrams.DRAWN)
+def test_the_pictures_of_the_engine_show_what_it_does(name: str) -> None:
+    drawn = (house.PICTURES / f"{name}.svg").read_text()
+    assert drawn == diagrams.DRAWN[name](), "draw it anew: python -m tools.diagrams"
 
 
 @pytest.mark.model
