@@ -172,7 +172,7 @@ OFFLINE = -2000  # the priority of lines of batches: below every other
 class RequestClass:
     """A class of requests: one of a higher class goes first, whatever the priorities, tenants and ages.
 
-    A request is of the first class of `CLASSES` that has it. It starts only where no request of a higher class could,
+    A request is of the last class of `CLASSES` that has it. It starts only where no request of a higher class could,
     and is retracted where one of a higher class needs its row, its pages or its adapter's place.
     """
 
@@ -183,8 +183,8 @@ class RequestClass:
 
 
 CLASSES: dict[str, RequestClass] = {
-    "batch": RequestClass(has=lambda request: request.offline, level=-1, priority=OFFLINE, chunk_share=1 / 8),
     "ordinary": RequestClass(has=lambda request: True, level=0),
+    "batch": RequestClass(has=lambda request: request.offline, level=-1, priority=OFFLINE, chunk_share=1 / 8),
 }
 
 
@@ -279,7 +279,7 @@ class Req:
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
-            rank=Rank(next(each for each in CLASSES.values() if each.has(request)), request.priority),
+            rank=Rank(next(each for each in reversed(CLASSES.values()) if each.has(request)), request.priority),
             num_resumed=len(resumed),
             eos_ids=frozenset() if sampling.ignore_eos and sampling.constraint is None else eos_ids,
             return_logprobs=request.return_logprobs,

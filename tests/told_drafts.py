@@ -8,6 +8,16 @@ import numpy as np
 from replicas.engine.engine import Engine
 from replicas.request import Req
 from replicas.scheduler.drafts import Drafts, GuessKind, Proposal
+from replicas.scheduler.rounds import Feature
+from replicas.scheduler.scheduler import Scheduler
+
+
+def put_drafts(scheduler: Scheduler, drafts: Feature | None) -> Feature | None:
+    """Let ``scheduler`` have ``drafts`` from now on; None: none. Returns: those that it had."""
+    before = scheduler.features.pop("drafts", None)
+    if drafts is not None:
+        scheduler.features["drafts"] = drafts
+    return before
 
 
 class Told(Drafts):

@@ -147,7 +147,8 @@ class Engine:
             attention=AttentionChoice(name=config.attention, why="as the settings say")
         )
         if config.scheduler.drafts != "off":
-            self.scheduler.drafts = Drafts(kv, self.scheduler.counters, step_s=self.started.decode_s, clock=clock)
+            drafts = Drafts(kv, self.scheduler.counters, step_s=self.started.decode_s, clock=clock)
+            self.scheduler.features["drafts"] = drafts
         self.scheduler.queues.adapters = executor.adapters
         self._clock = clock
         self._distributions = Distributions()

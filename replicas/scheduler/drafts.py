@@ -9,7 +9,7 @@ Thread:    scheduler thread only.
 Source:    prompt lookup decoding (Saxena 2023); SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975); verification as
            in Leviathan et al. 2023 (arXiv:2211.17192), where the draw is a function of seed, position and logits.
 
-    place: propose, by request ─> the rows with the most tokens to expect per cost ─> step ─> end: what came true
+    plan: propose, by request ─> the rows with the most tokens to expect per cost ─> step ─> applied: what came true
 
 A request's guesses go on as an answer did that the cache keeps behind all its tokens; else as its own text did behind
 the longest suffix that it has twice. What a grammar forces needs no guess: a draft ends so that it is taken, and
@@ -27,7 +27,7 @@ from replicas.config import LONGEST_DRAFT
 from replicas.request import Guide, Req
 from replicas.scheduler.decode import DecodeRows, decode_plan, draft_groups, sample_row, table_writes
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, StepPlan
-from replicas.scheduler.precedence import TenantShares
+from replicas.scheduler.rounds import Feature
 from replicas.scheduler.tokens import SOURCES, Counters, NewToken, require_fault
 from replicas.types import TokenIds
 
@@ -123,7 +123,7 @@ class RowCost:
         return more
 
 
-class Drafts:
+class Drafts(Feature):
     """The drafts of one engine's requests, and which of them each step tries."""
 
     def __init__(
@@ -148,8 +148,7 @@ class Drafts:
     def plan(
         self, reqs: Sequence[Req], rows: DecodeRows, groups: tuple[PrefixGroup, ...], *, min_saved: int | None
     ) -> DecodePlan:
-        """Plan a decode step of ``reqs``; drafts get rows behind their ``rows``. ``min_saved``: as of `draft_groups`,
-        None where requests share no reading."""
+        """Plan a decode step of ``reqs``; drafts get rows behind their ``rows``."""
         rows, draft_rows, of_drafts = self.place(reqs, rows)
         if draft_rows and min_saved is not None:
             page_size = self._kv.page_size
@@ -174,34 +173,29 @@ class Drafts:
             draft_rows.append(range(first, len(rows.rows)))
         return rows, tuple(draft_rows), sampling
 
-    def end(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken], shares: TenantShares) -> None:
-        """Take in a step that is over."""
+    def applied(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
         if isinstance(plan, DecodePlan):
-            self._end_decode(plan, reqs, tokens, shares)
+            self._end_decode(plan, reqs, tokens)
         self._ended_s = self._clock()
 
-    def _end_decode(
-        self, plan: DecodePlan, reqs: Sequence[Req], tokens: Sequence[NewToken], shares: TenantShares
-    ) -> None:
+    def _end_decode(self, plan: DecodePlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
         """Take back the slots of guesses that were wrong in the step of ``plan``, and note how good all were."""
         tried = {req: len(rows) for req, rows in zip(reqs, plan.draft_rows, strict=False) if rows}
         for req in tried:
             if req.finish is None:
                 self._kv.cut(req)
         for token in tokens:
-            if token.num_accepted:
-                self._counters["decode_tokens"] += token.num_accepted
-                shares.charge(token.req, token.num_accepted)
+            self._counters["decode_tokens"] += token.num_accepted
         if plan.follows is not None:  # it was planned, and begun, while another was under way
             self._proposed, self._began_s = {}, self._ended_s
             self._num_untried += 1
         self.judge(len(reqs), tokens, tried)
 
-    def wait_for_tokens(self, num_requests: int) -> bool:
-        """Whether the next step, of ``num_requests``, is to be planned when the tokens before it are known, so that it
-        may have drafts: where it has room for any, and some were tried of late, and now and then."""
+    def needs_tokens(self, num_running: int) -> bool:
+        """Whether the next step waits for the tokens before it so that it may have drafts: where it has room for any,
+        and some were tried of late, and now and then."""
         due = self._num_untried < 2 * SELDOM or (self._num_untried + 1) % PROBE == 0  # one step more is under way
-        return due and self._num_rows(num_requests) > 0
+        return due and self._num_rows(num_running) > 0
 
     def choose(self, reqs: Sequence[Req]) -> list[TokenIds]:
         """Choose what the next step of ``reqs`` tries: [B] drafts, some empty; [] without any."""
@@ -243,10 +237,9 @@ class Drafts:
             self._counters[f"drafted_tokens.{proposal.kind.source}"] += num_tried
             self._counters[f"accepted_tokens.{proposal.kind.source}"] += token.num_accepted
             if token.req.finish is not None:
-                self.forget(token.req)
+                self.ended(token.req)
 
-    def forget(self, req: Req) -> None:
-        """Forget ``req``, which has ended."""
+    def ended(self, req: Req) -> None:
         for source in SOURCES:
             self._of_reqs.pop((req, source), None)
 

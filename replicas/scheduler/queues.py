@@ -161,6 +161,12 @@ class Queues:
     adapters: AdapterRoom | None = None  # None: no request has one
 
     @property
+    def only_away(self) -> bool:
+        """Whether nothing is left to do here until another replica has done its part, or a grammar is compiled."""
+        starting = len(self.waiting) or self.chunked is not None or len(self.prealloc)
+        return not (starting or self.running or self.forced)
+
+    @property
     def holding(self) -> list[Req]:
         """The open requests that hold row and pages and are in a queue: all but those only in a step."""
         return [*self.running, *self.begun, *self.away.holding]

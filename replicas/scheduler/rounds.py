@@ -1,7 +1,9 @@
-"""Rounds: what `Scheduler.schedule` looks for before it plans a step, and what its last round found.
+"""Rounds: what `Scheduler.schedule` looks for before it plans a step, what its last round found, and the features that
+take part in rounds.
 
-Owns:      a heap of the deadlines of open requests; how long the heads of the queues have been kept out; of the last
-           round the refusals, the request that found no memory, and the requests that it ended.
+Owns:      the table of features: adding one is a class and an entry in `FEATURES`. A heap of the deadlines of open
+           requests; how long the heads of the queues have been kept out; of the last round the refusals, the request
+           that found no memory, and the requests that it ended.
 Never:     ends a request itself: the scheduler does. Chooses which request gives way (victims.py). Judges when a peer
            lets go of a page: a peer may never do so.
 Invariant: no ended request is kept. The heap has at most as many empty entries as open ones, and `FEW`. A head is
@@ -10,16 +12,18 @@ Thread:    scheduler thread only.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from replicas.cache.kv import KvCache
+from replicas.cache.kv import KvCache, longest_reuse
 from replicas.errors import Fault
 from replicas.request import Req, ReqState
-from replicas.scheduler.decode import retract
+from replicas.scheduler.decode import DecodeRows, retract
+from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan
+from replicas.scheduler.precedence import TenantShares
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Refusal
-from replicas.scheduler.queues import Queues
-from replicas.scheduler.tokens import Counters
+from replicas.scheduler.queues import HandOffQueue, Queues
+from replicas.scheduler.tokens import Counters, NewToken
 from replicas.scheduler.victims import Need, victims
 from replicas.types import Finish, FinishReason
 
@@ -28,6 +32,99 @@ FEW = 64
 # grace after it (1 s). A peer that has not let go by then may never do so.
 PATIENCE_S = 5.0
 
+
+class Feature:
+    """What a feature does at the points of the scheduler's loop, which names no feature. A feature overrides what it
+    needs; the rest does nothing."""
+
+    def opened(self, req: Req) -> None:
+        """Note that ``req`` was accepted."""
+
+    def submitted(self, req: Req) -> None:
+        """Note that ``req`` waits for its turn from its arrival on."""
+
+    def ended(self, req: Req) -> None:
+        """Note that ``req``, which was `opened`, has ended or was taken back."""
+
+    def looks(self, now_s: float) -> None:
+        """Note that a step is about to be planned; none is under way."""
+
+    def plan(
+        self, reqs: Sequence[Req], rows: DecodeRows, groups: tuple[PrefixGroup, ...], *, min_saved: int | None
+    ) -> DecodePlan | None:
+        """Plan a decode step of ``reqs``, whose ``rows`` have slots; None leaves it to the next feature, or the loop.
+
+        Args: min_saved: as of `draft_groups`; None where requests share no reading.
+        """
+        return None
+
+    def needs_tokens(self, num_running: int) -> bool:
+        """Whether the next step, of ``num_running``, is planned only when the tokens of the one under way are known."""
+        return False
+
+    def applied(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
+        """Take in the step of ``plan``, of ``reqs``, which is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tenants(Feature):
+    shares: TenantShares
+
+    def opened(self, req: Req) -> None:
+        self.shares.opens(req)
+
+    def ended(self, req: Req) -> None:
+        self.shares.ends(req)
+
+    def looks(self, now_s: float) -> None:
+        self.shares.looks(now_s)
+
+    def needs_tokens(self, num_running: int) -> bool:
+        return len(self.shares.easing.left_out) > 0
+
+    def applied(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
+        """Charge the tokens that drafts brought; `count_computed` has charged the others."""
+        for token in tokens:
+            if token.num_accepted:
+                self.shares.charge(token.req, token.num_accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class _HandOffs(Feature):
+    away: HandOffQueue
+
+    def ended(self, req: Req) -> None:
+        if req.leg is not None:
+            self.away.ended.append(req)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sessions(Feature):
+    kv: KvCache
+
+    def opened(self, req: Req) -> None:
+        self.kv.arrived(req)
+
+
+@dataclass(frozen=True, slots=True)
+class _Store(Feature):
+    kv: KvCache  # it gets its store tier after the scheduler was made
+
+    def submitted(self, req: Req) -> None:
+        if self.kv.store_tier is not None:
+            self.kv.store_tier.ask(req, longest_reuse(req))
+
+    def ended(self, req: Req) -> None:
+        if self.kv.store_tier is not None:
+            self.kv.store_tier.forget(req)
+
+
+FEATURES: dict[str, Callable[[Queues, KvCache], Feature]] = {
+    "tenants": lambda queues, kv: _Tenants(queues.waiting.shares),
+    "hand_offs": lambda queues, kv: _HandOffs(queues.away),
+    "sessions": lambda queues, kv: _Sessions(kv),
+    "store": lambda queues, kv: _Store(kv),
+}
 
 Entry = tuple[float, int]  # of the heap: a deadline, and how many were added before
 
@@ -99,6 +196,20 @@ def cannot_start(head: Req, kv: KvCache) -> Finish | None:
         "again elsewhere, or later"
     )
     return Finish(reason=FinishReason.ERROR, message=message, fault=Fault.UNAVAILABLE, retry_as="overloaded")
+
+
+def starved(
+    short: Req | None, queues: Queues, deadlines: Deadlines, kv: KvCache, now_s: float
+) -> Iterator[tuple[Req, Finish]]:
+    """Find the heads of queues that found no memory for too long, while no request holds any, and why each ends.
+
+    Args: short: the head of those that wait, if it found none.
+    """
+    if queues.away.holding or queues.chunked is not None:
+        return
+    for head in deadlines.starved([head for head in (short, queues.prealloc.short) if head is not None], now_s):
+        if (finish := cannot_start(head, kv)) is not None:
+            yield head, finish
 
 
 @dataclass(slots=True)

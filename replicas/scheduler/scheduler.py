@@ -1,10 +1,12 @@
 """The scheduler: `schedule` plans the next step, `apply` takes in its result.
 
 Owns:      every request between submit and finish, and the order of all that happens to it. Its queues are values
-           (queues.py). Functions move requests between them: prefill.py starts prompts, budget.py grants decode
-           legs, decode.py retracts and plans before a result is known, tokens.py takes in results, rounds.py says what
-           a round looks for before it plans.
-Never:     sees a tensor, a model or text.
+           (queues.py). Functions move requests between them: prefill.py starts prompts, budget.py grants memory to
+           those that another replica computes, decode.py retracts and plans before a result is known, tokens.py takes
+           in results, rounds.py says what a round looks for before it plans.
+Never:     sees a tensor, a model or text. Names a feature: each stands in a table (`FEATURES`), and overrides what it
+           needs of `Feature`. What decides for a request is in tables too: its class (`CLASSES`, replicas/request.py),
+           its part of a step (`PARTS`, budget.py), who leaves for it (`REASONS`, victims.py).
 Invariant: a request ends in `finish` and nowhere else; see `check`.
 Thread:    engine thread only.
 
@@ -17,7 +19,7 @@ Thread:    engine thread only.
 
 from collections.abc import Callable, Sequence
 
-from replicas.cache.kv import KvCache, longest_reuse
+from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio, RatioRule, let_go
@@ -33,12 +35,11 @@ from replicas.scheduler.decode import (
     table_writes,
     take_slots,
 )
-from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan, StepResult
 from replicas.scheduler.precedence import QueueRules, WaitingQueue, set_rank
 from replicas.scheduler.prefill import ExtendBatch, extend_plan, next_prompts
 from replicas.scheduler.queues import Queues
-from replicas.scheduler.rounds import Deadlines, LastRound, cannot_start, deadline_passed, give_way
+from replicas.scheduler.rounds import FEATURES, Deadlines, Feature, LastRound, deadline_passed, give_way, starved
 from replicas.scheduler.tokens import (
     COUNTERS,
     ENDS,
@@ -72,7 +73,8 @@ class Scheduler:
         self._ratio = NewTokenRatio(RatioRule.of(config))
         self._shared = SharedPrefixes()
         self._gate = AheadGate()
-        self.drafts: Drafts | None = None  # set once, by who starts the engine; None: each step makes one token
+        # those of the table; the engine adds those that it alone can make
+        self.features: dict[str, Feature] = {name: make(self.queues, kv) for name, make in FEATURES.items()}
 
     @property
     def has_work(self) -> bool:
@@ -82,9 +84,7 @@ class Scheduler:
     @property
     def only_away(self) -> bool:
         """Whether nothing is left to do here until another replica has done its part, or a grammar is compiled."""
-        queues = self.queues
-        starting = len(queues.waiting) or queues.chunked is not None or len(queues.prealloc)
-        return not (starting or queues.running or queues.forced)
+        return self.queues.only_away
 
     def would_wait(self, num_new: int) -> int:
         """Count the requests that would wait if ``num_new`` came (`LastRound.would_wait`)."""
@@ -99,8 +99,8 @@ class Scheduler:
         """Accept a request; from here on it ends in exactly one finish."""
         self.accept(req)
         self.wait(req)
-        if self.kv.store_tier is not None:
-            self.kv.store_tier.ask(req, longest_reuse(req))
+        for feature in self.features.values():
+            feature.submitted(req)
 
     def look_again(self) -> None:
         """Look at the queues before another step is planned ahead: what a request waits for may be there."""
@@ -119,8 +119,7 @@ class Scheduler:
     def take_back(self, req: Req) -> None:
         """Undo `park`: ``req`` is to be accepted another way."""
         self.queues.away.remove(req)
-        self.queues.waiting.shares.ends(req)
-        self.deadlines.remove(req)
+        self._ended(req)
 
     def finish(self, req: Req, finish: Finish) -> None:
         """End ``req`` wherever it is; its computed prefix stays reusable (SPEC F17). Idempotent. What it holds is
@@ -136,16 +135,9 @@ class Scheduler:
                 self.queues.under_way.hold(req, keep=keep)
             else:
                 let_go(req, self.kv, keep=keep)
-        if self.kv.store_tier is not None:
-            self.kv.store_tier.forget(req)
         self._gate.disturb()
         self.counters[ENDS.get(finish.reason, "finished")] += 1
-        if req.leg is not None:
-            self.queues.away.ended.append(req)
-        self.queues.waiting.shares.ends(req)
-        self.deadlines.remove(req)
-        if self.drafts is not None:
-            self.drafts.forget(req)
+        self._ended(req)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or return None when nothing can run; no step may be under way. Slots are taken here, so
@@ -154,7 +146,8 @@ class Scheduler:
         assert not len(queues.under_way), "a step is under way: apply it, or schedule ahead"
         now_s = self.clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
-        queues.waiting.shares.looks(now_s)
+        for feature in self.features.values():
+            feature.looks(now_s)
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
         give_way(self.last, queues, self.kv, self.counters, max_running=self.max_running)
@@ -179,7 +172,7 @@ class Scheduler:
             gave_way, decode = take_slots(*slots)
         if decode is None:
             self._ratio.idle()
-            self._end_starved([batch.short, queues.prealloc.short], now_s)
+            self._end_starved(batch.short, now_s)
             return None
         self.last.made_progress = True
         queues.under_way.begin(list(queues.running))
@@ -193,9 +186,9 @@ class Scheduler:
         """Plan the step after the one under way, before that one's tokens are known; None where that is not possible
         yet."""
         next_s = self.deadlines.next_s
-        if (next_s is not None and next_s <= self.clock()) or self.queues.waiting.shares.easing.left_out:
+        if next_s is not None and next_s <= self.clock():
             return None
-        if self.drafts is not None and self.drafts.wait_for_tokens(len(self.queues.running)):
+        if any(feature.needs_tokens(len(self.queues.running)) for feature in self.features.values()):
             return None
         found = plan_ahead(self.queues, self.kv, must_look=self._gate.must_look)
         if found is None:
@@ -215,8 +208,8 @@ class Scheduler:
         self.counters["prefill_tokens"] += num_prompt
         self.counters["decode_tokens"] += num_decode
         tokens = [self.take(req, run) for req, run in sampled(plan, result, reqs)]
-        if self.drafts is not None:
-            self.drafts.end(plan, reqs, tokens, self.queues.waiting.shares)
+        for feature in self.features.values():
+            feature.applied(plan, reqs, tokens)
         for req, keep in under_way.take_released():
             let_go(req, self.kv, keep=keep)
         return tokens
@@ -245,8 +238,8 @@ class Scheduler:
             self._ratio.idle()
         set_rank(req, self._config)
         self.deadlines.add(req)
-        self.queues.waiting.shares.opens(req)
-        self.kv.arrived(req)
+        for feature in self.features.values():
+            feature.opened(req)
 
     def wait(self, req: Req) -> None:
         """Let ``req``, which was accepted, wait for its turn."""
@@ -259,15 +252,17 @@ class Scheduler:
         self.finish(req, finish)
         self.last.ended.append(req)
 
-    def _end_starved(self, heads: list[Req | None], now_s: float) -> None:
-        """End heads of the queues that found no memory for too long, while no request holds any."""
-        if self.queues.away.holding or self.queues.chunked is not None:
-            return
-        for head in self.deadlines.starved([head for head in heads if head is not None], now_s):
-            finish = cannot_start(head, self.kv)
-            if finish is not None:
-                self._end(head, finish)
-                self.last.made_progress = True
+    def _ended(self, req: Req) -> None:
+        """Take ``req``, which is in no queue, out of the books of open requests."""
+        self.deadlines.remove(req)
+        for feature in self.features.values():
+            feature.ended(req)
+
+    def _end_starved(self, short: Req | None, now_s: float) -> None:
+        """End heads of the queues that found no memory for too long; ``short``: that of those that wait."""
+        for head, finish in starved(short, self.queues, self.deadlines, self.kv, now_s):
+            self._end(head, finish)
+            self.last.made_progress = True
 
     def _jump(self, req: Req) -> tuple[tuple[Drawn, ...], Finish | None]:
         """Take the tokens that the grammar of ``req`` forces next (`jump`), where their step makes none wait."""
@@ -279,13 +274,14 @@ class Scheduler:
     def _decode_plan(self, rows: DecodeRows) -> DecodePlan:
         """Plan a step of all running requests, whose ``rows`` have slots."""
         reqs, groups = self.queues.running, self._groups(self.queues.running)
-        if self.drafts is None:
-            return decode_plan(reqs, rows, table_writes(self.kv), groups)
-        min_saved = self._config.cascade_saves or 0
-        return self.drafts.plan(reqs, rows, groups, min_saved=min_saved if self._config.cascade else None)
+        min_saved = self._config.cascade_saves or 0 if self._config.cascade else None
+        for feature in self.features.values():
+            if (plan := feature.plan(reqs, rows, groups, min_saved=min_saved)) is not None:
+                return plan
+        return decode_plan(reqs, rows, table_writes(self.kv), groups)
 
     def _next_prompts(self, now_s: float) -> ExtendBatch:
-        """Choose the prompts of this step, and grant decode legs their memory."""
+        """Choose the prompts of this step, and grant memory to those that other replicas compute."""
         batch, granted = next_prompts(
             self.queues, self.kv, self._ratio, self.counters, self._config, max_running=self.max_running, now_s=now_s
         )

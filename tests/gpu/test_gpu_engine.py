@@ -31,7 +31,7 @@ from tests.engine_process import EngineProcess, ProcessSettings
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE
 from tests.numerics import tiny
-from tests.told_drafts import Told
+from tests.told_drafts import Told, put_drafts
 from tests.unit.tokenizer_folders import byte_level_folder
 
 NUM_NEW = 6
@@ -171,11 +171,11 @@ def test_drafts_change_no_answer_beside_steps_that_are_launched_ahead(
     rules = {"max_running_requests": 8, "drafts": "on"}
     engine = start(folder, dtype="float32", cuda_graphs=graphs, scheduler=rules)
     assert set(engine.started.decode_s) == {1, 2, 4, 8, 16, 32}
-    engine.scheduler.drafts = None
+    put_drafts(engine.scheduler, None)
     wanted = told(engine, asked)
     engine = start(folder, dtype="float32", cuda_graphs=graphs, scheduler=rules)
     known = {key: ids[:12] for key, (ids, _) in wanted.items()}
-    engine.scheduler.drafts = Told(engine, known, length=3)
+    engine.scheduler.features["drafts"] = Told(engine, known, length=3)
     start_step = engine.steps.launch
 
     def watched(plan: StepPlan) -> Any:

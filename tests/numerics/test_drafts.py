@@ -23,13 +23,14 @@ from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
 from replicas.scheduler.drafts import Drafts
+from replicas.scheduler.rounds import Feature
 from replicas.types import Constraint, GenerateRequest, SamplingParams, TokenDelta
 from tests import harness
 from tests.embedded import MODEL, short_model
 from tests.local_agents import LocalFabric
 from tests.numerics import handing_over, tiny
 from tests.pairwise import cases
-from tests.told_drafts import Told
+from tests.told_drafts import Told, put_drafts
 
 pytestmark = pytest.mark.model
 
@@ -65,14 +66,14 @@ Answers = dict[tuple[str, int], Answer]
 def run(
     engine: Engine,
     asked: list[GenerateRequest],
-    drafts: Drafts | None,
+    drafts: Feature | None,
     *,
     retract: str | None = None,
     flush: bool = True,
 ) -> Answers:
     """Answer ``asked`` together, the cache empty at first; ``retract``: the one that loses its pages after 9 tokens."""
     assert not flush or engine.flush_cache()
-    engine.scheduler.drafts = drafts
+    put_drafts(engine.scheduler, drafts)
     told: dict[tuple[str, int], list[TokenDelta]] = defaultdict(list)
     for request in asked:
         engine.submit(request)
@@ -250,7 +251,7 @@ def test_a_request_that_was_handed_over_is_decoded_with_drafts(tmp_path: Path) -
     prompt = handing_over.tiny_prompt(80, 3)
     request = GenerateRequest(rid="asked", token_ids=prompt, sampling=sampling, return_logprobs=True, top_logprobs=3)
     wanted = run(unified, [request], None)
-    decode.scheduler.drafts = Told(decode, ids_of(wanted))
+    decode.scheduler.features["drafts"] = Told(decode, ids_of(wanted))
     assert prefill.transfer_address is not None
     for engine, leg in zip((prefill, decode), handing_over.legs(request, prefill.transfer_address), strict=True):
         engine.submit(leg)
@@ -336,7 +337,8 @@ def test_an_engine_measures_rows_at_its_start_and_answers_as_one_without_drafts(
                 scheduler=SchedulerConfig(max_running_requests=8, drafts=drafts), context_len=256,
             )
         )  # fmt: skip
-        assert (engine.scheduler.drafts is not None) == (drafts == "auto") == bool(engine.started.decode_s)
-        answers.append(run(engine, requests(engine), engine.scheduler.drafts))
+        has_drafts = "drafts" in engine.scheduler.features
+        assert has_drafts == (drafts == "auto") == bool(engine.started.decode_s)
+        answers.append(run(engine, requests(engine), engine.scheduler.features.get("drafts")))
         engine.close()
     assert answers[0] == answers[1]

@@ -26,7 +26,7 @@ from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL, short_model
 from tests.pairwise import cases
-from tests.told_drafts import Told
+from tests.told_drafts import Told, put_drafts
 
 pytestmark = pytest.mark.model
 
@@ -315,7 +315,7 @@ def check_answer(
     drafted: bool = False,
 ) -> None:  # fmt: skip
     prompt, answer = oracles.prompt, oracles.greedy if sampling is GREEDY else oracles.seeded
-    engine.scheduler.drafts = Told(engine, {("asked", 0): answer}, length=2) if drafted else None
+    put_drafts(engine.scheduler, Told(engine, {("asked", 0): answer}, length=2) if drafted else None)
     accepted = engine.scheduler.counters["accepted_tokens.text"]
     assert engine.flush_cache()
     one = SamplingParams(max_new_tokens=1, temperature=0.0)

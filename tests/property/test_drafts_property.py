@@ -105,7 +105,7 @@ def test_no_draft_changes_an_answer_or_leaves_anything_behind(
         num_pages=-(-(longest + spare) // page_size), page_size=page_size, max_running=4, window=window,
         new_token_ratio=0.3, mixed_steps=mixed,
     )  # fmt: skip
-    bench.scheduler.drafts = Adversary(bench, quality, length, seed)
+    drafts = bench.scheduler.features["drafts"] = Adversary(bench, quality, length, seed)
     for action in actions:
         match action:
             case ("arrive", int(prefix), list(tail), int(most), stop):
@@ -129,13 +129,13 @@ def test_no_draft_changes_an_answer_or_leaves_anything_behind(
         stops = [at for at, token in enumerate(req.output_ids.tolist()) if token in req.sampling.stop_token_ids]
         assert stops in ([], [req.num_output - 1])
     check_tree(bench)
-    assert not bench.scheduler.drafts._of_reqs  # type: ignore[union-attr]
+    assert not drafts._of_reqs
 
 
 def made_in_steps(quality: str, *, length: int) -> tuple[int, int, int]:
     """Return the decode steps of an answer of 33 tokens, and the tokens that were drafted and accepted."""
     bench = Bench(page_size=4)
-    bench.scheduler.drafts = Adversary(bench, quality, length, 0)
+    bench.scheduler.features["drafts"] = Adversary(bench, quality, length, 0)
     bench.submit([1, 2, 3], max_new_tokens=33)
     bench.run()
     counters = bench.scheduler.counters

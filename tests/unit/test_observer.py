@@ -127,7 +127,7 @@ def test_the_step_that_ends_an_answer_says_what_ended_it(events: pytest.LogCaptu
 def test_of_the_tokens_that_drafts_bring_in_one_step_the_last_has_the_end(events: pytest.LogCaptureFixture) -> None:
     engine, _ = fake_engine()
     made = continuation(PROMPT, 8)
-    engine.scheduler.drafts = Told(engine, {("a", 0): made})
+    engine.scheduler.features["drafts"] = Told(engine, {("a", 0): made})
     engine.submit(ask("a", PROMPT))
     finish_all(engine)
     told = lines(events, "decode_step")

@@ -181,7 +181,7 @@ def test_steps_wait_for_tokens_while_guesses_come_true_and_are_launched_ahead_ag
     """Of 60 tokens 20 can be guessed. Then eight steps without a draft wait, and each sixteenth."""
     engine, _ = fake_engine(overlap="on")
     ids, plans, launch = continuation(PROMPT, 60), list[DecodePlan](), engine.steps.launch
-    engine.scheduler.drafts = Told(engine, {("a", 0): ids[:20]}, length=3)
+    engine.scheduler.features["drafts"] = Told(engine, {("a", 0): ids[:20]}, length=3)
 
     def watched(plan: StepPlan) -> PendingStep:
         plans.extend([plan] if isinstance(plan, DecodePlan) else [])
@@ -198,7 +198,7 @@ def test_steps_do_not_wait_for_tokens_where_none_has_room_for_drafts(monkeypatch
     monkeypatch.setattr(drafts, "MOST_ROWS", 3)
     engine, _ = fake_engine(overlap="on")
     scheduler = engine.scheduler
-    scheduler.drafts = Drafts(scheduler.kv, scheduler.counters, step_s={}, clock=lambda: 0.0)
+    scheduler.features["drafts"] = Drafts(scheduler.kv, scheduler.counters, step_s={}, clock=lambda: 0.0)
     plans, launch = list[DecodePlan](), engine.steps.launch
 
     def watched(plan: StepPlan) -> PendingStep:

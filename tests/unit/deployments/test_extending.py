@@ -33,8 +33,9 @@ from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.kernels.instructions import SETS
 from replicas.models.registry import MODELS
-from replicas.request import Req
+from replicas.request import CLASSES, Req
 from replicas.scheduler.orders import ORDERS
+from replicas.scheduler.rounds import FEATURES
 from replicas.types import GenerateRequest, SamplingParams, asked
 from routing.policies import POLICIES
 from tests.embedded import MODEL
@@ -45,7 +46,7 @@ from tests.unit.output.outputs import read
 
 TABLES: tuple[MutableMapping[str, Any], ...] = (
     POLICIES, TOOL_FORMATS, REASONING_FORMATS, BACKENDS,
-    registry.BACKENDS, retention.POLICIES, RULES, PREFETCH, ORDERS, METHODS, SETS, MODELS,
+    registry.BACKENDS, retention.POLICIES, RULES, PREFETCH, ORDERS, CLASSES, FEATURES, METHODS, SETS, MODELS,
 )  # fmt: skip
 TOY = '''
 from deployments.output.call_readers import CallReader

@@ -12,6 +12,7 @@ from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from replicas.engine.loop import EngineLoop
 from replicas.scheduler.drafts import Drafts
+from replicas.scheduler.rounds import Feature
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 
@@ -104,8 +105,8 @@ async def test_a_stream_has_an_event_a_step_where_steps_make_several_tokens(
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "Seven birds of the sea are", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     answers = []
-    for each in (None, drafts):
-        monkeypatch.setattr(engine.scheduler, "drafts", each)
+    for each in (Feature(), drafts):
+        monkeypatch.setattr(engine.scheduler, "features", engine.scheduler.features | {"drafts": each})
         before = engine.stats().num_decode_steps
         chunks = [each for each in await stream(client, TEXT, **body, stream_options=options) if each["choices"]]
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]

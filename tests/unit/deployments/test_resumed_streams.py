@@ -31,6 +31,7 @@ from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
 from routing.types import Role
 from tests.joined_stream import equal, joined, named_events
 from tests.pairwise import ALL
+from tests.told_drafts import put_drafts
 from tests.unit.deployments.in_process import House, LocalLeases
 from tests.unit.deployments.listening import listening
 from tests.unit.deployments.test_failover import CHAT, COMPLETIONS, WAYS, chat, engines, numbered
@@ -232,12 +233,10 @@ async def test_a_client_that_comes_back_gets_the_same_bytes(engines: Engines, wa
 async def token_by_token(engines: Engines) -> AsyncIterator[None]:
     """No drafts: an answer that was given before would come in few events, and what the step under way makes is lost
     with the router."""
-    drafts = [await loop.run_on_engine(lambda engine: engine.scheduler.drafts) for loop in engines.both]
-    for loop in engines.both:
-        await loop.run_on_engine(lambda engine: setattr(engine.scheduler, "drafts", None))
+    drafts = [await loop.run_on_engine(lambda engine: put_drafts(engine.scheduler, None)) for loop in engines.both]
     yield
     for loop, each in zip(engines.both, drafts, strict=True):
-        await loop.run_on_engine(lambda engine, each=each: setattr(engine.scheduler, "drafts", each))
+        await loop.run_on_engine(lambda engine, each=each: put_drafts(engine.scheduler, each))
 
 
 @pytest.mark.usefixtures("token_by_token")

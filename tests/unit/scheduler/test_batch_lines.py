@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from replicas.request import CLASSES, ReqState, RequestClass
+from replicas.request import ReqState
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from tests.fakes import continuation
 from tests.harness import Bench
@@ -131,25 +131,6 @@ def test_no_line_goes_before_a_request_however_long_it_has_waited() -> None:
     assert line.stamps.admitted_s is not None
     assert late.stamps.ended_s is not None
     assert line.stamps.admitted_s > late.stamps.ended_s
-
-
-@pytest.mark.parametrize("max_running", [1, 2])
-def test_a_class_that_an_entry_adds_goes_first_and_has_the_row_of_a_lower_one(
-    max_running: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    urgent = RequestClass(has=lambda request: request.routing_key == "urgent", level=1)
-    monkeypatch.setattr("replicas.request.CLASSES", {"urgent": urgent, **CLASSES})
-    bench = Bench(max_running=max_running, page_size=4, chunked_prefill_size=16)
-    running = bench.submit([1, 2], max_new_tokens=9)
-    bench.step()
-    long = bench.submit(list(range(100, 150)), max_new_tokens=2)  # it waits, or is in the middle of its prompt
-    bench.step()
-    first = bench.submit([3, 4], max_new_tokens=2, routing_key="urgent", tenant="light")
-    bench.step()
-    assert first.num_output == 1
-    assert (running.num_retractions, long.num_retractions) == ((1, 0) if max_running == 1 else (0, 1))
-    bench.run()
-    assert running.output_ids.tolist() == continuation([1, 2], 9)
 
 
 def test_what_lines_alone_have_computed_is_evicted_first() -> None:

@@ -206,7 +206,7 @@ def test_the_rows_of_a_draft_are_a_group_and_its_request_leaves_its_own() -> Non
         bench.step()
     bench.submit([9] * 20, max_new_tokens=40)
     bench.step()
-    bench.scheduler.drafts = Always(bench, {"r1", "r3"})
+    bench.scheduler.features["drafts"] = Always(bench, {"r1", "r3"})
     plan = bench.step()
     assert isinstance(plan, DecodePlan)
     assert [list(rows) for rows in plan.draft_rows] == [[], [4, 5, 6], [], [7, 8, 9]]
@@ -214,7 +214,7 @@ def test_the_rows_of_a_draft_are_a_group_and_its_request_leaves_its_own() -> Non
     found = [(group.members.tolist(), group.length) for group in plan.prefix_groups]
     assert found == [([0, 2], 256), ([1, 4, 5, 6], 260)]  # r3 has too few tokens
     assert [req.num_output for req in bench.reqs] == [5, 7, 3, 5]
-    bench.scheduler.drafts = Always(bench, {"r0", "r1"})
+    bench.scheduler.features["drafts"] = Always(bench, {"r0", "r1"})
     plan = bench.step()
     assert isinstance(plan, DecodePlan)
     assert [group.members.tolist() for group in plan.prefix_groups] == [[0, 4, 5, 6], [1, 7, 8, 9]]
@@ -229,7 +229,7 @@ def test_a_draft_that_finds_no_page_is_left_out() -> None:
         bench.step()
     for _ in range(2):
         bench.step()
-    bench.scheduler.drafts = Always(bench, {"r0", "r1"})
+    bench.scheduler.features["drafts"] = Always(bench, {"r0", "r1"})
     plan = bench.step()
     assert isinstance(plan, DecodePlan)
     assert sorted(len(rows) for rows in plan.draft_rows) == [0, 3]
@@ -252,7 +252,7 @@ def answered_again(bench: Bench, prompt: list[int], salt: str, *, max_new_tokens
 def test_an_answer_given_before_to_the_same_prompt_is_drafted_within_its_namespace(page_size: int) -> None:
     """Of its 33 tokens the last has no K/V, and those behind the last whole page are not kept."""
     bench = Bench(page_size=page_size, num_pages=1024 // page_size)
-    bench.scheduler.drafts = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
+    bench.scheduler.features["drafts"] = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
     for salt in ("a", "b"):
         assert answered_again(bench, [1, 2, 3], salt) == (32, 0, 0)
         num_steps, drafted, accepted = answered_again(bench, [1, 2, 3], salt)
@@ -263,7 +263,7 @@ def test_an_answer_given_before_to_the_same_prompt_is_drafted_within_its_namespa
 def test_what_the_tree_keeps_behind_a_prompt_may_be_wrong() -> None:
     """Another prompt goes on behind it with other tokens: each answer is the oracle's (`Bench.run`)."""
     bench = Bench(page_size=4, num_pages=256)
-    bench.scheduler.drafts = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
+    bench.scheduler.features["drafts"] = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
     prompt = [1, 2, 3]
     for right in (3, 5, 9):  # the first two steps have no draft
         behind = [*continuation(prompt, right), *range(700, 740 - right)]
