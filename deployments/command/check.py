@@ -18,7 +18,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 
 from deployments.http.service import read_face
 from deployments.places import local_model, may_be_hub_id
-from deployments.replica.feasible import ANY_MEMORY, examined, kept_states, small_pools
+from deployments.replica.feasible import ANY_MEMORY, examined, kept_parts, small_pools
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
 from deployments.settings.schema import AppConfig, constants_in
@@ -163,7 +163,7 @@ class _Check:
         if config is not None and not problems:
             for each in small_pools(config, available_bytes=ram):
                 self._say(f"warning: {each}")
-            for each in kept_states(config, available_bytes=ram):
+            for each in kept_parts(config, available_bytes=ram):
                 self._say(each)
             if said := read_face(config.model).sampling:
                 shown = ", ".join(f"{field} {value:g}" for field, value in said.items())

@@ -67,6 +67,7 @@ class ReplicaInfo:
     attention_why: str = ""  # this backend, and not a faster one
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks
+    part_bytes: Mapping[str, int] = field(default_factory=dict)  # of a token, a window, a state (memory/sizing.py)
     part: str = ""  # what a page has beside K and V that all layers see: window, state; "": nothing
     border_pages: int = 0  # pages before a border whose parts a request needs to go on there
     transfer: PeerAddress | None = None  # where its transfer service listens; None where it takes part in no hand-off

@@ -123,14 +123,17 @@ def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
     return list(found)
 
 
-def kept_states(config: AppConfig, *, available_bytes: int) -> list[str]:
-    """Return a sentence for each role whose model keeps a recurrent state: what it takes, and what it does not do."""
-    engines = [engine_of(config, role, available_bytes=available_bytes) for role in roles_of(config)]
-    return [
-        "; ".join([*([why] if (why := engine.origin.get("cache.prefix_cache")) else []), states])
-        for engine in engines
-        if (states := sizing.describe_states(engine))
-    ]
+def kept_parts(config: AppConfig, *, available_bytes: int) -> list[str]:
+    """Say of each role what it keeps of a text, in bytes, where layers differ in that, and what it does not do with a
+    recurrent state."""
+    found: dict[str, None] = {}
+    for role in roles_of(config):
+        engine = engine_of(config, role, available_bytes=available_bytes)
+        if engine.model.states or any(engine.window_layers):
+            why = engine.origin.get("cache.prefix_cache") if engine.model.states else None
+            parts = sizing.describe_parts(engine, apart=any(engine.window_layers))
+            found["; ".join([*([why] if why else []), parts])] = None
+    return list(found)
 
 
 def most_pool_tokens(engine: EngineConfig) -> int | None:

@@ -49,7 +49,7 @@ from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
-from replicas.memory.sizing import page_bytes
+from replicas.memory.sizing import page_bytes, part_bytes
 from replicas.replay.replay import extract
 from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta, each_told
 from routing.types import Role
@@ -462,6 +462,7 @@ class ServedEngine:
             pool=engine.describe(),
             role=self._role,
             page_bytes=page_bytes(config, engine.kv.store.size),
+            part_bytes=part_bytes(config, apart=engine.kv.store.size.windows is not None),
             part="" if parts is None else parts.kind,
             border_pages=0 if parts is None else parts.border_pages,
             transfer=engine.transfer_address,

@@ -43,7 +43,7 @@ from replicas.engine.open_requests import Choice, OpenRequests, failed
 from replicas.engine.stepping import Stepping, snapshot
 from replicas.errors import EngineDead, Fault, InvalidRequest, MantaError, Overloaded, PromptTooLong
 from replicas.grammar.matcher import Matcher
-from replicas.memory.sizing import describe_states, page_bytes
+from replicas.memory.sizing import describe_parts, page_bytes
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.drafts import Drafts
@@ -465,11 +465,12 @@ class Engine:
 
     def describe(self) -> str:
         """Describe the pool in one line."""
-        size, config, states = self.kv.store.size, self.config, describe_states(self.config)
+        size, config = self.kv.store.size, self.config
         mib = size.num_pages * page_bytes(config, size) * config.parallel.tp / config.num_kv_parts / 2**20
         apart = "" if size.windows is None else f", windows of {size.windows.num_pages * size.page_size:,} tokens"
         told = f"{size.num_tokens:,} tokens, {size.num_pages:,} pages{apart}, {mib:,.0f} MiB"
-        return f"{told}; {states}" if states else told
+        parts = describe_parts(config, apart=size.windows is not None)
+        return f"{told}; {parts}" if size.windows is not None or config.model.states else told
 
     def stats(self) -> EngineStats:
         """Take a snapshot of the statistics; engine thread only."""

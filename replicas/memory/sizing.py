@@ -180,17 +180,42 @@ def beside_states(left: int, config: EngineConfig) -> int:
     return left - taken
 
 
-def describe_states(config: EngineConfig) -> str:
-    """Say what recurrent states take, and a token of K and V beside them; "" for a model without."""
-    model, num_rows = config.model, config.scheduler.max_running_requests
-    if not model.states or num_rows is None:
-        return ""
-    cell_bytes = model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
-    each, taken = model.state_bytes(config.device), state_bytes(model, config.device, num_rows)
-    return (
-        f"recurrent states of {num_rows} running requests, {each:,} bytes each and {STATE_PLACES} times, take "
-        f"{_mib(taken)}; K and V of a token take {cell_bytes:,} bytes"
-    )
+def part_bytes(config: EngineConfig, *, apart: bool) -> dict[str, int]:
+    """Count what the model keeps of a text, in bytes of all ranks: "token", in layers that see all; "window", in those
+    that see one alone; "state". Without what it does not keep.
+
+    Args: apart: window layers have a pool of their own; else each of their tokens is part of "token".
+    """
+    model, layers = config.model, config.window_layers if apart else ()
+    token = config.num_kv_parts * model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
+    of_windows = token * sum(layers) // max(len(layers), 1)
+    found = {
+        "token": token - of_windows,
+        "window": of_windows * _reach(model),
+        "state": model.state_bytes(config.device) if model.states else 0,
+    }
+    return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
+
+
+def describe_parts(config: EngineConfig, *, apart: bool) -> str:
+    """Say what `part_bytes` counts, and what the states of running requests take together."""
+    model, num_rows, each = config.model, config.scheduler.max_running_requests, part_bytes(config, apart=apart)
+    said = [f"K and V of a token take {each['token']:,} bytes"] if "token" in each else []
+    if "window" in each:
+        layers = sum(config.window_layers)
+        said.append(f"those of a window of {_reach(model):,} tokens, in {layers} layers, {each['window']:,} bytes more")
+    if "state" in each and num_rows is not None:
+        taken = state_bytes(model, config.device, num_rows)
+        said.append(
+            f"recurrent states of {num_rows} running requests, {each['state']:,} bytes each and {STATE_PLACES} times, "
+            f"take {_mib(taken)}"
+        )
+    return "; ".join(said)
+
+
+def _reach(model: ModelConfig) -> int:
+    """Count the tokens that a layer with a window or chunk sees at most; 0 without one."""
+    return max((kind.window or kind.chunk or 0 for kind in model.attention_kinds), default=0)
 
 
 def token_cap(config: EngineConfig) -> int | None:
@@ -246,9 +271,8 @@ def with_windows(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSiz
     """
     if not any(config.window_layers):
         return size
-    page_size, kinds = size.page_size, config.model.attention_kinds
-    reach = max(kind.window or kind.chunk or 0 for kind in kinds)
-    windows_cell = size.cell_bytes * sum(config.window_layers) // len(kinds)
+    page_size, layers, reach = size.page_size, config.window_layers, _reach(config.model)
+    windows_cell = size.cell_bytes * sum(layers) // len(layers)
     windows_bytes, full_bytes = page_size * windows_cell, page_size * (size.cell_bytes - windows_cell)
     share = min(1.0, max(LEAST_SHARE, WINDOWS_A_TEXT * reach / config.model.context_len))
     num_pages = int(kv_bytes / (full_bytes + share * windows_bytes))

@@ -59,7 +59,9 @@ class Replicas:
     def tell(self) -> None:
         for name, engine in self.engines.items():
             served = self.served[name]
-            view = view_of(served._info(None), served._report(engine.stats()), as_of_s=time.monotonic())
+            info = served._info(None)
+            assert info.part_bytes.keys() == {"token", info.part}  # as GET /get_server_info shows
+            view = view_of(info, served._report(engine.stats()), as_of_s=time.monotonic())
             self.router.report(view)
             message = decode(encode(CacheChanges.of(engine.drain_cache_events()))[LENGTH.size :])
             assert isinstance(message, CacheChanges)

@@ -391,8 +391,10 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
         device="cpu", num_cpus=2, available_memory_bytes=1 << 34
     )  # fmt: skip
     each = model.state_bytes("cpu")
-    assert each == 3 * 4 * (4 * 16 * 16 + 128 * 4)  # three layers, fp32: the sums and the convolution's last inputs
+    assert each == 3 * 4 * (4 * 32 * 32 + 256 * 4)  # three layers, fp32: the sums and the convolution's last inputs
     config = resolve(model, hardware)
+    token = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    assert sizing.part_bytes(config, apart=False) == {"token": token, "state": each}
     assert (config.cache.prefix_cache, config.scheduler.drafts) == ("radix", "off")
     ahead = resolve(model, hardware, scheduler=SchedulerConfig(overlap="on"))
     assert ahead.cache.prefix_cache == "chunk"

@@ -129,6 +129,20 @@ def test_window_layers_with_a_pool_of_their_own_leave_room_for_more_tokens_in_th
         assert size.windows.num_pages >= size.windows.request_pages + config.chunked_prefill_size // 16
 
 
+def test_what_a_model_keeps_is_counted_by_group() -> None:
+    """Six layers, five with windows of 64 tokens; K and V of a token and layer take 2 heads x 16 x 2 x 4 bytes."""
+    kinds = (AttentionKind(window=64),) * 5 + (AttentionKind(),)
+    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+    model = model_config(num_layers=6, context_len=4096, attention_kinds=kinds, **heads)
+    hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=GIB)
+    config = resolve(model, hardware, cache=CacheConfig(page_size=16))
+    assert sizing.part_bytes(config, apart=True) == {"token": 256, "window": 5 * 64 * 256}
+    assert sizing.part_bytes(config, apart=False) == {"token": 6 * 256}
+    assert sizing.describe_parts(config, apart=True) == (
+        "K and V of a token take 256 bytes; those of a window of 64 tokens, in 5 layers, 81,920 bytes more"
+    )
+
+
 def test_the_cap_is_used_when_it_is_lower_and_warned_about_when_it_is_higher(caplog: pytest.LogCaptureFixture) -> None:
     """SPEC A07, K1: the snippet of the text applied the cap when it was None."""
     with caplog.at_level(logging.WARNING):
