@@ -1,5 +1,5 @@
 """What the host may write again, or read, only behind the copy that reads or makes it. Each test fails without its wait
-(docs/gpu.md lists them); that no step waits for more than it must is test_gpu_engine.py's."""
+(docs/log/2026-11-27-gpu-tests.md lists them); that no step waits for more than it must is test_gpu_engine.py's."""
 
 from collections.abc import Callable
 from typing import Any
