@@ -135,6 +135,7 @@ def candidate_terms(candidate: Candidate, decision: Decision) -> dict[str, float
 def _candidate_row(candidate: Candidate, decision: Decision) -> str:
     view, load = candidate.view, candidate.load
     values = candidate_terms(candidate, decision)
+    ended = f", its hit ends by the {candidate.ended_by}: {values['gone_tokens']} more tokens have K and V"
     looked_at = "" if candidate.replica_id in decision.compared or not decision.compared else ", not compared"
     row = _CANDIDATE_ROW.format(
         mark=">" if candidate.replica_id in (decision.replica_id, decision.prefill_id) else " ",
@@ -144,7 +145,7 @@ def _candidate_row(candidate: Candidate, decision: Decision) -> str:
     return (
         f"{row} ({view.num_running} running and {view.num_waiting} waiting {values['report_age_s']:.2f} s ago, "
         f"{load.requests_since:.0f} sent and {load.ended_since:.0f} ended since), "
-        f"pool {view.pool_utilization:.0%} in use{looked_at}"
+        f"pool {view.pool_utilization:.0%} in use{ended if values['gone_tokens'] else ''}{looked_at}"
     )
 
 

@@ -92,6 +92,7 @@ class HeldTokens:
     device: Ints
     host: Ints
     store: Ints
+    gone: Ints  # none of the others': K and V of the prompt on the device that it cannot go on behind
     load_s: Floats
 
 
@@ -104,14 +105,15 @@ def held_tokens(reach: Reach, load: LoadEstimate[Floats], loading: Floats, *, pa
     Args: loading: [3, n] seconds: a token from the host; a token from the store to the host; before the store's bytes.
     """
     device, none = reach.device * page_size, np.zeros(len(reach.device))
+    gone = (reach.kept - reach.device) * page_size
     if reach.store is reach.device:
         no_tokens = none.astype(np.int64)
-        return HeldTokens(device=device, host=no_tokens, store=no_tokens, load_s=none)
+        return HeldTokens(device=device, host=no_tokens, store=no_tokens, gone=gone, load_s=none)
     host_s_per_token, store_s_per_token, latency_s = loading
     host, host_s = _quicker((reach.own - reach.device) * page_size, none, host_s_per_token, load)
     behind = (reach.store - reach.own) * page_size
     store, store_s = _quicker(behind, latency_s, store_s_per_token + host_s_per_token, load)
-    return HeldTokens(device=device, host=host, store=store, load_s=host_s + store_s)
+    return HeldTokens(device=device, host=host, store=store, gone=gone, load_s=host_s + store_s)
 
 
 def _quicker(
@@ -154,6 +156,7 @@ def estimate(
         device_tokens=held.device,
         host_tokens=held.host,
         store_tokens=held.store,
+        gone_tokens=held.gone,
         own_tokens=own_tokens,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         queue_s=queue_s,

@@ -35,6 +35,9 @@ CANDIDATE = (
     Term("device_tokens", "device", "tokens", "of those, in its KV pool", CACHED, in_terminal="never"),
     Term("host_tokens", "host", "tokens", "of those, in its host memory", CACHED),
     Term("store_tokens", "store", "tokens", "of those, in its store", CACHED),
+    Term(
+        "gone_tokens", "gone", "tokens", "after those in its pool: K and V are there, the window or state is not"
+    ),
     Term("own_tokens", "to do", "tokens", "prompt tokens to compute there", in_terminal="always"),
     Term("queued_tokens", "queued", "tokens", "prompt tokens of others, not computed yet", in_terminal="always"),
     Term(

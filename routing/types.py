@@ -207,6 +207,8 @@ class Terms(Generic[FloatT, IntT]):
     device_tokens: IntT  # of our prompt, on the replica's device
     host_tokens: IntT  # after those, on its host, if loading them is quicker than computing them; else 0
     store_tokens: IntT  # after those, in its store, likewise
+    # of our prompt, whose K and V the device has, and a part not (`ReplicaView.part`): it cannot go on behind them
+    gone_tokens: IntT
     own_tokens: IntT  # of our prompt, to be computed
     prefill_tokens_per_s: FloatT  # the rate believed now
     queue_s: FloatT
@@ -279,6 +281,12 @@ class Candidate:
     @property
     def replica_id(self) -> str:
         return self.view.replica_id
+
+    @property
+    def ended_by(self) -> str:
+        """What ends the hit on its device: "full", K and V of all layers; or "window" or "state", which are gone where
+        K and V are there."""
+        return self.view.part if self.terms.gone_tokens else "full"
 
     @property
     def num_requests(self) -> int:

@@ -78,6 +78,7 @@ def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
         "replica": candidate.replica_id,
         "role": candidate.view.role.value,
         "chosen": candidate.replica_id in (decision.replica_id, decision.prefill_id),
+        "ended_by": candidate.ended_by,
         **{name: finite(value) for name, value in candidate_terms(candidate, decision).items()},
     }
 

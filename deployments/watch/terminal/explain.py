@@ -72,6 +72,7 @@ def _heading(body: Mapping[str, Any]) -> str:
 def _candidates(candidates: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Table:
     shown = _shown(CANDIDATE, candidates)
     marked = [index for index, each in enumerate(candidates) if each["chosen"]]
+    gone = any(each.get("gone_tokens") for each in candidates)
     rows = [
         {
             "": ">" if each["chosen"] else "",
@@ -79,6 +80,7 @@ def _candidates(candidates: Sequence[Mapping[str, Any]], names: Mapping[str, str
             **_named(each["replica"], names),
             "role": each["role"],
             **_numbers(shown, each),
+            **({"hit ends by": each["ended_by"]} if gone else {}),
         }
         for each in candidates
     ]

@@ -5,12 +5,26 @@ from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
+from kvtransfer.pages import page_keys
 from routing.explain import candidate_terms, explain, sentence
 from routing.router import Router
 from routing.terms import CANDIDATE, DECODE_REPLICA, markdown, parts
-from routing.types import Decision, Ending, PairReason, PairTerms, Reason, ReplicaView, RouteOutcome, RouteQuery, Terms
+from routing.types import (
+    Decision,
+    Ending,
+    KeysParted,
+    KeysStored,
+    PairReason,
+    PairTerms,
+    Reason,
+    ReplicaView,
+    RouteOutcome,
+    RouteQuery,
+    Terms,
+)
 
 
 def decide() -> Decision:
@@ -45,6 +59,21 @@ def test_each_candidate_is_a_row_with_every_term_and_the_winner_is_marked() -> N
     assert a.split("|")[3].split() == ["0.000", "s"]  # for others
     assert b.startswith("> b ")
     assert "0 (0 running and 0 waiting 0.25 s ago, 0 sent and 0 ended since), pool 0% in use" in b
+
+
+def test_a_row_says_what_ended_a_hit_before_its_pages_did() -> None:
+    """Three pages are there, and a state behind the first of them."""
+    view = ReplicaView(replica_id="a", time_s=12.0, pool_pages=9, part="state", border_pages=1)
+    router = Router("estimated_ttft", Random(0), lambda: 12.0)
+    router.update([view])
+    keys = page_keys(np.ones(48, np.int32), 16, "")
+    parted = KeysParted(2, keys[[0, 2]], there=True), KeysParted(3, keys[2:], there=False)
+    router.apply("a", [KeysStored(1, keys), *parted])
+    decision = router.choose(RouteQuery(rid="r1", token_ids=[1] * 60))
+    (candidate,) = decision.candidates
+    assert (decision.overlap_tokens, candidate.terms.gone_tokens, candidate.ended_by) == (16, 32, "state")
+    assert "its hit ends by the state: 32 more tokens have K and V" in explain(decision).splitlines()[-1]
+    assert [each.ended_by for each in decide().candidates] == ["full", "full"]
 
 
 def test_the_outcome_adds_a_last_sentence() -> None:
@@ -85,7 +114,7 @@ def test_a_sum_of_the_table_is_the_sum_of_its_parts() -> None:
 def test_every_term_is_in_the_text_has_a_colour_in_bars_and_stands_in_the_document() -> None:
     """Else: it is missing in _CANDIDATE_ROW of explain.py, or `make docs`. A term without a colour has that of all."""
     columns = explain(decide()).splitlines()[1]
-    in_words = ["pool_utilization", "report_age_s"]  # behind the columns
+    in_words = ["gone_tokens", "pool_utilization", "report_age_s"]  # behind the columns
     assert [term.field for term in CANDIDATE if f" {term.heading}" not in columns] == in_words
     style = Path("dashboards/ui/why.css").read_text()
     assert re.search(r"^\.cost \{.* background: var\(--\w+\); \}", style, re.MULTILINE)
