@@ -100,6 +100,7 @@ class AttentionKind:
     chunk: int | None = None  # a token sees from the last multiple of this position on (Llama 4)
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2)
     sinks: bool = False  # each head has one more score, of no token, in its softmax (GPT-OSS)
+    indexed: bool = False  # a token sees only those that an index chose for it (DeepSeek V3.2)
 
     @property
     def special(self) -> frozenset[str]:
@@ -206,6 +207,14 @@ class ModelConfig:
     num_weights: int = 0  # numbers in the weights; 0: they follow from the sizes above
     outlined_tp_sizes: tuple[int, ...] = ()  # numbers of ranks that it can be split over; empty: `tp_sizes` counts them
     states: tuple[StateLayer, ...] = ()  # what its modules keep of a text beside K and V, in order of their calls
+    indexes: tuple[str, ...] = ()  # its modules that choose what a token attends to, in order of their calls
+    index_dim: int = 0  # numbers of the key that each of these keeps of a token
+
+    @property
+    def kept_layers(self) -> int:
+        """The layers of a KV pool: those of attention, and behind them as many as hold the keys of ``indexes``."""
+        vectors = len(self.indexes) * -(-self.index_dim // self.head_dim)
+        return self.num_layers + -(-vectors // (2 * self.num_kv_heads))
 
     @property
     def window(self) -> int | None:
@@ -253,10 +262,10 @@ class ModelConfig:
         return f"{self.stored.about}; dequantised to {self.dtype} when they are loaded"
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
-        """Bytes of one token's K and V on one rank, all layers, scales included (SPEC A06); heads are replicated
-        if tp > heads, and a latent vector on all ranks."""
+        """Bytes of one token's K and V on one rank, all layers, scales and keys of indexes included (SPEC A06); heads
+        are replicated if tp > heads, and a latent vector on all ranks."""
         heads, vectors = max(1, self.num_kv_heads // tp), 2 if self.mla is None else 1
-        return heads * self.num_layers * vectors * (self.head_dim * kv_item_bytes(kv_dtype) + scale_bytes(kv_dtype))
+        return heads * self.kept_layers * vectors * (self.head_dim * kv_item_bytes(kv_dtype) + scale_bytes(kv_dtype))
 
     def state_bytes(self, device: Device) -> int:
         """Bytes of one text's states. On a CPU activations are fp32."""
@@ -469,7 +478,8 @@ class EngineConfig:
         leave the device whole, or the layers are alike."""
         cache = self.cache
         whole = self.device != "cpu" or self.hands_off or cache.host_memory_bytes or cache.label_channels is not None
-        return () if whole or self.model.mla is not None or self.model.states else self.model.window_layers
+        whole = whole or bool(self.model.states or self.model.indexes)
+        return () if whole or self.model.mla is not None else self.model.window_layers
 
     @property
     def filled_in(self) -> dict[str, dict[str, Any]]:
@@ -530,7 +540,7 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
     return KvLayout(
         model=f"{model}@{fitted}" if fitted else model,
         architecture=MHA if config.model.mla is None else MLA,
-        num_layers=config.model.num_layers,
+        num_layers=config.model.kept_layers,
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
         dtype=config.kv_dtype,

@@ -208,6 +208,8 @@ class Outline:
     num_weights: int  # numbers in the weights; tied ones count once
     tp_sizes: tuple[int, ...]  # numbers of ranks that it can be split over
     states: tuple[StateLayer, ...] = ()  # what its modules keep of a text beside K and V
+    indexes: tuple[str, ...] = ()  # its modules that choose what a token attends to
+    index_dim: int = 0  # numbers of the key that each of these keeps of a token
 
 
 CONTEXTS = (
@@ -274,6 +276,8 @@ def model_config_from_outline(
         num_weights=outline.num_weights,
         outlined_tp_sizes=outline.tp_sizes,
         states=outline.states,
+        indexes=outline.indexes,
+        index_dim=outline.index_dim,
     )
     return config, longest
 

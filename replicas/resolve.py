@@ -245,6 +245,11 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
             f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
             f"{model.head_dim}: leave cache.kv_dtype out"
         )
+    if model.indexes and scaled:
+        yield (
+            f"cache.kv_dtype = {cache.kv_dtype!r} with {model.architecture}, whose index keeps keys beside K and V: "
+            "these have no scales; leave cache.kv_dtype out, or set bfloat16"
+        )
     if model.mla is not None and scaled:
         yield (
             f"cache.kv_dtype = {cache.kv_dtype!r} with latent attention (MLA): a latent vector of so few bits is every "

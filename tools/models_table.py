@@ -40,6 +40,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0, "sliding_window": 9, "attention_chunk_size": 8, "num_local_experts": 4, "num_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "index_topk": 8, "index_n_heads": 32, "index_head_dim": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "is_decoder": True, "decoder_layers": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
 }  # fmt: skip

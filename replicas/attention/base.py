@@ -127,10 +127,32 @@ class RotatingAttention(Protocol):
         ...
 
 
+@runtime_checkable
+class ChoosingAttention(Protocol):
+    """A backend that lets a token attend to those alone that an index chose, and keeps the index's keys in the pool."""
+
+    def set_index_keys(self, index: int, tokens: Tensor, keys: Tensor) -> None:
+        """Store ``keys`` [N, Di] of index number ``index`` for the packed ``tokens`` [N] of the step."""
+        ...
+
+    def read_index_keys(self, index: int, request: int, num_tokens: int, dim: int) -> Tensor:
+        """Read the keys [num_tokens, dim] of the first tokens of a ``request``, by its place in the step."""
+        ...
+
+    def forward_chosen(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chosen: Tensor
+    ) -> Tensor:
+        """Run `AttentionBackend.forward`, each token over those ``chosen`` [T, C]: positions in its request that it may
+        see, -1 for none. Where a request has no more than C tokens, each of them sees all before it."""
+        ...
+
+
 class KvPool(Protocol):
     """The part of memory/pool.py's MHATokenToKVPool that attention uses."""
 
     page_size: int
+    num_kv_heads: int
+    head_dim: int
 
     def scales(self, layer: int) -> tuple[float, float]:
         """Return what the numbers of K, and of V, of ``layer`` are multiplied by, beside scales that lie with them."""
@@ -149,3 +171,9 @@ class KvPool(Protocol):
     def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [T, K, D] at slots ``loc`` [T]."""
         ...
+
+    def set_vectors(self, vectors: Tensor, loc: Tensor, x: Tensor) -> None:
+        """Store x [T, n, D] at slots ``loc`` [T] as the ``vectors`` [n] of each token."""
+        ...
+
+    def read_vectors(self, vectors: Tensor, slots: Tensor) -> Tensor: ...

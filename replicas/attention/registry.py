@@ -119,6 +119,8 @@ BACKENDS: dict[str, Backend] = {
     ),
     "triton": Backend(devices=("cuda",), make=_triton, kinds=ALL_KINDS, packages=("triton",)),
     "cpu": Backend(devices=("cpu",), make=_cpu, why_not=_why_not_cpu, kinds=ALL_KINDS, latent=True),
-    "torch_native": Backend(devices=("cpu", "cuda"), make=_torch_native, kinds=ALL_KINDS, latent=True),
+    "torch_native": Backend(
+        devices=("cpu", "cuda"), make=_torch_native, kinds=ALL_KINDS | {"indexed"}, latent=True
+    ),
     "double_sparse": Backend(devices=("cpu",), make=_double_sparse, labels=True, automatic=False),
 }  # fmt: skip

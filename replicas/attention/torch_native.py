@@ -1,6 +1,6 @@
 """The plain backend: gathers each request's K and V and calls PyTorch's attention. Slow, short, and the oracle.
 
-Owns:      nothing but the current step's lengths.
+Owns:      the current step's lengths, and where in a pool the keys of indexes lie: behind the layers of K and V.
 Invariant: token at position p attends to positions [0, p], its own K and V included; of them those that the layer's
            `AttentionKind` lets it see.
 Thread:    the thread that runs the model.
@@ -17,6 +17,7 @@ from replicas.attention.base import BatchMeta, KvPool
 from replicas.config import AttentionKind
 
 PLAIN = AttentionKind()
+QUERIES = 128  # with tokens chosen for each that attend at a time: what is masked is [128, n]
 
 
 class TorchNativeAttention:
@@ -36,7 +37,33 @@ class TorchNativeAttention:
         rows, seq_lens = batch.rows.tolist(), batch.seq_lens.tolist()
         self._slots = [batch.table[row, :n].long() for row, n in zip(rows, seq_lens, strict=True)]
 
+    def set_index_keys(self, index: int, tokens: Tensor, keys: Tensor) -> None:
+        assert self._batch is not None, "begin() comes before the layers"
+        vectors, size = self._index_vectors(index, keys.shape[1]), self._pool.head_dim
+        filled = F.pad(keys, (0, len(vectors) * size - keys.shape[1])).view(len(keys), len(vectors), size)
+        self._pool.set_vectors(vectors, self._batch.out_slots[tokens], filled)
+
+    def read_index_keys(self, index: int, request: int, num_tokens: int, dim: int) -> Tensor:
+        found = self._pool.read_vectors(self._index_vectors(index, dim), self._slots[request][:num_tokens])
+        return found.flatten(1)[:, :dim]
+
+    def _index_vectors(self, index: int, dim: int) -> Tensor:
+        """Return the vectors of a token that hold a key of ``dim`` numbers."""
+        assert self._batch is not None, "begin() comes before the layers"
+        first, count = 2 * self._pool.num_kv_heads * len(self._kinds), -(-dim // self._pool.head_dim)
+        return torch.arange(count, device=self._batch.positions.device) + (first + index * count)
+
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self._forward(layer, q, k, v, sinks, None)
+
+    def forward_chosen(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chosen: Tensor
+    ) -> Tensor:
+        return self._forward(layer, q, k, v, sinks, chosen)
+
+    def _forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chosen: Tensor | None
+    ) -> Tensor:
         assert self._batch is not None, "begin() comes before forward()"
         kind = self._kinds[layer] if self._kinds else PLAIN
         assert kind.sinks == (sinks is not None), f"layer {layer} is {kind}"
@@ -44,8 +71,28 @@ class TorchNativeAttention:
         out = q.new_empty(*q.shape[:2], v.shape[-1])  # [T, H, D of V]
         for b, slots in enumerate(self._slots):
             span = slice(self._bounds[b], self._bounds[b + 1])
-            out[span] = self.attended(layer, q[span], slots, kind, sinks)
+            if chosen is None or len(slots) <= chosen.shape[1]:
+                out[span] = self.attended(layer, q[span], slots, kind, sinks)
+            else:
+                out[span] = self._attended_chosen(layer, q[span], slots, sinks, chosen[span])
         return out.flatten(1)
+
+    def _attended_chosen(self, layer: int, q: Tensor, slots: Tensor, sinks: Tensor | None, chosen: Tensor) -> Tensor:
+        """Compute `attended` over the tokens ``chosen`` [E, C]; of those of one token, K and V alone are read."""
+        kind, first = self._kinds[layer], len(slots) - len(q)
+        if len(q) == 1:
+            own = chosen[0][chosen[0] >= 0].sort().values
+            return self.attended(layer, q, slots[own], kind, sinks)
+        k, v = (x.to(q.dtype) for x in self._pool.read_kv(layer, slots))
+        parts = []
+        for start in range(0, len(q), QUERIES):
+            part = q[start : start + QUERIES]
+            num_seen = first + start + len(part)
+            # -1 falls on one more column
+            mask = torch.zeros(len(part), num_seen + 1, dtype=torch.bool, device=q.device)
+            mask.scatter_(1, chosen[start : start + len(part)] % (num_seen + 1), value=True)
+            parts.append(attend(part, k[:num_seen], v[:num_seen], kind, sinks, chosen=mask[:, :-1]))
+        return torch.cat(parts)
 
     def attended(self, layer: int, q: Tensor, slots: Tensor, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
         """Compute the attention of q [E, H, D], the last tokens of one request, whose ``slots`` [n] end with theirs.
@@ -59,10 +106,19 @@ def gather(buffer: Tensor, slots: Tensor, page_size: int) -> Tensor:
     return buffer[slots // page_size, :, slots % page_size]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = PLAIN, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: AttentionKind = PLAIN,
+    sinks: Tensor | None = None,
+    *,
+    chosen: Tensor | None = None,
+) -> Tensor:
     """Compute causal attention of the last E tokens of a sequence of n.
 
     Args:    q: [E, H, D]; k, v: [n, K, D], H a multiple of K, n >= E. sinks: [H], for a kind that has them.
+             chosen: [E, n] bool, tokens that each sees at most; None: all.
     Returns: [E, H, D].
     """
     num_new, seq_len = q.shape[0], k.shape[0]
@@ -77,6 +133,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = PLAIN, sinks: 
         position = torch.arange(seen, seq_len, device=q.device)
         query = position[first - seen :].unsqueeze(1)
         mask = (position <= query) & (position >= _first_seen(query, kind))  # [E, n - seen]
+    if chosen is not None:
+        mask = chosen if mask is None else chosen & mask
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, D]
     if kind.soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kind.scale, enable_gqa=True)

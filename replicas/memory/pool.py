@@ -107,6 +107,20 @@ class MHATokenToKVPool:
         page, offset = slots // self.page_size, slots % self.page_size
         return self.get_key_buffer(layer)[page, :, offset], self.get_value_buffer(layer)[page, :, offset]
 
+    def set_vectors(self, vectors: Tensor, loc: Tensor, x: Tensor) -> None:
+        """Store x [T, n, D] at slots ``loc`` [T] as the ``vectors`` [n] of each token: a layer has 2 * K, those of its
+        K first. Of pools of floats without scales."""
+        self._by_token()[self._vectors(vectors, loc)] = x.to(self.dtype)
+
+    def read_vectors(self, vectors: Tensor, slots: Tensor) -> Tensor:
+        """Undo `set_vectors`. Returns: [len(slots), n, D]."""
+        return self._by_token()[self._vectors(vectors, slots)]
+
+    def _vectors(self, vectors: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        layer, within = vectors // (2 * self.num_kv_heads), vectors % (2 * self.num_kv_heads)
+        page, offset = slots[:, None] // self.page_size, slots[:, None] % self.page_size
+        return layer, within // self.num_kv_heads, page, offset, within % self.num_kv_heads
+
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Return what a transfer library registers (SPEC C10): addresses, lengths in bytes, and bytes of an item.
 

@@ -30,6 +30,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    DynamicIndexedLayer,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -55,7 +56,7 @@ IGNORED = frozenset({
 KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # in Transformers' cache: K and V, or nothing
 COUNTS = "it counts the positions of its tokens itself: its forward pass takes no position_ids"
 OWN_CODE = "its attention is code of its own, which takes no attention function"
-KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
+KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "indices"}
 BLOCKS = "blockwise_overlay"
 MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay"}
 
@@ -164,9 +165,10 @@ def causal_class(config: PreTrainedConfig) -> Any:
 
 def _outlined(config: PreTrainedConfig) -> Outline:
     model, calls = _made(config), _Calls()
-    states: tuple[StateLayer, ...] = ()
-    if layers_with_states(DynamicCache(config=model.config)):
-        logits, states = _run_with_states(model, calls)
+    states, index_dims = tuple[StateLayer, ...](), dict[str, int]()
+    cache = DynamicCache(config=model.config)
+    if layers_with_states(cache) or any(isinstance(layer, DynamicIndexedLayer) for layer in cache.layers):
+        logits, states, index_dims = _run_asked(model, cache, calls)
     else:
         logits = _run(model, calls)
     heads = _heads(calls)
@@ -180,8 +182,10 @@ def _outlined(config: PreTrainedConfig) -> Outline:
         first_position=first_position(model),
         hidden_size=text_config(config).hidden_size,
         num_weights=num_weights,
-        tp_sizes=(1,) if states else _tp_sizes(model, heads),
+        tp_sizes=(1,) if states or index_dims else _tp_sizes(model, heads),
         states=states,
+        indexes=tuple(index_dims),
+        index_dim=max(index_dims.values(), default=0),
     )
 
 
@@ -268,15 +272,19 @@ def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
     return logits
 
 
-def _run_with_states(model: PreTrainedModel, calls: _Calls) -> tuple[Tensor, tuple[StateLayer, ...]]:
-    """Run a prompt of TOKENS through a model some of whose layers keep a state. Returns: logits, and the states."""
+def _run_asked(
+    model: PreTrainedModel, cache: DynamicCache, calls: _Calls
+) -> tuple[Tensor, tuple[StateLayer, ...], dict[str, int]]:
+    """Run a prompt of TOKENS through a model whose layers keep more than K and V. Returns: logits, states, and the
+    modules that keep keys of an index, with the numbers of a key."""
     for module in model.modules():
         module._manta = calls
     model.requires_grad_(requires_grad=False)
-    cache = DynamicCache(config=model.config)
-    _require_kv(cache, KEPT | {type(cache.layers[number]).__name__ for number in layers_with_states(cache)})
+    states = {type(cache.layers[number]).__name__ for number in layers_with_states(cache)}
+    _require_kv(cache, KEPT | states | {DynamicIndexedLayer.__name__})
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    with torch.no_grad(), asking(model) as asked:
+    # a loop over the experts that tokens have chosen goes over all of them: which they are, nobody knows here
+    with torch.no_grad(), asking(model) as asked, tracing.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
         named: dict[str, Any] = {"position_ids": ids} if takes_positions(model) else {}
         if argument := cache_argument(model.forward):
             named[argument] = asked
@@ -287,10 +295,12 @@ def _run_with_states(model: PreTrainedModel, calls: _Calls) -> tuple[Tensor, tup
         )
     if calls.shapes and not takes_positions(model):
         raise _Refused(COUNTS)
+    if asked.index_dims and not any(kind.indexed for kind in calls.kinds):
+        raise _Refused("its index makes a mask of its own, and does not tell attention which tokens it chose")
     if any(caller in list(model.get_submodule(name).modules()) for name in asked.told for caller in calls.callers):
         raise _Refused("its attention runs inside a module that keeps a state")
     logits: Tensor = out.logits
-    return logits, told_states(model, asked)
+    return logits, told_states(model, asked), asked.index_dims
 
 
 def _require_kv(state: DynamicCache, kept: Set[str] = KEPT) -> None:
@@ -407,6 +417,7 @@ def _kind(module: nn.Module, mask: Tensor | None, head_dim: int, arguments: dict
         chunk=seen.chunk,
         soft_cap=soft_cap,
         sinks=arguments.get("s_aux") is not None,
+        indexed=arguments.get("indices") is not None,
     )
 
 

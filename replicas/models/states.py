@@ -148,19 +148,19 @@ class _Mixer:
         named |= dict(zip(self._names, given, strict=False))
         step, pool = self._states.step, self._states.pool
         assert pool is not None
-        tensors, num_tokens = pool.tensors[self._which], _num_tokens(named)
+        tensors, num_tokens = pool.tensors[self._which], num_tokens_of(named)
         if self._rule is not None:
             return self._rule(tensors, self._states.segments, {**named, self._cache: None})
         made = [
             self._run_alone(_between(named, num_tokens, part.start, part.end), part, tensors) for part in step.alone
         ]
         if step.reads is not None and step.writes is not None:
-            batch = _cut(named, num_tokens, lambda x: _rows(x, step.tokens).transpose(0, 1))
+            batch = cut(named, num_tokens, lambda x: _rows(x, step.tokens).transpose(0, 1))
             held = [tensor.index_select(0, step.reads) for tensor in tensors]
             out = self._run(batch, held, behind=True)
             for tensor, state in zip(tensors, held, strict=True):
                 tensor.index_copy_(0, step.writes, state)
-            made.append(_each(out, lambda x: x.transpose(0, 1) if x.dim() > 1 and x.shape[1] == 1 else x))
+            made.append(each_tensor(out, lambda x: x.transpose(0, 1) if x.dim() > 1 and x.shape[1] == 1 else x))
         return _joined(made, step.order)
 
     def _run_alone(self, named: Named, part: Segment, tensors: Sequence[Tensor]) -> Any:
@@ -185,30 +185,30 @@ def cache_argument(forward: Callable[..., Any]) -> str:
     return next((name for name in CACHES if name in names), "")
 
 
-def _num_tokens(named: Named) -> int:
+def num_tokens_of(named: Named) -> int:
     """Count the packed tokens: the module's first tensor is [1, T, hidden]."""
     return next(value.shape[1] for value in named.values() if isinstance(value, Tensor) and value.dim() == 3)
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Change the tensors of a value, which may be a tuple of them."""
     if isinstance(value, Tensor):
         return change(value)
-    return tuple(_each(each, change) for each in value) if isinstance(value, tuple | list) else value
+    return tuple(each_tensor(each, change) for each in value) if isinstance(value, tuple | list) else value
 
 
-def _cut(named: Named, num_tokens: int, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def cut(named: Named, num_tokens: int, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Change those tensors among a module's arguments that have something for each token: [1, T, ...]."""
 
     def of_tokens(x: Tensor) -> Tensor:
         return change(x) if x.dim() > 1 and x.shape[:2] == (1, num_tokens) else x
 
-    return {name: _each(value, of_tokens) for name, value in named.items()}
+    return {name: each_tensor(value, of_tokens) for name, value in named.items()}
 
 
 def _between(named: Named, num_tokens: int, start: int, end: int) -> dict[str, Any]:
     """Cut the tokens [start, end) out of a module's arguments."""
-    return _cut(named, num_tokens, lambda x: x[:, start:end])
+    return cut(named, num_tokens, lambda x: x[:, start:end])
 
 
 def _rows(x: Tensor, tokens: Tensor | None) -> Tensor:
@@ -228,13 +228,14 @@ def _joined(parts: Sequence[Any], order: Tensor | None) -> Any:
 
 
 class _Asked(Cache):  # type: ignore[misc]
-    """Transformers' cache in a model that is outlined: writes down what states its modules ask for."""
+    """Transformers' cache in a model that is outlined: writes down what its modules keep beside K and V."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.running: list[str] = []  # modules that take a cache, the innermost last
         self.told: dict[str, dict[tuple[Kind, int], tuple[tuple[int, ...], torch.dtype]]] = {}  # by module
         self.layers_of: dict[str, set[int]] = {}
+        self.index_dims: dict[str, int] = {}  # by module: numbers of the key that it keeps of a token
         self.named: dict[str, dict[str, Any]] = {}  # the arguments of a module's call
 
     def _note(self, kind: Kind, layer: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -264,6 +265,11 @@ class _Asked(Cache):  # type: ignore[misc]
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Note MiniMax's state."""
         self._note("linear", layer_idx, 0, tuple(linear_cache.shape[1:]), linear_cache.dtype)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Note the keys of an index (models/indexes.py)."""
+        self.index_dims[self.running[-1]] = indexer_key_states.shape[-1]
+        return indexer_key_states
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """K and V are the attention function's to keep."""

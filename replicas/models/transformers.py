@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.attention.base import AttentionBackend, BatchMeta, ChoosingAttention
 from replicas.config import ModelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
+from replicas.models.indexes import AnyMask, ServedIndexes
 from replicas.models.outline import (
     attend_by,
     causal_class,
@@ -55,6 +56,7 @@ class TransformersModel:
         self._attention = attention
         self._module: PreTrainedModel | None = None
         self._states: ServedStates | None = None  # of modules that keep more than K and V
+        self._indexes: ServedIndexes | None = None  # of modules that choose what tokens attend to
         self._takes_positions = True
         self._calls = 0  # of attention in the forward pass that runs
         self._first_position = 0
@@ -103,6 +105,9 @@ class TransformersModel:
             part._manta = self
         if config.states:
             self._states = ServedStates(module, config.states, self._dtype)
+        if config.indexes:
+            assert isinstance(self._attention, ChoosingAttention)
+            self._indexes = ServedIndexes(module, config.indexes, self._attention)
         self._module = module
 
     @property
@@ -125,12 +130,15 @@ class TransformersModel:
         self._attention.begin(meta)
         if self._states is not None:
             self._states.begin(meta)
+        if self._indexes is not None:
+            self._indexes.begin(meta)
         self._calls = 0
         self._positions = (meta.positions + self._first_position).unsqueeze(0)
         out = self._module(
             input_ids=input_ids.unsqueeze(0),
             **({"position_ids": self._positions} if self._takes_positions else {}),
             use_cache=False,
+            **({"attention_mask": AnyMask(len(input_ids), input_ids.device)} if self._indexes is not None else {}),
             **({"logits_to_keep": logits_rows} if self._keeps and logits_rows is not None else {}),
         )
         assert self._calls == self.config.num_layers, f"{self._calls} calls of attention"
@@ -142,12 +150,17 @@ class TransformersModel:
     def _tell_positions(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         return given, {**named, "position_ids": self._positions[0]}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """Run the next call of attention. query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv]: [1, T, H, Dv]."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, chosen: Tensor | None) -> Tensor:
+        """Run the next call of attention. query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv]: [1, T, H, Dv].
+        chosen: [1, T, C] by models/indexes.py, in layers that have an index."""
         size, value_size = self.config.head_dim, value.shape[3]
         q, k, v = (_packed(x, size, self._dtype) for x in (query, key, value))
         layer, self._calls = self._calls, self._calls + 1
-        out = self._attention.forward(layer, q, k, v, sinks=sinks)
+        if chosen is None:
+            out = self._attention.forward(layer, q, k, v, sinks=sinks)
+        else:
+            assert isinstance(self._attention, ChoosingAttention)
+            out = self._attention.forward_chosen(layer, q, k, v, sinks, chosen[0])
         heads = out.view(1, q.shape[0], q.shape[1], size)
         if value_size < size:
             heads = heads[..., :value_size]
@@ -165,7 +178,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function. Scale, window and the like are the outline's; the backend has them."""
     served: TransformersModel = module._manta  # type: ignore[assignment]
-    return served.attend(query, key, value, arguments.get("s_aux")), None
+    return served.attend(query, key, value, arguments.get("s_aux"), arguments.get("indices")), None
 
 
 AttentionInterface.register(SERVED, _attend)

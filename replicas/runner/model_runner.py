@@ -23,6 +23,7 @@ from replicas.attention.base import (
     AttentionBackend,
     AttentionSpec,
     BatchMeta,
+    ChoosingAttention,
     HeadTurn,
     RotatingAttention,
 )
@@ -348,7 +349,7 @@ class ModelRunner:
             kv_lora_rank=None if model.mla is None else model.mla.kv_lora_rank,
         )
         apart = sum(self._config.window_layers) if windows is not None else 0
-        pool = make(num_pages=self.pool_size.num_pages, num_layers=model.num_layers - apart)
+        pool = make(num_pages=self.pool_size.num_pages, num_layers=model.kept_layers - apart)
         if isinstance(pool, Fp8KVPool):
             pool.layer_scales = checkpoint_scales(Path(model.path), model.num_layers)
         return [pool] if windows is None else [pool, make(num_pages=windows.num_pages, num_layers=apart)]
@@ -424,6 +425,20 @@ class _LateAttention:
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self.ready.forward(layer, q, k, v, sinks)
+
+    def set_index_keys(self, index: int, tokens: Tensor, keys: Tensor) -> None:
+        assert isinstance(self.backend, ChoosingAttention)
+        self.backend.set_index_keys(index, tokens, keys)
+
+    def read_index_keys(self, index: int, request: int, num_tokens: int, dim: int) -> Tensor:
+        assert isinstance(self.backend, ChoosingAttention)
+        return self.backend.read_index_keys(index, request, num_tokens, dim)
+
+    def forward_chosen(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chosen: Tensor
+    ) -> Tensor:
+        assert isinstance(self.backend, ChoosingAttention)
+        return self.backend.forward_chosen(layer, q, k, v, sinks, chosen)
 
     @property
     def rotates(self) -> bool:

@@ -39,7 +39,7 @@ class PagedModel:
         """K and V are in fp32, whatever the model's dtype."""
         heads = max(1, config.num_kv_heads // tp.size)
         self.pool = kv_pool(
-            "float32", num_pages=num_pages, page_size=page_size, num_layers=config.num_layers, num_kv_heads=heads,
+            "float32", num_pages=num_pages, page_size=page_size, num_layers=config.kept_layers, num_kv_heads=heads,
             head_dim=config.head_dim, device=tp.device,
             kv_lora_rank=None if config.mla is None else config.mla.kv_lora_rank,
         )  # fmt: skip

@@ -35,9 +35,11 @@ from tools.models_table import tiny_config, written
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
     "cohere": {},
+    "deepseek_v32": {},
     "gemma2": {},
     "gemma3_text": TWO_KINDS,
     "glm4": {},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     "gpt_neox": {},
     "gpt_oss": {},
     "gptj": {},  # whose attention is a method of its own
@@ -293,7 +295,7 @@ def test_rope_that_follows_the_longest_text_does_not_follow_the_batch(tmp_path: 
 
 REFUSED = [
     ("bart", {"architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}, "is an encoder-decoder"),
-    ("deepseek_v32", {}, "keep a state that is no K and V"),
+    ("deepseek_v4", {}, "keep a state that is no K and V"),
     ("recurrent_gemma", {}, "keep their state in the module itself"),
     ("bert", {"is_decoder": False}, "its tokens see those that come after them"),
     ("bloom", {}, r"\(ALiBi\)"),

@@ -1,0 +1,185 @@
+"""Models whose tokens attend to those alone that an index chose: Transformers' ids on every path of a request.
+
+Tiny random models, with an index that chooses 8 tokens of texts several times as long. It has 32 heads, so that no
+scores are equal, among which Transformers' choice depends on the length of the text. The oracle is Transformers in fp32
+with eager attention, the whole text at once and without a cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from replicas.config import CacheConfig, Hardware, SchedulerConfig
+from replicas.engine.engine import Engine
+from replicas.errors import InvalidConfig
+from replicas.launch import EngineSettings, load_engine
+from replicas.loading.model_files import load_model_config
+from replicas.replay.replay import extract, restore
+from replicas.resolve import resolve
+from replicas.types import TokenDelta
+from tests.numerics.paged import assert_close_in_range, open_model
+from tests.numerics.test_states import Saved, asked, assert_greedy, finished, ids_of, saved_model, some_prompts
+from tests.numerics.test_transformers_models import uncached
+
+PLAIN, SHARED, SINKS = "deepseek_v32", "glm_moe_dsa", "hy_v4"
+TEXT = [3 + (i * i + 7 * i) % 190 for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    made: dict[str, Saved] = {}
+
+    def model_of(model_type: str) -> Saved:
+        if model_type not in made:
+            folder = tmp_path_factory.mktemp(model_type)
+            changes = {SHARED: {"indexer_types": ["full", "shared", "shared", "full"]}}.get(model_type, {})
+            made[model_type] = folder, saved_model(model_type, folder, **changes)
+        return made[model_type]
+
+    return model_of
+
+
+def engine_of(folder: Path, *, tokens: int = 2048, page: int = 4, chunk: int = 7, host_bytes: int = 0) -> Engine:
+    return load_engine(
+        EngineSettings(
+            model=str(folder),
+            cache=CacheConfig(
+                page_size=page, max_total_tokens=tokens, host_memory_bytes=host_bytes, write_policy="write_back"
+            ),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=12, new_token_ratio=0.1),
+            num_threads=1,
+            context_len=256,
+        )
+    )
+
+
+@pytest.mark.parametrize("model_type", [PLAIN, SHARED, SINKS, "axk2"])
+def test_a_text_far_longer_than_the_index_chooses_reads_the_same_however_it_is_cut(
+    models: Callable[[str], Saved], model_type: str
+) -> None:
+    folder, model = models(model_type)
+    texts = [TEXT, [7], TEXT[20:29]]
+    for chunk, page_size in ((1, 4), (5, 1), (100, 16)):
+        served = open_model(folder, page_size=page_size)
+        for text, ours in zip(texts, served.prefill(texts, chunk=chunk), strict=True):
+            assert_close_in_range(ours, uncached(model, text), 1e-4)
+    served.lens = [0] * len(served.lens)
+    answers = served.greedy(texts, 24, chunk=9)
+    for text, answer in zip(texts, answers, strict=True):
+        assert_greedy(model, text, answer)
+
+
+def test_the_index_does_leave_tokens_out(models: Callable[[str], Saved]) -> None:
+    folder, model = models(PLAIN)
+    (ours,) = open_model(folder).prefill([TEXT], chunk=16)
+    for layer in model.model.layers:
+        layer.self_attn.indexer.index_topk = len(TEXT)
+    whole = uncached(model, TEXT)
+    for layer in model.model.layers:
+        layer.self_attn.indexer.index_topk = 8
+    assert_close_in_range(ours[:8], whole[:8], 1e-4)
+    assert (ours[20:] - whole[20:]).abs().max() > 0.01 * (whole.max() - whole.min())
+
+
+def test_of_tokens_whose_scores_are_zero_the_last_are_chosen_however_a_text_is_cut(tmp_path: Path) -> None:
+    model = saved_model(PLAIN, tmp_path)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.indexer.weights_proj.weight.zero_()
+    model.save_pretrained(tmp_path)
+    whole, *others = (open_model(tmp_path).prefill([TEXT], chunk=chunk)[0] for chunk in (100, 1, 7))
+    for ours in others:
+        assert_close_in_range(ours, whole, 1e-4)
+    (shorter,) = open_model(tmp_path).prefill([[9, *TEXT[1:]]], chunk=100)
+    # four layers of a window of 8: what is further back than all of them can carry is not seen
+    assert_close_in_range(shorter[4 * 7 + 1 :] , whole[4 * 7 + 1 :], 1e-1)
+
+
+@pytest.mark.parametrize("model_type", [PLAIN, SHARED])
+def test_many_requests_at_once_get_the_ids_of_transformers(models: Callable[[str], Saved], model_type: str) -> None:
+    """Twenty of them, in chunks beside answers, on a pool that retracts some; two are aborted, one has 3 choices."""
+    folder, model = models(model_type)
+    engine, prompts, deltas = engine_of(folder, tokens=160), some_prompts(20, 3), list[TokenDelta]()
+    try:
+        for rid, prompt in prompts.items():
+            request = asked(rid, prompt, 30)
+            if rid == "r7":
+                request = replace(request, sampling=replace(request.sampling, n=3))
+            deltas += engine.submit(request)
+            deltas += engine.step()
+            if rid in ("r5", "r12"):
+                deltas += engine.abort(rid)
+        deltas += finished(engine)
+        assert engine.stats().num_retractions > 0
+        engine.scheduler.check()
+    finally:
+        engine.close()
+    for rid, prompt in prompts.items():
+        for index in range(3 if rid == "r7" else 1):
+            answer = ids_of(deltas, rid, index)
+            assert len(answer) == 30 or rid in ("r5", "r12")
+            assert_greedy(model, prompt, answer)
+
+
+@pytest.mark.parametrize(("page", "host_bytes"), [(1, 0), (16, 0), (4, 8 << 20)])
+def test_conversations_go_on_behind_pages_that_stayed_or_came_back_from_the_host(
+    models: Callable[[str], Saved], page: int, host_bytes: int
+) -> None:
+    """Five at once; with a host tier the pool holds a part of them."""
+    folder, model = models(PLAIN)
+    engine = engine_of(folder, tokens=160 if host_bytes else 512, page=page, host_bytes=host_bytes)
+    texts, cached, prompted = {f"r{i}": TEXT[5 * i : 40 + 5 * i] for i in range(5)}, 0, 0
+    try:
+        for turn in range(3):
+            for rid, text in texts.items():
+                engine.submit(asked(rid, text, 9))
+            deltas = finished(engine)
+            for rid, text in texts.items():
+                answer = ids_of(deltas, rid)
+                assert_greedy(model, text, answer)
+                (usage,) = [each.usage for each in deltas if each.rid == rid and each.finish is not None]
+                cached, prompted = cached + usage.cached_tokens, prompted + len(text) * (turn > 0)
+                texts[rid] = [*text, *answer, 5, 6 + turn]
+        engine.scheduler.check()
+        if host_bytes:
+            assert engine.stats().tiers.host_hit_tokens > 0
+    finally:
+        engine.close()
+    assert cached > 0.5 * prompted
+
+
+def test_a_request_that_moves_takes_its_keys_with_it(models: Callable[[str], Saved]) -> None:
+    """To an engine with other pages, in the middle of its answer."""
+    folder, model = models(SHARED)
+    first, second = engine_of(folder), engine_of(folder, page=8)
+    try:
+        first.submit(asked("moved", TEXT, 20))
+        deltas = list[TokenDelta]()
+        while len(ids_of(deltas, "moved")) < 8:
+            deltas += first.step()
+        snapshot = extract(first, "moved")
+        assert snapshot.meta.num_tokens >= 64
+        answer = ids_of(deltas, "moved") + ids_of([*restore(second, snapshot), *finished(second)], "moved")
+    finally:
+        first.close()
+        second.close()
+    assert len(answer) == 20
+    assert_greedy(model, TEXT, answer)
+
+
+def test_what_the_keys_take_is_counted_and_what_does_not_carry_them_is_refused(models: Callable[[str], Saved]) -> None:
+    """A key of 16 numbers takes one of the 8 vectors of 24 that a layer of 4 heads has."""
+    folder, _ = models(PLAIN)
+    config = load_model_config(str(folder))
+    assert (config.num_layers, len(config.indexes), config.index_dim, config.kept_layers) == (4, 4, 16, 5)
+    assert config.kv_cell_bytes(tp=1, kv_dtype="float32") == 5 * 2 * 4 * 24 * 4
+    machine = Hardware(device="cpu", num_cpus=1, available_memory_bytes=8 << 30)
+    for settings, said in (
+        ({"cache": CacheConfig(kv_dtype="int8")}, "whose index keeps keys beside K and V: these have no scales"),
+        ({"attention": "cpu"}, "serves no attention with indexed"),
+    ):
+        with pytest.raises(InvalidConfig, match=said):
+            resolve(config, machine, **settings)  # type: ignore[arg-type]
