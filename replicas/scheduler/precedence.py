@@ -163,6 +163,12 @@ class WaitingQueue(ReqQueue):
         """The number of those."""
         return sum(num for level, num in self._num_of_level.items() if level >= 0)
 
+    def above(self, level: int) -> list[Req]:
+        """List the requests whose class is above ``level``."""
+        if max(self._num_of_level, default=level) <= level:
+            return []
+        return [req for req in self._reqs if req.level > level]
+
     def ordered(self, now_s: float, running: Iterable[Req] = ()) -> list[Req]:
         """List the requests in the order in which to try them. Stable: ties keep their rank.
 
@@ -175,17 +181,18 @@ class WaitingQueue(ReqQueue):
         return sorted([*found, *(req for req in reqs if req.in_background)], key=lambda req: -req.level)
 
     def _in_order(self, reqs: list[Req], now_s: float, running: Iterable[Req]) -> list[Req]:
-        if self._order.by_objective:
-            entries = {req: self._entry(req, now_s) for req in reqs}
+        order = self._order
+        if order.by_objective:
+            entries = self._entries(reqs, now_s)
             aged = [req for req in reqs if entries[req].left_len <= entries[req].uncached_len]
             young = [req for req in reqs if entries[req].left_len > entries[req].uncached_len]
             self.late_len = passed_tokens(list(entries.values()))
-        elif self._order.keys is None or (self._order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
+        elif order.keys is None or (order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
             return self.shares.in_turn(reqs)
         else:
             aged = [req for req in reqs if now_s - req.rank.from_s >= self._rules.ageing_s]
             young = reqs[len(aged) :]
-            entries = {req: self._entry(req, now_s) for req in young} if len(young) > 1 else {}
+            entries = self._entries(young, now_s) if len(young) > 1 else {}
         if len(young) < 2:
             return self.shares.in_turn(aged + young)
         keys = sort_keys(
@@ -194,28 +201,34 @@ class WaitingQueue(ReqQueue):
             [req.asked.routing_key for req in running],
             self._random,
         )
-        order = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
-        return self.shares.in_turn(aged + [young[at] for at in order])
+        places = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
+        return self.shares.in_turn(aged + [young[at] for at in places])
 
-    def _entry(self, req: Req, now_s: float) -> QueueEntry:
-        left_s = req.first_by_s - now_s
-        if self._order.by_objective and (left_s < 0 or len(self._reqs) > self._rules.lpm_max_queue):
-            cached_len = max(0, req.prompt_len - req.rank.bound.own_len)
-        else:
-            cached_len = self._cached_len(req) if self._order.reads_prefix else 0
-        uncached_len = req.num_tokens - cached_len
-        return QueueEntry(
-            waited_s=now_s - req.stamps.arrival_s + req.asked.waited_s,
-            output_len=req.max_remaining,
-            routing_key=req.asked.routing_key,
-            uncached_len=uncached_len,
-            cached_len=cached_len,
-            path=self._rules.peek_path(req.ids[: req.num_tokens - 1], req.salt) if self._order.reads_path else (),
-            begun=req.num_output > 0,
-            left_s=left_s,
-            needed_s=uncached_len * self.s_per_token,
-            left_len=req.rank.bound.at_len - self._rules.num_computed(),
-        )
+    def _entries(self, reqs: Sequence[Req], now_s: float) -> dict[Req, QueueEntry]:
+        """Make what the order reads of each of ``reqs``. What is the same for all is looked up once."""
+        order, s_per_token, peek_path = self._order, self.s_per_token, self._rules.peek_path
+        many, num_computed = len(self._reqs) > self._rules.lpm_max_queue, self._rules.num_computed()
+        entries = dict[Req, QueueEntry]()
+        for req in reqs:
+            left_s, asked, num_tokens, bound = req.first_by_s - now_s, req.asked, req.num_tokens, req.rank.bound
+            if order.by_objective and (many or left_s < 0):
+                cached_len = max(0, req.prompt_len - bound.own_len)
+            else:
+                cached_len = self._cached_len(req) if order.reads_prefix else 0
+            uncached_len = num_tokens - cached_len
+            entries[req] = QueueEntry(
+                waited_s=now_s - req.stamps.arrival_s + asked.waited_s,
+                output_len=req.max_remaining,
+                routing_key=asked.routing_key,
+                uncached_len=uncached_len,
+                cached_len=cached_len,
+                path=peek_path(req.ids[: num_tokens - 1], req.salt) if order.reads_path else (),
+                begun=num_tokens > req.prompt_len,
+                left_s=left_s,
+                needed_s=uncached_len * s_per_token,
+                left_len=bound.at_len - num_computed,
+            )
+        return entries
 
     def uncached_tokens(self) -> int:
         """Count the tokens to compute if every request started now; an upper bound where they are many."""
@@ -342,8 +355,9 @@ class TenantShares:
         """Return the oldest of ``waiting`` of each tenant that has credit, or waits alone; the oldest first."""
         found = dict[str, Req]()
         for req in sorted(waiting, key=lambda req: req.rank.from_s):
-            if len(self._waiting) == 1 or self.credit(req.asked.tenant) > 0.0:
-                found.setdefault(req.asked.tenant, req)
+            tenant = req.asked.tenant
+            if tenant not in found and (len(self._waiting) == 1 or self.credit(tenant) > 0.0):
+                found[tenant] = req
         return list(found.values())
 
     def in_turn(self, order: list[Req]) -> list[Req]:

@@ -12,7 +12,8 @@ Thread:    scheduler thread only.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from replicas.cache.kv import KvCache, longest_reuse
@@ -257,26 +258,26 @@ def give_way(last: LastRound, queues: Queues, kv: KvCache, counters: Counters, *
     """Retract what others are to have before prompts are chosen: the step of one in the middle of its prompt, whose
     pages stay cached, and the place of a running request."""
 
-    def could_begin(reqs: Sequence[Req]) -> list[Req]:
+    def could_begin(reqs: Sequence[Req]) -> Iterator[Req]:
         """A head that waited for something else than room at the last look gets the room of no other."""
-        return [req for req in reqs if last.refusals.get((req.rid, req.index)) not in PASSING]
+        return (req for req in reqs if last.refusals.get((req.rid, req.index)) not in PASSING)
 
-    def take_from(need: Need, reqs: Sequence[Req]) -> list[Req]:
+    def take_from(need: Need, reqs: Iterable[Req]) -> list[Req]:
         """Retract those that must leave so that the first of ``reqs`` for which any can has what it needs."""
         found = next(filter(None, (victims(need, req, queues, kv) for req in reqs)), [])
         for victim in found:
             retract(victim, queues, kv, counters)
         return found
 
-    shares = queues.waiting.shares
-    waiting = [] if queues.chunked is None else could_begin(queues.waiting.counted)
+    shares, chunked = queues.waiting.shares, queues.chunked
+    higher = [] if chunked is None else queues.waiting.above(chunked.level)
     if queues.prealloc.short is not None:
         take_from(Need.ROOM, [queues.prealloc.short])
-    heads = could_begin(shares.heads(queues.waiting.counted)) if shares.several else []
+    heads = list(could_begin(shares.heads(queues.waiting.counted))) if shares.several else []
     full = len(queues.holding) >= max_running
     if full or last.is_short:
         for victim in take_from(Need.PLACE if full else Need.PAGES, heads):
             shares.spend(victim)
-    if waiting:
-        take_from(Need.STEP, [max(waiting, key=lambda req: req.level)])
+    if chunked is not None:
+        take_from(Need.STEP, itertools.islice(could_begin(higher), 1))
         take_from(Need.TURN, heads)
