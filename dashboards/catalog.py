@@ -102,6 +102,7 @@ AGE = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 
 TIERS = ("L1", "L2", "L3")  # the device's KV pool, the host tier, the store; a replica without one tells 0
 DEVICE, SIZED, LOWER = TIERS[:1], TIERS[:2], TIERS[1:]
+GROUPS = ("full", "window", "state")  # of layers: those that see all, those that do not, states; 0 where there are none
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 TAKEN = ("protected", "reserved", "quarantined")  # states of tokens that a new request cannot have
 BLOCKS = ("pool", "slots")
@@ -206,6 +207,17 @@ _REPLICA = [
             "Time since the last use of nodes evicted for room; small values mean the pool is too small.",
             {"tier": DEVICE}, unit="seconds", buckets=AGE),
     Metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": DEVICE}),
+    Metric(REPLICA, GAUGE, "cache_group_capacity_bytes", "Size of each group's pool in bytes, all ranks: K and V of "
+            "layers that see all (full), of those that see a window, and snapshots of states.", {"group": GROUPS},
+            unit="bytes"),
+    Metric(REPLICA, GAUGE, "cache_group_used_bytes", "Bytes of each group's pool that are not free.",
+            {"group": GROUPS}, unit="bytes"),
+    Metric(REPLICA, GAUGE, "cache_group_parts", "Pages that are not free, and of them those that have a part in the "
+            "window pool, or a snapshot behind them.", {"group": GROUPS}),
+    Metric(REPLICA, GAUGE, "cache_group_holes", "Pages that are not free and have no part in that group: no request "
+            "goes on behind them.", {"group": GROUPS}),
+    Metric(REPLICA, COUNTER, "cache_group_evicted_parts_total", "Parts that went for room, by group; of full: pages.",
+            {"group": GROUPS}),
 ]  # fmt: skip
 
 _TIERS = [

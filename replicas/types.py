@@ -596,6 +596,19 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStats:
+    """What one engine's pages have in the layers of one group, which the metrics' label ``group`` names: full, window
+    or state (cache/parts.py). A part is a page, or what it has in the window pool, or the states behind it."""
+
+    group: str
+    capacity_bytes: int = stat("cache_group_capacity_bytes", default=0)  # all ranks, as the next
+    used_bytes: int = stat("cache_group_used_bytes", default=0)
+    num_parts: int = stat("cache_group_parts", default=0)
+    num_holes: int = stat("cache_group_holes", default=0)  # pages that are not free and have no such part
+    num_evicted: int = stat("cache_group_evicted_parts_total", default=0)  # for room; only grows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStats:
     """The adapters that one engine holds; counters only grow."""
 
@@ -681,6 +694,7 @@ class EngineStats:
     num_offline_running: int = 0  # of ``num_running``, paused ones too
     offline_pages: int = 0  # of the pool's used pages, those that lines of batches alone hold, at the least
     adapters: AdapterStats | None = None  # None where none can be served
+    groups: tuple[GroupStats, ...] = ()  # those that the model has
 
     @property
     def num_handed_over(self) -> int:

@@ -54,6 +54,22 @@ REUSE = Row("Reuse", (
     Panel("Tree nodes", gauge("cache_nodes", *BY_REPLICA), Unit.NUMBER,
         "Nodes of each replica's prefix tree.",
         "Grows while Occupied stands still: many short branches; prompts differ early (a date at the start, say)."),
+    Panel("Memory by group", {
+        "{{group}} used": gauge("cache_group_used_bytes", "group"),
+        "{{group}} size": gauge("cache_group_capacity_bytes", "group"),
+    }, Unit.BYTES,
+        "What the caches hold in layers that see all (full), in those that see a window, and in snapshots of states.",
+        "window or state full while full is not: windows or states go first, and hits end there; see Holes."),
+    Panel("Holes and snapshots", {
+        "pages without a window": gauge("cache_group_holes", group="window"),
+        "pages with a window": gauge("cache_group_parts", group="window"),
+        "snapshots": gauge("cache_group_parts", group="state"),
+    }, Unit.NUMBER,
+        "Pages whose window part is gone or there, and copies of recurrent states that a request can go on from.",
+        "Hits fall while few pages are evicted: manta explain says what ended them (gone)."),
+    Panel("Evicted parts", rate("cache_group_evicted_parts_total", "group"), Unit.PER_S,
+        "Pages (full), window parts and snapshots that went for room, per second.",
+        "window or state far above full: their pools are too small for the texts that come back; give more memory."),
 ))  # fmt: skip
 
 LOST = Row("Evictions and retractions", (

@@ -34,7 +34,8 @@ function describe({ node, rest, parent }) {
   const below = node.subtree_nodes > 1 ? `, ${count(node.subtree_tokens)} with the ${plural(node.subtree_nodes - 1, "node")} below` : "";
   if (!parent) return `the whole cache: ${count(node.subtree_tokens)} tokens in ${plural(node.subtree_nodes, "node")}`;
   const use = node.protected ? "a request uses it now" : `evictable, last used ${seconds(node.idle_s)} ago`;
-  return `${count(node.tokens)} tokens${below}; ${plural(node.hits, "hit")}; ${use}`;
+  const parts = Object.entries(node.parts ?? {}).map(([kind, number]) => `; ${plural(number, kind)}`).join("");
+  return `${count(node.tokens)} tokens${below}; ${plural(node.hits, "hit")}${parts}; ${use}`;
 }
 
 export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {

@@ -88,6 +88,8 @@ function Identity({ facts: { facts, cpu, error }, replica, time }) {
     ["KV pool", is.pool],
     ["host tier", is.host_bytes && bytes(is.host_bytes)],
     ["attention", replica.attention && `${replica.attention}${replica.attention_why ? `: ${replica.attention_why}` : ""}`],
+    ...(replica.groups ?? []).map(({ group, used_bytes: used, capacity_bytes: size, num_parts: parts, num_holes: holes }) =>
+      [group, `${bytes(used)} of ${bytes(size)}, ${plural(parts, group === "full" ? "page" : group)}${holes ? `, ${plural(holes, "hole")}` : ""}`]),
     ["from tiers", tiers && `${count(tiers.host_hit_tokens)} tokens from host${tiers.store_bytes != null ? `, ${count(tiers.store_hit_tokens)} from store` : ""}, ${seconds(tiers.saved_s)} of prefill saved`],
     ["adapters", replica.adapters && `${replica.adapters.held} held in ${bytes(replica.adapters.bytes)}; ${plural(replica.adapters.loads, "load")}, ${seconds(replica.adapters.load_s)} each`],
   ].filter(([, value]) => value);

@@ -7,7 +7,7 @@ Thread:    scheduler thread only.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from replicas.cache.base import ChunkCache, PrefixCache
@@ -22,7 +22,7 @@ from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
 from replicas.memory.sizing import PoolSize
-from replicas.types import PoolStats, TallyCounts
+from replicas.types import GroupStats, PoolStats, TallyCounts
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,23 @@ class PageStore:
             quarantined_pages=quarantined,
         )
 
+    def groups(self, part_bytes: Mapping[str, int]) -> tuple[GroupStats, ...]:
+        """Count what pages have by group; ``part_bytes``: of a part of each (`sizing.group_parts`)."""
+        pools = {"full": (self.allocator, 0, self.evicted_tokens // self.page_size)}
+        if self.parts is not None:
+            pools[self.parts.kind] = (self.parts.parts, self.parts.num_holes, self.parts.evicted)
+        return tuple(
+            GroupStats(
+                group=group,
+                capacity_bytes=pool.num_pages * part_bytes[group],
+                used_bytes=(pool.num_pages - pool.num_free) * part_bytes[group],
+                num_parts=pool.num_pages - pool.num_free,
+                num_holes=num_holes,
+                num_evicted=num_evicted,
+            )
+            for group, (pool, num_holes, num_evicted) in pools.items()
+        )
+
     def count_lost(self, num_rows: int) -> None:
         """Count, and log the first time, that pages or rows are held though no request is open (cache/kv.py)."""
         if not self.failed_checks:
@@ -183,4 +200,4 @@ class PageStore:
         """Return the largest subtrees of the prefix cache; an empty tree without reuse."""
         if self.radix is None:
             return empty_tree(self.page_size)
-        return self.radix.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)
+        return self.radix.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens, parts=self.parts)

@@ -122,6 +122,9 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         """Whether the requests in flight may need more parts than there are."""
         return False
 
+    def num_with_part(self, pages: Pages) -> int:
+        return int(np.count_nonzero(self._part[pages]))
+
     @property
     def num_holes(self) -> int:
         """The held pages that have no part."""

@@ -21,7 +21,7 @@ from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.node import NO_PAGES, TreeNode, first_page, key_before, walk
 from replicas.cache.retention import EvictionQueue, Retention, TierOrder
-from replicas.cache.tree_view import CacheTree, cache_tree
+from replicas.cache.tree_view import CacheTree, PagesWithParts, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
@@ -237,8 +237,10 @@ class RadixCache:
             )
         return CacheSnapshot(seq=seq, stored=tuple(stored))
 
-    def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
-        """Return the largest subtrees, for people; cache/tree_view.py states the cost."""
+    def tree(
+        self, *, max_depth: int, max_nodes: int, min_tokens: int, parts: PagesWithParts | None = None
+    ) -> CacheTree:
+        """Return the largest subtrees, for people; cache/tree_view.py states the cost, and what ``parts`` tells."""
         return cache_tree(
             self._roots.values(),
             page_size=self.page_size,
@@ -248,6 +250,7 @@ class RadixCache:
             max_depth=max_depth,
             max_nodes=max_nodes,
             min_tokens=min_tokens,
+            parts=parts,
         )
 
     def all_pages(self) -> Pages:

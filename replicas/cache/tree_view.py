@@ -11,12 +11,22 @@ import heapq
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 from kvtransfer.pages import PageKey
 from replicas.cache.node import TreeNode
+from replicas.memory.allocator import Pages
 
 MAX_DEPTH = 64  # a picture is nested, and travels so
 MAX_LOOKS = 3000  # nodes that are looked at in order to find the largest; of many siblings the youngest
+
+
+class PagesWithParts(Protocol):
+    """Tells how many pages have what window layers or states need (cache/parts.py)."""
+
+    kind: ClassVar[str]  # window, state
+
+    def num_with_part(self, pages: Pages) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +48,7 @@ class NodeView:
     locked: bool  # a request pins it
     idle_s: float  # since its last use
     key: PageKey | None  # of its last page, where the cache records events
+    parts: int | None = None  # of its own pages, those that have one (`CacheTree.part`); None where pages have none
     children: tuple["NodeView", ...]  # largest subtree first
     left_out: LeftOut | None  # None: all its children are shown
 
@@ -50,6 +61,7 @@ class CacheTree:
     tokens: int  # of the whole cache
     nodes: int  # of the whole cache
     shown: int  # nodes below ``root``
+    part: str = ""  # what pages have beside K and V that all layers see: window, state; "": nothing
     root: NodeView
 
 
@@ -73,6 +85,7 @@ def cache_tree(
     max_nodes: int,
     min_tokens: int,
     max_looks: int = MAX_LOOKS,
+    parts: PagesWithParts | None = None,
 ) -> CacheTree:
     """Build the view of the largest subtrees below ``roots``: at most ``max_nodes`` nodes, down to ``max_depth`` (the
     root's children are at 1), of at least ``min_tokens`` with all below them.
@@ -87,7 +100,7 @@ def cache_tree(
         max_looks=max_looks,
     )
     for each in reversed(shown[1:]):  # children before their parents
-        each.view = _view(each, page_size=page_size, now_s=now_s)
+        each.view = _view(each, page_size=page_size, now_s=now_s, parts=parts)
     children = _views(shown[0])
     root = NodeView(
         tokens=0,
@@ -100,8 +113,9 @@ def cache_tree(
         children=children,
         left_out=_left_out(num_nodes, num_pages * page_size, children),
     )
+    part = "" if parts is None else parts.kind
     return CacheTree(
-        page_size=page_size, tokens=root.subtree_tokens, nodes=num_nodes, shown=len(shown) - 1, root=root
+        page_size=page_size, tokens=root.subtree_tokens, nodes=num_nodes, shown=len(shown) - 1, part=part, root=root
     )
 
 
@@ -146,7 +160,7 @@ def _youngest(node: TreeNode) -> Iterator[TreeNode]:
     return reversed(node.children.values())
 
 
-def _view(shown: _Shown, *, page_size: int, now_s: float) -> NodeView:
+def _view(shown: _Shown, *, page_size: int, now_s: float, parts: PagesWithParts | None) -> NodeView:
     """Build the view of a node whose shown children are built already."""
     node, children = shown.node, _views(shown)
     assert node is not None
@@ -159,6 +173,7 @@ def _view(shown: _Shown, *, page_size: int, now_s: float) -> NodeView:
         locked=node.lock_ref > 0,
         idle_s=max(now_s - node.used_s, 0.0),
         key=int(node.page_keys[-1]) if node.page_keys is not None else None,
+        parts=None if parts is None else parts.num_with_part(node.pages),
         children=children,
         left_out=_left_out(node.below.nodes, below_tokens, children),
     )

@@ -43,7 +43,7 @@ from replicas.engine.open_requests import Choice, OpenRequests, failed
 from replicas.engine.stepping import Stepping, snapshot
 from replicas.errors import EngineDead, Fault, InvalidRequest, MantaError, Overloaded, PromptTooLong
 from replicas.grammar.matcher import Matcher
-from replicas.memory.sizing import describe_parts, page_bytes
+from replicas.memory.sizing import describe_parts, group_parts, page_bytes
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.drafts import Drafts
@@ -475,7 +475,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Take a snapshot of the statistics; engine thread only."""
         stats = snapshot(self.scheduler, self.kv.store, self.steps.times, now_s=self._clock())
-        stats = replace(stats, failed_steps=self.steps.failed.num)
+        groups = self.kv.store.groups(group_parts(self.config, self.kv.store.size))
+        stats = replace(stats, failed_steps=self.steps.failed.num, groups=groups)
         if self.executor.adapters is not None:
             stats = replace(stats, adapters=self.executor.adapters.stats())
         if self._hand_offs is None:

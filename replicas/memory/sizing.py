@@ -197,6 +197,17 @@ def part_bytes(config: EngineConfig, *, apart: bool) -> dict[str, int]:
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
 
+def group_parts(config: EngineConfig, size: PoolSize) -> dict[str, int]:
+    """Count the bytes of a page by group, all ranks: "full", "window" for its part in that pool, "state" for a
+    snapshot. Without the groups that ``size`` has no room for."""
+    found = {"full": config.num_kv_parts * size.page_size * size.cell_bytes}
+    if size.windows is not None:
+        found["window"] = config.num_kv_parts * size.page_size * size.windows.cell_bytes
+    elif size.num_snapshots:
+        found["state"] = config.model.state_bytes(config.device)
+    return found
+
+
 def describe_parts(config: EngineConfig, *, apart: bool) -> str:
     """Say what `part_bytes` counts, and what the states of running requests take together."""
     model, num_rows, each = config.model, config.scheduler.max_running_requests, part_bytes(config, apart=apart)

@@ -95,6 +95,20 @@ class Replicas:
             engine.close()
 
 
+def assert_counted(engine: Engine) -> None:
+    """Statistics and the tree's view count what pages have by group; nothing runs."""
+    full, apart = engine.stats().groups
+    size, tree = engine.kv.store.size, engine.cache_tree(max_nodes=10_000, max_depth=64)
+    assert (full.group, apart.group) == ("full", tree.part)
+    assert full.num_parts == apart.num_parts + apart.num_holes == tree.tokens // PAGE_SIZE
+    assert full.capacity_bytes == size.num_tokens * size.cell_bytes
+    nodes, seen = list(tree.root.children), 0
+    for node in nodes:
+        nodes += node.children
+        seen += node.parts or 0
+    assert seen == apart.num_parts
+
+
 @pytest.mark.parametrize("model_type", [*WINDOWS, *STATES])
 @pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_what_a_router_expects_is_what_is_reused(
@@ -122,6 +136,8 @@ def test_what_a_router_expects_is_what_is_reused(
             texts[at] = [*prompt, *answer] if draw.random() < 0.7 else texts[at]
             if len(texts[at]) > 90:
                 texts[at] = list(draw.choice(starts))
+        for engine in replicas.engines.values():
+            assert_counted(engine)
     finally:
         replicas.close()
     assert apart == []

@@ -11,13 +11,13 @@ Thread:    made on any; read on the scrape's.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dashboards.catalog import BLOCKS, DRAFT_SOURCES, POOL_STATES, SIZED, Process
+from dashboards.catalog import BLOCKS, DRAFT_SOURCES, GROUPS, POOL_STATES, SIZED, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
 from replicas.config import ModelConfig
 from replicas.engine.engine import Engine
 from replicas.memory.sizing import page_bytes
-from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats, each_told
+from replicas.types import AdapterStats, EngineStats, EngineTallies, GroupStats, PoolStats, TierStats, each_told
 from routing.types import Role
 
 Told = tuple[str, Mapping[str, str], Value]
@@ -61,6 +61,9 @@ def tell_replica(
         yield from _scheduler(now)
         yield from _pool(now.pool, tiers, facts.page_bytes)
         yield from _hits(now, tiers)
+        told = {each.group: each for each in now.groups}
+        for group in GROUPS:
+            yield from _named(told.get(group, GroupStats(group=group)), group=group)
         yield "adapters_held", {}, len(adapters.held)
         if now.transfer is not None:
             yield from _transfers(now.transfer, seen)
@@ -103,11 +106,11 @@ def _facts(facts: ReplicaFacts, pool: PoolStats) -> Iterator[Told]:
         yield "replica_start_seconds", {"phase": phase}, seconds
 
 
-def _named(stats: object) -> Iterator[Told]:
-    """Tell the statistics that are a metric as they are (replicas/types.py names it)."""
+def _named(stats: object, **labels: str) -> Iterator[Told]:
+    """Tell the statistics that are a metric as they are (replicas/types.py names it), with ``labels`` more."""
     for name, how in each_told(type(stats)):
         if how.metric:
-            yield how.metric, how.labels, getattr(stats, name)
+            yield how.metric, {**how.labels, **labels}, getattr(stats, name)
 
 
 def _scheduler(stats: EngineStats) -> Iterator[Told]:

@@ -12,6 +12,7 @@ Thread:    the observatory's event loop.
                                     counters ─> growth ───────────────────────┘
 """
 
+import dataclasses
 import gzip
 import json
 import math
@@ -100,6 +101,7 @@ def _reported(report: ReplicaReport, age_s: float) -> dict[str, Any]:
         "report_age_s": round(age_s, 1),
         **_tiers(stats),
         "adapters": _adapters(stats.adapters),
+        **({"groups": [dataclasses.asdict(each) for each in stats.groups]} if len(stats.groups) > 1 else {}),
         "page_size": stats.pool.page_size,
     }
 

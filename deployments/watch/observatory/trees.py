@@ -46,11 +46,11 @@ def tree_body(tree: CacheTree, names: PageNames, *, replica_id: str, time_s: flo
         "tokens": tree.tokens,
         "nodes": tree.nodes,
         "shown": tree.shown,
-        "root": node_body(tree.root, names),
+        "root": node_body(tree.root, names, part=tree.part, page_size=tree.page_size),
     }
 
 
-def node_body(node: NodeView, names: PageNames) -> dict[str, Any]:
+def node_body(node: NodeView, names: PageNames, *, part: str, page_size: int) -> dict[str, Any]:
     """Return a node with its children; trees are no deeper than tree_view.MAX_DEPTH. Keys are hex strings, since JSON
     readers lose digits of 64-bit integers."""
     return {
@@ -61,7 +61,8 @@ def node_body(node: NodeView, names: PageNames) -> dict[str, Any]:
         "protected": node.locked,
         "idle_s": round(node.idle_s, 1),
         "key": None if node.key is None else names(node.key),
-        "children": [node_body(child, names) for child in node.children],
+        **({} if node.parts is None else {"parts": {part: node.parts, "hole": node.tokens // page_size - node.parts}}),
+        "children": [node_body(child, names, part=part, page_size=page_size) for child in node.children],
         "left_out": None if node.left_out is None else dataclasses.asdict(node.left_out),
     }
 

@@ -12,7 +12,7 @@ from kvtransfer.types import TransferStats
 from replicas.distributions import Distributions
 from replicas.loading import device
 from replicas.loading.device import GpuFigures, gpu_figures
-from replicas.types import AdapterStats, EngineStats, EngineTallies, PoolStats, TierStats
+from replicas.types import AdapterStats, EngineStats, EngineTallies, GroupStats, PoolStats, TierStats
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair
 from tests.scraped import Scraped
@@ -88,6 +88,18 @@ def test_tiers_are_told_with_what_they_hold_and_did() -> None:
     assert seen.value("cache_evicted_tokens_total", tier="L2", reason="capacity") == 16
     names = ("clean_tokens", "saved_seconds_total", "slow_loads_total", "store_errors_total", "store_up")
     assert [seen.value(f"tier_{name}") for name in names] == [48, 4, 6, 5, 0]
+
+
+def test_groups_are_told_with_their_bytes_holes_and_parts_and_are_0_where_there_are_none() -> None:
+    full = GroupStats(group="full", capacity_bytes=900, used_bytes=300, num_parts=3, num_evicted=5)
+    window = GroupStats(group="window", capacity_bytes=80, used_bytes=40, num_parts=2, num_holes=1, num_evicted=7)
+    seen = scrape(dataclasses.replace(stats(), groups=(full, window)))
+    told = {
+        "capacity_bytes": (900, 80), "used_bytes": (300, 40), "parts": (3, 2), "holes": (0, 1),
+        "evicted_parts_total": (5, 7),
+    }  # fmt: skip
+    for name, (of_full, of_window) in told.items():
+        assert seen.values(f"cache_group_{name}", "group") == {"full": of_full, "window": of_window, "state": 0}
 
 
 def test_a_replica_without_tiers_tells_nothing_in_them_and_no_failure() -> None:
