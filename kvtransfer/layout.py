@@ -4,7 +4,8 @@ Owns:      the description of a pool's pages that two engines compare before one
 Invariant: one rank's page is contiguous and of one dtype, [L, 2, K / tp, page_size, D] for "MHA"
            (replicas/memory/pool.py) and [L, page_size, D] for "MLA" (replicas/memory/latent_pool.py): a latent vector
            that is K and V of all heads, so every rank has the same. Where numbers are scaled, a head's page_size scales
-           follow its numbers (replicas/memory/scaled_pool.py).
+           follow its numbers (replicas/memory/scaled_pool.py). Pages that carry recurrent states hold their bytes, one
+           state after the other (replicas/memory/state_pool.py).
 """
 
 import hashlib
@@ -45,6 +46,7 @@ class KvLayout:
     item_bytes: int  # of one number
     page_size: int  # tokens
     tp: int
+    state_bytes: int = 0  # of a request's recurrent states, which pages of their own carry behind those of its tokens
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "item_bytes", "page_size", "tp"):
@@ -52,6 +54,8 @@ class KvLayout:
                 raise ValueError(f"{field} = {getattr(self, field)}: more than 0 and less than {MAX_COUNT} is wanted")
         if self.architecture not in (MHA, MLA) or (self.architecture == MLA and self.num_kv_heads != 1):
             raise ValueError(f"{self.architecture} of {self.num_kv_heads} KV heads: MHA, or MLA of one, is wanted")
+        if self.state_bytes < 0:
+            raise ValueError(f"state_bytes = {self.state_bytes}: 0 or more is wanted")
         if self.num_kv_heads % self.num_parts:
             raise ValueError(f"{self.num_kv_heads} KV heads do not split by tp = {self.tp}")
 
@@ -85,9 +89,16 @@ class KvLayout:
         return self.num_layers * self.vectors * self.heads_per_rank * self.head_bytes
 
     @property
+    def state_pages(self) -> int:
+        """The pages that carry a request's recurrent states."""
+        return -(-self.state_bytes // self.page_bytes)
+
+    @property
     def fingerprint(self) -> str:
-        """Equal exactly when pages can be exchanged (tp may differ)."""
-        text = "|".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in MAY_DIFFER)
+        """Equal exactly when pages can be exchanged (tp may differ). What is as by default is left out, so that stores
+        of models without it keep their names."""
+        told = [f.name for f in fields(self) if f.name not in MAY_DIFFER and getattr(self, f.name) != f.default]
+        text = "|".join(f"{name}={getattr(self, name)}" for name in told)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def differences(self, theirs: "KvLayout", *, may_differ: frozenset[str]) -> str:

@@ -482,6 +482,14 @@ class EngineConfig:
         return () if whole or self.model.mla is not None else self.model.window_layers
 
     @property
+    def carried_len(self) -> int:
+        """The slots of the pages that carry a request's recurrent states in a hand-off; 0 where there are none."""
+        page = self.cache.page_size * self.model.kv_cell_bytes(tp=self.parallel.tp, kv_dtype=self.kv_dtype)
+        if not self.hands_off or not page:
+            return 0
+        return -(-self.model.state_bytes(self.device) // page) * self.cache.page_size
+
+    @property
     def filled_in(self) -> dict[str, dict[str, Any]]:
         """By name, each setting that was left open: the value in force, and where it came from."""
         return {name: {"value": attrgetter(name)(self), "why": why} for name, why in self.origin.items()}
@@ -547,6 +555,7 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
         item_bytes=kv_item_bytes(config.kv_dtype),
         page_size=config.cache.page_size,
         tp=config.parallel.tp if tp is None else tp,
+        state_bytes=config.model.state_bytes(config.device),
     )
 
 

@@ -121,6 +121,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             page_home=_page_home(config, kv, ranks.host),
             give_back=ranks.give_back,
             adapters=None if config.adapters is None else HeldAdapters(ranks.adapters(config.adapters), settings.clock),
+            states=None if spec is None else ranks.carried_states(),
         ),
         tokenizer=tokenizer,
         transfer=connected,
@@ -195,6 +196,7 @@ def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> K
         host=host,
         record_events=settings.record_events,
         clock=settings.clock,
+        carried_len=config.carried_len,
     )
     kv.window = config.model.window
     if copier is not None and kv.store.tiers is not None and config.cache.store is not None:
@@ -238,8 +240,11 @@ def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     """Return what all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
     if config.cache.label_channels is not None:
         raise InvalidConfig(f"attention = {config.attention!r} with hand-offs: pages arrive without labels; set auto")
-    if config.model.states:
-        raise InvalidConfig("hand-offs of a model that keeps a recurrent state: K and V alone can be handed over")
+    if config.model.states and not config.model.num_layers:
+        raise InvalidConfig(
+            f"hand-offs of {config.model.architecture}: it keeps recurrent states alone, and pages of K and V would "
+            "carry them; serve it without hand-offs"
+        )
     try:
         identity = model_identity(config.model.path, config.model.quantization)
         return PortSpec(layout=kv_layout(config, identity), settings=settings)

@@ -114,6 +114,7 @@ class Behind:
     reused_len: int = 0  # some: tokens that it has begun with, until it has gone on
     cut_at: int = 0  # some: tokens of the prefix that it would have reused if no part were gone
     chunk_end: int = 0  # some: of its prompt, where a chunk ends
+    computed_from: int = 0  # some: tokens behind whose pages nothing is kept for others, as another replica ran them
 
 
 NOTHING_BEHIND = Behind()

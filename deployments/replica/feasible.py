@@ -28,7 +28,8 @@ from replicas.text.tokenizer import Tokenizer
 from routing.types import Role
 
 KEEPS_STATES = (
-    "mode: disaggregated with a model that keeps a recurrent state: K and V alone can be handed over; set mode: unified"
+    "mode: disaggregated with a model that keeps recurrent states alone: pages of K and V would carry them; set mode: "
+    "unified"
 )
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
 
@@ -80,7 +81,7 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
     with collected():
         heads = None if model is None else model.num_kv_heads
         check_ranks(config, num_kv_heads=heads, latent=model is not None and model.mla is not None)
-    if model is not None and model.states and config.mode != "unified":
+    if model is not None and model.states and not model.num_layers and config.mode != "unified":
         found[KEEPS_STATES] = None
     for role in roles_of(config) if model is not None else ():
         try:

@@ -177,7 +177,7 @@ class SendingRooms:
     def _refusal(self, message: Open, receiver: _Receiver) -> str:
         """Return why an open cannot be right, or an empty string. Page 0 is the sink of every pool."""
         pages = message.pages
-        whole = -(-message.num_tokens // self._layout.page_size)
+        whole = -(-message.num_tokens // self._layout.page_size) + self._layout.state_pages
         if message.first_page < 0 or message.first_page + len(pages) > whole:
             return f"pages [{message.first_page}, {message.first_page + len(pages)}) of a sequence of {whole} pages"
         if pages and not (min(pages) > 0 and max(pages) < receiver.num_pages and len(set(pages)) == len(pages)):

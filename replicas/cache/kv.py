@@ -55,8 +55,11 @@ class KvCache:
         host: HostTier | None = None,
         record_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        carried_len: int = 0,
     ) -> None:
-        """``cache``: whether and in which order pages are kept; ``host``: pages that leave the pool move there."""
+        """``cache``: whether and in which order pages are kept; ``host``: pages that leave the pool move there.
+        ``carried_len``: slots, behind its tokens', of the pages that carry a request's recurrent states in a hand-off.
+        """
         cache = cache or CacheConfig()
         self.page_size = size.page_size
         self.store = PageStore(
@@ -68,7 +71,8 @@ class KvCache:
             host=host,
         )
         self.cache = self.store.cache
-        self.table = ReqToTokenPool(max_requests, context_len)
+        self.carried_len = carried_len
+        self.table = ReqToTokenPool(max_requests, context_len + carried_len)
         self._allocator, self._radix, self._has_sessions = self.store.allocator, self.store.radix, cache.sessions
         self._parts = self.store.parts
         self._holders: dict[int, Req] = {}  # by row
@@ -79,7 +83,7 @@ class KvCache:
         """Take a row for ``req`` and lock its longest cached prefix; none without ``reuse``.
 
         At least one token is left to run, and every token whose successor's logprob is wanted; with ``whole`` none need
-        be left, since another replica makes the next token.
+        be left, since another replica makes the next token, and sends what is behind the last one.
 
         Returns: reused tokens; ``req.holding`` and ``req.computed_len`` say the same.
         Raises:  RowsExhausted.
@@ -88,7 +92,7 @@ class KvCache:
         row = self.table.alloc()
         longest = longest_reuse(req, whole=whole) if reuse else 0
         match, found = self.cache.match_prefix(req.ids[:longest], req.salt), 0
-        if self._parts is not None and (reach := self._parts.reach(match.pages)) < len(match.pages):
+        if self._parts is not None and not whole and (reach := self._parts.reach(match.pages)) < len(match.pages):
             found = match.prefix_len if match.node.children else 0  # others go on there; else its tail was evicted
             longest = reach * self.page_size
             match = self.cache.match_prefix(req.ids[:longest], req.salt, count_hit=False)
@@ -100,7 +104,7 @@ class KvCache:
         lock = self.cache.inc_lock_ref(match.node)
         req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
         if self._parts is not None:
-            self._parts.admitted(req, match.pages, cut_at=found)
+            self._parts.admitted(req, match.pages[: 0 if whole else None], cut_at=found)
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
@@ -391,6 +395,13 @@ def longest_reuse(req: Req, *, whole: bool = False) -> int:
     if readout is not None and readout.pooling == "mean":
         longest = 0  # the cache holds no hidden states
     return longest
+
+
+def handed_len(req: Req, kv: KvCache) -> int:
+    """Count the slots that ``req`` has while it is handed over: of its tokens, and of whole pages for its states."""
+    if not kv.carried_len:
+        return req.num_tokens
+    return -(-req.num_tokens // kv.page_size) * kv.page_size + kv.carried_len
 
 
 def _note_kept(req: Req, num_tokens: int) -> None:

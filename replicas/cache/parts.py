@@ -101,6 +101,11 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
     def left_at(self, req: Req, end: int, row: Slots) -> None:
         """Take note that ``req`` leaves its tokens [0, end) to the tree, to go on there later if it has not ended."""
 
+    def came(self, req: Req) -> Sequence[StateCopy]:
+        """Take note that another replica has run the tokens of ``req``, and sends what is behind the last of them.
+        Returns: what the device is to do first."""
+        raise NotImplementedError
+
     def released(self, req: Req, row: Slots) -> None:
         """Take note that ``req`` holds nothing more."""
 
@@ -387,6 +392,11 @@ class SnapshotAllocator(PartAllocator):
         if border and not self._part[self._pages(row, border - 1, border)].all():
             self._keep(req, border, row, End.ANSWER)
 
+    def came(self, req: Req) -> Sequence[StateCopy]:
+        assert req.holding is not None
+        req.holding.behind = replace(req.holding.behind, computed_from=req.num_tokens)
+        return self.drain()  # copies that are ordered know the states that the row has had until now
+
     def released(self, req: Req, row: Slots) -> None:
         """Drop the copy to ``req`` if it was to go on and did not."""
         assert req.holding is not None
@@ -404,6 +414,9 @@ class SnapshotAllocator(PartAllocator):
     def _keep(self, req: Req, border: int, row: Slots, kind: End) -> None:
         page = self._pages(row, border - 1, border)
         if not self._part[page[0]]:
+            assert req.holding is not None
+            if border * self.page_size < req.holding.behind.computed_from:
+                return
             self._make_room(1)
             self._part[page] = self.parts.alloc(1, rid=req.rid)
             self._end[page] = 0

@@ -83,16 +83,13 @@ class HandOffs:
         self.settle()
 
     def after_step(self, tokens: list[NewToken]) -> list[NewToken]:
-        """Send what the step made; after `Scheduler.apply`. Returns: ``tokens`` without those of prefill legs."""
+        """Send what the step made; after `Scheduler.apply`. Returns: ``tokens``, of prefill legs their ends alone."""
         self._prefill.send_pages()
-        own = []
-        for token in tokens:
-            if token.req.state is ReqState.HANDING_OFF:
-                self._prefill.send_last(token)
-            else:
-                own.append(token)
+        own = [
+            self._prefill.send_last(token) if token.req.state is ReqState.HANDING_OFF else token for token in tokens
+        ]
         self.settle()
-        return own
+        return [token for token in own if token is not None]
 
     def settle(self) -> None:
         """Close the rooms of legs that have ended; after every call that may end a request."""

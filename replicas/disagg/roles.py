@@ -10,6 +10,8 @@ Invariant: a room stays until its last event, which frees what its request left 
            retracted, and if it ends early its pages go to quarantine. Before the last chunk only whole, computed,
            committed pages are sent: those are final, and commit no longer swaps them.
            Decode: pages of a room are not read before `Received`, and freed only after the room's last event.
+           Recurrent states behind the prompt's last token go in pages behind its own (`kv.handed_len`), which either
+           side holds as it holds the others, and frees when they are copied out or the room is over.
 Thread:    engine thread only.
 
 Prefill
@@ -17,7 +19,7 @@ Prefill
     submit        parked, WAITING; service.expect_send ── SendReady(first_page) ──> WaitingQueue
     admitted      PREFILLING; cached pages from first_page on are sent before the forward
     each chunk    its whole pages are sent
-    last chunk    HANDING_OFF; the rest, and the meta with the first token: service.send_last
+    last chunk    HANDING_OFF; the rest, the states, and the meta with the first token: service.send_last
     SendDone      pages go, the prefix stays in the cache; ends with HANDED_OFF
 
     SendFailed    at any time: ends with ERROR at once, pages stay in quarantine ── SendDrained ──> free
@@ -27,7 +29,7 @@ Decode
 
     submit         WAITING in the PreallocQueue; too long there: computed here, and the room aborted
     granted        RECEIVING: row, locked prefix and pages of the whole sequence; service.receive(missing pages)
-    Received       prefix to the radix cache; first token as if sampled here; RUNNING, without a forward
+    Received       states to the row, prefix to the radix cache; first token as if sampled here; RUNNING, no forward
 
     ReceiveFailed  its own pages to quarantine ── ReceiveDrained ──> free; WAITING like any other: computed here
     abort, deadline: ends at once; service.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
@@ -38,6 +40,7 @@ in the radix cache. Prompt logprobs and requests without output need a forward o
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -53,18 +56,19 @@ from kvtransfer.types import (
     SendOrder,
     SendReady,
 )
-from replicas.cache.kv import KvCache
+from replicas.cache.kv import KvCache, handed_len
 from replicas.cache.quarantine import Detained
 from replicas.distributions import Distributions
-from replicas.errors import Fault, InvalidRequest
+from replicas.errors import Fault, InvalidRequest, PagesExhausted
 from replicas.observer import Observer
 from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.budget import let_go
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
-from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg, TokenLogprob
+from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg, StateCopy, TokenLogprob
 
 NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is computed where the answer is made"
+NO_ROOM = "the pool has no room for the prompt and pages that carry its recurrent states: it is computed here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,18 @@ class HandOffTerms:
     fingerprint: str  # of its KV layout; goes with what it sends
     open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room; as a receiver: for row and pages
     room_timeout_s: float = 180.0  # as a receiver: without a page
+
+
+class StateCarrier(Protocol):
+    """Copies the recurrent states of a request into pages, and back; complete when it returns."""
+
+    def put(self, row: int, num_tokens: int, pages: PageIds) -> None:
+        """Copy the states of ``row`` behind ``num_tokens`` into ``pages``."""
+        ...
+
+    def take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: PageIds) -> None:
+        """Make the copies ``first``; then let the states of ``row`` be those that ``pages`` carry."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +104,7 @@ class HandOffParts:
     clock: Callable[[], float]
     observer: Observer
     distributions: Distributions
+    states: StateCarrier | None = None  # of a model that keeps them
 
 
 class Rooms:
@@ -151,6 +168,7 @@ class PrefillRole:
         self._scheduler = parts.scheduler
         self._kv = parts.kv
         self._terms = parts.terms
+        self._states = parts.states
         self.rooms = Rooms(parts.kv)
 
     def submit(self, req: Req, hand_off: HandOff) -> None:
@@ -177,12 +195,15 @@ class PrefillRole:
                 self._service.send_pages(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end))
                 leg.next_page = end
 
-    def send_last(self, token: NewToken) -> None:
-        """Send what is unsent of a computed prompt, with its first token."""
+    def send_last(self, token: NewToken) -> NewToken | None:
+        """Send what is unsent of a computed prompt, and its states, with its first token. Returns: the end of the
+        request, if no pages are left to carry its states."""
         req, leg = token.req, leg_of(token.req)
         assert token.token_id is not None
         logprob = token.logprob
-        end = -(-req.num_tokens // self._kv.page_size)
+        if self._states is not None and (refusal := self._pack_states(req, self._states)) is not None:
+            return self._fail(req, refusal)
+        end = -(-handed_len(req, self._kv) // self._kv.page_size)
         skipped = leg.first_page * self._kv.page_size
         meta = KVTransferMeta(
             rid=req.rid,
@@ -198,6 +219,16 @@ class PrefillRole:
             self._observer.before_send(req, skipped)
         self._service.send_last(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end), meta)
         leg.next_page = end
+        return None
+
+    def _pack_states(self, req: Req, states: StateCarrier) -> str | None:
+        """Copy the states of ``req`` into pages behind its own. Returns: why there are none."""
+        try:
+            self._kv.extend(req, handed_len(req, self._kv))
+        except PagesExhausted as error:
+            return f"no pages carry its recurrent states: {error}"
+        states.put(*_states_of(req, self._kv))
+        return None
 
     def leave(self, req: Req) -> None:
         """Abort the room of ``req``, which has ended, so that the receiver stops waiting."""
@@ -247,6 +278,13 @@ class PrefillRole:
         return NewToken(req, None, None)
 
 
+def _states_of(req: Req, kv: KvCache) -> tuple[int, int, PageIds]:
+    """Return the row of ``req``, its tokens, and the pages behind them."""
+    assert req.holding is not None
+    first = -(-req.num_tokens // kv.page_size)
+    return req.holding.row, req.num_tokens, kv.pages(req, first, first + kv.carried_len // kv.page_size)
+
+
 def _why(req: Req) -> str:
     assert req.finish is not None
     return req.finish.message or f"the request ended with {req.finish.reason.value}"
@@ -262,6 +300,7 @@ class DecodeRole:
         self._scheduler = parts.scheduler
         self._kv = parts.kv
         self._terms = parts.terms
+        self._states = parts.states
         self._vocab_size = parts.vocab_size
         self._clock = parts.clock
         self.rooms = Rooms(parts.kv)
@@ -271,8 +310,8 @@ class DecodeRole:
         """Queue the legs of one request, for a grant where possible; ``reqs``: all of its choices."""
         first, *siblings = reqs
         first.leg = Leg(role=PdLeg.DECODE, ticket=hand_off.ticket)
-        if first.prompt_logprobs_from is not None or first.max_remaining <= 0:
-            first.leg.report = HandOffReport(transferred=False, reason=NEEDS_FORWARD)
+        if (reason := self._no_hand_off(first)) is not None:
+            first.leg.report = HandOffReport(transferred=False, reason=reason)
             for req in reqs:
                 self._scheduler.submit(req)
             return
@@ -283,13 +322,20 @@ class DecodeRole:
         if siblings:
             self._siblings[first.rid] = siblings
 
+    def _no_hand_off(self, req: Req) -> str | None:
+        """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
+        if req.prompt_logprobs_from is not None or req.max_remaining <= 0:
+            return NEEDS_FORWARD
+        full = self._states is not None and handed_len(req, self._kv) >= self._kv.store.size.num_tokens
+        return NO_ROOM if full else None
+
     def ask(self) -> None:
         """Open the rooms of the requests that were granted pages."""
         for req in self._scheduler.queues.away.take_granted():
             leg, holding = leg_of(req), req.holding
             assert holding is not None
             leg.first_page = holding.prefix_len // self._kv.page_size
-            pages = self._kv.pages(req, leg.first_page, -(-req.num_tokens // self._kv.page_size))
+            pages = self._kv.pages(req, leg.first_page, -(-handed_len(req, self._kv) // self._kv.page_size))
             self._open(req, leg.first_page, pages)
 
     def stop_waiting(self) -> list[NewToken]:
@@ -351,6 +397,9 @@ class DecodeRole:
         leg, meta = leg_of(req), event.meta
         if observe.enabled():
             self._observer.after_restore(req, leg.first_page * self._kv.page_size)
+        if self._states is not None:
+            parts = self._kv.store.parts
+            self._states.take(() if parts is None else parts.came(req), *_states_of(req, self._kv))
         num_pages = -(-req.num_tokens // self._kv.page_size) - leg.first_page
         leg.report = self._report(req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s)
         logprob = None
@@ -436,6 +485,7 @@ def received(
     """
     scheduler.queues.away.remove(req)
     req.computed_len = req.num_tokens
+    scheduler.kv.cut(req)  # the pages that carried its states
     if req.stamps.admitted_s is None:
         req.stamps.admitted_s, req.cached = scheduler.clock(), cached
     scheduler.kv.commit(req)

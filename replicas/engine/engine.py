@@ -33,7 +33,7 @@ from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
-from replicas.disagg.roles import HandOffParts, HandOffTerms
+from replicas.disagg.roles import HandOffParts, HandOffTerms, StateCarrier
 from replicas.distributions import Distributions
 from replicas.engine.adapters import HeldAdapters
 from replicas.engine.compiling import Grammars
@@ -67,6 +67,7 @@ class Executor:
     page_home: TieredPageHome | None = None  # cached pages as they move between replicas; None: they do not
     give_back: Callable[[frozenset[str]], None] = lambda parts: None  # memory of all ranks (occupation.py)
     adapters: HeldAdapters | None = None  # None: none are served
+    states: StateCarrier | None = None  # recurrent states as they are handed over; None: there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +171,7 @@ class Engine:
             parts = HandOffParts(
                 service=self._service, scheduler=self.scheduler, kv=kv, terms=terms, clock=clock,
                 vocab_size=config.model.vocab_size, observer=self._observer, distributions=self._distributions,
+                states=executor.states,
             )  # fmt: skip
             self._hand_offs = HandOffs(parts)
 

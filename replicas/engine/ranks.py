@@ -30,7 +30,7 @@ from replicas.ranks.plan_channel import PlanChannel
 from replicas.ranks.port import MakeAgent, PortSpec, make_port
 from replicas.ranks.remote_port import RemotePort
 from replicas.ranks.worker import WorkerSpec, die_with_parent, run_worker, worker_specs
-from replicas.runner.kv_access import GiveBack, KvOrder, RankedCopier, RankedKvBytes, give_back_parts
+from replicas.runner.kv_access import CarriedStates, GiveBack, KvOrder, RankedCopier, RankedKvBytes, give_back_parts
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import PendingStep, StepPlan
 from replicas.types import AdapterRef
@@ -195,6 +195,11 @@ class Ranks:
             self.host.pin()
         send = self._channel.send if self._channel is not None else _send_nothing
         return RankedCopier(self.runner.pool, self.host, self.runner.tp, send)
+
+    def carried_states(self) -> CarriedStates | None:
+        """Give access to the recurrent states of requests as bytes of pages; None of a model that keeps none."""
+        states = self.runner.states
+        return None if states is None else CarriedStates(self.runner.pool, states)
 
     def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
         """Make one transfer port for each rank, in order. Call and use them on the transfer service's thread.

@@ -205,11 +205,13 @@ class ReqToTokenPool:
         self._valid_len[rows] = positions + 1
 
     def cut(self, row: int, valid_len: int) -> None:
-        """Forget the positions of ``row`` from ``valid_len`` on; its writes are drained."""
+        """Forget the positions of ``row`` from ``valid_len`` on, and writes to them that were not drained."""
         assert self._taken[row], f"row {row} is not taken"
-        assert row not in self._log, f"row {row} has writes that no plan has taken"
         assert valid_len <= self._valid_len[row], f"row {row} is valid on [0, {self._valid_len[row]}) only"
         self._valid_len[row] = valid_len
+        if row in self._log:
+            kept = [(row, start, slots[: max(0, valid_len - start)]) for _, start, slots in self._log.pop(row)]
+            self._log[row] = [write for write in kept if len(write[2])]
 
     def view(self, row: int, start: int, end: int) -> Slots:
         """Return the slots of positions [start, end): [end - start], a view that later writes change."""

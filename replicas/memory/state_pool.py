@@ -82,6 +82,24 @@ class StatePool:
                 tensor[target] = tensor[source]
             self._seen[target] = order.num_tokens if held == order.num_tokens else -1
 
+    def read(self, row: int, num_tokens: int) -> Tensor:
+        """Copy the states of ``row`` behind ``num_tokens``, one after the other: [state_bytes] uint8. Raises:
+        RuntimeError where they are not there."""
+        place = self._place(row, num_tokens)
+        if self._seen[place] != num_tokens:
+            raise RuntimeError(f"row {row} has no states behind {num_tokens} tokens, which is a defect of Manta")
+        return torch.cat([tensor[place].flatten().view(torch.uint8) for tensor in self.tensors])
+
+    def write(self, row: int, num_tokens: int, states: Tensor) -> None:
+        """Undo `read`, from the first bytes of ``states`` [>= state_bytes]; ``row`` has no others then."""
+        first = STATE_PLACES * row
+        self._seen[first : first + STATE_PLACES] = -1
+        for tensor in self.tensors:
+            target = tensor[first]
+            own, states = states[: target.nbytes].clone(), states[target.nbytes :]
+            target.copy_(own.view(tensor.dtype).view(target.shape))
+        self._seen[first] = num_tokens
+
     def begin(
         self, rows: Sequence[int], bounds: Sequence[int], seq_lens: Sequence[int], out_slots: Tensor
     ) -> list[Segment]:

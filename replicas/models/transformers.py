@@ -28,6 +28,7 @@ from replicas.config import ModelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
+from replicas.memory.state_pool import StatePool
 from replicas.models.indexes import AnyMask, ServedIndexes
 from replicas.models.outline import (
     attend_by,
@@ -117,6 +118,11 @@ class TransformersModel:
         tensors = [*self._module.parameters(), *self._module.buffers()]
         others: int = sum(tensor.nbytes for tensor in tensors)
         return product_bytes(self._module) + others
+
+    @property
+    def states(self) -> StatePool | None:
+        """What its modules keep of each request, once a step has run; None of a model that keeps no state."""
+        return None if self._states is None else self._states.pool
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, meta: BatchMeta, logits_rows: Tensor | None = None) -> Tensor:

@@ -24,6 +24,8 @@ from replicas.loading.panel_file import give_back_panels
 from replicas.memory.allocator import Pages
 from replicas.memory.host import HostKVCache
 from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.state_pool import StatePool
+from replicas.types import StateCopy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +104,36 @@ class RankedCopier:
     def _run(self, order: CopyPages) -> npt.NDArray[np.bool_]:
         self._send(order)
         return copy_pages(order, self._pool, self.host, self._tp)
+
+
+class CarriedStates:
+    """A replicas.disagg.roles.StateCarrier: the recurrent states of a request as bytes of pages, on one rank."""
+
+    def __init__(self, pool: MHATokenToKVPool, states: StatePool) -> None:
+        self._rows = pool.buffer.view(torch.uint8).view(len(pool.buffer), -1)  # [num_pages + 1, page_bytes], shared
+        self._states = states
+
+    @torch.inference_mode()
+    def put(self, row: int, num_tokens: int, pages: Pages) -> None:
+        states = self._states.read(row, num_tokens)
+        filled = torch.zeros(len(pages) * self._rows.shape[1], dtype=torch.uint8, device=states.device)
+        filled[: len(states)] = states
+        self._rows[self._places(pages)] = filled.view(len(pages), -1)
+        self._wait()
+
+    @torch.inference_mode()
+    def take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: Pages) -> None:
+        self._states.copy(first)
+        self._states.write(row, num_tokens, self._rows[self._places(pages)].flatten())
+        self._wait()
+
+    def _places(self, pages: Pages) -> torch.Tensor:
+        return torch.from_numpy(pages.astype(np.int64)).to(self._rows.device)
+
+    def _wait(self) -> None:
+        """Wait for a GPU: peers read and write pages without its stream."""
+        if self._rows.is_cuda:
+            torch.cuda.current_stream(self._rows.device).synchronize()
 
 
 def run_order(order: ReadKv | WriteKv, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads: int) -> Payload | None:

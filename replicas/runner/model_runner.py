@@ -44,6 +44,7 @@ from replicas.memory.allocator import ROW_SLACK
 from replicas.memory.kv_scales import checkpoint_scales
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
+from replicas.memory.state_pool import StatePool
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.runner import batch as batches
@@ -121,6 +122,11 @@ class ModelRunner:
     def pool(self) -> MHATokenToKVPool:
         """The pool whose pages requests hold."""
         return self.pools[0]
+
+    @property
+    def states(self) -> StatePool | None:
+        """What the model keeps of requests beside K and V; None of a model that keeps nothing."""
+        return None if isinstance(self._model, Llama) else self._model.states
 
     @functools.cached_property
     def adapters(self) -> AdapterBank:
@@ -298,7 +304,8 @@ class ModelRunner:
         return rank_channels(self._config, self.tp.rank)
 
     def _make_table(self) -> batches.DeviceTable:
-        rows, row_len = self.max_running + 1, self._config.model.context_len + ROW_SLACK
+        config = self._config
+        rows, row_len = self.max_running + 1, config.model.context_len + config.carried_len + ROW_SLACK
         size, apart = self.pool_size, None
         if size.windows is not None:
             apart = batches.WindowTable(rows, row_len, num_pages=size.num_pages, page_size=size.page_size)

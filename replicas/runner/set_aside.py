@@ -76,4 +76,4 @@ def bytes_for_table(config: EngineConfig, kv_bytes: int, cell_bytes: int) -> int
     fit = kv_bytes // cell_bytes if cell_bytes else cap or 0
     tokens = fit if cap is None else min(fit, cap)
     rows = sizing.max_running_requests(tokens, context_len, config.scheduler.max_running_requests)
-    return torch.int32.itemsize * (rows + 1) * (context_len + ROW_SLACK)
+    return torch.int32.itemsize * (rows + 1) * (context_len + config.carried_len + ROW_SLACK)

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from replicas.cache.kv import KvCache
+from replicas.cache.kv import KvCache, handed_len
 from replicas.config import SchedulerConfig
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
@@ -167,11 +167,15 @@ class RatioRule:
     initial: float
     floor: float
     decay: float  # of each decode step
+    carried_len: int = 0  # tokens' worth of pages that a prefill leg needs behind its prompt (cache/kv.py)
 
     @staticmethod
-    def of(config: SchedulerConfig) -> "RatioRule":
+    def of(config: SchedulerConfig, kv: KvCache) -> "RatioRule":
         return RatioRule(
-            initial=config.new_token_ratio, floor=config.min_new_token_ratio, decay=config.new_token_ratio_decay
+            initial=config.new_token_ratio,
+            floor=config.min_new_token_ratio,
+            decay=config.new_token_ratio_decay,
+            carried_len=kv.carried_len,
         )
 
 
@@ -203,8 +207,11 @@ class NewTokenRatio:
         self.value = self._rule.initial
 
     def reserve(self, req: Req) -> int:
-        """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here."""
-        return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
+        """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here, and
+        its states need pages."""
+        if req.is_prefill_leg:
+            return self._rule.carried_len
+        return int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,11 +257,11 @@ def grant(queues: Queues, kv: KvCache, ratio: NewTokenRatio, room: Room, *, now_
 def _take(req: Req, kv: KvCache, ratio: NewTokenRatio, *, reserved: int, alone: bool) -> bool:
     """Take row, locked prefix and pages for ``req``, or nothing."""
     reused = kv.admit(req, whole=True)  # locks the prefix: its pages no longer count as evictable
-    need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req) + reserved)
+    need = handed_len(req, kv) - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req) + reserved)
     if need <= kv.store.available_tokens():
         try:
             kv.load(req, req.num_tokens, whole=True)
-            kv.extend(req, req.num_tokens)
+            kv.extend(req, handed_len(req, kv))
         except PagesExhausted:
             pass
         else:

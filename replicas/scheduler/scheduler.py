@@ -70,7 +70,7 @@ class Scheduler:
         self.last = LastRound()
         self._config = config
         self.clock = clock
-        self._ratio = NewTokenRatio(RatioRule.of(config))
+        self._ratio = NewTokenRatio(RatioRule.of(config, kv))
         self._shared = SharedPrefixes()
         self._gate = AheadGate()
         # those of the table; the engine adds those that it alone can make

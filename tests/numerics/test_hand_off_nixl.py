@@ -29,6 +29,7 @@ from tests.numerics.handing_over import (
     tiny_prompt,
     warm_part,
 )
+from tests.numerics.test_states import assert_greedy, saved_model
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,33 @@ def test_a_hand_off_of_a_request_with_an_adapter(processes: Processes, tmp_path:
     assert told[0].hand_off.num_pages == 7  # all of the prompt's
     assert [token for delta in told for token in delta.token_ids] != [i for delta in own for i in delta.token_ids]
     check_balance(processes)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("transport", ["cma", "tcp"])
+def test_two_processes_hand_recurrent_states_over_with_the_ids_of_transformers(tmp_path: Path, transport: str) -> None:
+    """Prompts of whole pages and others, in one chunk and several, a beginning that the decode side has."""
+    model = saved_model("qwen3_next", tmp_path)
+    settings = ProcessSettings(model=str(tmp_path), page=16, chunk=32, transport=transport, heartbeat_misses=20)
+    prefill, decode = EngineProcess(settings), EngineProcess(settings)
+    try:
+        for length in (1, 32, 50, 100):
+            prompt = tiny_prompt(length, 1) % 190 + 3
+            first, second = legs(GenerateRequest(rid="asked", token_ids=prompt, sampling=GREEDY), prefill.address)
+            prefill.submit(first)
+            decode.submit(second)
+            told = decode.finish("asked")
+            assert prefill.finish("asked")[-1].finish == Finish(reason=FinishReason.HANDED_OFF)
+            assert told[0].hand_off is not None
+            assert told[0].hand_off.transferred, told[0].hand_off.reason
+            assert_greedy(model, prompt.tolist(), [token for delta in told for token in delta.token_ids])
+        assert decode.stats().prefill_tokens == 0
+        for end in (prefill, decode):
+            pool = end.pool()
+            assert pool.free_pages + pool.evictable_pages == pool.num_pages
+    finally:
+        prefill.close()
+        decode.close()
 
 
 @pytest.mark.model

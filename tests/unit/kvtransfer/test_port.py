@@ -14,6 +14,7 @@ from tests.kv_pools import (
     arrivals,
     connect,
     join_heads,
+    layout,
     local_engine,
     page_ids,
     peer_of,
@@ -326,3 +327,15 @@ def test_a_peer_of_another_layout_or_of_ranks_that_do_not_map_is_refused() -> No
         p.ports[0].connect(replace(peer_of(d), incarnation="x", fingerprint="0" * 16))
     with pytest.raises(IncompatibleLayout, match="tp = 2 here and 3 there"):
         p.ports[0].connect(replace(peer_of(d), incarnation="y", tp=3))
+
+
+def test_states_are_carried_by_whole_pages_of_the_layout_and_a_layout_without_them_keeps_its_name() -> None:
+    plain = layout()
+    for num_bytes, num_pages in ((0, 0), (1, 1), (plain.page_bytes, 1), (plain.page_bytes + 1, 2)):
+        assert replace(plain, state_bytes=num_bytes).state_pages == num_pages
+    assert plain.fingerprint == "5c6af9a2006cae69"  # a release that changes it finds no page of its stores
+    assert replace(plain, state_bytes=8).fingerprint != plain.fingerprint
+    with pytest.raises(IncompatibleLayout, match="state_bytes: 0 here, 8 there"):
+        plain.require_compatible(replace(plain, state_bytes=8))
+    with pytest.raises(ValueError, match="state_bytes = -1"):
+        replace(plain, state_bytes=-1)

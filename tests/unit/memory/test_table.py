@@ -112,3 +112,17 @@ def test_a_decode_batch_appends_one_each() -> None:
     assert table.gather(rows, positions).tolist() == [6, 8]
     assert drained(table) == [(a, 0, [4, 5])]
     table.check()
+
+
+def test_what_is_cut_is_not_handed_out() -> None:
+    """Positions [0, 3) are written at once, [3, 6) after; the row is cut in the first run, or in the second."""
+    for valid_len, kept in ((2, [4, 5]), (4, [4, 5, 6, 7])):
+        table, row = one_row()
+        table.write(row, 0, slots(4, 5, 6))
+        table.write(row, 3, slots(7, 8, 9))
+        table.cut(row, valid_len)
+        assert table.valid_len(row) == valid_len
+        assert drained(table) == [(row, 0, kept)]
+    table.cut(row, 0)
+    assert drained(table) == []
+    table.check()
