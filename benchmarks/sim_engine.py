@@ -29,7 +29,7 @@ from deployments.fleet.fleet import view_of
 from kvtransfer.pages import page_keys
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
-from replicas.engine.loop import STATS_PERIOD_S
+from replicas.engine.loop import IDLE_WAIT_S, STATS_PERIOD_S
 from replicas.engine.stepping import StepClock, snapshot
 from replicas.memory.sizing import PoolSize
 from replicas.request import Req
@@ -139,7 +139,8 @@ class TimedEngine:
 
     def report(self) -> ReplicaView:
         """Return what a fleet makes of its report, a way later; the same object where nothing was new."""
-        if self._alike is not None and self._stats.time_s < self._alike.began_s:
+        alike_is_new = self._alike is not None and self._stats.time_s < self._alike.began_s
+        if alike_is_new or (not self._in_step and self._events.now_s - self._stats.time_s >= IDLE_WAIT_S):
             self._stats = self._snapshot()
         if self._view is None or self._view[0] is not self._stats:
             said = ReplicaReport(stats=self._stats, error=None, num_open=0)

@@ -19,6 +19,8 @@ _BECAUSE = {
     Reason.FEWER_REQUESTS: "it had the fewest requests of those compared",
     Reason.FEWER_TOKENS: "it had the fewest prompt tokens queued of those compared",
     Reason.SESSION: "it is among the soonest and had this session before",
+    Reason.MORE_FREE: "of the replicas whose estimates differ by less than rates are known, most of its pool is free",
+    Reason.LONGEST_AGO: "of the replicas whose estimates differ by less than rates are known, it had none for longest",
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
 _WIDTHS: Mapping[Unit, int] = {"s": 8, "tokens": 7, "tokens/s": 7}
@@ -126,6 +128,7 @@ def candidate_terms(candidate: Candidate, decision: Decision) -> dict[str, float
         "queued_tokens": candidate.queued_tokens,
         "passed_tokens": round(candidate.terms.passed_tokens),
         "pool_utilization": candidate.view.pool_utilization,
+        "free_tokens": round(candidate.load.free_tokens),
         "report_age_s": decision.time_s - candidate.view.time_s,
     }
     names = (term.field for term in CANDIDATE)
@@ -145,7 +148,8 @@ def _candidate_row(candidate: Candidate, decision: Decision) -> str:
     return (
         f"{row} ({view.num_running} running and {view.num_waiting} waiting {values['report_age_s']:.2f} s ago, "
         f"{load.requests_since:.0f} sent and {load.ended_since:.0f} ended since), "
-        f"pool {view.pool_utilization:.0%} in use{ended if values['gone_tokens'] else ''}{looked_at}"
+        f"pool {view.pool_utilization:.0%} in use, {values['free_tokens']} tokens free"
+        f"{ended if values['gone_tokens'] else ''}{looked_at}"
     )
 
 

@@ -38,6 +38,10 @@ RATE_HALF_S = 1.0
 # request.
 RATE_FRESH_S = 5.0
 RATE_FADE_HALF_S = 5.0
+# On a machine that does other work a step's time varies by up to so much from one to the next (docs/capacity.md). It is
+# believed until rates have been told anew some tens of times, and counts two standard deviations.
+STEP_SPREAD, SPREAD_SMOOTHING, DEVIATIONS = 0.4, 0.03, 2.0
+NEWEST_WEIGHS, STEPS_IN_MEAN = 0.2, 9  # in a rate (stepping.py), which therefore varies as the plain mean of so many
 # Before any replica has measured, those that left included: between a small model on a CPU and a large one on a GPU.
 # It is the same for all replicas, so that it orders them by tokens; only its ratio to the other terms is a guess.
 PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
@@ -46,8 +50,8 @@ PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 ASSUMED_HOST_BYTES_PER_S, ASSUMED_STORE_BYTES_PER_S, ASSUMED_STORE_LATENCY_S = 2e9, 2e8, 0.005
 ASSUMED_ADAPTER_LOAD_S = 0.1  # likewise: 20 MB of a disk, and their digest
 (IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
- UTILIZATION, POOL_TOKENS, MAX_REQUESTS, RATE_TOKENS, LATE, RATE_AT_S, STEP_AT_S, HOST_S, STORE_S, LATENCY_S,
- NUM_FIELDS) = range(24)  # fmt: skip
+ UTILIZATION, POOL_TOKENS, FREE_TOKENS, MAX_REQUESTS, RATE_TOKENS, LATE, RATE_AT_S, STEP_AT_S, NUM_RATES, LAST, HOST_S,
+ STORE_S, LATENCY_S, NUM_FIELDS) = range(27)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +61,7 @@ class Eligible:
     views: list[ReplicaView]
     columns: npt.NDArray[np.intp]  # [n]
     prefill_tokens_per_s: Floats  # [n] measured or guessed
+    rate_error: Floats  # [n] by which share that may be wrong
     rate_step_tokens: Floats  # [n] prompt tokens of the steps on which that was measured, or their mean elsewhere
     decode_step_s: Floats  # [n]
     decode_token_s: Floats  # [n] between two tokens of a request
@@ -77,6 +82,7 @@ class Eligible:
             views=[self.views[i] for i in at],
             columns=self.columns[at],
             prefill_tokens_per_s=self.prefill_tokens_per_s[at],
+            rate_error=self.rate_error[at],
             rate_step_tokens=self.rate_step_tokens[at],
             decode_step_s=self.decode_step_s[at],
             decode_token_s=self.decode_token_s[at],
@@ -88,13 +94,15 @@ class Eligible:
 def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.intp], priors: Floats) -> Eligible:
     """Return the replicas of ``views`` [n] with their rates, from ``columns`` [n] of ``data`` [field, column].
 
-    ``priors`` [field]: what is believed of a rate that none of them has measured.
+    ``priors`` [field]: what is believed of a rate that none of them has measured; of NUM_RATES: by which share one
+    may be wrong that was measured once.
     """
     step_s = _believed(data, STEP_S, STEP_AT_S, columns, priors[STEP_S])
     return Eligible(
         views=views,
         columns=columns,
         prefill_tokens_per_s=_believed(data, RATE, RATE_AT_S, columns, priors[RATE]),
+        rate_error=priors[NUM_RATES] / np.sqrt(np.clip(data[NUM_RATES, columns], 1, STEPS_IN_MEAN)),
         rate_step_tokens=_measured(data[RATE_TOKENS, columns], priors[RATE_TOKENS]),
         decode_step_s=step_s,
         decode_token_s=step_s / np.array([view.tokens_per_step for view in views]),
@@ -138,12 +146,15 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         queued_tokens=queue,
         late_tokens=np.minimum(own[LATE], queue),  # what goes before them drains first
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
+        rate_error=eligible.rate_error,
         rate_step_tokens=eligible.rate_step_tokens,
         decode_step_s=eligible.decode_step_s,
         decode_token_s=eligible.decode_token_s,
         fixed_step_s=eligible.fixed_step_s,
         utilization=utilization,
         pool_tokens=own[POOL_TOKENS],
+        free_tokens=np.maximum(own[FREE_TOKENS] - own[TOKENS_SINCE], 0.0),
+        last_number=own[LAST],
         max_requests=own[MAX_REQUESTS],
     )
 
@@ -257,6 +268,7 @@ class Load:
         self._free = list(range(8))
         self._priors: Floats = np.zeros(NUM_FIELDS)  # [field] rates, as the last replica that left had them
         self._priors[RATE] = PRIOR_PREFILL_TOKENS_PER_S
+        self._priors[NUM_RATES] = DEVIATIONS * STEP_SPREAD
         self._where: dict[int, str] = {}  # decision number -> replica
         self._able: list[_Replica] | None = None  # may take a request; until that changes for one of them
         self._columns = np.zeros(0, dtype=np.intp)  # theirs
@@ -317,6 +329,8 @@ class Load:
                 continue
             if told != last or column[RATE + at] == 0.0:
                 column[RATE_AT_S + at] = view.time_s
+                if at == 0:
+                    self._note_spread(column, told, last)
             column[RATE + at] = smooth(column[RATE + at], told, since_s)
         requests = view.num_running + view.num_waiting + view.num_receiving
         tokens = view.queued_uncached_tokens
@@ -327,6 +341,7 @@ class Load:
         column[UTILIZATION:RATE_AT_S] = (
             view.pool_utilization,
             view.pool_pages * view.page_size,
+            view.free_pages * view.page_size,
             view.max_running_requests or float("inf"),
             view.rate_step_tokens,
             view.late_uncached_tokens,
@@ -343,6 +358,7 @@ class Load:
             replica.coming[adapter] += 1
         self._where[number] = replica_id
         self._data[IN_FLIGHT, replica.column] += 1
+        self._data[LAST, replica.column] = number + 1
         if now_s >= self._data[REPORT_S, replica.column]:
             self._enqueue(replica, request)
 
@@ -441,6 +457,15 @@ class Load:
             assert column[RECEIVING] >= sum(request.uncached_tokens == 0 for request in since)
             assert min(column[ENDED], column[QUEUE]) >= 0
             assert replica.coming == Counter(each.adapter for each in replica.open.values() if each.adapter)
+
+    def _note_spread(self, column: Floats, told: float, last: float) -> None:
+        """Note that a replica's rate was ``last`` and is ``told``: how far steps differ shows in how far rates move."""
+        column[NUM_RATES] += 1
+        if told and last:
+            moved = DEVIATIONS * (told / last - 1.0) / max(NEWEST_WEIGHS, 1.0 / column[NUM_RATES])
+            spread = min(abs(moved), DEVIATIONS)
+            before = self._priors[NUM_RATES] ** 2
+            self._priors[NUM_RATES] = (before + SPREAD_SMOOTHING * (spread**2 - before)) ** 0.5
 
     def _dequeue(self, replica: _Replica, request: _Open) -> None:
         """Take an ended request that the last report counts out of the queue. How much of it was computed is not known;

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvtransfer.pages import PageKeys
 from routing.load import Eligible
-from routing.policies import OUTPUT_TOKENS, TIE_S, Candidates, MadeWhenAsked, Turn, bounded
+from routing.policies import OUTPUT_TOKENS, TIE_S, Candidates, MadeWhenAsked, Turn, bounded, of_equals
 from routing.types import (
     Candidate,
     Decision,
@@ -77,17 +77,20 @@ def choose_pair(
     Args: prefills: None where none may take the request. costs: `costs_of` ``decodes``. always: hand over whatever
           may be.
     """
-    best = None if prefills is None else _soonest(prefills, turn, query.max_wait_s)
+    best = None if prefills is None else _soonest(query, prefills, turn)
     prefill_s = None if prefills is None or best is None else float(prefills.terms.ttft_s[best])
     # rows [W, D]: computed by the decode replica, handed over to it
     cost_s, ttft_s, wait_s = [costs.local_cost_s], [costs.ttft_s], [decodes.terms.wait_s]
+    rated_s = [decodes.terms.own_s + decodes.terms.step_s]
     if prefills is not None and best is not None and prefill_s is not None and not query.one_replica:
         cost_s.append(costs.receive_cost_s + prefill_s)
         ttft_s.append(costs.receive_cost_s - costs.slower_s + prefill_s)
         wait_s.append(costs.pressure_s + float(prefills.terms.wait_s[best]))
+        rated_s.append(costs.transfer_s)
     ways = slice(1, None) if always and len(cost_s) == 2 else slice(None)
     compared = bounded(np.array(cost_s[ways]), np.array(ttft_s[ways]), np.array(wait_s[ways]), query.max_wait_s)
-    index, reason = _cheapest(decodes, compared.min(axis=0), turn)
+    least_s = np.where(compared[0] <= compared[-1], rated_s[ways][0], rated_s[ways][-1])
+    index, reason = of_equals(query, decodes, compared.min(axis=0), least_s, turn)
     handed_over = len(cost_s) == 2 and (always or bool(compared[1, index] < compared[0, index] - TIE_S))
     best_id = None if prefills is None or best is None else prefills.replica_id(best)
     predicted_s = float(ttft_s[1 if handed_over else 0][index])
@@ -107,7 +110,7 @@ def choose_pair(
     return PairChoice(
         decode=index,
         prefill=best if handed_over else None,
-        reason=reason,
+        reason=reason or Reason.CHEAPEST,
         predicted_ttft_s=predicted_s,
         shortest_wait_s=float(np.min(wait_s[ways])),
         pair=pair,
@@ -181,28 +184,12 @@ def _missing_tokens(load: LoadEstimate[Floats], own_tokens: Ints) -> Floats:
     return np.where(load.pool_tokens > 0, np.maximum(missing, 0.0), 0.0)
 
 
-def _soonest(prefills: Candidates, turn: Turn, max_wait_s: float) -> int:
+def _soonest(query: RouteQuery, prefills: Candidates, turn: Turn) -> int:
     """Return where the prompt costs least: the time to its first token, and how long computing a prefix anew delays
-    others, unless the queue is too long (policies.py); of equals the one with fewer requests, then at random."""
+    others, unless the queue is too long; of equals one by `of_equals` (policies.py)."""
     terms = prefills.terms
-    return _cheapest(prefills, bounded(terms.cost_s, terms.ttft_s, terms.wait_s, max_wait_s), turn)[0]
-
-
-def _cheapest(candidates: Candidates, cost_s: Floats, turn: Turn) -> tuple[int, Reason]:
-    """Return the lowest cost; of equals the session's last replica, then fewer requests, then at random."""
-    if len(candidates) == 1:
-        return 0, Reason.ONLY
-    lowest = np.flatnonzero(cost_s <= cost_s.min() + TIE_S)
-    if len(lowest) == 1:
-        return int(lowest[0]), Reason.CHEAPEST
-    for index in lowest.tolist():
-        if turn.session is not None and candidates.replica_id(index) == turn.session:
-            return int(index), Reason.SESSION
-    requests = candidates.load.num_requests[lowest]
-    fewest = lowest[requests == requests.min()]
-    if len(fewest) == 1:
-        return int(fewest[0]), Reason.FEWER_REQUESTS
-    return int(fewest[turn.rng.randrange(len(fewest))]), Reason.TIE
+    cost_s = bounded(terms.cost_s, terms.ttft_s, terms.wait_s, query.max_wait_s)
+    return of_equals(query, prefills, cost_s, terms.own_s + terms.step_s, turn)[0]
 
 
 def _why(query: RouteQuery, *, handed_over: bool, always: bool, any_prefill: bool) -> PairReason:

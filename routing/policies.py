@@ -221,6 +221,7 @@ def _pressure_s(load: LoadEstimate[Floats], need_tokens: Ints, output_tokens: in
 
 # Estimates closer than this are equal: the report's period and the network blur them by milliseconds.
 TIE_S = 0.002
+SHORT_PREFIX = 0.2  # of what else would be computed: a template, a system prompt
 # prefix_threshold, the defaults of SGLang's router (cache_aware): a prefix counts from this share of the prompt on,
 # and the load is out of balance when the busiest has BALANCE_REQUESTS more, and BALANCE_RATIO times more, than the
 # idlest.
@@ -251,24 +252,54 @@ Policy = Callable[[RouteQuery, Candidates, Turn], PolicyChoice]
 
 
 def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """Choose the soonest first token plus others' delay; then the session's last, fewest requests, any.
+    """Choose the soonest first token plus others' delay; of those that are as soon, one by `of_equals`.
 
     A replica that holds the prefix wins until its queue costs more than computing the prefix elsewhere, for this
     request and for those waiting there: hot prefixes are replicated by themselves. Candidates with a longer queue
     than ``query.max_wait_s`` are left out; with no other, only our own first token counts.
     """
     terms = candidates.terms
-    least = _lowest(bounded(terms.cost_s, terms.ttft_s, terms.wait_s, query.max_wait_s), within=TIE_S)
-    if len(least) == 1:
-        index = int(least[0])
-        if len(candidates) == 1:
-            return PolicyChoice(index=index, reason=Reason.ONLY)
-        return PolicyChoice(index=index, reason=_why_least(terms, index, query.max_wait_s))
-    if turn.session is not None:
-        for index in least.tolist():
-            if candidates.replica_id(index) == turn.session:
-                return PolicyChoice(index=index, reason=Reason.SESSION)
-    return _fewest_requests(candidates, least, turn)
+    cost_s = bounded(terms.cost_s, terms.ttft_s, terms.wait_s, query.max_wait_s)
+    index, reason = of_equals(query, candidates, cost_s, terms.own_s + terms.step_s, turn)
+    return PolicyChoice(index=index, reason=reason or _why_least(terms, index, query.max_wait_s))
+
+
+def of_equals(
+    query: RouteQuery, candidates: Candidates, cost_s: Floats, rated_s: Floats, turn: Turn
+) -> tuple[int, Reason | None]:
+    """Choose the lowest ``cost_s`` [n]; of those equal to it as far as rates are known, the session's last replica,
+    then fewer requests, most free pages where all of the request fits, sent to longest ago, any.
+
+    Equal to the lowest is what costs more by no more than the rates of both may be wrong (``rated_s`` [n]: the part of
+    the cost that is tokens over a rate), and whose other parts are no longer. So the pools of an idle fleet fill
+    evenly, also where all prompts begin alike: a prefix of SHORT_PREFIX does not draw all to the first replica that
+    holds it.
+
+    Returns: its position, and the reason unless the cost alone decides.
+    """
+    if len(candidates) == 1:
+        return 0, Reason.ONLY
+    load, own_tokens = candidates.load, candidates.terms.own_tokens
+    best, other_s = int(cost_s.argmin()), cost_s - rated_s
+    error = np.hypot(load.rate_error, load.rate_error[best])
+    equal = (cost_s <= cost_s[best] + error * rated_s[best]) & (other_s <= other_s[best] + TIE_S)
+    equal &= own_tokens <= own_tokens[best] / (1.0 - SHORT_PREFIX)
+    among = np.flatnonzero(equal | (cost_s <= cost_s[best] + TIE_S))
+    if len(among) == 1:
+        return best, None
+    for index in among.tolist():
+        if candidates.replica_id(index) == turn.session:
+            return index, Reason.SESSION
+    need_tokens = own_tokens + min(query.max_new_tokens, OUTPUT_TOKENS)
+    free_tokens = np.where(load.free_tokens >= need_tokens, load.free_tokens, 0.0)
+    for value, reason in (
+        (load.num_requests, Reason.FEWER_REQUESTS), (-free_tokens, Reason.MORE_FREE),
+        (load.last_number, Reason.LONGEST_AGO),
+    ):  # fmt: skip
+        among = among[value[among] == value[among].min()]
+        if len(among) == 1:
+            return int(among[0]), reason
+    return int(among[turn.rng.randrange(len(among))]), Reason.TIE
 
 
 def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:

@@ -68,6 +68,7 @@ CANDIDATE = (
         "pool_utilization", "pool", "ratio", "share of the KV pool that a new request cannot have",
         in_terminal="always",
     ),
+    Term("free_tokens", "free", "tokens", "that fit into pages of its KV pool that hold nothing", in_terminal="never"),
     Term("report_age_s", "age", "s", "of the replica's report", in_terminal="never"),
 )  # fmt: skip
 LOCAL, RECEIVED = ("local_cost_s",), ("receive_cost_s",)

@@ -75,6 +75,7 @@ class ReplicaView:
     late_factor: float = 0.0  # a late one waits at most so many times as long as in order of arrival; 0: none is passed
     pool_utilization: float = 0.0  # share of the KV pool that a new request cannot have, 0 to 1
     pool_pages: int = 0  # capacity of its KV pool; with 0 the router's index holds nothing for it
+    free_pages: int = 0  # of those, the pages that hold nothing, not even cached tokens
     page_size: int = 16  # tokens a page; other than the router's, the index holds nothing for it
     prefill_tokens_per_s: float = 0.0  # 0 until measured
     rate_step_tokens: float = 0.0  # prompt tokens of the steps on which that was measured; 0: not reported
@@ -186,12 +187,15 @@ class LoadEstimate(Generic[FloatT]):
     queued_tokens: FloatT  # uncached prompt tokens still to compute
     late_tokens: FloatT  # of those, of late requests, which others go before
     prefill_tokens_per_s: FloatT  # > 0
+    rate_error: FloatT  # by which share that may be wrong
     rate_step_tokens: FloatT  # prompt tokens of the steps on which that was measured; 0 until a replica has reported it
     decode_step_s: FloatT
     decode_token_s: FloatT  # between two tokens of a request
     fixed_step_s: FloatT  # of any step, however few its tokens
     utilization: FloatT  # share of the pool that a new request cannot have
     pool_tokens: FloatT  # 0 if not reported
+    free_tokens: FloatT  # of those, in pages that hold nothing
+    last_number: FloatT  # the newest decision that sent it something, and 1; 0: none yet
     max_requests: FloatT  # that run at once; infinite if not reported
 
     def at(self: "LoadEstimate[Floats]", index: int) -> "LoadEstimate[float]":
@@ -313,6 +317,8 @@ class Reason(enum.Enum):
     FEWER_REQUESTS = "fewer_requests"
     FEWER_TOKENS = "fewer_queued_tokens"
     SESSION = "same_session"
+    MORE_FREE = "more_free_pages"  # of those whose estimates differ by less than rates are known
+    LONGEST_AGO = "sent_to_longest_ago"  # likewise
     TIE = "tie_broken_at_random"
 
 

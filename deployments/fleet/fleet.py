@@ -61,6 +61,7 @@ def view_of(
         late_factor=stats.late_factor,
         pool_utilization=stats.pool.utilization - stats.offline_pages / max(stats.pool.num_pages, 1),
         pool_pages=stats.pool.num_pages,
+        free_pages=stats.pool.free_pages,
         page_size=stats.pool.page_size,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         rate_step_tokens=stats.rate_step_tokens,

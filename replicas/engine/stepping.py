@@ -32,7 +32,7 @@ from replicas.types import EngineStats, PoolStats, TierStats, each_told
 
 log = logging.getLogger(__name__)
 
-SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
+SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count; of the first ones the plain mean
 RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
 FULL_STEP_TOKENS = 64  # smaller extend steps say little about the prefill rate, unless none need be as large
 OUTLIER = 4.0  # a step that took so many times the median of the recent ones counts as that, or was interrupted
@@ -127,17 +127,19 @@ class StepClock:
         self._recent_s[is_extend].append(step_s)
         self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
         if not is_extend:
-            self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s))
+            self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s), len(recent))
             self.tokens_per_step = _smooth(self.tokens_per_step, tokens_each)
         elif is_full:
             self._recent_s_per_token.append(step_s / num_prompt_tokens)
-            self.rate_step_tokens = _smooth(self.rate_step_tokens, num_prompt_tokens)
-            self._full_s = _smooth(self._full_s, min(step_s, most_s))
+            num = len(self._recent_s_per_token)
+            self.rate_step_tokens = _smooth(self.rate_step_tokens, num_prompt_tokens, num)
+            self._full_s = _smooth(self._full_s, min(step_s, most_s), num)
             self.prefill_tokens_per_s = self.rate_step_tokens / self._full_s
 
 
-def _smooth(old: float, new: float) -> float:
-    return new if old == 0.0 else old + SMOOTHING * (new - old)
+def _smooth(old: float, new: float, num: int = RECENT_STEPS) -> float:
+    """Return the mean with ``new``, the last of ``num`` >= 1 values."""
+    return old + max(SMOOTHING, 1 / num) * (new - old)
 
 
 class Sources(NamedTuple):

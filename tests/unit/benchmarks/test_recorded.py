@@ -124,7 +124,7 @@ async def test_a_replay_sends_each_request_when_it_was_recorded(tmp_path: pathli
     assert [sample.error for sample in samples] == [None, None]
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, build: Build, *, rate: float) -> list[dict[str, Any]]:
+def simulated(monkeypatch: pytest.MonkeyPatch, build: Build, *, rate: float, seed: int = 1) -> list[dict[str, Any]]:
     """The lines that two simulated engines would record of 60 conversations of three turns."""
     prefill_s: dict[int, float] = {}
     begun = SimReplica._begun
@@ -134,8 +134,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch, build: Build, *, rate: float) -> 
         prefill_s[job.request.number] = stage_times(job.req, self._events.now_s).prefill_s
 
     monkeypatch.setattr(SimReplica, "_begun", note)
-    workload = multi_turn(num_users=60, num_turns=3, turn_len=80, output_len=24, vocab_size=32_000, seed=1)
-    requests = of_workload(workload, requests_per_s=rate, think_s=2.0, seed=1)
+    workload = multi_turn(num_users=60, num_turns=3, turn_len=80, output_len=24, vocab_size=32_000, seed=seed)
+    requests = of_workload(workload, requests_per_s=rate, think_s=2.0, seed=seed)
     cluster = Cluster("estimated_ttft", requests, Setup(num_replicas=2, build=build))
     records = cluster.run()
     cluster.check()
@@ -158,7 +158,7 @@ def test_the_speed_of_a_fleet_is_found_in_its_recording_and_gives_its_times_agai
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
     """At 6 requests a second some wait."""
-    recording = written(tmp_path / "r.jsonl", *simulated(monkeypatch, BUILD, rate=rate))
+    recording = written(tmp_path / "r.jsonl", *simulated(monkeypatch, BUILD, rate=rate, seed=0))
     found = calibrate(recording)
     for name in ("base_s", "row_s", "prompt_token_s"):
         assert getattr(found.step, name) == pytest.approx(getattr(STEP, name), rel=0.05), name

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup
 from benchmarks.sim_engine import Build, StepTime, TimedEngine
 from benchmarks.sim_load import Events, SimRequest, of_workload, read_trace
 from replicas.config import SchedulerConfig
+from routing.types import Reason
 
 # 100 tokens/s of prompts, steps of 1,000 tokens; one without a prompt takes 0.5 s
 HAND = Build(
@@ -241,3 +243,27 @@ def test_estimated_ttft_beats_turns_on_conversations() -> None:
         _, records = run_of(policy, chats(num_users=40), setup)
         mean_s[policy] = sum(record.ttft_s for record in records) / len(records)
     assert mean_s["estimated_ttft"] < 0.7 * mean_s["round_robin"]
+
+
+@pytest.mark.parametrize(("num_replicas", "pool_pages", "most"), [(2, 190, 0.6), (4, 110, 0.4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_idle_fleet_fills_evenly(num_replicas: int, pool_pages: int, most: float, seed: int) -> None:
+    """24 prompts of 11 pages of their own after 2 that all share, one at a time, where steps vary by a quarter. A pool
+    holds 13 of them, or 7; all pools together hold all, so that each is found again."""
+    step = StepTime(base_s=0.02, prompt_token_s=0.001, row_s=0.0, spread=0.25)
+    build = replace(HAND, step=step, page_size=16, pool_pages=pool_pages, context_len=1_000, way_s=0.002)
+    requests = []
+    for number in range(48):
+        prompt = np.repeat([7, 8, *range(100 * (number % 24 + 1), 100 * (number % 24 + 1) + 11)], 16).astype(np.int32)
+        requests.append(
+            SimRequest(
+                number=number, arrival_s=0.5, after=number - 1 if number else None, input_len=208, output_len=16,
+                prompt=prompt, repeat=1, answer=np.array([5_000 + number], dtype=np.int32),
+            )
+        )  # fmt: skip
+    _, records = run_of("estimated_ttft", requests, Setup(num_replicas=num_replicas, build=build, seed=seed))
+    sent = Counter(record.replica_id for record in records[:24])
+    assert max(sent.values()) <= most * 24
+    assert Reason.MORE_FREE.value in {record.reason for record in records}
+    again = records[24:]
+    assert sum(record.cached_tokens for record in again) >= 0.9 * sum(record.input_len for record in again)

@@ -114,7 +114,7 @@ def test_a_sum_of_the_table_is_the_sum_of_its_parts() -> None:
 def test_every_term_is_in_the_text_has_a_colour_in_bars_and_stands_in_the_document() -> None:
     """Else: it is missing in _CANDIDATE_ROW of explain.py, or `make docs`. A term without a colour has that of all."""
     columns = explain(decide()).splitlines()[1]
-    in_words = ["gone_tokens", "pool_utilization", "report_age_s"]  # behind the columns
+    in_words = ["gone_tokens", "pool_utilization", "free_tokens", "report_age_s"]  # behind the columns
     assert [term.field for term in CANDIDATE if f" {term.heading}" not in columns] == in_words
     style = Path("dashboards/ui/why.css").read_text()
     assert re.search(r"^\.cost \{.* background: var\(--\w+\); \}", style, re.MULTILINE)
