@@ -31,7 +31,7 @@ from replicas.scheduler.plan import (
     TableWrite,
     TableWrites,
 )
-from replicas.types import PartWrite, StateCopy
+from replicas.types import PartWrite, StateCopy, TokenLogprob
 
 ALIGNMENT = 64  # bytes
 BUFFERS = 8  # a step takes two or three, and two steps are under way at most
@@ -91,12 +91,18 @@ def places(arrays: Sequence[Array]) -> tuple[list[int], int]:
 
 
 class PendingTokens:
-    """A PendingStep whose tokens are being copied to the host; its K and V are in the pool when `result` returns."""
+    """A PendingStep whose tokens are being copied to the host; its K and V are in the pool when `result` returns, also
+    where it sampled none."""
 
-    def __init__(self, tokens: Tensor, logprobs: DeviceLogprobs | None) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        logprobs: DeviceLogprobs | None,
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] | None = None,
+    ) -> None:
         """Start the copy of ``tokens`` [S] int64 and of their logprobs, which work queued on the current stream
         makes."""
-        self._logprobs, pinned = logprobs, tokens.device.type == "cuda"
+        self._logprobs, self._prompts, pinned = logprobs, prompt_logprobs or {}, tokens.device.type == "cuda"
         self._host = []
         for tensor in (tokens, *(logprobs.tensors if logprobs is not None else ())):
             self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned))
@@ -108,7 +114,7 @@ class PendingTokens:
         self._fence.wait()
         token_ids = self._host[0].numpy().astype(np.int32)
         told = () if self._logprobs is None else self._logprobs.told(token_ids, self._host[1:])
-        return StepResult(token_ids=token_ids, logprobs=told)
+        return StepResult(token_ids=token_ids, logprobs=told, prompt_logprobs=self._prompts)
 
 
 class DeviceTable:

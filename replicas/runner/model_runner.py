@@ -209,7 +209,7 @@ class ModelRunner:
             assert isinstance(plan, ExtendPlan)
             pooled = self._sampler.readouts.pooled(plan, batch.hidden)
         if not plan.sampling:
-            return DoneStep(StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=prompt))
+            return PendingTokens(torch.empty(0, dtype=torch.int64, device=self.device), None, prompt)
         wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
         token_ids, logprobs = self._sampler.sample(wanted, _completed(plan, batch))
         if isinstance(plan, ExtendPlan) and any(row.readout is not None for row in plan.rows):

@@ -11,6 +11,8 @@ An asynchronous copy is late. What it brings to the host is there when the host 
 behind it, and is NOTHING_YET before. What it takes from the host must not be written before the host has waited, which
 is looked at whenever the host waits for anything. And one on another stream than a thread's first runs only when
 something waits for it, or when that stream goes on: who does not order it behind or before the engine's work sees that.
+Kernels are late in memory that a test watches: a copy on another stream, issued before the host or that stream has
+waited for them, reads what was there before.
 
 Owns:      the patches of torch and Triton, which pytest's monkeypatch takes back.
 Never:     imitates time otherwise: an operation that is no such copy has run when it returns, on whatever stream.
@@ -23,7 +25,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -72,13 +74,15 @@ class Stream:
     def __init__(self, device: object = None) -> None:
         self.cuda_stream = id(self)
         self.behind: list[Stream] = []  # what it has waited for
+        self.seen: dict[Stream, int] = {}  # of each of them, up to which number
 
     def wait_stream(self, other: "Stream") -> None:
         self.behind.append(other)
+        self.seen[other] = FAKE.num_copies
         FAKE.go_on(other)
 
     def wait_event(self, event: "Event") -> None:
-        event.wait()
+        event.wait(self)
 
     def synchronize(self) -> None:
         FAKE.wait("stream", self)
@@ -96,12 +100,23 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         if self._place is not None:
+            (stream or FAKE.streams[-1]).seen[self._place[0]] = self._place[1]
             FAKE.go_on(*self._place)
 
     def synchronize(self) -> None:
         if self._place is not None:
             FAKE.fenced.append(self._place[0])
             FAKE.passed(*self._place)
+
+
+class Write(NamedTuple):
+    """What work on ``stream``, the host has not waited for, has changed in memory that a test watches."""
+
+    stream: Stream
+    number: int
+    memory: Tensor  # [bytes]
+    at: Tensor
+    before: Tensor
 
 
 class Copy:
@@ -111,6 +126,7 @@ class Copy:
         self._to, self._source, self._to_host, self.stream = plain(to), plain(source), to_host, stream
         self._given = None if to_host else self._source.clone()  # what the host has put there
         self._read: Tensor | None = None
+        self._unseen = [w for w in FAKE.writes if w.stream is not stream and w.number > stream.seen.get(w.stream, 0)]
         FAKE.num_copies += 1
         self.number = FAKE.num_copies
         if to_host:
@@ -119,9 +135,20 @@ class Copy:
 
     def run(self) -> None:
         if self._read is None:
-            self._read = self._source.clone()
+            self._read = self._early() if self._unseen else self._source.clone()
             if not self._to_host:
                 self._to.copy_(self._read)
+
+    def _early(self) -> Tensor:
+        """The source as it was before the work that this copy did not wait for."""
+        memory = self._unseen[0].memory
+        assert all(each.memory is memory for each in self._unseen), "one memory is watched"
+        now = memory.clone()
+        for each in reversed(self._unseen):
+            memory[each.at] = each.before
+        read = self._source.clone()
+        memory.copy_(now)
+        return read
 
     def pass_(self) -> None:
         """The host has waited for it."""
@@ -143,8 +170,9 @@ class Graph:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for operation in self.operations:
-            operation()
+        with FAKE.writing():
+            for operation in self.operations:
+                operation()
 
 
 class FakeCuda:
@@ -158,7 +186,9 @@ class FakeCuda:
         self.copied_on: list[Stream] = []  # the stream of each copy to the host
         self.fenced: list[Stream] = []  # the stream of each event that the host waited for
         self.copies: list[Copy] = []  # the asynchronous ones that the host has not waited for
-        self.num_copies = 0  # and those that it has
+        self.num_copies = 0  # and those that it has; writes in watched memory count too
+        self.watched: Tensor | None = None
+        self.writes: list[Write] = []  # in it, that the host has not waited for
         self._lock = threading.Lock()
         self._default = Stream()
         self._of_thread = threading.local()
@@ -186,9 +216,29 @@ class FakeCuda:
                 if copy.stream is stream and (last is None or copy.number <= last):
                     copy.run()
 
+    def watch(self, x: Tensor) -> None:
+        """Let kernels be late in the memory of ``x``."""
+        self.watched = plain(x).view(-1).view(torch.uint8)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Note what an operation changes in watched memory."""
+        memory = self.watched
+        was = None if memory is None else memory.clone()
+        yield
+        if memory is not None and was is not None and not torch.equal(memory, was):
+            at = (memory != was).nonzero()[:, 0]
+            self.num_copies += 1
+            self.writes.append(Write(self.streams[-1], self.num_copies, memory, at, was[at]))
+
     def passed(self, stream: Stream | None, last: int | None = None) -> None:
         """The host has waited for what ``stream`` has, up to copy ``last``; None: for all streams."""
         with self._lock:
+            self.writes = [
+                each
+                for each in self.writes
+                if (stream is not None and each.stream is not stream) or (last is not None and each.number > last)
+            ]
             waiting = []
             for copy in self.copies:
                 copy.check()
@@ -229,7 +279,8 @@ class FakeCuda:
             return x.as_subclass(OnCuda) if isinstance(x, Tensor) else x
 
         args, kwargs = tree_map(unwrap, args), tree_map(unwrap, kwargs)
-        made = func(*args, **kwargs)
+        with self.writing():
+            made = func(*args, **kwargs)
         if self.capturing is not None:
             self.capturing.operations.append(lambda: _again(func, args, kwargs, made))
         return tree_map(wrap, made)
@@ -240,7 +291,8 @@ class FakeCuda:
         self.go_on(self.streams[-1])
         graph, self.capturing = self.capturing, None
         try:
-            run()
+            with self.writing():
+                run()
         finally:
             self.capturing = graph
         if graph is not None:

@@ -26,7 +26,16 @@ from replicas.runner.model_runner import ModelRunner
 from replicas.runner.sampler import Sampler
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, SampleRow, StepPlan, StepResult
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import Constraint, FinishReason, GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
+from replicas.types import (
+    Constraint,
+    FinishReason,
+    GenerateRequest,
+    HandOff,
+    PdLeg,
+    Readout,
+    SamplingParams,
+    TokenDelta,
+)
 from tests.engine_process import EngineProcess, ProcessSettings
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE
@@ -53,7 +62,7 @@ def start(folder: str, **settings: Any) -> Engine:
     return launch.load_engine(
         launch.EngineSettings(
             model=folder,
-            cache=CacheConfig(page_size=16, max_total_tokens=2048),
+            cache=settings.pop("cache", CacheConfig(page_size=16, max_total_tokens=2048)),
             scheduler=SchedulerConfig(**scheduler),
             num_threads=1,
             **settings,
@@ -244,6 +253,29 @@ def test_all_that_edits_logits_takes_those_of_inference_mode(gpu: fake_cuda.Fake
             made.append(StepResult(token_ids=sampler.sample(logits, rows)[0]))
     assert all(token % 8 < 4 for result in made for token in result.token_ids[1::2].tolist())
     assert len(sampler.prompt_logprobs(logits, ids[: len(rows)])) == len(rows)
+
+
+@pytest.mark.parametrize("readout", [None, Readout(pooling="mean")], ids=["text", "embedding"])
+def test_pages_are_copied_to_the_host_when_the_step_that_computes_them_has_run(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, readout: Readout | None
+) -> None:
+    """300 tokens in chunks of 128, each copied at once (``write_through``). A chunk of an embedding samples nothing."""
+    cache = CacheConfig(page_size=16, max_total_tokens=2048, host_memory_bytes=1 << 22, write_policy="write_through")
+    engine = start(model(tmp_path), dtype="float32", cuda_graphs=False, cache=cache)
+    copier, pages = engine.kv.store.tiers.copier, list[tuple[np.ndarray, np.ndarray]]()  # type: ignore[union-attr]
+    pool, host, backup = copier._pool, copier.host, copier.backup  # type: ignore[attr-defined]
+    if gpu is not None:
+        gpu.watch(pool.buffer)
+    monkeypatch.setattr(copier, "backup", lambda *given: (pages.append(given), backup(*given)))
+    request = ask("a", np.arange(300).tolist(), max_new_tokens=1, readout=readout)
+    told(engine, [replace(request, token_ids=request.token_ids % 90 + 1, return_logprobs=readout is not None)])
+    assert sum(len(of_host) for _, of_host in pages) == 300 // 16
+    torch.cuda.synchronize()
+    rows = pool.buffer.cpu().view(torch.uint8).numpy().reshape(len(pool.buffer), -1)
+    for of_device, of_host in pages:
+        np.testing.assert_array_equal(host.view[of_host], rows[of_device])
+        assert rows[of_device].any(axis=1).all()
+        assert all(host.intact(page) for page in of_host.tolist())
 
 
 def told(engine: Engine, asked: list[GenerateRequest]) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
