@@ -10,8 +10,9 @@ Invariant: before a step, row r of the table is valid on [0, seq_len) for every 
 Thread:    the thread that runs the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.fence import Fence
-from replicas.runner.sampler import DeviceLogprobs
+from replicas.runner.readouts import StepReadouts
+from replicas.runner.sampler import DeviceLogprobs, DevicePromptLogprobs
 from replicas.scheduler.plan import (
     DecodePlan,
     ExtendPlan,
@@ -31,7 +33,7 @@ from replicas.scheduler.plan import (
     TableWrite,
     TableWrites,
 )
-from replicas.types import PartWrite, StateCopy, TokenLogprob
+from replicas.types import PartWrite, StateCopy
 
 ALIGNMENT = 64  # bytes
 BUFFERS = 8  # a step takes two or three, and two steps are under way at most
@@ -98,23 +100,34 @@ class PendingTokens:
         self,
         tokens: Tensor,
         logprobs: DeviceLogprobs | None,
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] | None = None,
+        prompts: Mapping[int, DevicePromptLogprobs] = MappingProxyType({}),
+        readouts: StepReadouts | None = None,
     ) -> None:
-        """Start the copy of ``tokens`` [S] int64 and of their logprobs, which work queued on the current stream
-        makes."""
-        self._logprobs, self._prompts, pinned = logprobs, prompt_logprobs or {}, tokens.device.type == "cuda"
-        self._host = []
-        for tensor in (tokens, *(logprobs.tensors if logprobs is not None else ())):
-            self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned))
-            self._host[-1].copy_(tensor, non_blocking=True)
+        """Start the copy of ``tokens`` [S] int64 and of what goes with them, which work queued on the current stream
+        makes. Args: prompts: logprobs of prompts, by index into the rows of the plan."""
+        self._logprobs, self._prompts, self._readouts = logprobs, prompts, readouts
+        self._tokens = _to_host(tokens)
+        parts = (logprobs, *prompts.values(), readouts)
+        self._fetched = [[] if part is None else [_to_host(each) for each in part.tensors] for part in parts]
         self._fence = Fence(tokens.device)
         self._fence.mark()
 
     def result(self) -> StepResult:
         self._fence.wait()
-        token_ids = self._host[0].numpy().astype(np.int32)
-        told = () if self._logprobs is None else self._logprobs.told(token_ids, self._host[1:])
-        return StepResult(token_ids=token_ids, logprobs=told, prompt_logprobs=self._prompts)
+        token_ids = self._tokens.numpy().astype(np.int32)
+        of_tokens, *of_prompts, of_readouts = self._fetched
+        told = () if self._logprobs is None else self._logprobs.told(token_ids, of_tokens)
+        if self._readouts is not None:
+            told = self._readouts.told(told, of_readouts)
+        prompts = zip(self._prompts.items(), of_prompts, strict=True)
+        made = {index: prompt.told(fetched) for (index, prompt), fetched in prompts}
+        return StepResult(token_ids=token_ids, logprobs=told, prompt_logprobs=made)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Start the copy of ``tensor``, which a fence behind it has to be waited for."""
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return on_host.copy_(tensor, non_blocking=True)
 
 
 class DeviceTable:

@@ -28,6 +28,7 @@ from replicas.attention.base import (
     RotatingAttention,
 )
 from replicas.attention.choice import AttentionApart, make_attention
+from replicas.attention.page_lists import to_device
 from replicas.attention.workspace import num_sms
 from replicas.config import AttentionChoice, EngineConfig
 from replicas.errors import InvalidConfig
@@ -51,7 +52,7 @@ from replicas.runner import batch as batches
 from replicas.runner import set_aside
 from replicas.runner.batch import PendingTokens, Staging
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
-from replicas.runner.sampler import Sampler
+from replicas.runner.sampler import DevicePromptLogprobs, Sampler
 from replicas.runner.warm_up import run_largest_step
 from replicas.scheduler.plan import (
     DecodePlan,
@@ -67,7 +68,7 @@ from replicas.scheduler.plan import (
     idle_decode,
     idle_extend,
 )
-from replicas.types import TokenLogprob
+from replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -196,26 +197,29 @@ class ModelRunner:
         return self._sample(step.plan, step.logits, step.batch)
 
     def _sample(self, plan: StepPlan, logits: Tensor, batch: batches.DeviceBatch) -> PendingStep:
-        """Start the sampling of a step whose forward was launched."""
-        if self._samples_on_device and not _is_read_out(plan):
-            wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
+        """Start the sampling of a step whose forward was launched. On a GPU nothing waits for it, but where tokens
+        cannot be drawn there."""
+        wanted = logits
+        if len(batch.sample_rows) != len(logits):
+            wanted = logits[to_device(np.array(batch.sample_rows, np.int64), self.device)]
+        readouts = None
+        if isinstance(plan, ExtendPlan) and any(row.readout is not None for row in plan.rows):
+            readouts = self._sampler.readouts.read(plan, batch.hidden, wanted)
+        targets = _targets(logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
+        if self._samples_on_device or (self.device.type == "cuda" and not plan.sampling):
             last_ids = batch.input_ids if isinstance(plan, DecodePlan) else None
             tokens, on_device = self._sampler.sample_on_device(wanted, plan.sampling, last_ids)
             self._sampled = tokens
-            return PendingTokens(tokens, on_device)
-        prompt = _prompt_logprobs(self._sampler, logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
-        pooled = {}
-        if batch.hidden is not None:
-            assert isinstance(plan, ExtendPlan)
-            pooled = self._sampler.readouts.pooled(plan, batch.hidden)
+            prompts = {index: DevicePromptLogprobs.of(*target) for index, target in targets.items()}
+            return PendingTokens(tokens, on_device, prompts, readouts)
+        made = {index: self._sampler.prompt_logprobs(*target) for index, target in targets.items()}
         if not plan.sampling:
-            return PendingTokens(torch.empty(0, dtype=torch.int64, device=self.device), None, prompt)
-        wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
+            return DoneStep(StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=made))
         token_ids, logprobs = self._sampler.sample(wanted, _completed(plan, batch))
-        if isinstance(plan, ExtendPlan) and any(row.readout is not None for row in plan.rows):
-            logprobs = self._sampler.readouts.told(plan, wanted, logprobs, pooled)
+        if readouts is not None:
+            logprobs = readouts.told(logprobs, readouts.tensors)
         self._sampled = torch.from_numpy(token_ids).to(self.device)
-        return DoneStep(StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt))
+        return DoneStep(StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=made))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step and sample; rank 0 only."""
@@ -456,11 +460,6 @@ class _LateAttention:
         return self.backend.forward_rotating(layer, q, k, v, turn)
 
 
-def _is_read_out(plan: StepPlan) -> bool:
-    """Tell whether a step is asked for logprobs of a prompt or for a readout, which are computed on the host."""
-    return isinstance(plan, ExtendPlan) and any(row.target_ids is not None or row.readout for row in plan.rows)
-
-
 def _completed(plan: StepPlan, batch: batches.DeviceBatch) -> Sequence[SampleRow]:
     """Return the rows to sample on the host, those with penalties with the tokens that a step which follows lacks."""
     if not isinstance(plan, DecodePlan) or plan.follows is None:
@@ -482,13 +481,14 @@ def pack_weights(path: str) -> None:
     load_weights(model, config, tp, one_order=False)
 
 
-def _prompt_logprobs(
-    sampler: Sampler, logits: Tensor, plan: ExtendPlan, batch: batches.DeviceBatch
-) -> dict[int, tuple[TokenLogprob, ...]]:
+def _targets(
+    logits: Tensor, plan: ExtendPlan, batch: batches.DeviceBatch
+) -> dict[int, tuple[Tensor, TokenIds, int]]:
+    """List by row of ``plan`` the prompt tokens whose logprobs are wanted: their logits, themselves, and the number of
+    alternatives."""
     found = {}
     for rows in batch.prompt_rows:
         row = plan.rows[rows.plan_row]
         assert row.target_ids is not None
-        part = logits[rows.first : rows.first + rows.count]
-        found[rows.plan_row] = sampler.prompt_logprobs(part, row.target_ids, row.top_logprobs)
+        found[rows.plan_row] = logits[rows.first : rows.first + rows.count], row.target_ids, row.top_logprobs
     return found

@@ -8,11 +8,13 @@ Thread:    engine thread of rank 0.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from replicas.attention.page_lists import to_device
 from replicas.scheduler.plan import ExtendPlan
 from replicas.types import TokenLogprob
 
@@ -23,9 +25,9 @@ class Readouts:
     def __init__(self) -> None:
         self._sums: dict[int, dict[int, Tensor]] = {}  # [hidden] fp64, by row of the ReqToTokenPool and by tokens
 
-    def pooled(self, plan: ExtendPlan, hidden: Tensor) -> dict[int, tuple[float, ...]]:
-        """Pool ``hidden`` [T, hidden], the states of all tokens of a step. Returns: by index into plan.rows, for the
-        prompts that end in it."""
+    def pooled(self, plan: ExtendPlan, hidden: Tensor) -> dict[int, Tensor]:
+        """Pool ``hidden`` [T, hidden], the states of all tokens of a step. Returns: [hidden] of the prompts that end in
+        it, by index into plan.rows."""
         found, end = {}, 0
         for index, row in enumerate(plan.rows):
             start, end = end, end + len(row.token_ids)
@@ -36,27 +38,40 @@ class Readouts:
                 total += before.get(row.prefix_len, 0.0)
                 self._sums[row.row] = {**before, num_tokens: total}
                 if row.sample:
-                    found[index] = tuple((total / num_tokens).tolist())
+                    found[index] = total / num_tokens
             elif pooling == "last" and row.sample:
-                found[index] = tuple(hidden[end - 1].tolist())
+                found[index] = hidden[end - 1]
         return found
 
+    def read(self, plan: ExtendPlan, hidden: Tensor | None, logits: Tensor) -> "StepReadouts":
+        """Read out what the rows of a step ask for, without waiting for its device. Args: hidden: [T, hidden], if any
+        row pools them; logits: [S, V], as the sampler's."""
+        pooled = {} if hidden is None else self.pooled(plan, hidden)
+        made = StepReadouts()
+        for place, index in enumerate(index for index, row in enumerate(plan.rows) if row.sample):
+            if (readout := plan.rows[index].readout) is not None:
+                ids = to_device(np.array(readout.labels, np.int64), logits.device)
+                made.rows.append((place, readout.labels))
+                made.tensors.append(logits[place, ids] - torch.logsumexp(logits[place], dim=-1))
+                made.tensors.append(pooled.get(index, logits[0, :0]))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class StepReadouts:
+    """What the rows of a step read out, on its device."""
+
+    rows: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # their places in the sampling; their labels
+    tensors: list[Tensor] = field(default_factory=list)  # two a row: logprobs of its labels; [hidden], or [0] for none
+
     def told(
-        self,
-        plan: ExtendPlan,
-        logits: Tensor,
-        logprobs: Sequence[TokenLogprob | None],
-        pooled: dict[int, tuple[float, ...]],
+        self, logprobs: Sequence[TokenLogprob | None], fetched: Sequence[Tensor]
     ) -> tuple[TokenLogprob | None, ...]:
-        """Add readouts to the ``logprobs`` [S] of a step's tokens. Args: logits: [S, V], as the sampler's."""
+        """Add them to the ``logprobs`` [S] of a step's tokens. Args: fetched: ``tensors``, on the host."""
         told = list(logprobs)
-        sampled = [index for index, row in enumerate(plan.rows) if row.sample]
-        for i, index in enumerate(sampled):
-            readout, logprob = plan.rows[index].readout, told[i] if told else None
-            if readout is None or logprob is None:
-                continue
-            ids = torch.tensor(readout.labels, dtype=torch.int64, device=logits.device)
-            values = (logits[i, ids] - torch.logsumexp(logits[i], dim=-1)).tolist()
-            top = tuple(zip(readout.labels, values, strict=True)) or logprob.top
-            told[i] = replace(logprob, top=top, hidden=pooled.get(index, ()))
+        for (place, labels), values, hidden in zip(self.rows, fetched[::2], fetched[1::2], strict=True):
+            logprob = told[place] if told else None
+            if logprob is not None:
+                top = tuple(zip(labels, values.tolist(), strict=True)) or logprob.top
+                told[place] = replace(logprob, top=top, hidden=tuple(hidden.tolist()))
         return tuple(told)

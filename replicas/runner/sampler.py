@@ -57,6 +57,7 @@ Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio
+PROMPT_ROWS = 64  # of a prompt at once on a device: the keys of its logits take several times their memory
 _BELOW_HEAD = np.array([1 << 40], dtype=np.uint64)  # "token" whose noise those below the head share
 
 
@@ -265,6 +266,37 @@ class DeviceLogprobs:
                 top = tuple(pair for pair in zip(ids[:num], values[:num], strict=True) if pair[1] > -math.inf)
                 found[i] = TokenLogprob(token_id=int(token_ids[i]), logprob=value, top=top)
         return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePromptLogprobs:
+    """The logprobs of tokens of a prompt on the device, as `Sampler.prompt_logprobs` has them on the host."""
+
+    token_ids: TokenIds  # [E]
+    tensors: tuple[Tensor, ...]  # [E] of the tokens; [E] their ranks; [E, top] ids and logprobs of the most likely
+
+    @staticmethod
+    @torch.inference_mode()
+    def of(logits: Tensor, token_ids: TokenIds, num_top: int) -> "DevicePromptLogprobs":
+        """Compute those of ``token_ids`` [E] under ``logits`` [E, V], without waiting."""
+        targets = to_device(token_ids.astype(np.int64), logits.device)[:, None]
+        parts = []
+        for first in range(0, len(token_ids), PROMPT_ROWS):
+            own, ids = logits[first : first + PROMPT_ROWS], targets[first : first + PROMPT_ROWS]
+            normaliser, chosen = torch.logsumexp(own, dim=-1, keepdim=True), own.gather(1, ids)
+            num = min(num_top, own.shape[1])
+            tops = _ordered_keys(own).topk(num, dim=-1).indices if num else ids[:, :0]
+            ranks = (own > chosen).sum(dim=-1) + 1
+            parts.append(((chosen - normaliser)[:, 0], ranks, tops, own.gather(1, tops) - normaliser))
+        return DevicePromptLogprobs(token_ids, tuple(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def told(self, fetched: Sequence[Tensor]) -> tuple[TokenLogprob, ...]:
+        """Return the logprob of each token, given ``tensors`` on the host."""
+        columns = (self.token_ids.tolist(), *(x.tolist() for x in fetched))
+        return tuple(
+            TokenLogprob(token_id=token, logprob=value, rank=rank, top=tuple(zip(ids, values, strict=True)))
+            for token, value, rank, ids, values in zip(*columns, strict=True)
+        )
 
 
 def _ordered_keys(logits: Tensor) -> Tensor:

@@ -421,7 +421,8 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().flatten().view(torch.uint8)
+    flat = x.contiguous().flatten()
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # of one element it may be any
 
 
 def _no_numpy(x: Tensor, *args: Any, **options: Any) -> Any:

@@ -255,6 +255,59 @@ def test_all_that_edits_logits_takes_those_of_inference_mode(gpu: fake_cuda.Fake
     assert len(sampler.prompt_logprobs(logits, ids[: len(rows)])) == len(rows)
 
 
+def test_rows_beside_prompt_logprobs_and_readouts_keep_the_devices_way(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32: text, logprobs of a prompt, an embedding and a score in one step, which nothing waits for, as for those
+    that follow it. The numbers are those of a CPU."""
+    alone = {"max_new_tokens": 1}
+    asked = [
+        ask("text", PROMPTS[2], temperature=0.9, seed=3),
+        replace(ask("prompt", PROMPTS[2][:9]), return_logprobs=True, top_logprobs=3, prompt_logprobs_from=0),
+        replace(ask("mean", PROMPTS[2][:7], readout=Readout(pooling="mean"), **alone), return_logprobs=True),
+        replace(ask("score", PROMPTS[2][:5], readout=Readout(labels=(4, 9)), **alone), return_logprobs=True),
+    ]
+    folder, made, waits = model(tmp_path), list[dict[Any, Any]](), list[str]()
+    cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
+    for device in ("cuda", "cpu"):
+        if device == "cpu":
+            monkeypatch.setattr(launch, "measure_hardware", lambda: cpu)
+        engine = start(folder, dtype="float32")
+        start_step, found = engine.steps.launch, dict[Any, Any]()
+
+        def watched(plan: StepPlan, start_step: Any = start_step) -> Any:
+            before = len(gpu.waits) if gpu is not None else 0
+            pending = start_step(plan)
+            waits.extend(gpu.waits[before:] if gpu is not None else ())
+            return pending
+
+        monkeypatch.setattr(engine.steps, "launch", watched)
+        for request in asked:
+            engine.submit(request)
+        while engine.has_work:
+            for delta in engine.step():
+                found.setdefault((delta.rid, "tokens"), []).extend(delta.token_ids)
+                for each in (*delta.prompt_logprobs, *delta.logprobs):
+                    kept = found.setdefault(delta.rid, ([], [], []))
+                    kept[0].extend((each.token_id, each.rank, *(token for token, _ in each.top)))
+                    kept[1].extend(value for _, value in each.top)
+                    kept[2].extend(each.hidden)
+        made.append(found)
+        engine.close()
+    assert waits == []
+    on_gpu, on_cpu = made
+    assert on_gpu.keys() == on_cpu.keys()
+    for key, kept in on_gpu.items():
+        if isinstance(key, str):
+            assert kept[0] == on_cpu[key][0], key
+            assert kept[1] == pytest.approx(on_cpu[key][1], abs=1e-4), key
+            assert kept[2] == pytest.approx(on_cpu[key][2], abs=1e-4), key
+        else:
+            assert kept == on_cpu[key], key
+    assert len(on_gpu["mean"][2]) == 48
+    assert len(on_gpu["score"][1]) == 2
+
+
 @pytest.mark.parametrize("readout", [None, Readout(pooling="mean")], ids=["text", "embedding"])
 def test_pages_are_copied_to_the_host_when_the_step_that_computes_them_has_run(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, readout: Readout | None
