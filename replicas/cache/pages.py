@@ -13,7 +13,7 @@ from dataclasses import replace
 from replicas.cache.base import ChunkCache, PrefixCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.host_pages import HostTier
-from replicas.cache.parts import BATCH, PartAllocator, SnapshotAllocator, WindowAllocator
+from replicas.cache.parts import PartAllocator, SnapshotAllocator, WindowAllocator
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import RadixCache
 from replicas.cache.tiers import HiRadixCache
@@ -25,6 +25,8 @@ from replicas.memory.sizing import PoolSize
 from replicas.types import GroupStats, PoolStats, TallyCounts
 
 log = logging.getLogger(__name__)
+
+BATCH = 64  # pages with parts are evicted by one in so many of all: what they are worth is asked of all leaves
 
 
 class PageStore:
@@ -68,7 +70,6 @@ class PageStore:
         self.flushed_tokens = 0  # by `flush`
         self.alloc_failures = 0
         self.failed_checks = 0  # `count_lost`
-        self._looked_at = 0  # parts that had gone when no page behind a hole was left
 
     @property
     def num_pages(self) -> int:
@@ -106,24 +107,15 @@ class PageStore:
                 "requests"
             )
         if self.parts is not None and self.radix is not None:
-            short -= self._evict_behind_holes(self.parts, self.radix, max(short, self.num_pages // BATCH))
-            if short <= 0:
-                return
-        freed = self.cache.evict(short)
+            parts, worth = self.parts, self.parts.worth()
+            freed = self.radix.evict_least(
+                max(short, self.num_pages // BATCH), lambda node: parts.worth_of(node.pages, worth)
+            )
+        else:
+            freed = self.cache.evict(short)
         assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"
         self.allocator.free(freed)
         self.evicted_tokens += len(freed) * self.page_size
-
-    def _evict_behind_holes(self, parts: PartAllocator, radix: RadixCache, num_pages: int) -> int:
-        """Free leaves whose end no request can go on with, as long as there may be some. Returns: the freed pages."""
-        if parts.evicted == self._looked_at:
-            return 0
-        freed = radix.evict_useless(num_pages, lambda node: parts.is_useless(node.pages))
-        self.allocator.free(freed)
-        self.evicted_tokens += len(freed) * self.page_size
-        if len(freed) < num_pages:
-            self._looked_at = parts.evicted
-        return len(freed)
 
     def flush(self) -> None:
         """Empty the prefix cache; nothing in it may be locked."""

@@ -7,12 +7,10 @@ token. A page without its part is a *hole*.
 Owns:      which page has which part, what the parts are good for, and the log of what devices do with them.
 Never:     knows the tree, or when a request moves on: cache/kv.py says so.
 Invariant: a part is free or belongs to one held page.
-Order:     parts that may go do so by their `End`: first those of the kind that requests go on with least often, and of
-           one kind those not used for longest.
+Order:     parts that may go do so by what their end is worth (cache/ends.py), and K and V with them.
 Thread:    scheduler thread only.
 """
 
-import enum
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,27 +19,18 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from replicas.cache.ends import End, Worth
 from replicas.cache.events import PartLog
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, Slots
 from replicas.memory.sizing import SLACK, WindowPool
 from replicas.request import Behind, Holding, Req
 from replicas.types import PartWrite, StateCopy
 
-BATCH = 16  # parts are given up by a sixteenth of all at once: finding the oldest reads all pages
-PRIOR = 10  # ends of a kind that are counted before the first one is seen
-
-
-class End(enum.IntEnum):
-    """What a part is good for: which of a text's ends needs it."""
-
-    NONE = 0  # it is inside a text
-    GONE_ON = 1  # a request has gone on behind it, and the next will behind that one's end
-    PROMPT = 2  # of a prompt: the next goes on there if it leaves the answer out, or answers again
-    ANSWER = 3
-    BRANCH = 4  # several have gone on there, or would have; or a client marked it
-
-
-PRIORS = {End.NONE: 0.0, End.GONE_ON: 0.1, End.PROMPT: 0.3, End.ANSWER: 0.6, End.BRANCH: 0.8}
+BATCH = 32  # parts are given up by one in so many of all at once: finding the oldest reads all pages
+LEAST_WITHIN = 1024  # tokens before the first end inside a prompt; the others are at twice, four times as many ...
+ROOM = 4  # ends inside prompts are kept while one part in so many is free
+FORGET = 8  # times all parts: after as many ends, what was seen of ends before counts half
+EXPLORED, LUCK = 8, 4.0  # one end in so many is taken for so much more, so that what is reused late is seen too
 
 
 class PartAllocator(PagedTokenToKVPoolAllocator):
@@ -55,11 +44,11 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         self.parts = PagedTokenToKVPoolAllocator(num_parts, 1)
         self.evicted = 0  # parts that have gone while their pages stayed
         self._part = np.zeros(num_pages + 1, dtype=np.int32)  # by page; 0: a hole
-        self._used = np.zeros(num_pages + 1, dtype=np.int64)  # by page: tick of its last use
+        self._since = np.zeros(num_pages + 1, dtype=np.int64)  # by page: requests until its part was last gone on with
         self._end = np.zeros(num_pages + 1, dtype=np.int8)  # by page: an End
-        self._made = np.array([PRIOR] * len(End), dtype=np.float64)  # by kind: ends so far
-        self._hits = np.array([PRIOR * prior for prior in PRIORS.values()])  # and how many were gone on with
-        self._tick = self._span = 0  # of uses; from the oldest one of a part to the newest
+        self._luck = np.ones(num_pages + 1, dtype=np.float32)  # by page: what its worth is taken for more than it is
+        self._num_reqs = 0
+        self._worth = Worth(FORGET * num_parts)
         self._draw = random.Random(0)
         self._told: PartLog | None = None  # None: nobody asks
 
@@ -84,7 +73,7 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
         """Let ``req`` go on behind the prefix ``pages``. ``cut_at``: tokens of a longer one, with which others go on,
         that it would have reused if no part were gone; 0: of none."""
-        raise NotImplementedError
+        self._num_reqs += 1
 
     def moved_on(self, holding: Holding, num_tokens: int, row: Slots) -> None:
         """Take note that the tokens of a request behind ``num_tokens`` are computed next. ``row``: its slots."""
@@ -113,10 +102,15 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         """Let a request have pages ``kept`` in the place of its ``own``, which hold the same tokens and are freed
         next."""
 
-    def is_useless(self, pages: Pages) -> bool:
-        """Whether no request can go on behind the last of ``pages``, the end of what the tree has of a text, or behind
-        any other of them."""
-        return not self._part[pages].any()
+    def worth(self) -> npt.NDArray[np.float64]:
+        """Return by page what its part is worth; 0 where it has none. O(pool)."""
+        found = self._worth.of(self._end, self._num_reqs - self._since) * self._luck
+        return np.where(self._part > 0, found, 0.0)
+
+    def worth_of(self, pages: Pages, worth: npt.NDArray[np.float64]) -> float:
+        """Return what ``pages``, the end of what the tree has of a text, are worth by `worth`; 0 where no request can
+        go on behind the last of them, or behind any other."""
+        return float(worth[pages].max())
 
     def drain(self) -> Sequence[PartWrite | StateCopy]:
         """Return what the devices are to do before the next step."""
@@ -146,7 +140,7 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
 
     def _ends(self, req: Req, start: int, end: int) -> Iterator[tuple[int, End]]:
         """Find the ends, in pages, in the tokens [start, end) of ``req``: of prompt and answer, and branches."""
-        ends = [(req.prompt_len, End.PROMPT), *((at, End.BRANCH) for at in self._branches(req))]
+        ends = [(req.prompt_len - 1, End.PROMPT), *((at, End.BRANCH) for at in self._branches(req))]
         for at, kind in (*ends, *([(end, End.ANSWER)] if req.finish is not None else ())):
             if start < at // self.page_size * self.page_size <= end:
                 yield at // self.page_size, kind
@@ -158,22 +152,16 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
 
     def _gone_on(self, pages: Pages) -> None:
         """Note that a request goes on behind ``pages``."""
-        kind = End(self._end[pages[-1]])
-        if kind is not End.NONE:
-            self._hits[kind] += 1
+        last = int(pages[-1])
+        kind = End(self._end[last])
+        self._worth.gone_on(kind, self._num_reqs - int(self._since[last]), num_parts=len(pages))
         self._note(pages, End.GONE_ON if kind in (End.PROMPT, End.ANSWER) else End.BRANCH)
 
     def _note(self, pages: Pages, kind: End) -> None:
-        """Let the parts of ``pages`` be what an end needs. Ends that are used in turn, and are more than there is room
-        for, would all have gone when it is theirs: some are kept longer, by chance."""
-        self._made[kind] += kind != self._end[pages[-1]]
-        self._use(pages)
-        self._used[pages] += int(self._draw.random() * self._span)
+        """Let the parts of ``pages`` be what an end needs."""
+        self._since[pages] = self._num_reqs
         self._end[pages] = kind
-
-    def _use(self, pages: Pages) -> None:
-        self._tick += 1
-        self._used[pages] = np.maximum(self._used[pages], self._tick)
+        self._luck[pages] = LUCK if self._draw.randrange(EXPLORED) == 0 else 1.0
 
     def _pages(self, row: Slots, first: int, end: int) -> Pages:
         """Return pages [first, end) of a request by its slots."""
@@ -192,14 +180,13 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         able = np.flatnonzero(self._may_go())
         most = min(len(able), max(short, self.parts.num_pages // BATCH))
         assert most >= short, f"{num_parts} parts are needed, {self.parts.num_free} are free and {len(able)} may go"
-        worth = (self._hits / self._made)[self._end[able]]
-        gone = able[np.lexsort((self._used[able], worth))[:most]].astype(np.int32)
-        self._span = max(0, self._tick - int(self._used[able].min()))
+        gone = able[np.argsort(self.worth()[able], kind="stable")[:most]].astype(np.int32)
         self._give_up(gone)
         self.evicted += most
 
     def _give_up(self, pages: Pages) -> None:
         pages = pages[self._part[pages] > 0]
+        self._worth.evicted(self._end[pages], self._num_reqs - self._since[pages])
         self.parts.free(self._part[pages])
         self._part[pages] = 0
         self._touch(pages)
@@ -234,6 +221,7 @@ class WindowAllocator(PartAllocator):
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
+        super().admitted(req, pages, cut_at=cut_at)
         assert req.holding is not None
         first = max(0, len(pages) - self.windows.seen_pages)
         req.holding.behind = Behind(seen_from=first, reused_len=len(pages) * self.page_size, cut_at=cut_at)
@@ -276,7 +264,7 @@ class WindowAllocator(PartAllocator):
             self._make_room(need_pages)
             self._put(pages, self.parts.alloc(need_pages, rid=rid))
             self._seen[pages] = 1
-            self._end[pages], self._used[pages] = End.NONE, self._tick
+            self._end[pages] = End.NONE
         return pages
 
     def free(self, pages: Pages | Sequence[int]) -> None:
@@ -297,7 +285,6 @@ class WindowAllocator(PartAllocator):
         seen = self._seen[own] > 0
         self._seen[own[seen]] -= 1
         self._seen[kept[seen]] += 1
-        self._use(kept)
 
     def drain(self) -> list[PartWrite]:
         """Return the pages that have another part since the last call, and that part (0: none any more)."""
@@ -307,8 +294,8 @@ class WindowAllocator(PartAllocator):
         self._log = []
         return [PartWrite(pages, self._part[pages])]
 
-    def is_useless(self, pages: Pages) -> bool:
-        return not self._part[pages[-1]]
+    def worth_of(self, pages: Pages, worth: npt.NDArray[np.float64]) -> float:
+        return float(worth[pages[-1]])
 
     def check_parts(self, reqs: Sequence[Req], rows: Sequence[Slots]) -> None:
         """Assert that all of ``reqs``, by their ``rows``, see the window of their next token, and what they see is
@@ -336,12 +323,10 @@ class WindowAllocator(PartAllocator):
     def _see(self, pages: Pages) -> None:
         assert (self._part[pages] > 0).all(), f"of pages {pages} some are holes"
         self._seen[pages] += 1
-        self._use(pages)
 
     def _pass_by(self, pages: Pages) -> None:
         assert (self._seen[pages] > 0).all(), f"of pages {pages} some are seen by nobody"
         self._seen[pages] -= 1
-        self._use(pages)
 
     def _put(self, pages: Pages, parts: Pages) -> None:
         self._part[pages] = parts
@@ -373,6 +358,7 @@ class SnapshotAllocator(PartAllocator):
         return int(has[-1]) + 1 if len(has) else 0
 
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
+        super().admitted(req, pages, cut_at=cut_at)
         assert req.holding is not None
         num_pages, reused_len = len(pages), len(pages) * self.page_size
         req.holding.behind = Behind(seen_from=max(0, num_pages - 1), reused_len=reused_len, cut_at=cut_at)
@@ -383,7 +369,10 @@ class SnapshotAllocator(PartAllocator):
     def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
         """Copy the states of ``req`` behind the tokens [0, end), its last whole page, if that is an end."""
         border = end // self.page_size
-        if kinds := [kind for at, kind in self._ends(req, start, end) if at == border]:
+        kinds = [kind for at, kind in self._ends(req, start, end) if at == border]
+        if end in self._within(req):
+            kinds.append(End.WITHIN)
+        if kinds:
             self._keep(req, border, row, max(kinds))
         self._end_chunk(req, end)
 
@@ -405,11 +394,22 @@ class SnapshotAllocator(PartAllocator):
             self._log.remove(own[-1])
 
     def _end_chunk(self, req: Req, start: int) -> None:
-        """Let a chunk of the prompt of ``req`` end behind its next branch from ``start`` on: states are kept there."""
+        """Let a chunk of the prompt of ``req`` end where states are kept next from ``start`` on: behind a branch,
+        within, and before a last page that is whole, since a prompt that comes again has a token left to compute."""
         assert req.holding is not None
-        ends = (at // self.page_size * self.page_size for at in self._branches(req))
+        size = self.page_size
+        last = [] if req.prompt_len % size else [req.prompt_len - size]
+        ends = [*(at // size * size for at in self._branches(req)), *self._within(req), *last]
         chunk_end = min((end for end in ends if end > start), default=0)
         req.holding.behind = replace(req.holding.behind, chunk_end=chunk_end)
+
+    def _within(self, req: Req) -> list[int]:
+        """Return where states are kept inside the prompt of ``req``, in tokens: so that one that is the first to branch
+        off computes half of what they share at most."""
+        if ROOM * self.parts.num_free <= self.parts.num_pages:
+            return []
+        ends = (LEAST_WITHIN << k for k in range((req.prompt_len // LEAST_WITHIN).bit_length()))
+        return [end // self.page_size * self.page_size for end in ends if end < req.prompt_len]
 
     def _keep(self, req: Req, border: int, row: Slots, kind: End) -> None:
         page = self._pages(row, border - 1, border)

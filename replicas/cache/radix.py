@@ -9,6 +9,7 @@ Thread:    scheduler thread only.
 Source:    SGLang radix cache (Zheng et al. 2024, arXiv:2312.07104, section 3), paged, with page ids for values.
 """
 
+import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from replicas.cache.audit import audit_tree
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.node import NO_PAGES, TreeNode, first_page, key_before, walk
-from replicas.cache.retention import EvictionQueue, Retention, TierOrder
+from replicas.cache.retention import POLICY, EvictionQueue, Rank, Retention, TierOrder
 from replicas.cache.tree_view import CacheTree, PagesWithParts, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
@@ -193,18 +194,29 @@ class RadixCache:
             missing -= len(freed[-1])
         return np.concatenate(freed) if freed else NO_PAGES
 
-    def evict_useless(self, num_pages: int, useless: Callable[[TreeNode], bool]) -> Pages:
-        """Free whole unlocked leaves that are ``useless``, and what becomes one by that, until ``num_pages`` are free.
-        O(nodes). Returns: ids of the freed pages."""
-        freed, num_freed = [NO_PAGES], 0
-        leaves = [node for node in self._nodes() if node.evictable and useless(node)]
+    def evict_least(self, num_pages: int, worth: Callable[[TreeNode], float]) -> Pages:
+        """Free whole unlocked leaves, and what becomes one by that, until ``num_pages`` are free: first those of no
+        ``worth``, then by what they are kept for (`Retention.rank`) and what they are worth. O(nodes). Returns: ids of
+        the freed pages."""
+        self.retention.expire()
+        freed, num_freed, now_s, order = [NO_PAGES], 0, self._clock(), self._queue.order
+        over = self.retention.over(order.held)
+
+        def ranked(node: TreeNode) -> tuple[bool, Rank, float, int, int, TreeNode]:
+            is_worth = worth(node)
+            kept_for = self.retention.rank(node, order, over)[:POLICY]
+            return is_worth > 0, kept_for, is_worth, node.last_access, id(node), node
+
+        leaves = [ranked(node) for node in self._nodes() if node.evictable]
+        heapq.heapify(leaves)
         while leaves and num_freed < num_pages:
-            leaf = leaves.pop()
+            leaf = heapq.heappop(leaves)[-1]
             parent = leaf.parent
+            self.evicted_idle_s.add(now_s - leaf.used_s)
             freed.append(self._give_up(leaf))
             num_freed += len(freed[-1])
-            if parent is not None and parent.evictable and useless(parent):
-                leaves.append(parent)
+            if parent is not None and parent.evictable:
+                heapq.heappush(leaves, ranked(parent))
         return np.concatenate(freed)
 
     def reset(self) -> Pages:

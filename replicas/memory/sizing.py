@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 MIN_ROWS, MAX_ROWS = 2048, 4096  # of the ReqToTokenPool when max_running_requests is not given (SPEC A08)
 STATE_PLACES = 3  # of each state of a running request: read, written, behind its last page (memory/state_pool.py)
-SNAPSHOT_SHARE = 0.5  # of what states of running requests leave, for snapshots
+SNAPSHOT_SHARE = 0.5  # of what states of running requests leave, for snapshots at most
+TEXT_TOKENS = 4608  # whose K and V there is room for beside each snapshot (docs/log/2026-11-29-window-pools.md)
 ROWS_PER_CONTEXT = 512  # rows for each request of full length that the pool holds
 LEAST_SHARE = 0.4  # of the pages, that have a part in the window pool (docs/log/2026-11-29-window-pools.md)
 WINDOWS_A_TEXT = 4  # kept of a text of full length: where its prompts and answers ended
@@ -305,7 +306,8 @@ def with_windows(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSiz
 
 
 def with_snapshots(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSize:
-    """Take from a pool what snapshots of recurrent states need: half of ``kv_bytes``, at most one for each page.
+    """Take from a pool what snapshots of recurrent states need: one for each TEXT_TOKENS, of half of ``kv_bytes`` at
+    most, and one for each page.
 
     Raises: InvalidConfig where one and a page do not fit.
     """
@@ -313,7 +315,8 @@ def with_snapshots(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolS
     if not model.states or config.cache.prefix_cache != "radix":
         return size
     each, page = model.state_bytes(config.device), size.page_size * size.cell_bytes
-    num_snapshots = max(1, min(int(SNAPSHOT_SHARE * kv_bytes) // each, size.num_pages))
+    of_texts = kv_bytes // (each + TEXT_TOKENS * size.cell_bytes)
+    num_snapshots = max(1, min(of_texts, int(SNAPSHOT_SHARE * kv_bytes) // each, size.num_pages))
     left = size.num_pages if not page else min(size.num_pages, (kv_bytes - num_snapshots * each) // page)
     if num_snapshots * each > kv_bytes or left < 1:
         raise InvalidConfig(

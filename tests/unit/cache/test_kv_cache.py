@@ -378,15 +378,15 @@ def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_and_is_
     kv.commit(first)
     kv.release(first, keep=True)
     assert [copy.from_snapshot for copy in parts.drain()] == [False]
-    before = parts._hits.sum()
+    before = parts._worth._gone_on.sum()
     for _ in range(3):
         again = choice_of("again", range(1, 12))
         assert kv.admit(again) == 8
         kv.release(again, keep=False)
-    assert (parts.drain(), parts._hits.sum()) == ([], before)
+    assert (parts.drain(), parts._worth._gone_on.sum()) == ([], before)
     kv.admit(again)
     kv.extend(again, 11)
     again.computed_len = 11
     kv.commit(again)
     assert [copy.from_snapshot for copy in parts.drain()] == [True]
-    assert parts._hits.sum() == before + 1
+    assert parts._worth._gone_on.sum() == before + 1
