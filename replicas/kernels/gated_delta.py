@@ -5,7 +5,8 @@ Never:     chooses places (memory/state_pool.py does), or splits a request over 
 Invariant: what a token gives, and the state behind it, have one value whatever the prompt's chunks and the step's other
            requests: sums run over the rows of a state in order, and over the convolution's inputs from the oldest.
 Thread:    any.
-Source:    gated delta rule: Yang et al. 2024 (arXiv:2412.06464), equation 10.
+Source:    gated delta rule: Yang et al. 2024 (arXiv:2412.06464), equation 10; with a decay of each row: Kimi Team 2025
+           (arXiv:2510.26692).
 """
 
 import math
@@ -42,8 +43,8 @@ EPS = 1e-6  # that Transformers and FLA add to squares of queries and keys
 ConvArgs = struct("ConvArgs", "x x_stride out weight bias states place_bytes segments num_segments channels taps silu")
 DeltaArgs = struct(
     "DeltaArgs",
-    "q q_stride k k_stride v v_stride decay beta out states place_bytes segments num_segments heads k_heads size "
-    "v_size counter",
+    "q q_stride k k_stride v v_stride decay decay_size beta out states place_bytes segments num_segments heads k_heads "
+    "size v_size counter",
 )
 
 
@@ -84,7 +85,7 @@ def convolve_rows(pointer: Any) -> None:
 
 @kernel(DeltaArgs)
 def delta_rows(pointer: Any) -> None:
-    """q, k [T, k_heads, size], v [T, heads, v_size], decay and beta [T, heads], out [T, heads, v_size]; a state is
+    """q, k [T, k_heads, size], v and out [T, heads, v_size], decay [T, heads, decay_size], beta [T, heads]; a state is
     [heads, size, v_size]. Threads take tiles of a head's columns, which do not depend on each other."""
     a = carray(pointer, 1)[0]
     tiles = a.v_size // TILE
@@ -99,8 +100,8 @@ def delta_rows(pointer: Any) -> None:
 def _advance(a: Any, segment: int, head: int, column: int) -> None:
     """Run one segment's tokens on the columns of a head that begin at ``column`` bytes.
 
-    With S the state before a token, g its decay and d = beta (v - g S'k): the state behind it is g S + k d', and it
-    gives g S'q + (q'k) d. So both sums over S run in the pass that brings S up to the token before.
+    With S the state before a token, G its decay of each row and d = beta (v - S'Gk): the state behind it is G S + k d',
+    and it gives S'Gq + (q'k) d. So both sums over S run in the pass that brings S up to the token before.
     """
     start, end, read = load_i64(segment), load_i64(segment + 8), load_i64(segment + 16)
     pitch, num_rows = 4 * a.v_size, a.size
@@ -112,23 +113,27 @@ def _advance(a: Any, segment: int, head: int, column: int) -> None:
             store(new + i * pitch, splat(0.0))
             store(new + i * pitch + VECTOR, splat(0.0))
     of_head, wide = 4 * (head // (a.heads // a.k_heads)) * num_rows, head * pitch + column
-    before, decay, d0, d1 = a.k, splat(1.0), splat(0.0), splat(0.0)
+    fade_step = 4 if a.decay_size > 1 else 0  # from a row to the next
+    before, faded, d0, d1 = a.k, a.decay, splat(0.0), splat(0.0)
     for t in range(start, end):
         q, k = a.q + t * a.q_stride + of_head, a.k + t * a.k_stride + of_head
+        fade = a.decay + 4 * (t * a.heads + head) * a.decay_size
         m0, m1, r0, r1 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
         if t == start:
             for i in range(num_rows):
                 s0, s1 = load(old + i * pitch), load(old + i * pitch + VECTOR)
-                key, query = splat(load1(k + 4 * i)), splat(load1(q + 4 * i))
+                g = load1(fade + i * fade_step)
+                key, query = splat(load1(k + 4 * i) * g), splat(load1(q + 4 * i) * g)
                 m0, m1, r0, r1 = fma(s0, key, m0), fma(s1, key, m1), fma(s0, query, r0), fma(s1, query, r1)
         else:
             for i in range(num_rows):
-                key = splat(load1(before + 4 * i))
+                key, decay = splat(load1(before + 4 * i)), splat(load1(faded + i * fade_step))
                 s0 = fma(key, d0, mul(load(old + i * pitch), decay))
                 s1 = fma(key, d1, mul(load(old + i * pitch + VECTOR), decay))
                 store(new + i * pitch, s0)
                 store(new + i * pitch + VECTOR, s1)
-                key, query = splat(load1(k + 4 * i)), splat(load1(q + 4 * i))
+                g = load1(fade + i * fade_step)
+                key, query = splat(load1(k + 4 * i) * g), splat(load1(q + 4 * i) * g)
                 m0, m1, r0, r1 = fma(s0, key, m0), fma(s1, key, m1), fma(s0, query, r0), fma(s1, query, r1)
             old = new
         kk, qq, qk = splat(0.0), splat(0.0), splat(0.0)
@@ -137,16 +142,16 @@ def _advance(a: Any, segment: int, head: int, column: int) -> None:
             kk, qq, qk = fma(x, x, kk), fma(y, y, qq), fma(x, y, qk)
         of_k = np.float32(1.0 / math.sqrt(hsum(kk) + EPS))
         of_q = np.float32(1.0 / math.sqrt((hsum(qq) + EPS) * num_rows))
-        g, beta = load1(a.decay + 4 * (t * a.heads + head)), splat(load1(a.beta + 4 * (t * a.heads + head)))
+        beta = splat(load1(a.beta + 4 * (t * a.heads + head)))
         v, out = a.v + t * a.v_stride + wide, a.out + t * a.heads * pitch + wide
-        seen, given, own = splat(g * of_k), splat(g * of_q), splat(hsum(qk) * of_k * of_q)
+        seen, given, own = splat(of_k), splat(of_q), splat(hsum(qk) * of_k * of_q)
         d0 = mul(sub(load(v), mul(m0, seen)), beta)
         d1 = mul(sub(load(v + VECTOR), mul(m1, seen)), beta)
         store(out, fma(d0, own, mul(r0, given)))
         store(out + VECTOR, fma(d1, own, mul(r1, given)))
-        d0, d1, decay, before = mul(d0, splat(of_k)), mul(d1, splat(of_k)), splat(g), k
+        d0, d1, faded, before = mul(d0, seen), mul(d1, seen), fade, k
     for i in range(num_rows):
-        key = splat(load1(before + 4 * i))
+        key, decay = splat(load1(before + 4 * i)), splat(load1(faded + i * fade_step))
         store(new + i * pitch, fma(key, d0, mul(load(old + i * pitch), decay)))
         store(new + i * pitch + VECTOR, fma(key, d1, mul(load(old + i * pitch + VECTOR), decay)))
 
@@ -177,14 +182,15 @@ def gated_delta_rule(
     """Run the gated delta rule along each request's tokens, queries and keys divided by their lengths.
 
     Args:    q, k: [T, K, D]; v: [T, H, Dv], H a multiple of K; a token's heads lie in a row.
-             decay, beta: [T, H], decay as a factor. states: [places, H, D, Dv]; segments: [N, 4]. All contiguous.
+             decay: [T, H], or [T, H, D] of each row (KDA), as a factor; beta: [T, H].
+             states: [places, H, D, Dv]; segments: [N, 4]. All contiguous.
     Returns: [T, H, Dv].
     """
     out, counter = torch.empty(v.shape), torch.zeros(1, dtype=torch.int64)
     arguments = DeltaArgs(
         q=q.data_ptr(), q_stride=4 * q.stride(0), k=k.data_ptr(), k_stride=4 * k.stride(0), v=v.data_ptr(),
-        v_stride=4 * v.stride(0), decay=decay.data_ptr(), beta=beta.data_ptr(), out=out.data_ptr(),
-        states=states.data_ptr(), place_bytes=4 * states.stride(0), segments=segments.data_ptr(),
+        v_stride=4 * v.stride(0), decay=decay.data_ptr(), decay_size=decay[0, 0].numel(), beta=beta.data_ptr(),
+        out=out.data_ptr(), states=states.data_ptr(), place_bytes=4 * states.stride(0), segments=segments.data_ptr(),
         num_segments=len(segments), heads=v.shape[1], k_heads=k.shape[1], size=k.shape[2], v_size=v.shape[2],
         counter=counter.data_ptr(),
     )  # fmt: skip

@@ -148,15 +148,17 @@ class _Norm(nn.Module):
 def use_own_norms(module: nn.Module) -> None:
     """Put our RMSNorm in the place of norms that compute the same: told by what they make of random numbers."""
     for name, part in list(module.named_modules()):
-        weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
+        weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", getattr(part, "eps", None))
         if not type(part).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
             continue
-        if len(inspect.signature(part.forward).parameters) != 1:
+        if weight.dim() != 1 or len(inspect.signature(part.forward).parameters) != 1:
             continue  # it takes a gate too
         x = torch.randn(3, *weight.shape)
-        ours = F.rms_norm(x, weight.shape, weight, eps)
-        if weight.dim() == 1 and torch.allclose(part(x), ours, rtol=1e-5, atol=1e-5):
-            module.set_submodule(name, _Norm(weight, eps))
+        made = part(x)
+        for factor in (weight, 1 + weight):  # as it is stored, or centred at zero (Gemma, Qwen3.5)
+            if torch.allclose(made, F.rms_norm(x, weight.shape, factor, eps), rtol=1e-5, atol=1e-5):
+                module.set_submodule(name, _Norm(factor, eps))
+                break
 
 
 def product_bytes(module: nn.Module) -> int:
@@ -165,16 +167,19 @@ def product_bytes(module: nn.Module) -> int:
     return sum(each.matmul.num_bytes for each in shared)
 
 
-CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # that such a module calls
+CONVOLUTION = "causal_conv1d_fn"  # that such a module calls, and one of the others
+DELTA_RULES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
 
 
 class DeltaRule:
-    """The forward pass of a module with a gated delta rule (Qwen3-Next, Qwen3.5, OLMo-Hybrid), with our kernels in the
-    place of the two functions that it calls without a cache: they have the states of the step's requests."""
+    """The forward pass of a module with a gated delta rule (Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear).
+
+    Our kernels stand in the place of the two functions that it calls without a cache, and have the requests' states.
+    """
 
     def __init__(self, part: nn.Module, layer: StateLayer) -> None:
         forward = inspect.unwrap(type(part).forward)
-        names = {**forward.__globals__, CONVOLUTION: self._convolve, DELTA_RULE: self._advance}
+        names = {**forward.__globals__, CONVOLUTION: self._convolve, **dict.fromkeys(DELTA_RULES, self._advance)}
         self._forward = types.MethodType(types.FunctionType(forward.__code__, names), part)
         convolution: Any = part.conv1d
         self._weight, self._bias = convolution.weight[:, 0].T.contiguous(), convolution.bias  # [K, C], [C]
@@ -189,7 +194,8 @@ class DeltaRule:
         shapes = {tensor.kind: tensor.shape for tensor in layer.tensors}
         code = inspect.unwrap(type(part).forward).__code__
         return (
-            {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
+            CONVOLUTION in code.co_names
+            and not DELTA_RULES.isdisjoint(code.co_names)
             and shapes.keys() == {"conv", "recurrent"}
             and len(layer.tensors) == 2
             and getattr(part, "activation", None) == "silu"
@@ -216,11 +222,12 @@ class DeltaRule:
     def _advance(
         self, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
     ) -> tuple[Tensor, None]:
-        """Stand for ``chunk_gated_delta_rule``: [1, T, heads, size] each, g and beta [1, T, heads]."""
+        """Stand for the delta rule: [1, T, heads, size] each, g [1, T, heads] or for each row, beta [1, T, heads]."""
         assert self._step is not None
         states, segments = self._step
         q, k, v = (
             x[0] if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x[0].contiguous() for x in (query, key, value)
         )
-        made = gated_delta.gated_delta_rule(q, k, v, g[0].exp(), beta[0].contiguous(), states[self._sums], segments)
+        decay = g[0].exp().contiguous()
+        made = gated_delta.gated_delta_rule(q, k, v, decay, beta[0].contiguous(), states[self._sums], segments)
         return made.unsqueeze(0), None

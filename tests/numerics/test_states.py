@@ -34,6 +34,7 @@ from tools.models_table import tiny_config
 DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN = "qwen3_next", "bamba", "lfm2", "mamba"
 # as wide as our kernels need; the narrower ones of other tests run the module's own functions
 OWN_KERNELS = {name: {"linear_key_head_dim": 32, "linear_value_head_dim": 32} for name in (DELTA_RULE, "olmo_hybrid")}
+OWN_KERNELS["kimi_linear"] = {"linear_head_dim": 32}
 Saved = tuple[Path, PreTrainedModel]
 
 
@@ -142,7 +143,9 @@ def test_a_state_carried_over_forty_chunks_is_that_of_one_pass(models: Callable[
     text = [3 + (i * i + 7 * i) % 190 for i in range(200)]
     wanted = uncached(model, text)
     for chunk in (5, 67, 200):
-        (ours,) = open_model(folder).prefill([text], chunk=chunk)
+        opened = open_model(folder)
+        assert opened.model._states._by_modules == (model_type not in OWN_KERNELS)
+        (ours,) = opened.prefill([text], chunk=chunk)
         assert_close_in_range(ours, wanted, 1e-4)
         assert ours.argmax(dim=-1).tolist() == wanted.argmax(dim=-1).tolist()
 

@@ -20,12 +20,13 @@ def defined_convolution(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 
 
 def defined_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token after the other: [T, H, ...] each, the state [H, D, Dv]. Returns: outputs, the last state."""
+    """One token after the other: [T, H, ...] each, g of a head or of its rows, the state [H, D, Dv]. Returns: outputs,
+    the last state."""
     q, k, v, g, beta, state = (x.double() for x in (q, k, v, g, beta, state))
     q, k = (x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     made = []
     for t in range(len(v)):
-        state = state * g[t, :, None, None]
+        state = state * g[t].view(len(state), -1, 1)
         change = (v[t] - (state * k[t, :, :, None]).sum(dim=1)) * beta[t, :, None]
         state = state + k[t, :, :, None] * change[:, None]
         made.append((state * q[t, :, :, None]).sum(dim=1) / q.shape[-1] ** 0.5)
@@ -38,7 +39,9 @@ class Step:
     Request n reads place 3 n and ends in 3 n + 2.
     """
 
-    def __init__(self, lengths: Sequence[int], new: Sequence[int], *, heads: int, k_heads: int, size: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], new: Sequence[int], *, heads: int, k_heads: int, size: int, rows: bool
+    ) -> None:
         draw, tokens, num = torch.Generator().manual_seed(5), sum(lengths), 3 * len(lengths)
         channels = (2 * k_heads + heads) * size
         self.x = torch.randn(tokens, channels + 16, generator=draw)[:, :channels]  # rows with something between them
@@ -47,7 +50,8 @@ class Step:
         q, k, v = self.mixed.split([k_heads * size, k_heads * size, heads * size], dim=1)
         self.q, self.k = (x.view(tokens, k_heads, size) for x in (q, k))
         self.v = v.view(tokens, heads, size)
-        self.g, self.beta = torch.rand(tokens, heads, generator=draw), torch.rand(tokens, heads, generator=draw)
+        self.g = torch.rand(tokens, heads, *[size] * rows, generator=draw)
+        self.beta = torch.rand(tokens, heads, generator=draw)
         self.inputs = torch.randn(num, TAPS, channels, generator=draw)
         self.states = torch.randn(num, heads, size, size, generator=draw)
         ends = torch.tensor(lengths).cumsum(dim=0).tolist()
@@ -66,10 +70,10 @@ class Step:
         return made, out, inputs[2::3], states[2::3]
 
 
-@pytest.fixture(params=[(4, 2, 32), (3, 3, 64)], ids=["shared", "wide"])
+@pytest.fixture(params=[(4, 2, 32, False), (3, 3, 64, True)], ids=["shared keys", "a decay a row"])
 def step(request: pytest.FixtureRequest) -> Step:
-    heads, k_heads, size = request.param
-    return Step([1, 7, 2, 1, 9], [1, 3], heads=heads, k_heads=k_heads, size=size)
+    heads, k_heads, size, rows = request.param
+    return Step([1, 7, 2, 1, 9], [1, 3], heads=heads, k_heads=k_heads, size=size, rows=rows)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
