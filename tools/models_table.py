@@ -30,6 +30,7 @@ from replicas.config import CacheConfig, Hardware, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import kv_bytes, weight_bytes
+from replicas.models.outline import ADVICE
 from replicas.resolve import resolve
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -53,6 +54,15 @@ QWEN4 = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }  # fmt: skip
+SLIDING = {  # of layers that differ in heads
+    "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "head_dim": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+DOTS = {
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2, "per_layer_config": {1: SLIDING, 3: SLIDING},
+    **SLIDING, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
+    "shared_experts_intermediate_size": 32,
+}  # fmt: skip
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"layer_types": LINEAR_THIRD},
     "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
@@ -63,6 +73,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": DOTS,
     "falcon": {"head_dim": None},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128},
     "gemma3n_text": {"layer_types": HALVES, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB},
@@ -128,18 +139,20 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 def _sizes(known: PreTrainedConfig, names: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of ``names`` that a config like ``known`` has."""
-    sizes = {key: value for key, value in names.items() if value is not None and _has(known, key)}
+    by_layer = "per_layer_config" in names
+    sizes = {key: value for key, value in names.items() if value is not None and _has(known, key, by_layer=by_layer)}
     if "kv_lora_rank" in sizes:  # latent attention: as many KV heads as heads, and the rotated part is what is turned
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         sizes.pop("head_dim", None)
     return sizes
 
 
-def _has(config: PreTrainedConfig, key: str) -> bool:
+def _has(config: PreTrainedConfig, key: str, *, by_layer: bool) -> bool:
+    """``by_layer``: whether that counts which the config has for each layer alone."""
     try:
         return hasattr(config, key)
-    except Exception:  # noqa: BLE001 - a config that has the value for each layer alone
-        return False
+    except Exception:  # noqa: BLE001 - it has the value for each layer alone
+        return by_layer
 
 
 @dataclass(frozen=True)
@@ -158,7 +171,7 @@ def judge(model_type: str, folder: Path) -> ModelType:
     try:
         config = tiny_config(model_type)
     except StrictDataclassError as error:
-        said = f"Transformers refuses its own default config: {' '.join(str(error).split())}"
+        said = f"Transformers refuses the config that it makes for it: {' '.join(str(error).split())}"
         return ModelType(model_type, name, "refused", said)
     with contextlib.suppress(Exception), torch.device("meta"):  # as its model saves it: without its encoder
         config = AutoModelForCausalLM.from_config(config).config
@@ -167,7 +180,8 @@ def judge(model_type: str, folder: Path) -> ModelType:
     try:
         found = load_model_config(str(folder))
     except UnsupportedModel as refused:
-        return ModelType(model_type, name, "refused", str(refused).rpartition("through Transformers: ")[2])
+        why = str(refused).rpartition("through Transformers: ")[2].removesuffix(ADVICE)
+        return ModelType(model_type, name, "refused", why)
     return ModelType(model_type, name, "natively" if found.implementation == "manta" else "through Transformers")
 
 

@@ -15,6 +15,7 @@ import inspect
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,9 +55,11 @@ IGNORED = frozenset({
     "output_router_logits", "logits_to_keep", "return_dict", "deterministic", "num_items_in_batch", "is_training",
 })  # fmt: skip
 KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # in Transformers' cache: K and V, or nothing
-COUNTS = "it counts the positions of its tokens itself: its forward pass takes no position_ids"
-OWN_CODE = "its attention is code of its own, which takes no attention function"
+ADVICE = "; no setting changes that: docs/models.md lists what is served"
+COUNTS = "it counts the positions of its tokens itself, so a step cannot have those of several requests"
+OWN_CODE = "its attention is code of its own in Transformers, whose K and V cannot be kept in pages"
 KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "indices"}
+UNTRACED = "Transformers' code for it does not run on this config.json with tokens alone"
 BLOCKS = "blockwise_overlay"
 MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay"}
 
@@ -133,21 +136,26 @@ def outline(config: PreTrainedConfig, name: str) -> Outline:
             return _told.setdefault(key, _outlined(config))
     except _Refused as refused:
         reason = str(refused)
+    except ImportError as error:
+        wanted = re.search(r"pip install [\w.\[\]-]+", str(error))
+        what = f"is not installed: {wanted[0]}" if wanted else f"cannot be imported: {error}"
+        raise UnsupportedModel(f"{name} cannot be served through Transformers: a package of its code {what}") from error
     except KeyError as error:
-        reason = OWN_CODE if error.args == (OUTLINED,) else "its forward pass cannot be traced: KeyError"
+        reason = OWN_CODE if error.args == (OUTLINED,) else f"{UNTRACED}: KeyError: {error}"
     except Exception as error:  # noqa: BLE001 - of any model's code, which may fail in any way when it has no weights
         said = " ".join(str(error).split())[:200]
-        reason = f"its forward pass cannot be traced without weights: {type(error).__name__}: {said}"
+        reason = f"{UNTRACED}: {type(error).__name__}: {said}"
         if "meta tensor" in said:
             reason = (
-                "its code goes by numbers that are there only while it runs, so what it asks for cannot be told before"
+                "its code branches on numbers that are there only while it runs, so what its attention asks for cannot "
+                "be told before its weights are read"
             )
-    raise UnsupportedModel(f"{name} cannot be served through Transformers: {reason}")
+    raise UnsupportedModel(f"{name} cannot be served through Transformers: {reason}{ADVICE}")
 
 
 def _refused_by_config(config: PreTrainedConfig) -> str | None:
     if config.is_encoder_decoder:
-        return "it is an encoder-decoder; what is served here has a decoder alone"
+        return "it is an encoder-decoder, and prompts here go to a decoder alone"
     if biased := _position_bias(config):
         return f"{OWN_CODE}{biased}"
     if causal_class(config) is None:
@@ -172,6 +180,7 @@ def _outlined(config: PreTrainedConfig) -> Outline:
     else:
         logits = _run(model, calls)
     heads = _heads(calls)
+    differ = len({(q[1], k[1]) for q, k, _ in calls.shapes}) > 1
     plain = heads["head_dim"] ** -0.5
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     return Outline(
@@ -182,7 +191,7 @@ def _outlined(config: PreTrainedConfig) -> Outline:
         first_position=first_position(model),
         hidden_size=text_config(config).hidden_size,
         num_weights=num_weights,
-        tp_sizes=(1,) if states or index_dims else _tp_sizes(model, heads),
+        tp_sizes=(1,) if states or index_dims or differ else _tp_sizes(model, heads),
         states=states,
         indexes=tuple(index_dims),
         index_dim=max(index_dims.values(), default=0),
@@ -281,6 +290,8 @@ def _run_asked(
         module._manta = calls
     model.requires_grad_(requires_grad=False)
     states = {type(cache.layers[number]).__name__ for number in layers_with_states(cache)}
+    if states and any(isinstance(layer, DynamicIndexedLayer) for layer in cache.layers):
+        raise _Refused("it keeps keys of an index beside recurrent states, and both together are not served")
     _require_kv(cache, KEPT | states | {DynamicIndexedLayer.__name__})
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     # a loop over the experts that tokens have chosen goes over all of them: which they are, nobody knows here
@@ -307,7 +318,7 @@ def _require_kv(state: DynamicCache, kept: Set[str] = KEPT) -> None:
     """Raise _Refused if a layer's state is more than K and V."""
     other = sorted({type(layer).__name__ for layer in state.layers} - kept)
     if other:
-        raise _Refused(f"its layers keep a state that is no K and V ({', '.join(other)})")
+        raise _Refused(f"its layers keep a state that is no K and V ({', '.join(other)}), which pages cannot hold")
 
 
 def _tp_sizes(model: PreTrainedModel, heads: dict[str, int]) -> tuple[int, ...]:
@@ -363,17 +374,18 @@ def _position_bias(config: PreTrainedConfig) -> str:
 
 
 def _heads(calls: _Calls) -> dict[str, int]:
-    """Return the heads that all calls have. Raises: _Refused where they differ in number."""
+    """Return the heads of a pool for all calls: where these differ, KV heads are repeated until as many query heads
+    share one in each, and missing ones are zero (models/transformers.py brings a call's into this shape)."""
     if not calls.shapes:
         return {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1}  # of no attention
     heads = {(q[1], k[1]) for q, k, _ in calls.shapes}
-    if len(heads) > 1:
-        raise _Refused(f"its layers differ in heads, {sorted(heads)} of queries and of K and V; a pool has one shape")
-    ((num_heads, num_kv_heads),) = heads
-    if num_heads % num_kv_heads:
-        raise _Refused(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    for num_heads, num_kv_heads in heads:
+        if num_heads % num_kv_heads:
+            raise _Refused(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    group = math.gcd(*(num_heads // num_kv_heads for num_heads, num_kv_heads in heads))
+    num_heads = max(num_heads for num_heads, _ in heads)
     head_dim = max(size for shapes in calls.shapes for size in (shapes[0][3], shapes[2][3]))
-    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return {"num_heads": num_heads, "num_kv_heads": num_heads // group, "head_dim": head_dim}
 
 
 def _attention(
@@ -395,7 +407,7 @@ def _kind(module: nn.Module, mask: Tensor | None, head_dim: int, arguments: dict
         name for name, value in arguments.items() if name not in KNOWN and value is not None and value is not False
     )
     if unknown:
-        raise _Refused(f"its attention takes {', '.join(unknown)}, which no backend here has")
+        raise _Refused(f"its attention takes {', '.join(unknown)}, which no attention backend here has")
     if mask is None:
         causal = arguments.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -404,7 +416,7 @@ def _kind(module: nn.Module, mask: Tensor | None, head_dim: int, arguments: dict
     else:
         marked: _Mask | None = getattr(mask, "_manta", None)
         if marked is None:
-            raise _Refused("it computes the mask of its attention itself, beyond causal, windowed or chunked")
+            raise _Refused("it makes the mask of its attention itself, and masks here are causal, windowed or chunked")
         if not marked.causal:
             raise _Refused("its tokens see those that come after them")
         seen = marked

@@ -58,6 +58,7 @@ class TransformersModel:
         self._module: PreTrainedModel | None = None
         self._states: ServedStates | None = None  # of modules that keep more than K and V
         self._indexes: ServedIndexes | None = None  # of modules that choose what tokens attend to
+        self._num_kv_heads = max(1, config.num_kv_heads // tp.size)
         self._takes_positions = True
         self._calls = 0  # of attention in the forward pass that runs
         self._first_position = 0
@@ -161,13 +162,17 @@ class TransformersModel:
         chosen: [1, T, C] by models/indexes.py, in layers that have an index."""
         size, value_size = self.config.head_dim, value.shape[3]
         q, k, v = (_packed(x, size, self._dtype) for x in (query, key, value))
+        num_heads, of_pool = q.shape[1], self.config.num_heads // self._tp.size
+        if num_heads != of_pool or k.shape[1] != self._num_kv_heads:
+            q, k, v = _widened(q, k, v, of_pool, self._num_kv_heads)
+            sinks = None if sinks is None else F.pad(sinks, (0, of_pool - num_heads))
         layer, self._calls = self._calls, self._calls + 1
         if chosen is None:
             out = self._attention.forward(layer, q, k, v, sinks=sinks)
         else:
             assert isinstance(self._attention, ChoosingAttention)
             out = self._attention.forward_chosen(layer, q, k, v, sinks, chosen[0])
-        heads = out.view(1, q.shape[0], q.shape[1], size)
+        heads = out.view(1, q.shape[0], q.shape[1], size)[:, :, :num_heads]
         if value_size < size:
             heads = heads[..., :value_size]
         return heads.to(query.dtype, copy=True, memory_format=torch.contiguous_format)  # the next call overwrites it
@@ -177,6 +182,18 @@ def _packed(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """Bring [1, heads, T, D] into [T, heads, size], heads in a row, filled with zeros."""
     x = x[0].transpose(0, 1).to(dtype)
     return F.pad(x, (0, size - x.shape[2])) if x.shape[2] < size else x.contiguous()
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring the heads of a layer into a pool's shape, [T, num_heads, D] and twice [T, num_kv_heads, D]: KV heads that
+    more query heads share there than here are repeated, missing ones are zero."""
+    times = q.shape[1] * num_kv_heads // (k.shape[1] * num_heads)
+    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    q, k, v = (
+        F.pad(x, (0, 0, 0, count - x.shape[1]))
+        for x, count in ((q, num_heads), (k, num_kv_heads), (v, num_kv_heads))
+    )
+    return q, k, v
 
 
 def _attend(

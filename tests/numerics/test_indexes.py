@@ -56,7 +56,7 @@ def engine_of(folder: Path, *, tokens: int = 2048, page: int = 4, chunk: int = 7
     )
 
 
-@pytest.mark.parametrize("model_type", [PLAIN, SHARED, SINKS, "axk2"])
+@pytest.mark.parametrize("model_type", [PLAIN, SHARED, SINKS, "axk2", "dots3_note_text"])
 def test_a_text_far_longer_than_the_index_chooses_reads_the_same_however_it_is_cut(
     models: Callable[[str], Saved], model_type: str
 ) -> None:

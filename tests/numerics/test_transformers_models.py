@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gptj": {},  # whose attention is a method of its own
     "granite": {},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    "mimo_v2_flash": {},  # whose layers with a window have twice as many KV heads
     "mixtral": {},
     "olmo2": {},
     "phi3": {},
@@ -56,7 +57,7 @@ PROMPTS = [list(range(3, 26)), [7], [90, 4, 4, 61, 100, 0, 33, 12, 9]]
 
 
 MOST_NUMBERS = 20_000_000  # of weights
-LARGE = {"gemma4"}  # its parts that see and hear have 270 million weights in any config; its text part is gemma4_text
+LARGE = {"gemma4", "dots3_note"}  # parts that see and hear are large in any config; text parts have types of their own
 
 
 def make(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
@@ -164,7 +165,7 @@ def test_a_hit_a_chunked_prompt_and_a_hand_off_say_the_same(saved: Saved) -> Non
             side.close()
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4_text", "mimo_v2_flash"])
 def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tokens(
     model_type: str, tmp_path: Path
 ) -> None:
