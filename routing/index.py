@@ -222,17 +222,20 @@ class Borders:
         self.parts: set[int] = set()
         self._num_pages, self._at_ends = num_pages, at_ends
 
-    def last(self, pages: Pages, depth: int, run_of: Callable[[int], Run | None]) -> int:
-        """Return how many of the first ``depth`` of ``pages``, which the device has, are before its last border.
-        ``run_of``: as `Expected.run_of`."""
+    def last(self, pages: Pages, depth: int, expected: Expected) -> int:
+        """Return how many of the first ``depth`` of ``pages``, which the device has or is ``expected`` to have, are
+        before its last border."""
         end = at = depth
+        parts, some_expected = self.parts, expected.num_pages > 0
         while at and end - at < self._num_pages:
             at -= 1
-            if pages[at] not in self.parts:
-                run = run_of(pages[at])
-                if run is None or (self._at_ends and run.pages[-1] != pages[at]):
-                    end = at
+            if pages[at] not in parts and not (some_expected and self._will_have(pages[at], expected)):
+                end = at
         return end
+
+    def _will_have(self, page: int, expected: Expected) -> bool:
+        run = expected.run_of(page)
+        return run is not None and (not self._at_ends or run.pages[-1] == page)
 
 
 class TierIndex:
@@ -376,7 +379,7 @@ class TierIndex:
         for at in np.flatnonzero(held).tolist():
             replica = int(replicas[at])
             if (borders := self._borders.get(replica)) is not None:
-                device[at] = borders.last(pages, int(held[at]), self._device.expected(replica).run_of)
+                device[at] = borders.last(pages, int(held[at]), self._device.expected(replica))
         return device
 
     def _add_to_store(self, replica: int, pages: Pages) -> None:

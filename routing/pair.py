@@ -123,7 +123,7 @@ def costs_of(
     """Return what the request costs at each decode replica, either way."""
     load, terms = decodes.load, decodes.terms
     page_bytes: Ints = np.array([view.page_bytes for view in decodes.views], dtype=np.int64)
-    pages: Ints = -(-terms.own_tokens // page_size)
+    pages: Ints = -(-(terms.own_tokens - terms.gone_tokens) // page_size)  # what it receives ends with its own state
     output_tokens = min(query.max_new_tokens, OUTPUT_TOKENS)
     busy_share: Floats = np.minimum(load.num_busy / load.max_requests, 1.0)  # max_requests may be infinite
     stall_s = terms.own_s * load.num_busy
