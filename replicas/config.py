@@ -390,11 +390,11 @@ class AdapterLimits:
 class SchedulerConfig:
     """Settings of admission, chunking and queueing."""
 
-    # order of the waiting queue: longest cached prefix first; requests of one part of the prefix tree together; highest
-    # ratio of time waited to tokens to compute; order of arrival; longest output first; random; sessions that run most
-    # first; those first that can still have their first token within their objective, which is the header
-    # x-manta-objective, or observability.ttft_objective_s (docs/routing.md)
-    policy: QueuePolicy = "lpm"
+    # order of the waiting queue: those first that can still have their first token within their objective, which is the
+    # header x-manta-objective, or observability.ttft_objective_s, and the shortest of them as long as none gets late
+    # (docs/routing.md); longest cached prefix first; requests of one part of the prefix tree together; highest ratio of
+    # time waited to tokens to compute; order of arrival; longest output first; random; sessions that run most first
+    policy: QueuePolicy = "on_time"
     # requests that run at once; by default 64 on a CPU, what the pool allows on a GPU
     max_running_requests: int | None = None
     max_queued_requests: int = 1024  # requests that wait beside those that run; more are answered with 503

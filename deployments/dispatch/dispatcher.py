@@ -42,7 +42,8 @@ from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
 
 
 class Saturated(MantaError):
-    """Every replica's queue is longer than ``router.max_wait_s``, or the key's choices are too many."""
+    """Every replica's queue is longer than ``router.max_wait_s`` or a strict objective, or the key's choices are too
+    many."""
 
     fault = Fault.TOO_MANY
 
@@ -57,6 +58,7 @@ class RouteHints:
 
     session_id: str = ""
     allowed: frozenset[str] | None = None  # None: every replica
+    strict: bool = False  # it is refused where its first token is not expected within its objective
 
 
 NO_HINTS = RouteHints()
@@ -217,6 +219,7 @@ class Dispatcher:
                 decision, since_s = await self._choose(query, failure)
                 noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
                 if tries.number == 0:
+                    self._refuse_if_late(noted, hints)
                     self._refuse_if_saturated(noted, request)
                     self._charge(counted, noted, progress)
                 attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
@@ -428,6 +431,20 @@ class Dispatcher:
             tries=tries,
             on_report=self._hold_out.take,
         )
+
+    def _refuse_if_late(self, noted: Try, hints: RouteHints) -> None:
+        """Raise Saturated, with nothing sent, if the client is strict about its objective, and its first token is not
+        expected within it even before all that it may pass."""
+        decision = noted.decision
+        late_s = decision.predicted_ttft_s - decision.objective_s
+        if hints.strict and late_s > 0.0:
+            error = Saturated(
+                f"its first token is expected after {decision.predicted_ttft_s:.1f} s, which is later than its strict "
+                f"x-manta-objective of {decision.objective_s:g} s: try again later, or ask for more",
+                retry_after_s=late_s,
+            )
+            self._refuse(noted, error)
+            raise error
 
     def _refuse_if_saturated(self, noted: Try, request: GenerateRequest) -> None:
         """Raise Saturated, with nothing sent, if even the shortest queue is too long.

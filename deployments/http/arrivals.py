@@ -3,7 +3,8 @@
     in   x-request-id: NAME             the request's name, else a new one; in log lines too
          x-manta-session: ID            among equally good replicas, the one that had this session last
          x-manta-replicas: ID, ID       only these replicas
-         x-manta-objective: 2.5         seconds within which its first token should come
+         x-manta-objective: 2.5         seconds within which its first token should come; with "; strict" it is refused
+                                        (429) where that is not expected
          x-manta-reconnect: 1           its stream outlives the connection: events have ids (event_ids.py)
          last-event-id: ID              the client has had a stream of this name up to that event
          x-manta-resume: ...            as the answer said when that stream was opened
@@ -57,6 +58,7 @@ REQUEST_ID = "x-request-id"
 ROUTE = "x-manta-route"
 SESSION = "x-manta-session"
 REPLICAS = "x-manta-replicas"
+OBJECTIVE = "x-manta-objective"
 RECONNECT = "x-manta-reconnect"
 RESUME = "x-manta-resume"
 ALIVE = "x-manta-alive"  # of a stream that is kept: it sends something each so many seconds
@@ -266,14 +268,17 @@ def last_event_of(headers: Headers) -> str | None:
 def hints_of(headers: Headers) -> RouteHints:
     """Read the routing headers. Raises: InvalidRequest."""
     session, replicas = headers.get(SESSION, ""), headers.get(REPLICAS)
+    how = [each.strip() for each in headers.get(OBJECTIVE, "").split(";")[1:]]
+    if how not in ([], ["strict"]):
+        raise InvalidRequest(f"{OBJECTIVE}: {'; '.join(how)[:60]!r} is unknown; give seconds, or SECONDS; strict")
     if session:
         check_name(session)
     if replicas is None:
-        return RouteHints(session_id=session)
+        return RouteHints(session_id=session, strict=bool(how))
     allowed = frozenset(each.strip() for each in replicas.split(",") if each.strip())
     if not 1 <= len(allowed) <= MOST_REPLICAS:
         raise InvalidRequest(f"{REPLICAS}: names {len(allowed)} replicas; give 1 to {MOST_REPLICAS}, or no header")
-    return RouteHints(session_id=session, allowed=allowed)
+    return RouteHints(session_id=session, allowed=allowed, strict=bool(how))
 
 
 def header_parts(routes: RouteLog, rids: list[str]) -> list[str]:

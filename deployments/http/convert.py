@@ -182,7 +182,7 @@ def asked_of(of: Any, body: WireType, headers: Mapping[str, str] = MappingProxyT
         value = getattr(body, each.name) if each.name in type(body).model_fields else None
         if each.header and (given := headers.get(each.header)) is not None:
             try:
-                value = float(given)
+                value = float(given.partition(";")[0])  # what follows is of its meaning, not of its number
             except ValueError:
                 raise InvalidRequest(f"{each.header}: {given[:60]!r} is no number", param=each.header) from None
         if value is not None:

@@ -277,6 +277,24 @@ async def test_a_request_that_can_be_in_time_is_not_refused_because_late_ones_wa
     assert scripted.router.num_open == 0
 
 
+async def test_a_strict_objective_is_refused_at_once_where_it_cannot_be_met(scripted: House) -> None:
+    """1,000 tokens of those that would be in time too are before it, which take 1 s; late ones are not."""
+    replica = ScriptedReplica("r0")
+    replica.stats = stats(
+        waiting_uncached_tokens=9_000, late_uncached_tokens=8_000, late_factor=2.0, prefill_tokens_per_s=1000.0
+    )
+    await scripted.ready(replica)
+    strict, loose = (hints_of(Headers({"x-manta-objective": given})) for given in ("0.5; strict", "0.5"))
+    await scripted.collect(objective_s=2.0, rid="a1.0-in-time", hints=strict)
+    await scripted.collect(objective_s=0.5, rid="a2.0-loose", hints=loose)
+    with pytest.raises(Saturated, match=r"expected after 9\.\d s, which is later than its strict") as refused:
+        await scripted.collect(objective_s=0.5, rid="a3.0-strict", hints=strict)
+    assert refused.value.retry_after_s == pytest.approx(8.5, abs=0.2)
+    assert scripted.router.num_open == 0
+    with pytest.raises(InvalidRequest, match="'very' is unknown"):
+        hints_of(Headers({"x-manta-objective": "0.5; very"}))
+
+
 async def test_the_objective_is_the_headers_or_the_settings_and_what_is_left_of_it_at_the_next_try(
     scripted: House,
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.request import Req, ReqState
-from replicas.scheduler.orders import ORDERS, QueueEntry, in_time, passed_tokens, sort_keys
+from replicas.scheduler.orders import ORDERS, QueueEntry, in_time, passed_tokens, shortest_first, sort_keys
 from tests.harness import Bench
 
 A, B = list(range(100, 116)), list(range(200, 208))  # prefixes of four pages, of two
@@ -128,7 +128,13 @@ def on_time(*waiting: QueueEntry) -> list[int]:
     return sorted(range(len(keys)), key=lambda at: (keys[at], at))
 
 
-def test_what_can_be_in_time_goes_by_deadline_and_what_is_late_after_it_by_its_bound() -> None:
+def test_the_shortest_goes_first_as_long_as_it_makes_none_late_that_it_passes() -> None:
+    """3 s by 4 s, 2 s by 9 s, 1 s by 9 s: 1 s may go before the 3 s, 2 s more may not."""
+    assert on_time(entry(30, 4.0), entry(20, 9.0), entry(10, 9.0)) == [2, 0, 1]
+    assert on_time(entry(30, 3.5), entry(20, 9.0), entry(10, 9.0)) == [0, 2, 1]
+
+
+def test_what_can_be_in_time_goes_first_and_what_is_late_after_it_by_its_bound() -> None:
     late = [entry(10, -1.0, left_len=900), entry(10, -9.0, left_len=800), entry(60, 5.0, left_len=950)]  # needs 6 s
     assert on_time(*late, entry(20, 4.0), entry(10, 3.0)) == [4, 3, 1, 0, 2]
 
@@ -142,7 +148,7 @@ def test_nothing_passes_a_request_whose_bound_leaves_it_no_tokens() -> None:
     late, small, large = entry(50, -1.0, left_len=70), entry(20, 5.0), entry(21, 5.0)
     assert on_time(late, small) == [1, 0]  # 20 of the 70 go before its 50
     assert on_time(late, large) == [0, 1]
-    assert on_time(late, small, entry(1, 6.0)) == [1, 0, 2]
+    assert on_time(late, small, entry(1, 6.0)) == [2, 0, 1]  # 1 of the 20 goes: 19 are left to others
     assert (passed_tokens([late]), passed_tokens([late, small])) == (50, 0)
 
 
@@ -162,6 +168,10 @@ def test_no_larger_set_of_requests_could_be_in_time(jobs: list[tuple[int, int]])
     found = in_time(waiting)
     assert all_in_time(tuple(waiting[at] for at in found))
     assert not any(all_in_time(chosen) for chosen in combinations(waiting, len(found) + 1))
+    now_s = 0.0
+    for at in shortest_first(waiting, found):
+        now_s += waiting[at].needed_s
+        assert now_s <= waiting[at].left_s + 1e-9
 
 
 @dataclass(eq=False)
@@ -226,9 +236,9 @@ def test_the_engines_queue_puts_those_first_that_can_be_in_time_and_says_what_th
         "soon": bench.submit(range(500, 510), objective_s=1.0),
         "never": bench.submit(range(600, 602)),
     }
-    assert names(bench, reqs, after_s=0.5) == ["soon", "later", "never", "late"]
+    assert names(bench, reqs, after_s=0.5) == ["never", "soon", "later", "late"]
     assert bench.scheduler.queues.waiting.late_len == 40
-    assert names(bench, reqs, after_s=0.95) == ["later", "never", "late", "soon"]  # 0.05 s are left for 0.1 s of work
+    assert names(bench, reqs, after_s=0.95) == ["never", "later", "late", "soon"]  # 0.05 s are left for 0.1 s of work
     bench.run()
     assert bench.scheduler.queues.waiting.late_len == 0
 

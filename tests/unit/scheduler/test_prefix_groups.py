@@ -114,7 +114,7 @@ def test_a_group_that_saves_less_reading_than_the_device_asks_for_is_none() -> N
 @pytest.mark.parametrize("cascade", [True, False])
 def test_prompts_over_one_cached_prefix_are_a_group_of_their_step(cascade: bool) -> None:
     """Beside a running request with that prefix, which is in no group with them, and a prompt of its own."""
-    bench = Bench(num_pages=256, context_len=400, chunked_prefill_size=512, cascade=cascade)
+    bench = Bench(num_pages=256, context_len=400, chunked_prefill_size=512, cascade=cascade, policy="lpm")
     bench.submit([*run(1, 256), 2, 3], max_new_tokens=40)
     bench.step()
     for prompt in ([*run(1, 256), 4, 5], run(6, 20), [*run(1, 256), 7, 8]):

@@ -281,7 +281,7 @@ def test_priorities_are_off_unless_asked_for() -> None:
 
 def test_longest_prefix_match_goes_first_until_another_has_aged() -> None:
     """SPEC F03."""
-    bench = Bench(page_size=4, chunked_prefill_size=16, max_running=1, ageing_s=5.0)
+    bench = Bench(page_size=4, chunked_prefill_size=16, max_running=1, ageing_s=5.0, policy="lpm")
     bench.submit(list(range(12)), max_new_tokens=1)
     bench.run()
     stranger = bench.submit([700] * 12)
@@ -293,7 +293,7 @@ def test_longest_prefix_match_goes_first_until_another_has_aged() -> None:
 
 def test_a_long_queue_is_taken_in_arrival_order() -> None:
     """SPEC F03: LPM falls back to FCFS."""
-    bench = Bench(page_size=4, lpm_max_queue=2)
+    bench = Bench(page_size=4, lpm_max_queue=2, policy="lpm")
     bench.submit(list(range(12)), max_new_tokens=1)
     bench.run()
     reqs = [bench.submit([700 + i] * 12) for i in range(2)]
@@ -314,7 +314,7 @@ def test_without_a_prefix_cache_the_answer_is_the_same() -> None:
 
 def test_the_last_token_of_a_prompt_is_never_one_that_the_cache_could_save() -> None:
     """It is computed for its logits: of 12 cached tokens, a prompt of exactly these can use 8, a longer one all."""
-    bench = Bench(page_size=4, max_running=1)
+    bench = Bench(page_size=4, max_running=1, policy="lpm")
     bench.submit(CACHED, max_new_tokens=1)
     bench.run()
     exact = bench.submit(CACHED)
