@@ -6,7 +6,7 @@ from dataclasses import asdict
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, Unit, headings, parts, written
 from routing.types import Candidate, Decision, Ending, Pair, PairReason, Reason, RouteOutcome
 
-_BECAUSE = {
+BECAUSE = {
     Reason.ONLY: "it was the only replica that may take the request",
     Reason.TURN: "it was next in turn",
     Reason.RANDOM: "it was drawn at random",
@@ -75,14 +75,14 @@ def sentence(decision: Decision, name: str = "") -> str:
     tokens = _tokens_clause(decision)
     said = (
         f"{name} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by {decision.policy}: "
-        f"{_BECAUSE[decision.reason]}. {tokens} cached there, and the first token after "
+        f"{BECAUSE[decision.reason]}. {tokens} cached there, and the first token after "
         f"{decision.predicted_ttft_s:.3f} s"
     )
     if decision.pair is not None:
         computes = "there" if decision.prefill_id is None else f"on {decision.prefill_id}"
         return (
             f"{name} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by "
-            f"{decision.policy}: {_BECAUSE[decision.reason]}. {_pair_clause(decision, decision.pair)}. "
+            f"{decision.policy}: {BECAUSE[decision.reason]}. {_pair_clause(decision, decision.pair)}. "
             f"{tokens} cached {computes}, and the first token after "
             f"{decision.predicted_ttft_s:.3f} s."
         )

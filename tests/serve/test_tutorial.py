@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from deployments.places import ROOT
+from routing.explain import BECAUSE
+from routing.types import Reason
 from tests.programs import program
 from tests.serve.running import Running, free_port, serving
 
@@ -33,10 +35,11 @@ EXACT = re.compile(
     r"|\b\d{3,}(?= prompt tokens)|(?<=^prompt )\d+|(?<=_tokens\":)\d+|(?<==> )\d+|^\d+$)"
 )
 NUMBER = re.compile(r"\d[\d,.]*(?: ?(?:ms|s|min|kB|MB|GB|k|M)\b)?")
-# between two idle replicas without the prefix: milliseconds that were measured decide, or a draw where they are equal
+# between two idle replicas without the prefix: free pages decide, or rates that were measured, or a draw
+IDLE = (Reason.SOONEST, Reason.MORE_FREE, Reason.LONGEST_AGO, Reason.TIE)
 EITHER = re.compile(
-    r"(?:those compared were equally loaded and the draw fell on it|its first token is expected soonest)"
-    r"(?=\. 0 tokens are predicted)"
+    rf"(?:{'|'.join(BECAUSE[reason] for reason in IDLE)})(?=\. 0 tokens are predicted)"
+    rf"|(?<=\(estimated_ttft, )(?:{'|'.join(reason.value for reason in IDLE)})(?=\)$)"
 )
 # ids of replicas and routers, by what stands around them: some look like words
 NAMED = re.compile(
@@ -102,7 +105,9 @@ def formed(text: str, ids: dict[str, int]) -> list[str]:
         line = re.sub(r" Of \d+ tokens that were drafted, \d+ came true\.", "", line)  # steps' times decide
         for name, number in ids.items():
             line = line.replace(name, f"ID{chr(97 + number)}")
-        line = EITHER.sub("EITHER", re.sub(r"\[[ =]*\]", "BAR", line))
+        line = re.sub(r"\[[ =]*\]", "BAR", line)
+        if ": 0 cached" in line or ". 0 tokens are predicted" in line:
+            line = EITHER.sub("EITHER", line)
         kept: list[str] = EXACT.findall(line)
         line = NUMBER.sub("#", EXACT.sub("@", line))
         for each in kept:
