@@ -69,8 +69,8 @@ def forced_tokens(chunk_size: int, num_running: int, num_forced: int, *, page_si
 
 def wanted(req: Req, *, page_size: int) -> int:
     """Count the next tokens of the prompt of ``req`` that one step may run, if it has room for all."""
-    start, want = req.computed_len, req.num_tokens - req.computed_len
-    chunk_end = 0 if req.holding is None else req.holding.behind.chunk_end
+    assert req.holding is not None
+    start, want, chunk_end = req.computed_len, req.num_tokens - req.computed_len, req.holding.behind.chunk_end
     if start < chunk_end < start + want:
         want = chunk_end - start
     if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:

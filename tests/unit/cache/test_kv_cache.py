@@ -8,6 +8,7 @@ from replicas.cache.kv import KvCache
 from replicas.cache.parts import SnapshotAllocator
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
+from replicas.memory.sizing import WindowPool
 from replicas.request import Req
 from tests.harness import choice_of, pool_of
 
@@ -390,3 +391,52 @@ def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_and_is_
     kv.commit(again)
     assert [copy.from_snapshot for copy in parts.drain()] == [True]
     assert parts._worth._gone_on.sum() == before + 1
+
+
+def test_pages_behind_the_window_are_seen_by_nobody_and_their_parts_may_go() -> None:
+    """Window layers see 8 tokens; 16 pages of 4 have 13 parts. A text of 40 tokens goes on, ends, and is gone on with;
+    then another one needs 6 parts, which are of those that no end of a text needs."""
+    windows = WindowPool.of(13, page_size=4, cell_bytes=1, reach=8, step_tokens=4)
+    kv = make(size=pool_of(16, 4, windows))
+    req = prefilled(kv, "a", 40)
+    kv.check([req])
+    for _ in range(5):
+        decode(kv, req)
+        kv.check([req])
+    kv.release(req, keep=True)
+    kv.check([])
+    again = choice_of("b", [*range(40), 1, 2])
+    assert kv.admit(again) == 40
+    kv.check([again])
+    prefill(kv, again)
+    kv.check([again])
+    kv.release(again, keep=True)
+    kv.check([])
+    other = choice_of("c", range(100, 124))
+    prefill(kv, other)
+    kv.release(other, keep=True)
+    for prompt in ([*range(40), 3], [*range(100, 124), 3]):
+        last = choice_of(f"d{prompt[0]}", prompt)
+        assert kv.admit(last) == len(prompt) - 1
+        kv.release(last, keep=False)
+    reused = list[int]()
+    for num_pages in range(1, 10):
+        inside = choice_of(f"e{num_pages}", [*range(4 * num_pages), 3])
+        reused.append(kv.admit(inside) // 4)
+        kv.check([inside])  # it sees no hole
+        kv.release(inside, keep=False)
+    assert reused != list(range(1, 10))
+    parts: Any = kv.store.parts
+    assert (parts.reserved, parts.evicted > 0) == (0, True)
+    parts.reserved = 13
+    assert kv.store.available_tokens() == 0
+
+
+def test_guesses_get_slots_only_where_all_fit() -> None:
+    """Two pages of 4: with 6 tokens two guesses fit, three do not."""
+    kv = make(size=pool_of(2, 4))
+    req = prefilled(kv, "a", 6)
+    assert len(kv.extend_draft(req, 3)) == 0
+    assert len(kv.extend_draft(req, 2)) == 2
+    kv.release(req, keep=False)
+    kv.check([])

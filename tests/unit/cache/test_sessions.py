@@ -175,6 +175,16 @@ def test_no_session_keeps_a_node_alive_that_has_left_the_tree(name: str) -> None
     assert [len(node.key) for node in nodes] == [2 * PS]
 
 
+def test_a_cache_that_is_emptied_knows_no_session() -> None:
+    tree = Tree()
+    tree.turn(1, 3, name="one")
+    tree.turn(2, 3)
+    tree.cache.reset()
+    tree.cache.check()
+    tree.turn(1, 3)
+    assert tree.left(1) == 4
+
+
 @pytest.mark.parametrize("sessions", [True, False])
 def test_the_scheduler_tells_the_tree_of_prompts_and_answers(sessions: bool) -> None:
     """Six turns of a session, then requests that fill the pool: what is cached of it afterwards."""

@@ -5,7 +5,7 @@ import pytest
 
 from replicas.request import Req
 from replicas.scheduler import drafts
-from replicas.scheduler.drafts import STEPS_TO_PLAIN, Drafts, HitShare, Proposal, RowCost, repeated_suffix
+from replicas.scheduler.drafts import MOST_ROWS, STEPS_TO_PLAIN, Drafts, HitShare, Proposal, RowCost, repeated_suffix
 from replicas.scheduler.plan import DecodePlan
 from replicas.scheduler.tokens import COUNTERS, NewToken
 from tests.fakes import continuation, next_token
@@ -272,3 +272,14 @@ def test_what_the_tree_keeps_behind_a_prompt_may_be_wrong() -> None:
         _, drafted, accepted = answered_again(bench, prompt, "", max_new_tokens=right + 3)
         assert drafted > 0
         assert accepted <= right
+
+
+def test_a_step_waits_for_tokens_while_drafts_were_tried_of_late_then_each_sixteenth_if_it_has_rows_for_any() -> None:
+    drafts = Rig({}, num_reqs=1).drafts
+    waits = list[int]()
+    for num_untried in range(40):
+        drafts._num_untried = num_untried
+        if drafts.needs_tokens(MOST_ROWS - 2):
+            waits.append(num_untried)
+        assert not drafts.needs_tokens(MOST_ROWS - 1)
+    assert waits == [*range(8), 15, 31]

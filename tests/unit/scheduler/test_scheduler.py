@@ -1,17 +1,19 @@
 """The scheduler over real pools and a fake device whose output depends on every slot it reads."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from replicas.errors import Fault
 from replicas.request import Req, ReqState
-from replicas.scheduler.decode import AheadGate
+from replicas.scheduler.decode import AheadGate, sample_row
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from replicas.scheduler.prefill import Refusal
+from replicas.scheduler.rounds import PATIENCE_S, Deadlines
 from replicas.types import Finish, FinishReason
 from tests.fakes import continuation
-from tests.harness import Bench, retract
+from tests.harness import Bench, choice_of, retract
 
 CACHED = list(range(12))  # three pages of 4
 
@@ -431,3 +433,31 @@ def test_those_that_cannot_start_are_looked_at_again_after_16_steps_planned_with
         steps += 1
         assert steps <= 16
     assert steps == 16
+
+
+def test_a_head_is_starved_once_it_has_lacked_memory_for_as_long_as_patience_lasts() -> None:
+    deadlines = Deadlines()
+    first, second = (choice_of(rid, [1, 2]) for rid in ("first", "second"))
+    assert deadlines.starved([first], 1.0) == []
+    assert deadlines.starved([first, second], PATIENCE_S) == []
+    assert deadlines.starved([first, second], 1.0 + PATIENCE_S) == [first]
+    assert deadlines.starved([second], 2.0 + PATIENCE_S) == []
+    assert deadlines.starved([first, second], 2 * PATIENCE_S) == [second]  # the first was none meanwhile
+
+
+def test_a_token_is_masked_by_its_requests_guide_or_by_the_one_behind_the_draft_before_it() -> None:
+    own, behind = Mock(), Mock()
+    req = choice_of("a", [1, 2])
+    assert sample_row(req).mask is None
+    assert sample_row(req, guide=behind).mask is behind.words
+    req.guide = own
+    assert [sample_row(req).mask, sample_row(req, guide=behind).mask] == [own.words, behind.words]
+
+
+@pytest.mark.parametrize(("num_more", "is_ahead"), [(1, False), (2, True)])
+def test_a_step_is_planned_ahead_of_any_token_but_a_requests_last(num_more: int, is_ahead: bool) -> None:
+    bench = Bench()
+    bench.submit([1, 2], max_new_tokens=1 + num_more)
+    bench.step()
+    assert bench.scheduler.schedule() is not None
+    assert (bench.scheduler.schedule_ahead() is not None) == is_ahead

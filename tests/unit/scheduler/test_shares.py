@@ -1,13 +1,14 @@
 """Shares: several tenants on one engine. The device is a fake whose output depends on every slot it reads."""
 
 from collections.abc import Sequence
+from math import inf
 from random import Random
 
 import pytest
 
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import ExtendPlan
-from replicas.scheduler.precedence import EASE_S, MOST_LEFT_OUT, QUANTUM
+from replicas.scheduler.precedence import EASE_S, MOST_LEFT_OUT, QUANTUM, TenantShares
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.victims import Need, victims
 from replicas.types import GenerateRequest
@@ -466,3 +467,37 @@ def test_tenant_and_weight_come_with_the_request() -> None:
     asked = GenerateRequest(rid="a", token_ids=[1, 2], tenant="t", weight=3.0)  # type: ignore[arg-type]
     req = Req.make(asked, index=0, now_s=0.0, eos_ids=frozenset())
     assert (req.asked.tenant, req.asked.weight) == ("t", 3.0)
+
+
+def test_only_a_light_prompt_of_another_tenant_bounds_the_prompts_of_one_that_floods() -> None:
+    """Shares of 100 tokens: two floods of 2 x 60, and a light tenant. None bounds where it is the only tenant."""
+    shares = TenantShares(100)
+    lengths = {"a": 60, "b": 60, "light": 10, "first": 9}
+    a, b, light, first = (choice_of(name, range(length), tenant=name) for name, length in lengths.items())
+    shares.opens(first)
+    shares.waits(first)
+    shares.easing.began(first, 9, 0.0)  # no other has come
+    shares.ends(first)
+    shares.begins(first)
+    for tenant in (a, b):
+        for req in (tenant, tenant):
+            shares.opens(req)
+            shares.waits(req)
+    shares.opens(light)
+    shares.waits(light)
+    shares.easing.began(a, 5, 1.0)
+    assert shares.easing.most_len(b, 1.0) == inf
+    shares.easing.began(light, 7, 1.0)
+    assert [shares.easing.most_len(req, 2.0) for req in (a, b, light)] == [7, 7, inf]
+    assert shares.easing.most_len(b, 1.0 + EASE_S) == inf
+
+
+def test_where_a_tenant_without_credit_waits_alone_all_begin_anew() -> None:
+    shares = TenantShares(100)
+    alone, runs = (choice_of(name, [1, 2], tenant=name) for name in ("alone", "runs"))
+    for req in (alone, runs):
+        shares.opens(req)
+    shares.waits(alone)
+    shares._credits = {"alone": 0.0, "runs": -50.0}
+    assert shares.in_turn([alone]) == [alone]
+    assert [shares.credit(req.asked.tenant) for req in (alone, runs)] == [0.0, 100.0]
