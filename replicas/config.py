@@ -69,6 +69,7 @@ QueuePolicy = Annotated[str, NamesOf(("replicas.scheduler.orders:ORDERS",))]
 
 
 LONGEST_DRAFT = 32  # tokens that one decode step tries of a request at most
+STATE_DRAFT = 4  # of a model that keeps recurrent states, one of them for each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from replicas.cache.store_tier import StoreTier
 from replicas.cache.store_worker import Worker
 from replicas.cache.tiers import HiRadixCache
 from replicas.config import (
+    STATE_DRAFT,
     AdapterLimits,
     Attention,
     CacheConfig,
@@ -199,6 +200,8 @@ def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> K
         carried_len=config.carried_len,
     )
     kv.window = config.model.window
+    if config.model.states:
+        kv.longest_draft = STATE_DRAFT
     if copier is not None and kv.store.tiers is not None and config.cache.store is not None:
         kv.store_tier = open_store_tier(config, kv.store.tiers, copier)
     return kv

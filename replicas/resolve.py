@@ -56,7 +56,7 @@ def resolve(
     problems = [
         *_model_problems(model),
         *settings_problems(cache, scheduler),
-        *_state_problems(model, cache, scheduler),
+        *_state_problems(model, cache),
         *_device_problems(model, cache, attention, hardware.device),
         *_rank_problems(model, parallel.tp),
     ]
@@ -115,12 +115,13 @@ def _requests(
         why = f"{why}, at most {most} with recurrent states"
         if device == "cpu" and budget is not None:
             left = int(budget * cache.mem_fraction_static) - sizing.weight_bytes(model, 1)
-            most, why = sizing.state_rows(model, device, left, most), f"{why}, which take half of what weights leave"
+            most = sizing.state_rows(model, device, left, most, places=sizing.state_places(scheduler))
+            why = f"{why}, which take half of what weights leave"
     origin["scheduler.max_running_requests"] = why
     return cache, replace(scheduler, max_running_requests=most), origin
 
 
-def _state_problems(model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:
+def _state_problems(model: ModelConfig, cache: CacheConfig) -> Iterator[str]:
     """List what a model that keeps a recurrent state cannot do yet."""
     if not model.states:
         return
@@ -128,11 +129,6 @@ def _state_problems(model: ModelConfig, cache: CacheConfig, scheduler: Scheduler
         yield (
             f"cache.host_memory_bytes with {model.architecture}, which keeps a recurrent state: pages of its K and V "
             "are of no use without it; leave it out"
-        )
-    if scheduler.drafts == "on":
-        yield (
-            f"scheduler.drafts: on with {model.architecture}: its recurrent state does not go back behind a draft that "
-            "is rejected; leave it out"
         )
 
 
@@ -159,7 +155,7 @@ def _no_drafts(
     if scheduler.overlap == "on":
         return "scheduler.overlap: a step is launched before the tokens are known that its drafts would follow"
     if model.states:
-        return "a recurrent state does not go back behind a draft that is rejected"
+        return "a recurrent state is kept behind each token of a draft, in memory that more requests could have"
     if model.implementation == "transformers":
         return "Transformers' module may add up a row in another order beside other rows"
     if parallel.tp > 2:

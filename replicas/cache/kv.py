@@ -34,7 +34,7 @@ from replicas.cache.node import path_to
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
-from replicas.config import CacheConfig
+from replicas.config import LONGEST_DRAFT, CacheConfig
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, ReqToTokenPool, Slots
 from replicas.memory.sizing import SLACK, PoolSize
@@ -78,6 +78,7 @@ class KvCache:
         self._holders: dict[int, Req] = {}  # by row
         self.store_tier: StoreTier | None = None  # set once, by who starts the engine
         self.window: int | None = None  # likewise: the most tokens that any layer sees; None: all
+        self.longest_draft = LONGEST_DRAFT  # likewise: tokens of a request that a step tries at most
 
     def admit(self, req: Req, *, reuse: bool = True, whole: bool = False) -> int:
         """Take a row for ``req`` and lock its longest cached prefix; none without ``reuse``.

@@ -8,7 +8,7 @@ Invariant: a pool of ``num_pages`` pages never needs more than the bytes it was 
 import logging
 from dataclasses import dataclass, replace
 
-from replicas.config import DTYPE_BYTES, LONGEST_DRAFT, Device, EngineConfig, ModelConfig
+from replicas.config import DTYPE_BYTES, LONGEST_DRAFT, STATE_DRAFT, Device, EngineConfig, ModelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
@@ -152,15 +152,20 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
     return int(numbers) + vectors * DTYPE_BYTES[model.dtype] + exact
 
 
-def state_bytes(model: ModelConfig, device: Device, num_rows: int) -> int:
+def state_places(scheduler: SchedulerConfig) -> int:
+    """Count the places of a running request's states: with drafts, one more for each token of them."""
+    return STATE_PLACES + (STATE_DRAFT if scheduler.drafts == "on" else 0)
+
+
+def state_bytes(config: EngineConfig, num_rows: int) -> int:
     """Count the bytes of the recurrent states of ``num_rows`` running requests, and of the row that warms up."""
-    return STATE_PLACES * (num_rows + 1) * model.state_bytes(device) if model.states else 0
+    return state_places(config.scheduler) * (num_rows + 1) * config.model.state_bytes(config.device)
 
 
-def state_rows(model: ModelConfig, device: Device, left: int, most: int) -> int:
+def state_rows(model: ModelConfig, device: Device, left: int, most: int, *, places: int) -> int:
     """Count the requests, at most ``most``, whose states take half of the ``left`` bytes beside the weights; 1 where
     even that is too much, which `beside_states` then says."""
-    return min(most, max(1, left // 2 // (STATE_PLACES * model.state_bytes(device)) - 1))
+    return min(most, max(1, left // 2 // (places * model.state_bytes(device)) - 1))
 
 
 def beside_states(left: int, config: EngineConfig) -> int:
@@ -171,7 +176,7 @@ def beside_states(left: int, config: EngineConfig) -> int:
     num_rows = config.scheduler.max_running_requests
     if not config.model.states or num_rows is None:
         return left
-    taken = state_bytes(config.model, config.device, num_rows)
+    taken = state_bytes(config, num_rows)
     if taken >= left:
         raise InvalidConfig(
             f"the states of {num_rows} running requests take {_mib(taken)}, {_mib(taken // (num_rows + 1))} each, and "
@@ -217,9 +222,9 @@ def describe_parts(config: EngineConfig, *, apart: bool) -> str:
         layers = sum(config.window_layers)
         said.append(f"those of a window of {_reach(model):,} tokens, in {layers} layers, {each['window']:,} bytes more")
     if "state" in each and num_rows is not None:
-        taken = state_bytes(model, config.device, num_rows)
+        taken, places = state_bytes(config, num_rows), state_places(config.scheduler)
         said.append(
-            f"recurrent states of {num_rows} running requests, {each['state']:,} bytes each and {STATE_PLACES} times, "
+            f"recurrent states of {num_rows} running requests, {each['state']:,} bytes each and {places} times, "
             f"take {_mib(taken)}"
         )
     return "; ".join(said)

@@ -1,16 +1,19 @@
 """The recurrent states of the requests that run, and snapshots of states for others.
 
 Owns:      the memory of states, and how many tokens the state in each place has seen: STATE_PLACES places for each row
-           of the request table, used in turn, and one for each snapshot.
+           of the request table, used in turn, one more for each token of a draft, and one for each snapshot.
 Never:     computes a state (models/states.py has the module do it), or knows a request.
 Invariant: a step reads the state of exactly the tokens before its own, and none where there are none; without such a
            state it raises. It writes another place, so that the same step can run again (a step that failed,
            engine/failed_steps.py), and one that was launched ahead and whose token is dropped leaves the state before.
            Where snapshots are kept, the state behind the last whole page of a row stays until the next page is whole.
+           A draft's tokens are rows of their own and leave a state each: the next step reads the one behind the last
+           token that came true, and forgets those further on.
 Thread:    the runner's.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +38,20 @@ class Segment:
     is_part: bool = False  # the request has two in this step, of which the second reads what the first has written
 
 
+class _RowStep:
+    """What a step with a draft has read and written of one row so far."""
+
+    def __init__(self, taken: set[int | None]) -> None:
+        self.taken, self.seen, self.last_write = taken, 0, 0
+
+    def wrote(self, segment: Segment) -> None:
+        """Take in the row's next segment."""
+        self.taken.add(segment.write)
+        self.seen, self.last_write = segment.seen, segment.write
+
+
 class StatePool:
-    """One tensor [rows * STATE_PLACES + snapshots, *shape] for each state of a text."""
+    """One tensor [rows * places + snapshots, *shape] for each state of a text."""
 
     def __init__(
         self,
@@ -46,10 +61,12 @@ class StatePool:
         *,
         num_snapshots: int = 0,
         page_size: int = 0,
+        places: int = STATE_PLACES,
     ) -> None:
-        """``page_size``: states behind whole pages are kept; 0: they are not, and there is no snapshot."""
-        self._num_rows, self._page_size = num_rows, page_size
-        places = STATE_PLACES * num_rows + num_snapshots
+        """``page_size``: states behind whole pages are kept; 0: they are not, and there is no snapshot. ``places``: of
+        each row, STATE_PLACES and one for each token of a draft."""
+        self._num_rows, self._page_size, self._of_row = num_rows, page_size, places
+        places = places * num_rows + num_snapshots
         self.tensors: list[Tensor] = [
             lazy_zeros((places, *shape), dtype)
             if device.type == "cpu"
@@ -69,9 +86,9 @@ class StatePool:
             if order.number <= self._copied:  # by the step that failed
                 continue
             self._copied = order.number
-            row, snapshot = STATE_PLACES * order.row, STATE_PLACES * self._num_rows + order.snapshot
+            row, snapshot = self._of_row * order.row, self._of_row * self._num_rows + order.snapshot
             if order.from_snapshot:
-                self._seen[row : row + STATE_PLACES] = -1  # what was there is of another request
+                self._seen[row : row + self._of_row] = -1  # what was there is of another request
                 source, target = snapshot, row
             else:
                 source, target = self._place(order.row, order.num_tokens), snapshot
@@ -92,8 +109,8 @@ class StatePool:
 
     def write(self, row: int, num_tokens: int, states: Tensor) -> None:
         """Undo `read`, from the first bytes of ``states`` [>= state_bytes]; ``row`` has no others then."""
-        first = STATE_PLACES * row
-        self._seen[first : first + STATE_PLACES] = -1
+        first = self._of_row * row
+        self._seen[first : first + self._of_row] = -1
         for tensor in self.tensors:
             target = tensor[first]
             own, states = states[: target.nbytes].clone(), states[target.nbytes :]
@@ -107,34 +124,33 @@ class StatePool:
 
         Raises: RuntimeError where a state is not there.
         """
-        segments = []
+        segments, size = list[Segment](), self._page_size
+        drafted = {row for row, count in Counter(rows).items() if count > 1}
+        of_rows = dict[int, _RowStep]()  # of rows with a draft
         for index, row in enumerate(rows):
             start, end, seq_len = bounds[index], bounds[index + 1], seq_lens[index]
-            first, prefix_len = STATE_PLACES * row, seq_len - (end - start)
-            own = range(first, first + STATE_PLACES)
-            read = None
-            if prefix_len == 0:
-                self._seen[first : first + STATE_PLACES] = -1  # what was there is of another request
+            prefix_len = seq_len - (end - start)
+            if row in of_rows and of_rows[row].seen == prefix_len:  # the next token of a draft: its row's last write
+                step = of_rows[row]
+                segment = Segment(start, end, step.last_write, self._free_place(row, step.taken), seq_len, is_part=True)
+                segments.append(segment)
             else:
-                read = self._place(row, prefix_len)
-                if self._seen[read] != prefix_len and int(out_slots[start]):  # slot 0, the sink: it means nothing
-                    states = self._seen[first : first + STATE_PLACES].tolist()
-                    raise RuntimeError(
-                        f"row {row} goes on behind {prefix_len} tokens, and its states are of {states}: a step was "
-                        "left out or ran twice, which is a defect of Manta"
-                    )
-            size = self._page_size
-            border = seq_len // size * size if size else 0
-            last = self._place(row, prefix_len // size * size) if size else None  # behind the last whole page, if there
-            if border == seq_len or border <= prefix_len:  # it ends with a page, or within the one in which it begins
-                write = next(place for place in own if place not in (read, last))
-                segments.append(Segment(start, end, read, write, seq_len))
-            else:
-                middle = next(place for place in own if place != read)
-                write = next(place for place in own if place not in (read, middle))
-                cut = end - (seq_len - border)
-                segments.append(Segment(start, cut, read, middle, border, is_part=True))
-                segments.append(Segment(cut, end, middle, write, seq_len, is_part=True))
+                read = self._read_place(row, prefix_len, out_slots[start])
+                last = self._place(row, prefix_len // size * size) if size else None  # behind the last whole page
+                border = seq_len // size * size if size else 0
+                if border == seq_len or border <= prefix_len:  # it ends with a page, or within the one it begins in
+                    write = self._free_place(row, {read, last})
+                    segments.append(Segment(start, end, read, write, seq_len, is_part=row in drafted))
+                else:
+                    middle = self._free_place(row, {read})
+                    cut = end - (seq_len - border)
+                    segments.append(Segment(start, cut, read, middle, border, is_part=True))
+                    write = self._free_place(row, {read, middle})
+                    segments.append(Segment(cut, end, middle, write, seq_len, is_part=True))
+                if row in drafted:
+                    of_rows[row] = _RowStep({read, last})
+            if row in drafted:
+                of_rows[row].wrote(segments[-1])
         self._seen[[segment.write for segment in segments]] = -1  # until the step is through
         self._under_way = segments
         return segments
@@ -144,8 +160,31 @@ class StatePool:
         for segment in self._under_way:
             self._seen[segment.write] = segment.seen
 
+    def _read_place(self, row: int, prefix_len: int, slot: Tensor) -> int | None:
+        """Return the place of the state that a step of ``row`` reads; None at position 0. What the row's other places
+        hold of tokens behind those is forgotten: they were dropped. ``slot``: of the first token; 0, the sink: it means
+        nothing. Raises: RuntimeError where the state is not there."""
+        first = self._of_row * row
+        seen = self._seen[first : first + self._of_row]
+        if prefix_len == 0:
+            seen[:] = -1  # what was there is of another request
+            return None
+        seen[seen > prefix_len] = -1
+        read = self._place(row, prefix_len)
+        if self._seen[read] != prefix_len and int(slot):
+            raise RuntimeError(
+                f"row {row} goes on behind {prefix_len} tokens, and its states are of {seen.tolist()}: a step was left "
+                "out or ran twice, which is a defect of Manta"
+            )
+        return read
+
+    def _free_place(self, row: int, taken: Collection[int | None]) -> int:
+        """Return the first place of ``row`` that is not among ``taken``."""
+        first = self._of_row * row
+        return next(place for place in range(first, first + self._of_row) if place not in taken)
+
     def _place(self, row: int, num_tokens: int) -> int:
         """Return the place of a row whose state has seen ``num_tokens``; its first where there is none."""
-        first = STATE_PLACES * row
-        found = np.flatnonzero(self._seen[first : first + STATE_PLACES] == num_tokens)
+        first = self._of_row * row
+        found = np.flatnonzero(self._seen[first : first + self._of_row] == num_tokens)
         return first + (int(found[0]) if len(found) else 0)

@@ -99,8 +99,10 @@ class ServedStates:
         """Find the states of a step's requests. Raises: RuntimeError where one is not there."""
         kept = meta.snapshots
         if self.pool is None:
-            of_pages = {} if kept is None else {"num_snapshots": kept.num_snapshots, "page_size": kept.page_size}
-            self.pool = StatePool(self._kept, len(meta.table), self._device, **of_pages)
+            sizes = {}
+            if kept is not None:
+                sizes = {"num_snapshots": kept.num_snapshots, "page_size": kept.page_size, "places": kept.places}
+            self.pool = StatePool(self._kept, len(meta.table), self._device, **sizes)
         if kept is not None:
             self.pool.copy(kept.copies)
         bounds, seq_lens = (lengths.tolist() for lengths in meta.on_host())

@@ -313,7 +313,10 @@ class ModelRunner:
         size, apart = self.pool_size, None
         if size.windows is not None:
             apart = batches.WindowTable(rows, row_len, num_pages=size.num_pages, page_size=size.page_size)
-        snapshots = SnapshotStep(size.num_snapshots, size.page_size, ()) if size.num_snapshots else None
+        snapshots = None
+        if config.model.states:
+            kept_behind = size.page_size if size.num_snapshots else 0
+            snapshots = SnapshotStep(size.num_snapshots, kept_behind, sizing.state_places(config.scheduler))
         return batches.DeviceTable(rows, row_len, self.device, apart, snapshots)
 
     def _make_attention(self) -> tuple[AttentionBackend, AttentionChoice]:

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from replicas.cache.kv import KvCache
-from replicas.config import LONGEST_DRAFT
 from replicas.request import Guide, Req
 from replicas.scheduler.decode import DecodeRows, decode_plan, draft_groups, sample_row, table_writes
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, StepPlan
@@ -245,7 +244,7 @@ class Drafts(Feature):
 
     def _propose(self, req: Req) -> Proposal | None:
         """Guess what follows the tokens of ``req``; None where nothing is at hand."""
-        most = min(LONGEST_DRAFT, req.max_remaining - 1)  # the token after a draft is drawn too
+        most = min(self._kv.longest_draft, req.max_remaining - 1)  # the token after a draft is drawn too
         if most < 1:
             return None
         kept = self._kv.kept_behind(req, most)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from replicas.config import CacheConfig, Hardware, SchedulerConfig
+from replicas.config import STATE_DRAFT, CacheConfig, Hardware, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
@@ -28,6 +28,7 @@ from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
 from replicas.types import CacheMark, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_transformers_models import make, uncached
+from tests.told_drafts import Told, put_drafts
 from tests.unit.tokenizer_folders import byte_level_folder
 from tools.models_table import tiny_config
 
@@ -59,13 +60,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     return model_of
 
 
-def engine_of(folder: Path, *, tokens: int = 2048, chunk: int = 7, running: int = 8, overlap: str = "auto") -> Engine:
+def engine_of(
+    folder: Path, *, tokens: int = 2048, chunk: int = 7, running: int = 8, overlap: str = "auto", drafts: str = "auto"
+) -> Engine:
     return load_engine(
         EngineSettings(
             model=str(folder),
             cache=CacheConfig(page_size=4, max_total_tokens=tokens),
             scheduler=SchedulerConfig(
-                chunked_prefill_size=chunk, max_running_requests=running, new_token_ratio=0.1, overlap=overlap,  # type: ignore[arg-type]
+                chunked_prefill_size=chunk, max_running_requests=running, new_token_ratio=0.1,
+                overlap=overlap, drafts=drafts,  # type: ignore[arg-type]
             ),
             num_threads=1,
             context_len=256,
@@ -95,6 +99,14 @@ def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequenc
     """Each id of ``answer`` is Transformers' most likely one, behind those before it."""
     logits = uncached(model, [*prompt, *answer])[len(prompt) - 1 : -1]
     assert list(answer) == logits.argmax(dim=-1).tolist()
+
+
+def greedy(model: PreTrainedModel, prompt: Sequence[int], most: int) -> list[int]:
+    """Answer as Transformers does, the whole text for each token."""
+    text = list(prompt)
+    for _ in range(most):
+        text.append(int(uncached(model, text)[-1].argmax()))
+    return text[len(prompt) :]
 
 
 def some_prompts(number: int, seed: int) -> dict[str, list[int]]:
@@ -135,6 +147,37 @@ def test_many_requests_at_once_get_the_ids_of_transformers(
             answer = ids_of(deltas, rid, index)
             assert len(answer) == 30 or rid in ("r5", "r12")
             assert_greedy(model, prompt, answer)
+
+
+@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN])
+def test_a_rejected_draft_leaves_the_state_behind_the_tokens_that_came_true(
+    models: Callable[[str], Saved], model_type: str
+) -> None:
+    """Each sixth token that is drafted is wrong. Twelve at once on a pool that retracts some; then each goes on behind
+    what was kept of its answer."""
+    (folder, model), prompts = models(model_type), some_prompts(12, 5)
+    engine = engine_of(folder, tokens=140 if model_type != SCAN else 2048, chunk=32, running=12, drafts="on")
+    known = {(rid, 0): greedy(model, prompt, 30) for rid, prompt in prompts.items()}
+    put_drafts(engine.scheduler, Told(engine, known, STATE_DRAFT))
+    try:
+        for rid, prompt in prompts.items():
+            engine.submit(asked(rid, prompt, 30))
+        deltas = finished(engine)
+        engine.scheduler.check()
+        if model_type != SCAN:
+            assert engine.stats().num_retractions > 0
+        usages = [each.usage for each in deltas if each.finish is not None]
+        drafted = sum(each.drafted_tokens for each in usages)
+        assert 0.3 * drafted < sum(each.accepted_tokens for each in usages) < 0.95 * drafted
+        for rid, prompt in prompts.items():
+            answer = ids_of(deltas, rid)
+            assert answer == known[rid, 0]
+            text = [*prompt, *answer, 7]
+            engine.submit(asked(f"{rid} on", text, 6))
+            told = finished(engine)
+            assert_greedy(model, text, ids_of(told, f"{rid} on"))
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("model_type", [DELTA_RULE, "olmo_hybrid", STATE_SPACE, SCAN, "kimi_linear", "minimax"])
@@ -292,6 +335,32 @@ def test_a_state_is_read_only_behind_the_tokens_that_it_has_seen() -> None:
         pool.begin([1], [0, 1], [5], slots)
 
 
+def test_the_tokens_of_a_draft_leave_a_state_each_and_those_that_were_wrong_are_forgotten() -> None:
+    """Pages of 4, a row of five places for drafts of two. Behind 7 tokens two more are tried, past the page's end."""
+    pool = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), num_snapshots=1, page_size=4, places=5)
+    slots = torch.arange(1, 9)
+
+    def step(bounds: list[int], seq_lens: list[int]) -> list[Segment]:
+        parts = pool.begin([0] * len(seq_lens), bounds, seq_lens, slots)
+        for each in parts:
+            assert each.read is None or pool.tensors[0][each.read] == each.seen - (each.end - each.start)
+            pool.tensors[0][each.write] = each.seen
+        pool.end()
+        return parts
+
+    step([0, 7], [7])  # behind 4 tokens, and 7
+    for _ in range(2):  # it failed and runs again
+        tried = step([0, 1, 2, 3], [8, 9, 10])
+        assert [each.seen for each in tried] == [8, 9, 10]
+        assert len({each.write for each in tried}) == 3
+    step([0, 1], [9])  # only the first came true
+    assert 10 not in pool._seen
+    pool.copy([StateCopy(1, 0, 0, 8, from_snapshot=False), StateCopy(2, 1, 0, 8, from_snapshot=True)])
+    assert pool.tensors[0][5] == 8
+    with pytest.raises(RuntimeError, match="row 0 goes on behind 10 tokens"):
+        step([0, 1], [11])
+
+
 def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_is_copied_to_others() -> None:
     """Pages of 4. What each place holds is the number of tokens that its state has seen."""
     pool = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), num_snapshots=2, page_size=4)
@@ -402,12 +471,8 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
     ahead = resolve(model, hardware, scheduler=SchedulerConfig(overlap="on"))
     assert ahead.cache.prefix_cache == "chunk"
     assert "keeps a recurrent state" in ahead.origin["cache.prefix_cache"]
-    for settings, said in (
-        ({"cache": CacheConfig(host_memory_bytes=1 << 20)}, "cache.host_memory_bytes with Qwen3Next"),
-        ({"scheduler": SchedulerConfig(drafts="on")}, "scheduler.drafts: on with Qwen3Next"),
-    ):
-        with pytest.raises(InvalidConfig, match=said):
-            resolve(model, hardware, **settings)  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfig, match=r"cache\.host_memory_bytes with Qwen3Next"):
+        resolve(model, hardware, cache=CacheConfig(host_memory_bytes=1 << 20))
 
 
 def test_states_take_half_of_what_the_weights_leave_and_are_not_served_beyond_the_memory(
