@@ -23,6 +23,7 @@ SETTINGS = pathlib.Path("docs/settings.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()
 SPECIFICATION = pathlib.Path("docs/specification.md")
 CLASSES = pathlib.Path("tests/security/classes.md")
+GENERATED = ("settings.md", "metrics.md", "api_fields.md", "specification.md")
 
 
 def tracked(*patterns: str) -> list[pathlib.Path]:
@@ -106,6 +107,27 @@ def test_links_between_documents_lead_somewhere() -> None:
             if heading not in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}:
                 dead.append(f"{page}: {link}")
     assert not dead
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of prose, code as one word: no tables, headings, code blocks or comments."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--[^>]*-->|^(?:    |\||#|!\[)[^\n]*$", "", text, flags=re.MULTILINE)
+    blocks = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", text)
+    words = [re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", " ".join(block.split()))) for block in blocks]
+    return [each for block in words for each in re.split(r"(?<=[.!?])[\")*]*\s+", block) if each.strip("-* ")]
+
+
+def test_no_sentence_is_longer_than_45_words_and_no_page_has_more_than_20_on_average() -> None:
+    pages = [page for page in tracked("README.md", "CHANGELOG.md", "docs/*.md") if page.name not in GENERATED]
+    lengths = {
+        str(page): [len(re.findall(r"[\w'’-]+", each)) for each in sentences(page.read_text())]
+        for page in pages
+        if "log" not in page.parts
+    }
+    assert len(lengths) > 20
+    assert {page: max(each) for page, each in lengths.items() if each and max(each) > 45} == {}
+    assert {page: sum(each) / len(each) for page, each in lengths.items() if each and sum(each) > 20 * len(each)} == {}
 
 
 def rows_of(page: pathlib.Path, number: str) -> dict[str, list[tuple[str, str]]]:
