@@ -47,13 +47,21 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
 
 
 def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None, latent: bool = False) -> None:
-    """Check that the ranks of both roles can hand pages to each other: each rank has whole KV heads, and all heads of a
-    rank on the side with more ranks belong to one rank of the other side.
+    """Check that each rank of several has a GPU of its own, if any, as NCCL wants. And that the ranks of both roles can
+    hand pages to each other: each rank has whole KV heads, and all heads of a rank on the side with more ranks belong
+    to one rank of the other side.
 
     Args:   num_kv_heads: of the model; None where it is not known yet.
             latent: whether all ranks have the same pages (MLA): then any sizes will do.
     Raises: InvalidConfig.
     """
+    for role in roles_of(config):
+        own = config_of(config, role)
+        if own.parallel.tp > 1 and 0 < own.replicas.gpus < 1:
+            raise InvalidConfig(
+                f"gpus = {own.replicas.gpus:g} with tp = {own.parallel.tp} ({role.value} replicas): the ranks of a "
+                "replica cannot share a GPU; allowed: gpus: 1, which is of each rank, or tp: 1"
+            )
     if config.mode == "unified" or latent:
         return
     prefill, decode = (config_of(config, role).parallel.tp for role in (Role.PREFILL, Role.DECODE))

@@ -226,6 +226,11 @@ def test_a_secret_of_a_wrong_type_is_not_shown() -> None:
             "prefill.tp = 2 and decode.tp = 3: one must be a multiple of the other",
         ),
         ({**APART, "decode": {"tp": 9}}, r"decode.tp = 9 does not split the model's 3 KV heads, .* allowed: \[1, 3\]"),
+        (
+            {"model": MODEL_ARGS, "replicas": {"gpus": 0.5}, "parallel": {"tp": 3}},
+            r"gpus = 0.5 with tp = 3 \(unified replicas\): the ranks of a replica cannot share a GPU",
+        ),
+        ({**APART, "prefill": {"tp": 3, "gpus": 0.5}}, r"gpus = 0.5 with tp = 3 \(prefill replicas\)"),
         ({"model": {"path": "models/none"}}, "there is no such folder .*make model"),
         (
             {"model": MODEL_ARGS, "attention": "triton"},
