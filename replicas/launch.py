@@ -4,6 +4,7 @@ Owns:      the order of start-up and of its undoing.
 Never:     decides settings (resolve.py) or sizes (memory/sizing); starts followers itself (engine/ranks.py).
 """
 
+import functools
 import hashlib
 import logging
 import time
@@ -101,7 +102,12 @@ def load_engine(settings: EngineSettings) -> Engine:
             pool.commit(COMMIT_S)
     decode_s: dict[int, float] = {}
     if config.scheduler.drafts != "off":
-        decode_s = time_decode(lambda plan: ranks.launch(plan).result(), row=runner.max_running, clock=settings.clock)
+        run = functools.partial(time_decode, lambda plan: ranks.launch(plan).result(), row=runner.max_running)
+        try:
+            decode_s = ranks.watched(lambda: run(clock=settings.clock), "while decode steps were timed")
+        except BaseException:
+            ranks.close()
+            raise
     kv = _kv_cache(config, ranks, settings)
     connected = None
     if spec is not None:

@@ -199,7 +199,12 @@ class RayWorkers:
         try:
             ray.get(ended[0])
         except ray.exceptions.RayError as error:
-            return f"tensor-parallel rank {rank} died: {type(error).__name__}"
+            from replicas.engine.ranks import error_line
+
+            if isinstance(error, ray.exceptions.RayTaskError):
+                return f"tensor-parallel rank {rank} died ({error_line(error.cause)})"
+            why = str(error).strip().splitlines()[-1]  # of its constructor's traceback, or what Ray knows of its end
+            return f"tensor-parallel rank {rank} died ({why})"
         return f"tensor-parallel rank {rank} has ended"
 
     def stop(self) -> None:

@@ -11,9 +11,12 @@ import logging
 import multiprocessing
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import psutil
 
@@ -35,8 +38,12 @@ from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import PendingStep, StepPlan
 from replicas.types import AdapterRef
 
+T = TypeVar("T")
 START_TIMEOUT_S = 300.0  # a follower that has not connected by then is not coming
 MEET_S = 300.0  # for the ranks' meeting, and for every collective after it
+LOOK_S = 0.1  # between two looks whether a follower is gone, while the ranks start
+LONGEST_ERROR = 500  # characters
+OWN_ERROR_S = 0.5  # for the other side of a failure that two ranks notice
 
 
 class WorkerHandles(Protocol):
@@ -58,7 +65,7 @@ class WorkerLauncher(Protocol):
 
 
 class LocalWorkers:
-    """Followers as processes of this machine."""
+    """Followers as processes of this machine, each with a pipe by which it tells what ended it."""
 
     host = "127.0.0.1"
 
@@ -66,19 +73,32 @@ class LocalWorkers:
         """``main``: what each runs, `local_worker` if not said; it can be pickled."""
         self._main = main or local_worker
         self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._heard: list[Connection] = []
+        self._errors: dict[str, str] = {}  # by the name of the process
 
     def start(self, specs: Sequence[WorkerSpec]) -> "LocalWorkers":
         context = multiprocessing.get_context("spawn")
         for spec in specs:
-            process = context.Process(target=self._main, args=(spec,), name=f"manta-rank{spec.rank}", daemon=True)
+            heard, tell = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_and_tell, args=(self._main, spec, tell), name=f"manta-rank{spec.rank}", daemon=True
+            )
             process.start()
+            tell.close()
             self._processes.append(process)
+            self._heard.append(heard)
         return self
 
     def dead(self) -> str | None:
-        for process in self._processes:
+        for process, heard in zip(self._processes, self._heard, strict=True):
+            with suppress(EOFError, OSError):  # it ended without a word, or another thread has just taken it
+                if process.name not in self._errors and heard.poll():
+                    self._errors[process.name] = heard.recv()
+            why = self._errors.get(process.name)
             if process.exitcode is not None:
-                return f"{process.name} exited with code {process.exitcode}"
+                return f"{process.name} exited with code {process.exitcode}" + (f" ({why})" if why else "")
+            if why:  # its end may wait for a collective
+                return f"{process.name} failed ({why})"
         return None
 
     def stop(self) -> None:
@@ -130,7 +150,8 @@ class Ranks:
             self.runner = _load(config, TpGroup(device=config.device))
             return
         try:
-            self.runner = _load(config, self._gather(config, launcher))
+            tp = self._gather(config, launcher)
+            self.runner = self.watched(lambda: _load(config, tp), "while the ranks loaded")
         except BaseException:
             self._hang_up()  # followers must not outlive a start that failed
             raise
@@ -156,13 +177,34 @@ class Ranks:
         meet = functools.partial(
             TpGroup.create, 0, config.parallel.tp, init_method=init_method, device=config.device, timeout_s=MEET_S
         )
-        meeting = PassingThread(meet, name="manta-meeting")
-        while meeting.is_alive():
-            meeting.join(timeout=0.1)
-            gone = handles.dead()
-            if gone is not None:
-                raise EngineDead(f"{gone} before all ranks had met; its log says why")
-        return meeting.result()
+        return self.watched(meet, "before all ranks had met")
+
+    def watched(self, work: Callable[[], T], when: str) -> T:
+        """Run a part of the start, which may wait for other ranks in a collective. On a GPU that ends no sooner than
+        its time-out when one of them is gone. Args: when: it ran, in words.
+
+        Raises: EngineDead with a follower's own error within a second of it; else what ``work`` does.
+        """
+        if self._handles is None:
+            return work()
+        thread, gone = PassingThread(work, name="manta-start"), None
+        while thread.is_alive() and gone is None:
+            thread.join(timeout=LOOK_S)
+            gone = self._handles.dead()
+        thread.join(timeout=OWN_ERROR_S)  # with the same error of this rank, which says more
+        if not thread.is_alive():
+            try:
+                made = thread.result()
+            except EngineDead as error:
+                deadline_s = time.monotonic() + OWN_ERROR_S  # the follower's process has not ended yet, perhaps
+                while (gone := gone or self._handles.dead()) is None and time.monotonic() < deadline_s:
+                    time.sleep(LOOK_S)
+                if gone is None:
+                    raise
+                raise EngineDead(f"{gone} {when}; its log says more") from error
+            if gone is None:
+                return made
+        raise EngineDead(f"{gone} {when}; its log says more")
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a plan on every rank; sampling happens here, once."""
@@ -266,6 +308,20 @@ def host_tier(config: EngineConfig) -> HostKVCache | None:
 
 def _send_nothing(order: KvOrder | AdapterOrder) -> None:
     """Drop ``order``: there is only one rank."""
+
+
+def _run_and_tell(main: Callable[[WorkerSpec], None], spec: WorkerSpec, tell: Connection) -> None:
+    """Run a follower, and tell what ended it: before its process ends, which may wait for a collective."""
+    try:
+        main(spec)
+    except Exception as error:
+        tell.send(error_line(error))
+        raise
+
+
+def error_line(error: BaseException) -> str:
+    """Write an error in one line: its type, and what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST_ERROR]}"
 
 
 def local_worker(spec: WorkerSpec) -> None:

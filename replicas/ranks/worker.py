@@ -2,7 +2,8 @@
 nothing back.
 
 Life cycle: connect to rank 0's plan channel -> join the process group -> load its slice -> run plans until rank 0
-hangs up. Rank 0 notices a dead follower by its failing collective, or by `WorkerHandles.dead` when idle.
+hangs up. Rank 0 notices a dead follower by its failing collective, or by `WorkerHandles.dead`, which is asked all the
+time: by `Ranks.watched` at the start, and by the engine's watchdog.
 """
 
 import logging

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,16 @@ def test_a_rank_that_dies_while_starting_fails_the_start_at_once(folder: str) ->
         )
     assert time.monotonic() - started_s < 30
     assert all(gone(pid) for pid in workers.pids)
+
+
+def worker_without_its_files(spec: WorkerSpec) -> None:
+    """Run a follower whose weights are gone."""
+    local_worker(replace(spec, config=replace(spec.config, model=replace(spec.config.model, path="/gone"))))
+
+
+def test_what_a_rank_could_not_load_is_told_by_the_start(folder: str) -> None:
+    with pytest.raises(EngineDead, match=r"manta-rank1 (failed|exited with code 1) \(.*no folder /gone.*; its log"):
+        two_ranks(folder, LocalWorkers(worker_without_its_files))
 
 
 def worker_short_of_memory(identity: str, spec: WorkerSpec) -> None:
