@@ -129,6 +129,10 @@ class Overloaded(MantaError):
     retryable = True
 
 
+class NotSent(Overloaded):
+    """A plan could not be sent to the other ranks; none of them got it, so all are where they were."""
+
+
 class AdapterNotReadable(Overloaded):
     """A folder that held an adapter (LoRA) cannot be read here, or holds another one: elsewhere it may be there."""
 

@@ -540,7 +540,7 @@ class Engine:
             self.scheduler.finish(req, finish)
             req.finish = finish  # a stop string, or a fault, wins over the length limit reached by the same token
         deltas = [self._open.take_delta(choice, token, text)]
-        if req.finish is not None and req.finish.retry_as == "step_failed":
+        if req.finish is not None and req.finish.retry_as in ("step_failed", "overloaded"):
             deltas += [self._end(other, req.finish) for other in self._open.choices(req.rid)]
         return deltas
 

@@ -40,10 +40,14 @@ class FailedSteps:
         return FailedSteps(self.num + failed, self.in_a_row + 1 if all_at_fault else 0)
 
 
-def run_again(plan: StepPlan, reqs: Sequence[Req], launch: Launch) -> tuple[StepResult, dict[Req, BaseException]]:
+def run_again(
+    plan: StepPlan, reqs: Sequence[Req], launch: Launch, may_fail: Callable[[BaseException], bool] = lambda error: True
+) -> tuple[StepResult, dict[Req, BaseException]]:
     """Run the open requests of a step that failed again, in halves of halves, until each has a result or fails alone.
 
+    Args:    may_fail: with which errors a part of it may fail, so that others may run.
     Returns: the result as of the whole step, with nothing for requests that ended or fail; why each of these fails.
+    Raises:  the error of a part that may not fail with it.
     """
     plan = _with_inputs(plan, reqs)
     token_ids = np.zeros(len(plan.sampling), np.int32)
@@ -56,8 +60,10 @@ def run_again(plan: StepPlan, reqs: Sequence[Req], launch: Launch) -> tuple[Step
         part, places = _part(plan, which)
         try:
             made = launch(part).result()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             require_fault(error)
+            if not may_fail(error):
+                raise
             if len(which) > 1:
                 parts += _halves(which)
             else:

@@ -21,7 +21,7 @@ from replicas.cache.kv import KvCache
 from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
 from replicas.engine.failed_steps import MOST_IN_A_ROW, FailedSteps, Launch, run_again, try_idle
-from replicas.errors import EngineDead
+from replicas.errors import EngineDead, NotSent
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import least_prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingStep, StepPlan, StepResult
@@ -254,7 +254,8 @@ class Stepping:
         """Wait for the step under way and apply it. With ``ahead`` the next decode step, if it can be planned, is
         launched before that, and is then under way.
 
-        Args:    again: a step that fails may run again: no other rank would be a step ahead or behind.
+        Args:    again: a step that fails may run again: no other rank would be a step ahead or behind. One that was
+                 not sent to them may do so always.
         Returns: the step that ended, for `count`, and its tokens; those of requests at fault come first.
         Raises:  EngineDead with the ids of the step's requests, if the engine cannot go on.
         """
@@ -286,16 +287,19 @@ class Stepping:
 
         Returns: the step, `FailedStep` if it did; its result; and the requests that ended, as `end` does.
         """
+        def may_fail(error: BaseException) -> bool:
+            return again or isinstance(error, NotSent)
+
         try:
             return step, step.pending.result(), []
         except BaseException as error:
             require_fault(error)
-            if not again:
+            if not may_fail(error):
                 raise
             failed = step.pending if isinstance(step.pending, FailedStep) else FailedStep(error)
         if not failed.follows:
             log.error("a step of %d requests failed with %r: they run again in parts", len(reqs), failed.error)
-        result, faults = run_again(step.plan, reqs, self.launch)
+        result, faults = run_again(step.plan, reqs, self.launch, may_fail)
         if faults and len(faults) == sum(req.finish is None for req in reqs):
             if self.failed.in_a_row >= MOST_IN_A_ROW:
                 failed.result()

@@ -18,7 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple
 
-from replicas.errors import EngineDead, Overloaded
+from replicas.errors import EngineDead, NotSent
 from replicas.layers.adapters import AdapterOrder
 from replicas.runner.kv_access import KvOrder
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
@@ -99,14 +99,14 @@ class PlanChannel:
     def send(self, message: StepPlan | KvOrder | AdapterOrder) -> None:
         """Send a plan or an order to all followers.
 
-        Raises: EngineDead if a follower is gone; Overloaded without memory to pickle it: none of them got it.
+        Raises: EngineDead if a follower is gone; NotSent without memory to pickle it: none of them got it.
         """
         if isinstance(message, ExtendPlan | DecodePlan):
             message = replace(message, sampling=())  # rank 0 samples
         try:
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         except MemoryError as error:
-            raise Overloaded("no memory is left to send the other ranks their orders: try again later") from error
+            raise NotSent("no memory is left to send the other ranks their orders: try again later") from error
         try:
             for follower in self._followers:
                 follower.send_bytes(data)

@@ -31,7 +31,7 @@ from replicas.attention.choice import AttentionApart, make_attention
 from replicas.attention.page_lists import to_device
 from replicas.attention.workspace import num_sms
 from replicas.config import AttentionChoice, EngineConfig
-from replicas.errors import InvalidConfig
+from replicas.errors import InvalidConfig, Overloaded
 from replicas.kernels import gpu
 from replicas.kernels.adapters import low_rank
 from replicas.layers.adapters import AdapterBank
@@ -84,6 +84,7 @@ class ModelRunner:
         self.device = tp.device
         memory, held_before = self._memory(), self._held_bytes()
         self._reserve_bytes = int(memory * (1.0 - config.cache.mem_fraction_static))
+        self._reserve_bytes += set_aside.bytes_for_logits(config, tp.size)
         self._attention = _LateAttention()
         started_s = time.monotonic()
         self._model = model_class(config.model)(config.model, tp, self._attention)
@@ -185,6 +186,9 @@ class ModelRunner:
         its result is asked for."""
         if isinstance(self._sampled, LateSampling):
             self._sampled.sample()
+        return self._within_memory(lambda: self._launch(plan))
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
         logits, batch = self.forward(plan)
         if isinstance(plan, DecodePlan) and plan.follows is not None and any(row.mask for row in plan.sampling):
             self._sampled = late = LateSampling(self, plan, logits, batch)
@@ -194,7 +198,21 @@ class ModelRunner:
     def sample_late(self, step: "LateSampling") -> PendingStep:
         """Sample ``step``, whose masks are known now."""
         assert step is self._sampled, "steps are sampled in the order of their launch"
-        return self._sample(step.plan, step.logits, step.batch)
+        return self._within_memory(lambda: self._sample(step.plan, step.logits, step.batch))
+
+    def _within_memory(self, step: Callable[[], PendingStep]) -> PendingStep:
+        """Start ``step``. Raises: Overloaded where a GPU's memory does not suffice; what it holds in free blocks of
+        other sizes is given back by then, for the next try."""
+        try:
+            return step()
+        except torch.OutOfMemoryError as error:
+            why = str(error)
+        # behind the handler, in which the error's frames keep the tensors of the step
+        torch.cuda.empty_cache()
+        raise Overloaded(
+            f"a step did not fit into the memory of {self.device}: try again later; where this happens often, lower "
+            f"cache.mem_fraction_static ({self._config.cache.mem_fraction_static:g}): {why}"
+        )
 
     def _sample(self, plan: StepPlan, logits: Tensor, batch: batches.DeviceBatch) -> PendingStep:
         """Start the sampling of a step whose forward was launched. On a GPU nothing waits for it, but where tokens
@@ -258,6 +276,7 @@ class ModelRunner:
         config, cache = self._config, self._config.cache
         taken = weights + set_aside.bytes_for_graphs(config) + set_aside.bytes_for_adapters(config, self.tp.size)
         taken += set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
+        taken += set_aside.bytes_for_logits(config, self.tp.size)
         kv_bytes = self.tp.min_int(sizing.kv_bytes(memory, taken, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
         if channels is not None:

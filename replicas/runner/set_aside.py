@@ -13,6 +13,7 @@ from replicas.kernels.adapters.on_gpu import PER_RECORD_BYTES, between_bytes
 from replicas.memory import sizing
 from replicas.memory.allocator import ROW_SLACK
 from replicas.runner.graphs import SIZES, graph_bytes
+from replicas.scheduler.budget import LOGITS_CHUNK
 
 FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR, E5M2_TENSOR)
 
@@ -56,6 +57,16 @@ def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -
         num_sms=num_sms,
         max_pages=-(-(model.context_len + ROW_SLACK) // config.cache.page_size),
     )
+
+
+def bytes_for_logits(config: EngineConfig, num_ranks: int) -> int:
+    """Return the bytes of the most rows of logits that a step has of prompts: in the model's dtype and in fp32, and
+    where ranks gather them their parts."""
+    if config.device != "cuda":
+        return 0
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
+    copies = itemsize + (torch.float32.itemsize if num_ranks == 1 else 3 * torch.float32.itemsize)
+    return min(LOGITS_CHUNK, config.chunked_prefill_size) * config.model.vocab_size * copies
 
 
 def bytes_for_adapters(config: EngineConfig, num_ranks: int) -> int:

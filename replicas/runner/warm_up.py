@@ -10,11 +10,14 @@ the chunk is known to fit beside the pool: an allocation that fails in service c
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from replicas.config import EngineConfig
 from replicas.errors import InvalidConfig
+from replicas.scheduler.budget import LOGITS_CHUNK
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, idle_decode, idle_extend
 
 log = logging.getLogger(__name__)
@@ -40,7 +43,8 @@ def time_decode(
 def run_largest_step(
     config: EngineConfig, forward: Callable[[ExtendPlan], object], *, row: int, device: torch.device, reserve_bytes: int
 ) -> None:
-    """Run ``forward`` with a chunk of full size. ``reserve_bytes``: the memory that mem_fraction_static leaves for it.
+    """Run ``forward`` with a chunk of full size, and with as many logits of its tokens as a step may have.
+    ``reserve_bytes``: the memory that mem_fraction_static leaves for it, with what is set aside for the logits.
 
     Raises: InvalidConfig if the device has too little memory left.
     """
@@ -51,8 +55,12 @@ def run_largest_step(
     )
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
+    plan = idle_extend(row, num_tokens)
+    if targets := min(LOGITS_CHUNK, num_tokens - 1):
+        whole = replace(plan.rows[0], target_ids=np.zeros(targets, np.int32), target_start=num_tokens - targets)
+        plan = replace(plan, rows=(whole,))
     try:
-        forward(idle_extend(row, num_tokens))
+        forward(plan)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise InvalidConfig(f"a step of {num_tokens} tokens does not fit beside the KV pool: {remedy}") from error

@@ -33,7 +33,9 @@ from replicas.scheduler.precedence import Easing
 from replicas.scheduler.queues import Queues
 
 CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
-LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
+# prompt tokens of a step whose logprobs are wanted: each needs a row of vocabulary-wide logits, and memory for so many
+# is set aside (runner/set_aside.py)
+LOGITS_CHUNK = 512
 MAX_FORCED = 64  # tokens of a run that are taken at once
 
 
@@ -67,14 +69,16 @@ def forced_tokens(chunk_size: int, num_running: int, num_forced: int, *, page_si
     return min(MAX_FORCED, run_tokens(chunk_size, num_running, page_size=page_size) - num_forced - 1)
 
 
-def wanted(req: Req, *, page_size: int) -> int:
-    """Count the next tokens of the prompt of ``req`` that one step may run, if it has room for all."""
+def wanted(req: Req, *, page_size: int, num_logits: int = 0) -> int:
+    """Count the next tokens of the prompt of ``req`` that one step may run, if it has room for all. ``num_logits``: the
+    prompt tokens whose logprobs the step computes already; beside those it may have none."""
     assert req.holding is not None
     start, want, chunk_end = req.computed_len, req.num_tokens - req.computed_len, req.holding.behind.chunk_end
     if start < chunk_end < start + want:
         want = chunk_end - start
-    if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
-        want = max(1, (start + LOGITS_CHUNK) // page_size * page_size - start)
+    most = LOGITS_CHUNK - num_logits
+    if req.prompt_logprobs_from is not None and want > most:
+        want = max(0 if num_logits else 1, (start + most) // page_size * page_size - start)
     return want
 
 

@@ -70,6 +70,7 @@ class ExtendBatch:
     reqs: list[Req] = field(default_factory=list)
     rows: list[ExtendRow] = field(default_factory=list)
     num_forced: int = 0  # of the rows, the first
+    num_logits: int = 0  # prompt tokens whose logprobs it computes
     refusals: dict[tuple[str, int], Refusal] = field(default_factory=dict)
     reserved: int = 0  # tokens that the requests in flight may still need, this batch included
     barrier: float | None = None  # rank of the request that found no row or memory
@@ -243,7 +244,8 @@ def _extend_forced(batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Co
 
 def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, left: StepBudget) -> bool:
     """Add the next chunk of ``req`` to the batch; False when budget or pages allow none."""
-    start, want = req.computed_len, wanted(req, page_size=kv.page_size)
+    start = req.computed_len
+    want = wanted(req, page_size=kv.page_size, num_logits=batch.num_logits)
     length = left.grant(want, prefix_len=start, ends=start + want == req.num_tokens)
     last = start + length == req.num_tokens
     if length == 0 or (batch.whole_only and not last):
@@ -255,7 +257,8 @@ def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, left: Ste
     left.spend(length)
     queues.chunked = None if last else req
     batch.reqs.append(req)
-    batch.rows.append(_row(req, start, length, slots, sample=last))
+    batch.rows.append(row := _row(req, start, length, slots, sample=last))
+    batch.num_logits += 0 if row.target_ids is None else len(row.target_ids)
     return True
 
 

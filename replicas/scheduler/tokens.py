@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
-from replicas.errors import Fault
+from replicas.errors import Fault, Overloaded
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import forced_tokens
 from replicas.scheduler.plan import BROKEN, DecodePlan, ExtendPlan, StepPlan, StepResult
@@ -189,8 +189,12 @@ def require_fault(error: BaseException) -> None:
 
 
 def at_fault(req: Req, error: BaseException) -> Finish:
-    """Return the end of ``req``, which failed with ``error`` by itself, and log the fields that it asks for."""
+    """Return the end of ``req``, which failed with ``error`` by itself, and log the fields that it asks for. One for
+    which memory was short may do elsewhere."""
     require_fault(error)
+    if isinstance(error, Overloaded):
+        log.error("request %s, choice %d, ends: %s; it asks for %s", req.rid, req.index, error, _asked(req))
+        return Finish(reason=FinishReason.ERROR, message=str(error), fault=error.fault, retry_as="overloaded")
     why, asked = f"a step failed with {type(error).__name__}: {error}", _asked(req)
     log.error("request %s, choice %d, ends: %s; it asks for %s", req.rid, req.index, why, asked, exc_info=error)
     return Finish(reason=FinishReason.ERROR, message=why, fault=Fault.INTERNAL, retry_as="step_failed")

@@ -7,6 +7,7 @@ it here. What stays for a GPU: time, compiled kernels, streams.
 import logging
 import re
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,31 @@ def test_rows_beside_prompt_logprobs_and_readouts_keep_the_devices_way(
             assert kept == on_cpu[key], key
     assert len(on_gpu["mean"][2]) == 48
     assert len(on_gpu["score"][1]) == 2
+
+
+def test_a_step_that_the_memory_does_not_suffice_for_ends_no_request_that_fits_alone(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32, a step of more than one prompt; what the failed try held is free when the next one begins."""
+    folder = model(tmp_path)
+    asked = [ask(str(i), PROMPTS[2][: 5 + i]) for i in range(3)]
+    wanted = told(start(folder, dtype="float32", cuda_graphs=False), asked)
+    engine, forward, emptied = start(folder, dtype="float32", cuda_graphs=False), ModelRunner.forward, list[int]()
+    held = list[weakref.ref[torch.Tensor]]()
+
+    def short(self: ModelRunner, plan: StepPlan, **how: bool) -> Any:
+        assert not any(each() is not None for each in held), "an earlier try holds memory"
+        large = torch.zeros(1000, device="cuda")
+        held.append(weakref.ref(large))
+        if isinstance(plan, ExtendPlan) and len(plan.rows) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return forward(self, plan, **how)
+
+    monkeypatch.setattr(ModelRunner, "forward", short)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    assert told(engine, asked) == wanted
+    assert len(emptied) >= 2
+    assert engine.steps.failed.num == len(emptied) // 2
 
 
 @pytest.mark.parametrize("readout", [None, Readout(pooling="mean")], ids=["text", "embedding"])

@@ -16,7 +16,7 @@ from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.engine.failed_steps import MOST_IN_A_ROW
 from replicas.engine.loop import EngineLoop
-from replicas.errors import Fault
+from replicas.errors import Fault, NotSent, Overloaded
 from replicas.grammar.matcher import Matcher
 from replicas.launch import EngineSettings, load_engine
 from replicas.runner.readouts import Readouts
@@ -237,6 +237,41 @@ def test_a_step_that_fails_once_ends_nobody_and_the_one_made_ahead_follows_what_
     for number in range(5):
         assert ids(deltas, f"r{number}") == continuation([number], 30 + number)
     assert engine.stats().failed_steps == num_launched // 10 > 1  # the one made ahead did not fail
+    assert at_rest(engine)
+
+
+def test_a_step_without_memory_runs_in_parts_and_ends_only_what_fits_nowhere_for_others_to_try() -> None:
+    """Here three prompts fit beside each other, and the poisoned one does not even alone: all its choices end."""
+    engine, _ = fake_engine()
+    launch = engine.steps.launch
+
+    def short(plan: StepPlan) -> PendingStep:
+        if has_poison(plan) or plan.num_requests > 3:
+            raise Overloaded("a step did not fit into the memory")
+        return launch(plan)
+
+    engine.steps.launch = short
+    for rid in range(6):
+        engine.submit(ask(f"r{rid}", [rid], max_new_tokens=12))
+    engine.submit(ask("bad", [POISON], n=2))
+    deltas = finish_all(engine)
+    for rid in range(6):
+        assert ids(deltas, f"r{rid}") == continuation([rid], 12)
+    found = ends(deltas)
+    for index in range(2):
+        assert (found["bad", index].fault, found["bad", index].retry_as) == (Fault.UNAVAILABLE, "overloaded")
+    assert at_rest(engine)
+
+
+def test_a_plan_that_cannot_be_sent_to_other_ranks_ends_a_request_and_not_the_engine() -> None:
+    engine, _ = fake_engine()
+    engine.config = replace(engine.config, parallel=replace(engine.config.parallel, tp=2))
+    engine.steps.launch = failing(engine.steps.launch, "launch", error=NotSent)
+    engine.submit(ask("good", [1], max_new_tokens=12))
+    engine.submit(ask("bad", [POISON]))
+    deltas = finish_all(engine)
+    assert ids(deltas, "good") == continuation([1], 12)
+    assert (ends(deltas)["bad", 0].fault, ends(deltas)["bad", 0].retry_as) == (Fault.UNAVAILABLE, "overloaded")
     assert at_rest(engine)
 
 

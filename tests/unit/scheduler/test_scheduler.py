@@ -7,6 +7,7 @@ import pytest
 
 from replicas.errors import Fault
 from replicas.request import Req, ReqState
+from replicas.scheduler.budget import LOGITS_CHUNK
 from replicas.scheduler.decode import AheadGate, sample_row
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from replicas.scheduler.prefill import Refusal
@@ -422,6 +423,24 @@ def test_a_prompt_whose_logprobs_are_wanted_waits_for_no_prefix() -> None:
     bench.step()
     assert asks.state is ReqState.RUNNING
     bench.run()
+
+
+def test_the_logits_of_prompts_in_a_step_are_bounded_whoever_asks_for_them() -> None:
+    """16 prompts of 512 tokens, whose logprobs are all wanted, and one of which none are: a row for each of 512 tokens
+    in a step at most, though it has budget for all; every token's are made."""
+    bench = Bench(num_pages=1000, context_len=600, chunked_prefill_size=8192, max_running=20)
+    asks = [bench.submit([i, *range(511)], max_new_tokens=1, prompt_logprobs_from=0) for i in range(100, 116)]
+    plain = bench.submit([99, *range(200)], max_new_tokens=1)
+    rows, made = [], 0
+    while bench.scheduler.has_work:
+        plan = bench.step()
+        if isinstance(plan, ExtendPlan):
+            rows.append(sum(len(row.target_ids) for row in plan.rows if row.target_ids is not None))
+            made += rows[-1]
+    assert max(rows) <= LOGITS_CHUNK == 512
+    assert made == 16 * 511
+    assert len(rows) <= 18
+    assert all(req.finish is not None for req in (*asks, plain))
 
 
 def test_those_that_cannot_start_are_looked_at_again_after_16_steps_planned_without_a_look() -> None:
