@@ -13,7 +13,7 @@ from replicas.kernels.adapters.on_gpu import PER_RECORD_BYTES, between_bytes
 from replicas.memory import sizing
 from replicas.memory.allocator import ROW_SLACK
 from replicas.runner.graphs import SIZES, graph_bytes
-from replicas.scheduler.budget import LOGITS_CHUNK
+from replicas.scheduler.plan import LOGITS_CHUNK
 
 FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR, E5M2_TENSOR)
 

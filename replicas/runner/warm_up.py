@@ -17,8 +17,7 @@ import torch
 
 from replicas.config import EngineConfig
 from replicas.errors import InvalidConfig
-from replicas.scheduler.budget import LOGITS_CHUNK
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, idle_decode, idle_extend
+from replicas.scheduler.plan import LOGITS_CHUNK, DecodePlan, ExtendPlan, idle_decode, idle_extend
 
 log = logging.getLogger(__name__)
 

@@ -29,13 +29,11 @@ from replicas.cache.kv import KvCache, handed_len
 from replicas.config import SchedulerConfig
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
+from replicas.scheduler.plan import LOGITS_CHUNK
 from replicas.scheduler.precedence import Easing
 from replicas.scheduler.queues import Queues
 
 CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
-# prompt tokens of a step whose logprobs are wanted: each needs a row of vocabulary-wide logits, and memory for so many
-# is set aside (runner/set_aside.py)
-LOGITS_CHUNK = 512
 MAX_FORCED = 64  # tokens of a run that are taken at once
 
 

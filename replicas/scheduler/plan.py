@@ -29,6 +29,9 @@ class PrefixGroup:
 
 
 BROKEN = -1  # in StepResult.token_ids: the row's logits held NaN or inf, or nothing was left to choose
+# prompt tokens of a step whose logprobs are wanted, at most: each needs a row of vocabulary-wide logits, and memory for
+# so many is set aside (runner/set_aside.py)
+LOGITS_CHUNK = 512
 Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
 
 

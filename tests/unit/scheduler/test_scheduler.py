@@ -7,9 +7,8 @@ import pytest
 
 from replicas.errors import Fault
 from replicas.request import Req, ReqState
-from replicas.scheduler.budget import LOGITS_CHUNK
 from replicas.scheduler.decode import AheadGate, sample_row
-from replicas.scheduler.plan import DecodePlan, ExtendPlan
+from replicas.scheduler.plan import LOGITS_CHUNK, DecodePlan, ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.rounds import PATIENCE_S, Deadlines
 from replicas.types import Finish, FinishReason
