@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from replicas.cache import parts
 from replicas.config import STATE_DRAFT, CacheConfig, Hardware, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
@@ -405,6 +406,29 @@ def test_a_marked_beginning_is_reused_by_the_next_that_has_it_alone_in_common(mo
         finally:
             engine.close()
         assert cached == hits
+
+
+def test_forks_chains_and_a_shared_beginning_go_on_from_states_with_the_ids_of_transformers(
+    models: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork that is the first finds the state kept within the prompt, and the same prompt again all but its last page.
+    Of those with 48 tokens in common the third finds them, the second what was kept within."""
+    monkeypatch.setattr(parts, "LEAST_WITHIN", 16)
+    folder, model = models(DELTA_RULE)
+    engine, draw, cached = engine_of(folder, chunk=128), random.Random(2), list[int]()
+    chain, start = ([draw.randrange(3, 190) for _ in range(length)] for length in (96, 48))
+    fork = [*chain[:32], *(draw.randrange(3, 190) for _ in range(64))]
+    others = [[*start, *(draw.randrange(3, 190) for _ in range(9))] for _ in range(3)]
+    try:
+        for number, prompt in enumerate([chain, fork, chain, fork, *others]):
+            engine.submit(asked(f"{number}", prompt, 5))
+            deltas = finished(engine)
+            assert_greedy(model, prompt, ids_of(deltas, f"{number}"))
+            cached.append(deltas[-1].usage.cached_tokens)
+        engine.scheduler.check()
+    finally:
+        engine.close()
+    assert cached == [0, 32, 92, 92, 0, 32, 48]
 
 
 @pytest.mark.parametrize(("num_snapshots", "least"), [(3, 0.25), (8, 0.75), (99, 0.8)])

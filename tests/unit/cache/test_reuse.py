@@ -73,8 +73,8 @@ def test_fifty_conversations_in_turn_on_a_quarter_of_their_room_do_not_all_lose(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "least"), [(windows, 1.0), (states, 0.9)])
-def test_agents_find_nearly_what_full_attention_finds_in_the_same_bytes(
+@pytest.mark.parametrize(("kind", "least"), [(windows, 1.0), (states, 0.8)])
+def test_agents_find_four_fifths_of_what_full_attention_finds_in_the_same_bytes(
     kind: Callable[[int], PoolSize], least: float
 ) -> None:
     load, (_, num_tokens, _) = LOADS["agents"]
