@@ -29,8 +29,9 @@ from replicas.types import PartWrite, StateCopy
 BATCH = 32  # parts are given up by one in so many of all at once: finding the oldest reads all pages
 LEAST_WITHIN = 1024  # tokens before the first end inside a prompt; the others are at twice, four times as many ...
 ROOM = 4  # ends inside prompts are kept while one part in so many is free
-FORGET = 8  # times all parts: after as many ends, what was seen of ends before counts half
-EXPLORED, LUCK = 8, 4.0  # one end in so many is taken for so much more, so that what is reused late is seen too
+FORGET = 8  # times all parts, LEAST_SEEN at least: after as many ends, what was seen of ends before counts half
+LEAST_SEEN = 4096
+EXPLORED, LUCK = 16, 2.0  # one end in so many is taken for so much more, so that what is reused late is seen too
 
 
 class PartAllocator(PagedTokenToKVPoolAllocator):
@@ -48,7 +49,7 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         self._end = np.zeros(num_pages + 1, dtype=np.int8)  # by page: an End
         self._luck = np.ones(num_pages + 1, dtype=np.float32)  # by page: what its worth is taken for more than it is
         self._num_reqs = 0
-        self._worth = Worth(FORGET * num_parts)
+        self._worth = Worth(max(LEAST_SEEN, FORGET * num_parts))
         self._draw = random.Random(0)
         self._told: PartLog | None = None  # None: nobody asks
 
