@@ -66,6 +66,7 @@ class PageStore:
             self._events.parts = self.parts.record()
         self.allocator = self.parts or PagedTokenToKVPoolAllocator(size.num_pages, size.page_size)
         self.quarantine = Quarantine()
+        self.part_bytes: Mapping[str, int] = {}  # of a page in each group, all ranks (`sizing.group_parts`)
         self.evicted_tokens = 0  # when pages were short
         self.flushed_tokens = 0  # by `flush`
         self.alloc_failures = 0
@@ -148,16 +149,16 @@ class PageStore:
             quarantined_pages=quarantined,
         )
 
-    def groups(self, part_bytes: Mapping[str, int]) -> tuple[GroupStats, ...]:
-        """Count what pages have by group; ``part_bytes``: of a part of each (`sizing.group_parts`)."""
+    def groups(self) -> tuple[GroupStats, ...]:
+        """Count what pages have by group."""
         pools = {"full": (self.allocator, 0, self.evicted_tokens // self.page_size)}
         if self.parts is not None:
             pools[self.parts.kind] = (self.parts.parts, self.parts.num_holes, self.parts.evicted)
         return tuple(
             GroupStats(
                 group=group,
-                capacity_bytes=pool.num_pages * part_bytes[group],
-                used_bytes=(pool.num_pages - pool.num_free) * part_bytes[group],
+                capacity_bytes=pool.num_pages * self.part_bytes.get(group, 0),
+                used_bytes=(pool.num_pages - pool.num_free) * self.part_bytes.get(group, 0),
                 num_parts=pool.num_pages - pool.num_free,
                 num_holes=num_holes,
                 num_evicted=num_evicted,

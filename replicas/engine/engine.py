@@ -159,6 +159,7 @@ class Engine:
         self.occupation = Occupation(
             kv, device=config.device, has_transfer=transfer is not None, give_back=executor.give_back
         )
+        kv.store.part_bytes = group_parts(config, kv.store.size)
         pool_tokens = kv.store.stats().total_tokens
         self._intake = Intake(config.model, pool_tokens=pool_tokens, has_transfer=transfer is not None)
         self.grammars = Grammars(tokenizer, config.model.vocab_size, clock)
@@ -477,8 +478,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Take a snapshot of the statistics; engine thread only."""
         stats = snapshot(self.scheduler, self.kv.store, self.steps.times, now_s=self._clock())
-        groups = self.kv.store.groups(group_parts(self.config, self.kv.store.size))
-        stats = replace(stats, failed_steps=self.steps.failed.num, groups=groups)
+        stats = replace(stats, failed_steps=self.steps.failed.num, groups=self.kv.store.groups())
         if self.executor.adapters is not None:
             stats = replace(stats, adapters=self.executor.adapters.stats())
         if self._hand_offs is None:

@@ -186,7 +186,8 @@ class WaitingQueue(ReqQueue):
             entries = self._entries(reqs, now_s)
             aged = [req for req in reqs if entries[req].left_len <= entries[req].uncached_len]
             young = [req for req in reqs if entries[req].left_len > entries[req].uncached_len]
-            self.late_len = passed_tokens(list(entries.values()))
+            alone_in_time = len(reqs) == 1 and entries[reqs[0]].needed_s <= entries[reqs[0]].left_s
+            self.late_len = 0 if alone_in_time else passed_tokens(list(entries.values()))
         elif order.keys is None or (order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
             return self.shares.in_turn(reqs)
         else:
