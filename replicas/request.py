@@ -164,6 +164,7 @@ class Bound:
 
     own_len: int = 0  # its tokens to compute, as it came
     at_len: float = math.inf  # the prompt tokens that the engine has computed in all when its own must be
+    at_begun: float = math.inf  # the requests that have begun in all, where places or pages were short, when it must
 
 
 OFFLINE = -2000  # the priority of lines of batches: below every other

@@ -19,8 +19,8 @@ BECAUSE = {
     Reason.FEWER_REQUESTS: "it had the fewest requests of those compared",
     Reason.FEWER_TOKENS: "it had the fewest prompt tokens queued of those compared",
     Reason.SESSION: "it is among the soonest and had this session before",
-    Reason.MORE_FREE: "of the replicas whose estimates differ by less than rates are known, most of its pool is free",
-    Reason.LONGEST_AGO: "of the replicas whose estimates differ by less than rates are known, it had none for longest",
+    Reason.MORE_FREE: "its estimate equals the best within the error of the rates, and it has the most free pages",
+    Reason.LONGEST_AGO: "its estimate equals the best within the error of the rates; it was unused for longest",
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
 _WIDTHS: Mapping[Unit, int] = {"s": 8, "tokens": 7, "tokens/s": 7}

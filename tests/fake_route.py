@@ -69,7 +69,7 @@ def _candidate(name: str, role: str, row: Json, index: int) -> Json:
     return {
         "replica": name, "role": role, "chosen": False, "cached_tokens": held, "device_tokens": held,
         "host_tokens": 0, "store_tokens": 0, "num_requests": index + 1, "queued_tokens": queued,
-        "passed_tokens": 0,
+        "passed_tokens": 0, "gone_tokens": 0, "ended_by": "full", "free_tokens": 20_000,
         "own_tokens": prompt - held, "prefill_tokens_per_s": RATE, "ttft_s": sum(terms.values()), **terms,
         "behind_s": 0.05 * draw if index > 1 else 0.0, "pool_utilization": 0.17, "report_age_s": 0.08,
     }  # fmt: skip

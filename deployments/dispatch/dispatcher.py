@@ -219,7 +219,7 @@ class Dispatcher:
                 decision, since_s = await self._choose(query, failure)
                 noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
                 if tries.number == 0:
-                    self._refuse_if_late(noted, hints)
+                    self._refuse_if_late(noted, hints, request, resumes=resumes)
                     self._refuse_if_saturated(noted, request)
                     self._charge(counted, noted, progress)
                 attempt = self._attempt(noted, progress, tries, waited_s=self._clock() - started_s)
@@ -432,15 +432,17 @@ class Dispatcher:
             on_report=self._hold_out.take,
         )
 
-    def _refuse_if_late(self, noted: Try, hints: RouteHints) -> None:
+    def _refuse_if_late(self, noted: Try, hints: RouteHints, request: GenerateRequest, *, resumes: bool) -> None:
         """Raise Saturated, with nothing sent, if the client is strict about its objective, and its first token is not
-        expected within it even before all that it may pass."""
+        expected within it even before all that it may pass. A stream that resumes has had its first token."""
         decision = noted.decision
         late_s = decision.predicted_ttft_s - decision.objective_s
-        if hints.strict and late_s > 0.0:
+        if hints.strict and not resumes and late_s > 0.0:
+            assert request.objective_s is not None, "what has none is never late"
+            advice = "try again later, or" if decision.shortest_wait_s >= late_s else "shorten the prompt, or"
             error = Saturated(
                 f"its first token is expected after {decision.predicted_ttft_s:.1f} s, which is later than its strict "
-                f"x-manta-objective of {decision.objective_s:g} s: try again later, or ask for more",
+                f"x-manta-objective of {request.objective_s:g} s: {advice} allow more time",
                 retry_after_s=late_s,
             )
             self._refuse(noted, error)

@@ -268,7 +268,7 @@ def last_event_of(headers: Headers) -> str | None:
 def hints_of(headers: Headers) -> RouteHints:
     """Read the routing headers. Raises: InvalidRequest."""
     session, replicas = headers.get(SESSION, ""), headers.get(REPLICAS)
-    how = [each.strip() for each in headers.get(OBJECTIVE, "").split(";")[1:]]
+    how = [each.strip() for each in headers.get(OBJECTIVE, "").split(";")[1:] if each.strip()]
     if how not in ([], ["strict"]):
         raise InvalidRequest(f"{OBJECTIVE}: {'; '.join(how)[:60]!r} is unknown; give seconds, or SECONDS; strict")
     if session:

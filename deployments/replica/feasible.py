@@ -28,8 +28,7 @@ from replicas.text.tokenizer import Tokenizer
 from routing.types import Role
 
 KEEPS_STATES = (
-    "mode: disaggregated with a model that keeps recurrent states alone: pages of K and V would carry them; set mode: "
-    "unified"
+    "mode: disaggregated hands states over with pages of K and V, and this model has none: set mode: unified"
 )
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
 

@@ -60,7 +60,7 @@ def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None, latent: b
         if own.parallel.tp > 1 and 0 < own.replicas.gpus < 1:
             raise InvalidConfig(
                 f"gpus = {own.replicas.gpus:g} with tp = {own.parallel.tp} ({role.value} replicas): the ranks of a "
-                "replica cannot share a GPU; allowed: gpus: 1, which is of each rank, or tp: 1"
+                "replica cannot share a GPU; set gpus: 1 (each rank gets one), or tp: 1"
             )
     if config.mode == "unified" or latent:
         return

@@ -319,7 +319,7 @@ class Stepping:
         before if later. That of a step that failed says nothing."""
         started_s, self._counted_s = max(step.launched_s, self._counted_s), self.pulse.clock()
         ends = [token.req.finish for token in tokens if token.req.finish is not None]
-        num_faults = sum(end.retry_as == "step_failed" for end in ends)
+        num_faults = sum(end.retry_as in ("step_failed", "overloaded") for end in ends)
         plan, step_s, num_reqs = step.plan, self._counted_s - started_s, step.plan.num_requests
         failed = isinstance(step.pending, FailedStep) and not step.pending.follows
         if failed or num_faults or self.failed.in_a_row:

@@ -32,7 +32,7 @@ it is aged. So places are counted over all that wait (`_put_behind`).
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -64,10 +64,10 @@ class QueueRules:
     quantum: int  # of `TenantShares`
     peek_len: PeekLen
     peek_path: PeekPath
-    num_computed: Callable[[], int]  # the prompt tokens that the engine has computed since its start
+    counters: Mapping[str, int]  # of the scheduler: how much was computed and begun
 
     @staticmethod
-    def of(config: SchedulerConfig, kv: KvCache, num_computed: Callable[[], int]) -> "QueueRules":
+    def of(config: SchedulerConfig, kv: KvCache, counters: Mapping[str, int]) -> "QueueRules":
         assert config.chunked_prefill_size is not None
         return QueueRules(
             policy=config.policy,
@@ -77,7 +77,7 @@ class QueueRules:
             quantum=QUANTUM * config.chunked_prefill_size,
             peek_len=kv.cache.peek_len,
             peek_path=kv.cache.peek_path,
-            num_computed=num_computed,
+            counters=counters,
         )
 
 
@@ -106,8 +106,10 @@ class WaitingQueue(ReqQueue):
 
     Under an order by objectives a request ages by work instead: when it comes to wait, it gets a bound, ``late_factor``
     times the prompt tokens that order of arrival puts before its first token. A request is aged when as
-    many tokens are left of its bound as it has to compute. The prefix cache is asked about requests that are not late
-    yet, and about none in a queue longer than ``lpm_max_queue``.
+    many tokens are left of its bound as it has to compute; or, since no prompt is computed while places or pages are
+    short, when ``late_factor`` times as many requests have begun at such times as order of arrival puts before it. It
+    goes before one of a higher priority only once it has waited ``ageing_s`` for each point. The prefix cache is asked
+    about requests that are not late yet, and about none in a queue longer than ``lpm_max_queue``.
     """
 
     def __init__(self, rules: QueueRules) -> None:
@@ -137,8 +139,12 @@ class WaitingQueue(ReqQueue):
         if self._order.by_objective and req.rank.bound.at_len == math.inf:
             ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
             own_len = req.num_tokens - self._cached_len(req)
-            at_len = self._rules.num_computed() + self._rules.late_factor * (ahead_len + own_len)
-            req.rank.bound = Bound(own_len=own_len, at_len=at_len)
+            factor, counters = self._rules.late_factor, self._rules.counters
+            req.rank.bound = Bound(
+                own_len=own_len,
+                at_len=counters["prefill_tokens"] + factor * (ahead_len + own_len),
+                at_begun=counters["begun_where_short"] + factor * self.num_counted,
+            )
         super().add(req)
         self.shares.waits(req)
 
@@ -184,8 +190,16 @@ class WaitingQueue(ReqQueue):
         order = self._order
         if order.by_objective:
             entries = self._entries(reqs, now_s)
-            aged = [req for req in reqs if entries[req].left_len <= entries[req].uncached_len]
-            young = [req for req in reqs if entries[req].left_len > entries[req].uncached_len]
+            num_begun = self._rules.counters["begun_where_short"]
+            by_s = now_s - self._rules.ageing_s * max((req.rank.priority for req in reqs), default=0)
+            aged = [
+                req
+                for req in reqs
+                if (entries[req].left_len <= entries[req].uncached_len or num_begun >= req.rank.bound.at_begun)
+                and req.rank.from_s <= by_s
+            ]
+            late = set(aged)
+            young = [req for req in reqs if req not in late]
             alone_in_time = len(reqs) == 1 and entries[reqs[0]].needed_s <= entries[reqs[0]].left_s
             self.late_len = 0 if alone_in_time else passed_tokens(list(entries.values()))
         elif order.keys is None or (order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):
@@ -208,7 +222,7 @@ class WaitingQueue(ReqQueue):
     def _entries(self, reqs: Sequence[Req], now_s: float) -> dict[Req, QueueEntry]:
         """Make what the order reads of each of ``reqs``. What is the same for all is looked up once."""
         order, s_per_token, peek_path = self._order, self.s_per_token, self._rules.peek_path
-        many, num_computed = len(self._reqs) > self._rules.lpm_max_queue, self._rules.num_computed()
+        many, num_computed = len(self._reqs) > self._rules.lpm_max_queue, self._rules.counters["prefill_tokens"]
         entries = dict[Req, QueueEntry]()
         for req in reqs:
             left_s, asked, num_tokens, bound = req.first_by_s - now_s, req.asked, req.num_tokens, req.rank.bound

@@ -115,7 +115,7 @@ def next_prompts(
 
 def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Counters, step: NextStep) -> ExtendBatch:
     """Form the next extend batch; it has no rows when nothing can start."""
-    batch, left, now_s = ExtendBatch(), budget(step), step.now_s
+    batch, left, now_s, num_begun = ExtendBatch(), budget(step), step.now_s, 0
     _extend_forced(batch, queues, kv, counters, left)
     shares = queues.waiting.shares
     order = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []  # it settles credits
@@ -139,6 +139,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
                 batch.reserved += sum(_still_needs(each, ratio) for each in batch.reqs)
                 refusal = _start(batch, req, queues, kv, ratio, step, left)
         if refusal is None:
+            num_begun += 1
             shares.easing.began(req, req.num_tokens - req.computed_len, now_s)
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
@@ -155,6 +156,8 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
         batch.whole_only |= refusal is Refusal.SHARED_PREFIX
         if refusal not in PASSING:
             break
+    if not NO_ROOM.isdisjoint(batch.refusals.values()):
+        counters["begun_where_short"] += num_begun
     return batch
 
 

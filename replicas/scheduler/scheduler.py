@@ -63,9 +63,7 @@ class Scheduler:
         self.counters: Counters = dict.fromkeys(COUNTERS, 0)
         self.kv = kv
         self.max_running = max_running
-        self.queues = Queues(
-            waiting=WaitingQueue(QueueRules.of(config, kv, num_computed=lambda: self.counters["prefill_tokens"]))
-        )
+        self.queues = Queues(waiting=WaitingQueue(QueueRules.of(config, kv, self.counters)))
         self.deadlines = Deadlines()
         self.last = LastRound()
         self._config = config

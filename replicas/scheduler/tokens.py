@@ -63,6 +63,7 @@ COUNTERS = (
     "decode_tokens",
     "constrained",  # requests, those included whose grammar could not be compiled
     "forced_tokens",  # of outputs, taken without a choice
+    "begun_where_short",  # requests that began in a look at the queue that refused another for a place or pages
     *(f"drafted_tokens.{source}" for source in SOURCES),  # that rows tried
     *(f"accepted_tokens.{source}" for source in SOURCES),  # of them
 )

@@ -52,7 +52,7 @@ def make_engine(folder: str, *, page_size: int, tp: int = 1, attention: str = "a
         EngineSettings(
             model=folder,
             cache=CacheConfig(page_size=page_size, max_total_tokens=2048, **cache),
-            scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8),
+            scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8, policy="fcfs"),
             parallel=ParallelConfig(tp=tp),
             attention=attention,  # type: ignore[arg-type]
             num_threads=1,

@@ -164,8 +164,17 @@ def _compiled(engine: Engine) -> list[TokenDelta]:
     return deltas
 
 
-@pytest.mark.parametrize("idle_works", [True, False])
-def test_an_engine_in_which_nothing_works_dies_and_tells_who_was_in_its_step(idle_works: bool) -> None:
+@pytest.mark.parametrize(
+    ("idle_works", "error", "retry_as"),
+    [
+        (True, RuntimeError("no such kernel"), "step_failed"),
+        (False, RuntimeError("no such kernel"), "step_failed"),
+        (True, Overloaded("a step did not fit into the memory"), "overloaded"),  # another process has it
+    ],
+)
+def test_an_engine_in_which_nothing_works_dies_and_tells_who_was_in_its_step(
+    idle_works: bool, error: Exception, retry_as: str
+) -> None:
     """At once where the dummy page fails too, else after so many steps in a row; c only shared the engine."""
     engine, device = fake_engine(max_running=2)
 
@@ -173,7 +182,7 @@ def test_an_engine_in_which_nothing_works_dies_and_tells_who_was_in_its_step(idl
         slots = plan.rows[0].slots if isinstance(plan, ExtendPlan) else plan.slots
         if idle_works and not slots.any():
             return device.launch(plan)
-        raise RuntimeError("no such kernel")
+        raise error
 
     engine.steps.launch = broken
     loop, got = EngineLoop(engine), list[TokenDelta]()
@@ -186,7 +195,7 @@ def test_an_engine_in_which_nothing_works_dies_and_tells_who_was_in_its_step(idl
     found = {rid: end.retry_as for (rid, _), end in ends(got).items()}
     assert loop.error is not None
     assert {rid: found.pop(rid) for rid in "abc"} == {"a": "died_in_step", "b": "died_in_step", "c": "engine_dead"}
-    assert list(found.values()) == ["step_failed"] * num_before
+    assert list(found.values()) == [retry_as] * num_before
 
 
 def test_steps_that_fail_between_others_that_do_not_never_end_the_engine() -> None:

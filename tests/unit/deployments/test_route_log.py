@@ -287,12 +287,14 @@ async def test_a_strict_objective_is_refused_at_once_where_it_cannot_be_met(scri
     strict, loose = (hints_of(Headers({"x-manta-objective": given})) for given in ("0.5; strict", "0.5"))
     await scripted.collect(objective_s=2.0, rid="a1.0-in-time", hints=strict)
     await scripted.collect(objective_s=0.5, rid="a2.0-loose", hints=loose)
-    with pytest.raises(Saturated, match=r"expected after 9\.\d s, which is later than its strict") as refused:
+    late = r"after 9\.\d s, which is later than its strict x-manta-objective of 0\.5 s: try again"
+    with pytest.raises(Saturated, match=late) as refused:
         await scripted.collect(objective_s=0.5, rid="a3.0-strict", hints=strict)
     assert refused.value.retry_after_s == pytest.approx(8.5, abs=0.2)
     assert scripted.router.num_open == 0
     with pytest.raises(InvalidRequest, match="'very' is unknown"):
         hints_of(Headers({"x-manta-objective": "0.5; very"}))
+    assert hints_of(Headers({"x-manta-objective": "0.5;"})).strict is False
 
 
 async def test_the_objective_is_the_headers_or_the_settings_and_what_is_left_of_it_at_the_next_try(

@@ -1,5 +1,6 @@
 """Orders of the waiting queue: SPEC F03, and the one by objectives."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -252,16 +253,30 @@ def test_a_late_request_starts_when_its_bound_is_reached_whatever_comes() -> Non
     queue.remove(late)
     queue.add(late)  # as what was retracted
     assert late.rank.bound is bound
-    before = []
-    for at in range(20):
-        bench.submit(range(1000 + 20 * at, 1010 + 20 * at), max_new_tokens=1, objective_s=60.0)
+    late.rank.bound = replace(bound, at_begun=math.inf)
+    assert num_before(bench, late) == 4  # 40 of the 40 that are left to others
+    bench.run()
+
+
+def test_no_more_than_twice_as_many_requests_begin_before_one_where_places_are_short() -> None:
+    """However few tokens they have to compute: by tokens alone 40 of them could."""
+    bench = busy(late_factor=2.0)
+    bench.submit([1, 2, 3, 4], max_new_tokens=1, objective_s=60.0)
+    late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.1)
+    assert late.rank.bound.at_begun == 2 * 2
+    assert num_before(bench, late, prompt_len=1) == 3  # and the one that was there
+    bench.run()
+
+
+def num_before(bench: Bench, late: Req, *, prompt_len: int = 10) -> int:
+    """How many requests that come one at a time, and can be in time, begin before ``late``."""
+    for at in range(40):
+        bench.submit(range(1000 + 20 * at, 1000 + 20 * at + prompt_len), max_new_tokens=1, objective_s=60.0)
         while len(bench.scheduler.queues.waiting) > 1:
             bench.step()
         if late.state is ReqState.FINISHED:
-            break
-        before.append(at)
-    assert len(before) == 4  # 40 of the 40 that are left to others
-    bench.run()
+            return at
+    raise AssertionError("it never began")
 
 
 def test_a_long_queue_is_ordered_by_what_was_cached_when_each_came() -> None:
@@ -294,12 +309,13 @@ def test_what_is_left_of_a_prompt_that_has_begun_counts_as_work_before_a_request
     bench.run()
 
 
-def test_a_bound_crosses_priorities() -> None:
+def test_a_bound_crosses_priorities_once_it_has_waited_five_seconds_for_each_point() -> None:
     bench = busy(late_factor=2.0, priorities="on")
     reqs = {"low": bench.submit(range(300, 310), objective_s=0.01)}
     bench.scheduler.counters["prefill_tokens"] += 9
     reqs["high"] = bench.submit(range(400, 410), priority=9)
     assert names(bench, reqs, after_s=1.0) == ["high", "low"]
     bench.scheduler.counters["prefill_tokens"] += 1  # 10 of the 20 until it must be through: its own 10 are left
-    assert names(bench, reqs, after_s=1.0) == ["low", "high"]
+    assert names(bench, reqs, after_s=44.0) == ["high", "low"]
+    assert names(bench, reqs, after_s=46.0) == ["low", "high"]
     bench.run()
