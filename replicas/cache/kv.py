@@ -36,7 +36,7 @@ from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
 from replicas.config import LONGEST_DRAFT, CacheConfig
 from replicas.errors import InvalidRequest
-from replicas.memory.allocator import Pages, ReqToTokenPool, Slots
+from replicas.memory.allocator import Pages, ReqToTokenPool, Slots, len_with_states
 from replicas.memory.sizing import SLACK, PoolSize
 from replicas.request import Behind, Holding, Req
 from replicas.types import TokenIds
@@ -72,7 +72,7 @@ class KvCache:
         )
         self.cache = self.store.cache
         self.carried_len = carried_len
-        self.table = ReqToTokenPool(max_requests, context_len + carried_len)
+        self.table = ReqToTokenPool(max_requests, len_with_states(context_len, size.page_size, carried_len))
         self._allocator, self._radix, self._has_sessions = self.store.allocator, self.store.radix, cache.sessions
         self._parts = self.store.parts
         self._holders: dict[int, Req] = {}  # by row
@@ -400,9 +400,7 @@ def longest_reuse(req: Req, *, whole: bool = False) -> int:
 
 def handed_len(req: Req, kv: KvCache) -> int:
     """Count the slots that ``req`` has while it is handed over: of its tokens, and of whole pages for its states."""
-    if not kv.carried_len:
-        return req.num_tokens
-    return -(-req.num_tokens // kv.page_size) * kv.page_size + kv.carried_len
+    return len_with_states(req.num_tokens, kv.page_size, kv.carried_len)
 
 
 def _note_kept(req: Req, num_tokens: int) -> None:

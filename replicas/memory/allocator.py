@@ -139,6 +139,13 @@ class PagedTokenToKVPoolAllocator:
 
 ROW_SLACK = 4  # columns beyond the context (SPEC B01)
 
+
+def len_with_states(num_tokens: int, page_size: int, carried_len: int) -> int:
+    """Count the positions of ``num_tokens`` and of the ``carried_len`` slots, in pages of their own behind the last
+    page of these, that carry their recurrent states; with ``carried_len`` 0 there are none."""
+    return -(-num_tokens // page_size) * page_size + carried_len if carried_len else num_tokens
+
+
 Write = tuple[int, int, Slots]  # row, start, slots of [start, start + len(slots))
 
 

@@ -41,7 +41,7 @@ from replicas.loading.device import device_bytes, free_device_bytes
 from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import load_weights, weight_bytes
 from replicas.memory import sizing
-from replicas.memory.allocator import ROW_SLACK
+from replicas.memory.allocator import ROW_SLACK, len_with_states
 from replicas.memory.kv_scales import checkpoint_scales
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
@@ -327,9 +327,9 @@ class ModelRunner:
         return rank_channels(self._config, self.tp.rank)
 
     def _make_table(self) -> batches.DeviceTable:
-        config = self._config
-        rows, row_len = self.max_running + 1, config.model.context_len + config.carried_len + ROW_SLACK
-        size, apart = self.pool_size, None
+        config, size, apart = self._config, self.pool_size, None
+        positions = len_with_states(config.model.context_len, size.page_size, config.carried_len)
+        rows, row_len = self.max_running + 1, positions + ROW_SLACK
         if size.windows is not None:
             apart = batches.WindowTable(rows, row_len, num_pages=size.num_pages, page_size=size.page_size)
         snapshots = None

@@ -75,19 +75,22 @@ class Pair:
         self.decode.close()
 
 
-def pair(folder: Path, *, chunk: int = 7, tokens: tuple[int, int] = (2048, 2048), overlap: str = "auto") -> Pair:
+def pair(
+    folder: Path, *, chunk: int = 7, tokens: tuple[int, int] = (2048, 2048), overlap: str = "auto",
+    page_size: int = 4, context_len: int = 256,
+) -> Pair:  # fmt: skip
     fabric = LocalFabric()
 
     def side(name: str, num_tokens: int) -> Engine:
         return load_engine(
             EngineSettings(
                 model=str(folder),
-                cache=CacheConfig(page_size=4, max_total_tokens=num_tokens),
+                cache=CacheConfig(page_size=page_size, max_total_tokens=num_tokens),
                 scheduler=SchedulerConfig(
                     chunked_prefill_size=chunk, max_running_requests=4, new_token_ratio=0.1, overlap=overlap,  # type: ignore[arg-type]
                 ),
                 num_threads=1,
-                context_len=256,
+                context_len=context_len,
                 transfer=TransferSettings(host="127.0.0.1", token=TOKEN),
                 make_agent=lambda memory: LocalAgent(memory, fabric, name),
             )
@@ -142,6 +145,18 @@ def test_two_replicas_answer_as_transformers_turn_after_turn(
             text += [*answer, draw.randrange(3, 190)]
     assert of.decode.stats().prefill_tokens == 0
     assert of.prefill.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize("length", [240, 241, 249])
+def test_a_prompt_near_the_end_of_a_context_that_ends_within_a_page_is_handed_over(
+    models: Callable[[str], Saved], pairs: Callable[..., Pair], length: int
+) -> None:
+    """Of 250 tokens, in pages of 16: from 241 on the prompt takes 16 pages, and those of its states follow."""
+    of, prompt = pairs(DELTA_RULE, chunk=128, page_size=16, context_len=250), [3 + at % 180 for at in range(length)]
+    told = of.answer([asked("a", prompt, 250 - length)])
+    assert report_of(told, "a").transferred
+    assert len(ids_of(told, "a")) == 250 - length
+    assert_greedy(models(DELTA_RULE)[1], prompt, ids_of(told, "a"))
 
 
 def test_without_reuse_states_are_handed_over_too(models: Callable[[str], Saved], pairs: Callable[..., Pair]) -> None:

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from replicas.attention.workspace import attention_bytes, workspace_bytes
-from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig
+from replicas.config import (
+    CacheConfig,
+    EngineConfig,
+    Hardware,
+    ModelConfig,
+    RopeConfig,
+    SchedulerConfig,
+    StateLayer,
+    StateTensor,
+)
 from replicas.resolve import resolve
 from replicas.runner import set_aside
 
@@ -54,6 +63,14 @@ def config(**changes: object) -> EngineConfig:
 def test_the_request_table_is_a_number_for_each_row_and_position() -> None:
     """(1,023 + 1) rows of 131,068 + 4 positions of 4 bytes are 512 MiB."""
     assert set_aside.bytes_for_table(config(), 1 << 36, 131_072) == 512 << 20
+
+
+def test_the_rows_of_the_table_have_whole_pages_before_those_that_carry_states() -> None:
+    """A context of 131,068 tokens ends within a page of 16: 131,072 positions, and of a state of 4 bytes one page."""
+    tensor = StateTensor(kind="conv", number=0, shape=(1,), exact=True)
+    layer = StateLayer(module="", layer=0, tensors=(tensor,), whole=True)
+    carried = config(hands_off=True, model=replace(config().model, states=(layer,)))
+    assert set_aside.bytes_for_table(carried, 1 << 36, 131_072) == 4 * 1024 * (131_072 + 16 + 4)
 
 
 def test_only_what_attention_may_choose_is_counted() -> None:
