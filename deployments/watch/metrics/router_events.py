@@ -21,7 +21,7 @@ from deployments.dispatch.prefill_leg import PrefillLost
 from deployments.record.route_log import RequestWatch, Try, predicted_tokens
 from deployments.record.timeline import Timeline
 from deployments.watch.metrics.emitter import Emitter, Value
-from replicas.errors import AdapterNotReadable, DiedInStep, EngineDead, Overloaded, StepFailed
+from replicas.errors import AdapterNotReadable, DiedInStep, EngineDead, NotSent, Overloaded, StepFailed
 from routing.moves import CAUSES, Cause
 from routing.types import Decision
 
@@ -32,6 +32,7 @@ RETRIES: Mapping[type, str] = {
     DiedInStep: "died_in_step",
     StepFailed: "step_failed",
     Overloaded: "overloaded",
+    NotSent: "overloaded",  # as its request ends
     AdapterNotReadable: "overloaded",  # there; another replica may read it
     PrefillLost: "prefill_lost",
 }
