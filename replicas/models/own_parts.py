@@ -195,6 +195,8 @@ class DeltaRule:
         code = inspect.unwrap(type(part).forward).__code__
         return (
             CONVOLUTION in code.co_names
+            and hasattr(part, "conv1d")
+            and not code.co_freevars
             and not DELTA_RULES.isdisjoint(code.co_names)
             and shapes.keys() == {"conv", "recurrent"}
             and len(layer.tensors) == 2
@@ -220,10 +222,19 @@ class DeltaRule:
         return gated_delta.convolve(rows, self._weight, self._bias, kept, segments, silu=True).T.unsqueeze(0)
 
     def _advance(
-        self, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
     ) -> tuple[Tensor, None]:
         """Stand for the delta rule: [1, T, heads, size] each, g [1, T, heads] or for each row, beta [1, T, heads]."""
         assert self._step is not None
+        assert use_qk_l2norm_in_kernel, "the kernel makes queries and keys of length 1, as each module so far asks"
         states, segments = self._step
         q, k, v = (
             x[0] if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x[0].contiguous() for x in (query, key, value)
