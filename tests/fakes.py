@@ -35,12 +35,12 @@ class FakeDevice:
 
     def execute(self, plan: StepPlan) -> StepResult:
         slots = np.concatenate([row.slots for row in plan.rows]) if isinstance(plan, ExtendPlan) else plan.slots
-        if not slots.any():  # an idle step, on the dummy page
-            return StepResult(token_ids=np.zeros(len(plan.sampling), dtype=np.int32))
         cells = [(write.row, write.start + at) for write in plan.table_writes for at in range(len(write.slots))]
         assert len(set(cells)) == len(cells), "a plan writes a position of the table twice: a GPU keeps either"
         for write in plan.table_writes:
             self._write_table(write)
+        if not slots.any():  # an idle step, on the dummy page
+            return StepResult(token_ids=np.zeros(len(plan.sampling), dtype=np.int32))
         self._sampled = self._extend(plan) if isinstance(plan, ExtendPlan) else self._decode(plan)
         return StepResult(token_ids=np.array(self._sampled, dtype=np.int32))
 

@@ -3,12 +3,14 @@
 Owns:      nothing; stepping.py keeps the counts, and ends requests.
 Never:     changes a request, a page or a queue. A step that failed has committed nothing: its rows are run again as
            they were planned, into the same slots.
-Invariant: the result of a request is that of its own rows, whichever others run beside it.
+Invariant: the result of a request is that of its own rows, whichever others run beside it. The table writes of the
+           step, which are of other requests too, are made with the first part that works, or on the dummy page.
 Thread:    engine thread only.
 
     step fails ─> its open requests in two halves ─> a half that fails, in two halves ... ─> one that fails alone ends
                                                  └─> the others have their tokens
-    all fail  ─> a step on the dummy page works: theirs is the fault; it fails: the engine's
+    all fail, or none is open
+              ─> a step on the dummy page works: theirs is the fault; it fails: the engine's
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +20,16 @@ import numpy as np
 
 from replicas.request import Req
 from replicas.scheduler.decode import sample_row
-from replicas.scheduler.plan import DecodePlan, PendingStep, SampleRow, StepPlan, StepResult, idle_decode, idle_extend
+from replicas.scheduler.plan import (
+    DecodePlan,
+    PendingStep,
+    SampleRow,
+    StepPlan,
+    StepResult,
+    TableWrites,
+    idle_decode,
+    idle_extend,
+)
 from replicas.scheduler.tokens import require_fault
 from replicas.types import SamplingParams, TokenLogprob
 
@@ -76,11 +87,12 @@ def run_again(
     return StepResult(token_ids=token_ids, logprobs=tuple(logprobs), prompt_logprobs=prompt_logprobs), faults
 
 
-def try_idle(launch: Launch, row: int) -> None:
-    """Run a prompt and a token on the dummy page, and sample. ``row`` of the table is zeros. Raises: what that does."""
+def try_idle(launch: Launch, row: int, writes: TableWrites) -> None:
+    """Make the ``writes`` of a step of which no part has run; run a prompt and a token on the dummy page, and sample.
+    ``row`` of the table is zeros. Raises: what that does."""
     none = np.zeros(0, np.int32)
     sample = SampleRow(SamplingParams(), 2, 0, frozenset(), none, none, return_logprobs=True)
-    for plan in (idle_extend(row, 2), idle_decode(1, row=row, seq_len=2)):
+    for plan in (replace(idle_extend(row, 2), table_writes=writes), idle_decode(1, row=row, seq_len=2)):
         launch(replace(plan, sampling=(sample,))).result()
 
 

@@ -300,11 +300,11 @@ class Stepping:
         if not failed.follows:
             log.error("a step of %d requests failed with %r: they run again in parts", len(reqs), failed.error)
         result, faults = run_again(step.plan, reqs, self.launch, may_fail)
-        if faults and len(faults) == sum(req.finish is None for req in reqs):
-            if self.failed.in_a_row >= MOST_IN_A_ROW:
+        if len(faults) == sum(req.finish is None for req in reqs):
+            if faults and self.failed.in_a_row >= MOST_IN_A_ROW:
                 failed.result()
             try:
-                try_idle(self.launch, self._scheduler.max_running)
+                try_idle(self.launch, self._scheduler.max_running, step.plan.table_writes)
             except BaseException as unsound:
                 require_fault(unsound)
                 raise failed.error from unsound

@@ -23,7 +23,7 @@ from replicas.runner.readouts import Readouts
 from replicas.runner.sampler import Sampler
 from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan, StepResult
 from replicas.text.detokenizer import Detokenizer
-from replicas.types import Constraint, Finish, GenerateRequest, Readout, TokenDelta
+from replicas.types import Constraint, Finish, FinishReason, GenerateRequest, Readout, TokenDelta
 from tests.embedded import MODEL
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all
@@ -320,6 +320,28 @@ def test_a_hand_off_of_which_one_side_fails_leaves_the_others_alone(sides: tuple
         assert not pair.decode.report("bad").transferred
         assert pair.decode.ids("bad") == continuation(prompts["bad"], 8)
     assert pair.at_rest
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_step_in_which_nothing_works_writes_the_table_for_requests_that_wait_beside_it(left: bool) -> None:
+    """The plan of the only request that runs brings the row of one whose pages are on their way. ``left``: the client
+    of the first goes away before its step is awaited."""
+    pair, prompt = Pair(), list(range(100, 145))
+    steps = pair.decode.engine.steps
+    begin, steps.launch = steps.begin, failing(steps.launch, "launch")
+
+    def begun(plan: StepPlan) -> None:
+        begin(plan)
+        if left and has_poison(plan):
+            pair.decode.abort("bad")
+
+    steps.begin = begun  # type: ignore[method-assign]
+    pair.decode.submit(ask("bad", [POISON]))
+    pair.ask("a", prompt)
+    pair.run()
+    assert pair.decode.end("bad") is (FinishReason.ABORT if left else FinishReason.ERROR)
+    assert pair.decode.ids("a") == continuation(prompt, 8)
+    assert pair.decode.report("a").transferred
 
 
 @pytest.fixture(scope="module")
