@@ -59,7 +59,7 @@ from kvtransfer.types import (
 from replicas.cache.kv import KvCache, handed_len
 from replicas.cache.quarantine import Detained
 from replicas.distributions import Distributions
-from replicas.errors import Fault, InvalidRequest, PagesExhausted
+from replicas.errors import Fault, InvalidRequest, Overloaded, PagesExhausted
 from replicas.observer import Observer
 from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.budget import let_go
@@ -81,7 +81,8 @@ class HandOffTerms:
 
 
 class StateCarrier(Protocol):
-    """Copies the recurrent states of a request into pages, and back; complete when it returns."""
+    """Copies the recurrent states of a request into pages, and back; complete when it returns. Raises: Overloaded
+    without memory for it; RuntimeError where the states are not there or cannot be copied."""
 
     def put(self, row: int, num_tokens: int, pages: PageIds) -> None:
         """Copy the states of ``row`` behind ``num_tokens`` into ``pages``."""
@@ -225,9 +226,11 @@ class PrefillRole:
         """Copy the states of ``req`` into pages behind its own. Returns: why there are none."""
         try:
             self._kv.extend(req, handed_len(req, self._kv))
+            states.put(*_states_of(req, self._kv))
         except PagesExhausted as error:
             return f"no pages carry its recurrent states: {error}"
-        states.put(*_states_of(req, self._kv))
+        except (Overloaded, RuntimeError) as error:
+            return f"its recurrent states cannot be sent: {error}"
         return None
 
     def leave(self, req: Req) -> None:
@@ -391,15 +394,12 @@ class DecodeRole:
         req = self.rooms.end(event.room)
         if req is None or req.state is not ReqState.RECEIVING:
             return None
-        fault = self._fault(event.meta, req)
+        fault = self._fault(event.meta, req) or self._unpack_states(req)
         if fault is not None:
             return self._fall_back(req, fault)
         leg, meta = leg_of(req), event.meta
         if observe.enabled():
             self._observer.after_restore(req, leg.first_page * self._kv.page_size)
-        if self._states is not None:
-            parts = self._kv.store.parts
-            self._states.take(() if parts is None else parts.came(req), *_states_of(req, self._kv))
         num_pages = -(-req.num_tokens // self._kv.page_size) - leg.first_page
         leg.report = self._report(req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s)
         logprob = None
@@ -410,6 +410,17 @@ class DecodeRole:
         token = received(self._scheduler, req, meta.first_token, logprob, cached=cached)
         self._release_siblings(req)
         return token
+
+    def _unpack_states(self, req: Req) -> str | None:
+        """Copy the states of ``req`` out of the pages that carried them. Returns: why it has none."""
+        if self._states is None:
+            return None
+        parts = self._kv.store.parts
+        try:
+            self._states.take(() if parts is None else parts.came(req), *_states_of(req, self._kv))
+        except (Overloaded, RuntimeError) as error:
+            return f"its recurrent states cannot be taken over: {error}"
+        return None
 
     def on_failed(self, event: ReceiveFailed) -> NewToken | None:
         """Compute the prompt here. Returns: as `on_received`."""

@@ -78,9 +78,10 @@ class StatePool:
         self._copied = 0  # the number of the last copy
 
     def copy(self, orders: Sequence[StateCopy]) -> None:
-        """Make the copies in their order. Raises: RuntimeError where a snapshot does not hold what it is taken for.
+        """Make the copies in their order.
 
         A state that is to be kept may have been written over, by a step that failed: the snapshot holds nothing then.
+        A row that goes on from such a snapshot has no state either: its own step raises (`begin`), and no other.
         """
         for order in orders:
             if order.number <= self._copied:  # by the step that failed
@@ -93,8 +94,7 @@ class StatePool:
             else:
                 source, target = self._place(order.row, order.num_tokens), snapshot
             held = int(self._seen[source])
-            if held != order.num_tokens and order.from_snapshot:
-                raise RuntimeError(f"{order}: the snapshot is of {held} tokens; flush the cache, and report this")
+            self._seen[target] = -1
             for tensor in self.tensors:
                 tensor[target] = tensor[source]
             self._seen[target] = order.num_tokens if held == order.num_tokens else -1
@@ -174,7 +174,7 @@ class StatePool:
         if self._seen[read] != prefix_len and int(slot):
             raise RuntimeError(
                 f"row {row} goes on behind {prefix_len} tokens, and its states are of {seen.tolist()}: a step was left "
-                "out or ran twice, which is a defect of Manta"
+                "out or ran twice, or a snapshot did not hold what it was taken for: flush the cache, and report this"
             )
         return read
 

@@ -18,6 +18,7 @@ import torch
 from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
+from replicas.errors import Overloaded
 from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import model_identity
 from replicas.loading.panel_file import give_back_panels
@@ -113,8 +114,14 @@ class CarriedStates:
         self._rows = pool.buffer.view(torch.uint8).view(len(pool.buffer), -1)  # [num_pages + 1, page_bytes], shared
         self._states = states
 
-    @torch.inference_mode()
     def put(self, row: int, num_tokens: int, pages: Pages) -> None:
+        self._within_memory(lambda: self._put(row, num_tokens, pages))
+
+    def take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: Pages) -> None:
+        self._within_memory(lambda: self._take(first, row, num_tokens, pages))
+
+    @torch.inference_mode()
+    def _put(self, row: int, num_tokens: int, pages: Pages) -> None:
         states = self._states.read(row, num_tokens)
         filled = torch.zeros(len(pages) * self._rows.shape[1], dtype=torch.uint8, device=states.device)
         filled[: len(states)] = states
@@ -122,10 +129,20 @@ class CarriedStates:
         self._wait()
 
     @torch.inference_mode()
-    def take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: Pages) -> None:
+    def _take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: Pages) -> None:
         self._states.copy(first)
         self._states.write(row, num_tokens, self._rows[self._places(pages)].flatten())
         self._wait()
+
+    def _within_memory(self, copy: Callable[[], None]) -> None:
+        """Run ``copy``. Raises: Overloaded where a GPU's memory does not suffice; what it holds in free blocks of other
+        sizes is given back by then."""
+        try:
+            return copy()
+        except torch.OutOfMemoryError as error:
+            why = str(error)
+        torch.cuda.empty_cache()  # behind the handler, in which the error's frames keep tensors
+        raise Overloaded(f"a copy of recurrent states did not fit into the memory of {self._rows.device}: {why}")
 
     def _places(self, pages: Pages) -> torch.Tensor:
         return torch.from_numpy(pages.astype(np.int64)).to(self._rows.device)

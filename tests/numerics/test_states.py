@@ -386,8 +386,11 @@ def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_
         pool.copy([kept])  # again, with a step that failed: the row has gone on, and nothing is copied
         assert pool.tensors[0][7] == border
     pool.copy([StateCopy(90, 0, 0, 16, from_snapshot=False)])  # is gone: the snapshot holds nothing
-    with pytest.raises(RuntimeError, match="the snapshot is of -1 tokens"):
-        pool.copy([StateCopy(91, 1, 0, 16, from_snapshot=True)])
+    other = [StateCopy(91, 1, 0, 16, from_snapshot=True), StateCopy(92, 0, 1, 20, from_snapshot=True)]
+    pool.copy(other)  # row 1 goes on from it, row 0 from another: it has what it wants
+    step(0, 1, 21)
+    with pytest.raises(RuntimeError, match=r"row 1 goes on behind 16 tokens, and its states are of \[-1, -1, -1\]"):
+        step(1, 1, 17)
 
 
 def test_a_marked_beginning_is_reused_by_the_next_that_has_it_alone_in_common(models: Callable[[str], Saved]) -> None:

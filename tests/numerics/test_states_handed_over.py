@@ -8,14 +8,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kvtransfer.types import TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
+from replicas.memory.state_pool import StatePool
 from replicas.types import GenerateRequest, HandOffReport, TokenDelta
 from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
@@ -238,6 +241,31 @@ def test_a_prompt_is_computed_where_no_pages_are_left_for_its_states(
     assert_greedy(models(DELTA_RULE)[1], prompt, ids_of(told, "a"))
     for engine in (of.prefill, of.decode):
         engine.scheduler.check()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize(("method", "why"), [("read", "cannot be sent"), ("write", "cannot be taken over")])
+def test_a_prompt_is_computed_where_its_states_cannot_be_copied(
+    models: Callable[[str], Saved], pairs: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch,
+    error: type[RuntimeError], method: str, why: str,
+) -> None:  # fmt: skip
+    """Once, in the first of two requests: both engines go on."""
+    of, prompt, copy, failed = pairs(DELTA_RULE), list(range(30, 61)), getattr(StatePool, method), list[bool]()
+
+    def short(*given: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise error("no room")
+        return copy(*given)
+
+    monkeypatch.setattr(StatePool, method, short)
+    for rid in ("a", "b"):
+        told = of.answer([asked(rid, prompt, 9)])
+        report = report_of(told, rid)
+        assert report.transferred == (rid == "b")
+        assert rid == "b" or why in (report.reason or "")
+        assert len(ids_of(told, rid)) == 9
+        assert_greedy(models(DELTA_RULE)[1], prompt, ids_of(told, rid))
 
 
 def test_a_model_that_keeps_states_alone_is_not_handed_over(pairs: Callable[..., Pair]) -> None:
