@@ -239,11 +239,11 @@ class WindowAllocator(PartAllocator):
             holding.behind = replace(behind, seen_from=first)
 
     def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
-        if not self.windows.seen_pages:
-            return
         for border, kind in self._ends(req, start, end):
-            pages = self._pages(row, max(0, border - self.windows.seen_pages), border)
-            self._note(pages, End(max(kind, int(self._end[pages[-1]]))))
+            self._note_before(border, row, kind)
+
+    def left_at(self, req: Req, end: int, row: Slots) -> None:
+        self._note_before(end // self.page_size, row, End.ANSWER)
 
     def released(self, req: Req, row: Slots) -> None:
         """Let ``req`` see nothing more."""
@@ -320,6 +320,11 @@ class WindowAllocator(PartAllocator):
         """Count the parts that ``req`` sees at once at most."""
         whole = req.num_tokens + req.max_remaining
         return min(-(-whole // self.page_size) + 1, self.windows.request_pages)
+
+    def _note_before(self, border: int, row: Slots, kind: End) -> None:
+        """Let the parts that a request needs to go on behind page ``border`` be of an end of that kind at least."""
+        if len(pages := self._pages(row, max(0, border - self.windows.seen_pages), border)):
+            self._note(pages, End(max(kind, int(self._end[pages[-1]]))))
 
     def _see(self, pages: Pages) -> None:
         assert (self._part[pages] > 0).all(), f"of pages {pages} some are holes"

@@ -10,6 +10,7 @@ from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
 from replicas.memory.sizing import WindowPool
 from replicas.request import Req
+from replicas.types import Finish, FinishReason
 from tests.harness import choice_of, pool_of
 
 
@@ -430,6 +431,27 @@ def test_pages_behind_the_window_are_seen_by_nobody_and_their_parts_may_go() -> 
     assert (parts.reserved, parts.evicted > 0) == (0, True)
     parts.reserved = 13
     assert kv.store.available_tokens() == 0
+
+
+@pytest.mark.parametrize("num_made", [5, 1])
+@pytest.mark.parametrize("finish", [None, Finish(reason=FinishReason.LENGTH)], ids=["retracted", "ended"])
+def test_what_a_request_leaves_in_a_window_pool_outlasts_what_came_before_it(
+    finish: Finish | None, num_made: int
+) -> None:
+    """A prompt of whole pages of 4, and an answer of more than one page, or of less than one."""
+    windows = WindowPool.of(13, page_size=4, cell_bytes=1, reach=8, step_tokens=4)
+    kv = make(size=pool_of(16, 4, windows))
+    first, second = choice_of("first", range(100, 117)), choice_of("second", range(16))
+    for req in (first, second):
+        prefill(kv, req)
+        for _ in range(num_made):
+            decode(kv, req)
+        req.finish = finish if req is second else Finish(reason=FinishReason.LENGTH)
+        kv.release(req, keep=True)
+    kv.store.make_room(9, "a test")
+    assert kv.cache.peek_len(second.ids[: second.num_tokens], "") == (16 + num_made) // 4 * 4
+    assert kv.cache.peek_len(first.ids[:17], "") == 0
+    kv.check([])
 
 
 def test_guesses_get_slots_only_where_all_fit() -> None:
