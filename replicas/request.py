@@ -111,7 +111,8 @@ class Behind:
 
     gone_len: int = 0  # all: tokens before it, whose pages are no longer held: whole pages; prefix_len is 0 then
     seen_from: int = 0  # some: the first page whose part it sees, or has begun with
-    reused_len: int = 0  # some: tokens that it has begun with, until it has gone on
+    reused_len: int = 0  # some: tokens that it has begun with
+    has_moved: bool = False  # some: it has gone on behind these
     cut_at: int = 0  # some: tokens of the prefix that it would have reused if no part were gone
     chunk_end: int = 0  # some: of its prompt, where a chunk ends
     computed_from: int = 0  # some: tokens behind whose pages nothing is kept for others, as another replica ran them

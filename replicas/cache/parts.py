@@ -74,15 +74,16 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
         """Let ``req`` go on behind the prefix ``pages``. ``cut_at``: tokens of a longer one, with which others go on,
         that it would have reused if no part were gone; 0: of none."""
-        self._num_reqs += 1
+        raise NotImplementedError
 
     def moved_on(self, holding: Holding, num_tokens: int, row: Slots) -> None:
         """Take note that the tokens of a request behind ``num_tokens`` are computed next. ``row``: its slots."""
         behind = holding.behind
-        if behind.reused_len:
+        if not behind.has_moved:
+            self._num_reqs += 1  # not before: one that finds no memory is admitted and released at each step
             if len(pages := self._pages(row, behind.seen_from, behind.reused_len // self.page_size)):
                 self._gone_on(pages)
-            holding.behind = replace(behind, reused_len=0)
+            holding.behind = replace(behind, has_moved=True)
 
     def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
         """Note where others may go on with the tokens [start, end) of ``req``, which the tree has now."""
@@ -222,7 +223,6 @@ class WindowAllocator(PartAllocator):
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
-        super().admitted(req, pages, cut_at=cut_at)
         assert req.holding is not None
         first = max(0, len(pages) - self.windows.seen_pages)
         req.holding.behind = Behind(seen_from=first, reused_len=len(pages) * self.page_size, cut_at=cut_at)
@@ -364,7 +364,6 @@ class SnapshotAllocator(PartAllocator):
         return int(has[-1]) + 1 if len(has) else 0
 
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
-        super().admitted(req, pages, cut_at=cut_at)
         assert req.holding is not None
         num_pages, reused_len = len(pages), len(pages) * self.page_size
         req.holding.behind = Behind(seen_from=max(0, num_pages - 1), reused_len=reused_len, cut_at=cut_at)

@@ -368,7 +368,7 @@ def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
     kv.check([a, b])
 
 
-def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_and_is_no_hit() -> None:
+def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_is_no_hit_and_ages_nothing() -> None:
     """As one that finds no memory beside others, at each look."""
     kv = make(size=replace(pool_of(8, 4), num_snapshots=2))
     parts = kv.store.parts
@@ -380,12 +380,12 @@ def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_and_is_
     kv.commit(first)
     kv.release(first, keep=True)
     assert [copy.from_snapshot for copy in parts.drain()] == [False]
-    before = parts._worth._gone_on.sum()
+    before, worth = parts._worth._gone_on.sum(), parts.worth().tolist()
     for _ in range(3):
         again = choice_of("again", range(1, 12))
         assert kv.admit(again) == 8
         kv.release(again, keep=False)
-    assert (parts.drain(), parts._worth._gone_on.sum()) == ([], before)
+    assert (parts.drain(), parts._worth._gone_on.sum(), parts.worth().tolist()) == ([], before, worth)
     kv.admit(again)
     kv.extend(again, 11)
     again.computed_len = 11
