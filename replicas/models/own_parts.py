@@ -183,7 +183,7 @@ class DeltaRule:
         self._forward = types.MethodType(types.FunctionType(forward.__code__, names), part)
         convolution: Any = part.conv1d
         self._weight, self._bias = convolution.weight[:, 0].T.contiguous(), convolution.bias  # [K, C], [C]
-        (self._conv,), (self._sums,) = (
+        (self.conv,), (self._sums,) = (
             [i for i, tensor in enumerate(layer.tensors) if tensor.kind == kind] for kind in ("conv", "recurrent")
         )
         self._step: tuple[Sequence[Tensor], Tensor] | None = None  # the states' memory, where the requests stand
@@ -212,13 +212,12 @@ class DeltaRule:
         return out
 
     def _convolve(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Stand for ``causal_conv1d_fn``: x [1, C, T]. A state's memory holds [K, C] here."""
+        """Stand for ``causal_conv1d_fn``: x [1, C, T]. A state [C, K] lies in memory as [K, C]."""
         assert self._step is not None
         states, segments = self._step
-        rows, held = x[0].T, states[self._conv]
+        rows, kept = x[0].T, states[self.conv].transpose(1, 2)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        kept = held.view(len(held), *self._weight.shape)
         return gated_delta.convolve(rows, self._weight, self._bias, kept, segments, silu=True).T.unsqueeze(0)
 
     def _advance(

@@ -87,11 +87,14 @@ class ServedStates:
         self.step = _Step([])
         self.segments = torch.empty(0)  # of the step [N, 4] int64, for our kernels
         self._by_modules, first = False, 0
+        self._turned: list[int] = []  # the tensors that our kernels keep the other way round, by number
         own = self._device.type == "cpu" and dtype == torch.float32
         for layer in layers:
             part = module.get_submodule(layer.module)
             rule = DeltaRule(part, layer) if own and DeltaRule.fits(part, layer) else None
             self._by_modules |= rule is None
+            if rule is not None:
+                self._turned.append(first + rule.conv)
             part.forward = _Mixer(self, layer, slice(first, first + len(layer.tensors)), part.forward, rule)
             first += len(layer.tensors)
 
@@ -103,6 +106,9 @@ class ServedStates:
             if kept is not None:
                 sizes = {"num_snapshots": kept.num_snapshots, "page_size": kept.page_size, "places": kept.places}
             self.pool = StatePool(self._kept, len(meta.table), self._device, **sizes)
+            for number in self._turned:  # in memory; those who read a state find it as a module keeps it
+                tensor = self.pool.tensors[number]
+                self.pool.tensors[number] = tensor.view(len(tensor), *tensor.shape[:0:-1]).transpose(1, 2)
         if kept is not None:
             self.pool.copy(kept.copies)
         bounds, seq_lens = (lengths.tolist() for lengths in meta.on_host())

@@ -23,6 +23,7 @@ from replicas.launch import EngineSettings, load_engine
 from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
 from replicas.memory.state_pool import Segment, StatePool
+from replicas.models.own_parts import DeltaRule
 from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
@@ -316,6 +317,28 @@ def test_modules_that_would_begin_at_zero_behind_a_state_are_told_apart(models: 
     whole = {name: {each.whole for each in load_model_config(str(models(name)[0])).states} for name in (
         DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN, "kimi_linear", "minimax")}  # fmt: skip
     assert whole == {name: {name != SCAN} for name in whole}
+
+
+@pytest.mark.parametrize("model_type", list(OWN_KERNELS))
+def test_a_state_that_is_handed_over_has_the_order_of_the_modules_whoever_has_computed_it(
+    models: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """Our kernels keep the convolution's last inputs one after the other, the module each channel's; a peer on a GPU
+    runs the module."""
+    read = list[torch.Tensor]()
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr(DeltaRule, "fits", lambda part, layer: False)
+        opened = open_model(models(model_type)[0])
+        opened.prefill([list(range(3, 40))], chunk=9)
+        states = opened.model._states
+        assert states._by_modules != own
+        (row,) = {place // states.pool._of_row for place in np.flatnonzero(states.pool._seen == 37)}
+        read.append(states.pool.read(row, 37))
+        with torch.inference_mode():
+            states.pool.write(row + 1, 37, read[-1])
+        assert torch.equal(states.pool.read(row + 1, 37), read[-1])
+    torch.testing.assert_close(*(each.view(torch.float32) for each in read), rtol=1e-3, atol=1e-4)
 
 
 def test_a_state_is_read_only_behind_the_tokens_that_it_has_seen() -> None:
