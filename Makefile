@@ -159,7 +159,7 @@ docs: install-test ## Write the tables of docs/api.md, docs/routing.md and docs/
 
 site: $(VENV)/.installed-site ## Make the documents one searchable site in site/, and check every link; it needs no network
 	@rm -rf .tools/site && mkdir -p .tools/site
-	@git ls-files -z '*.md' docs deploy tools/house.py | xargs -0 cp --parents -t .tools/site
+	@git ls-files -z '*.md' docs deploy tools/house.py tools/diagrams.py | xargs -0 cp --parents -t .tools/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/ is made. To read it: open site/index.html in a browser"
 
