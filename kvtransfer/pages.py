@@ -13,6 +13,7 @@ import xxhash
 
 PageKey = int  # unsigned 64 bits
 PageKeys = npt.NDArray[np.uint64]  # [n]
+NO_KEYS: PageKeys = np.empty(0, dtype=np.uint64)
 
 
 class Tier(enum.Enum):

@@ -102,12 +102,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             pool.commit(COMMIT_S)
     decode_s: dict[int, float] = {}
     if config.scheduler.drafts != "off":
-        run = functools.partial(time_decode, lambda plan: ranks.launch(plan).result(), row=runner.max_running)
-        try:
-            decode_s = ranks.watched(lambda: run(clock=settings.clock), "while decode steps were timed")
-        except BaseException:
-            ranks.close()
-            raise
+        decode_s = _timed_decode(ranks, settings.clock)
     kv = _kv_cache(config, ranks, settings)
     connected = None
     if spec is not None:
@@ -181,6 +176,18 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)
     return config
+
+
+def _timed_decode(ranks: Ranks, clock: Callable[[], float]) -> dict[int, float]:
+    """Time decode steps on all ranks (`time_decode`), which are closed if one of them fails."""
+    run = functools.partial(
+        time_decode, lambda plan: ranks.launch(plan).result(), row=ranks.runner.max_running, clock=clock
+    )
+    try:
+        return ranks.watched(run, "while decode steps were timed")
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> KvCache:

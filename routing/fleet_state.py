@@ -21,7 +21,7 @@ from statistics import median
 
 import numpy as np
 
-from kvtransfer.pages import PageKeys, Tier
+from kvtransfer.pages import NO_KEYS, PageKeys, Tier
 from routing.index import Borders, TierIndex, pages_of
 from routing.load import Eligible, Load
 from routing.page_owners import Pages
@@ -44,7 +44,6 @@ from routing.types import (
 MAX_EARLY = 10_000
 # A request's last pages are in the next batch of its replica, or in the one after if a batch was already on its way.
 BATCHES_UNTIL_SETTLED = 2
-NO_KEYS: PageKeys = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.pages import PageKeys, Tier
+from kvtransfer.pages import NO_KEYS, PageKeys, Tier
 
 TokenIds = Sequence[int] | npt.NDArray[np.int32]  # [L] token ids
 Floats = npt.NDArray[np.float64]  # [n] one a replica
@@ -153,19 +153,15 @@ class KeysParted:
 IndexEvent = KeysStored | KeysRemoved | KeysCleared | KeysParted
 
 
-def _no_keys() -> PageKeys:
-    return np.empty(0, dtype=np.uint64)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexSnapshot:
     """Everything in a replica's cache after event ``seq``."""
 
     seq: int
     keys: PageKeys  # [n] on the device, in any order
-    host_keys: PageKeys = field(default_factory=_no_keys)  # on the host alone
-    store_keys: PageKeys = field(default_factory=_no_keys)  # that it knows to be in its store; there may be more
-    part_keys: PageKeys = field(default_factory=_no_keys)  # of those on the device, the ones that have a part
+    host_keys: PageKeys = field(default_factory=lambda: NO_KEYS)  # on the host alone
+    store_keys: PageKeys = field(default_factory=lambda: NO_KEYS)  # that it knows to be in its store; there may be more
+    part_keys: PageKeys = field(default_factory=lambda: NO_KEYS)  # of those on the device, the ones that have a part
 
 
 # One number of one replica, or an array of them, one element a replica: each quantity is defined once for both.

@@ -29,7 +29,7 @@ from msgspec import DecodeError, Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from kvtransfer.moves.wire import MoveAddress
-from kvtransfer.pages import PageKeys, Tier
+from kvtransfer.pages import NO_KEYS, PageKeys, Tier
 from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored, PartsChanged
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
 from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysParted, KeysRemoved, KeysStored
@@ -113,7 +113,7 @@ class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
 
     @staticmethod
     def of(snapshot: CacheSnapshot) -> "CacheKeys":
-        of_tier = {tier: [_NO_KEYS] for tier in Tier}
+        of_tier = {tier: [NO_KEYS] for tier in Tier}
         for stored in snapshot.stored:
             of_tier[stored.tier].append(stored.keys)
         keys, host, store = (_bytes(np.concatenate(of_tier[tier])) or NONE for tier in Tier)
@@ -180,7 +180,6 @@ T = TypeVar("T")
 _ENCODER = Encoder(enc_hook=_to_bytes)
 _DECODER: Decoder[Message] = Decoder(Message)
 _ASKED: Decoder[Asked] = Decoder(Asked, dec_hook=_from_bytes)
-_NO_KEYS = np.empty(0, dtype=np.uint64)
 
 
 def encode(message: Message | Asked) -> bytes:
@@ -230,7 +229,7 @@ class FrameReader:
 
 def _change(event: CacheEvent) -> CacheChange:
     if isinstance(event, AllCleared):
-        return CacheChange("cleared", event.seq, _bytes(_NO_KEYS))
+        return CacheChange("cleared", event.seq, _bytes(NO_KEYS))
     if isinstance(event, PagesStored):
         return CacheChange(STORED[event.tier], event.seq, _bytes(event.keys))
     if isinstance(event, PartsChanged):

@@ -77,9 +77,7 @@ class Worth:
         chance, lasts = np.minimum(chance, 1.0), np.diff(2.0 ** (np.arange(NUM_AGES + 1) / PER_OCTAVE))
         best = np.zeros((len(End), NUM_AGES))
         for age in range(NUM_AGES):
-            stays = np.cumprod(
-                1 - chance[:, age:], axis=1
-            )  # of those that reach it, to each end from there
+            stays = np.cumprod(1 - chance[:, age:], axis=1)  # of those that reach it, to each end from there
             waits = np.concatenate([np.ones((len(End), 1)), stays[:, :-1]], axis=1) * lasts[age:]
             best[:, age] = ((1 - stays) / waits.cumsum(axis=1)).max(axis=1)
         return best

@@ -18,11 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.pages import PageKey, PageKeys, Tier
+from kvtransfer.pages import NO_KEYS, PageKey, PageKeys, Tier
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
-
-NO_KEYS: PageKeys = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -48,7 +48,7 @@ from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.scheduler import Scheduler
-from replicas.scheduler.tokens import NewToken, at_fault
+from replicas.scheduler.tokens import AT_FAULT, NewToken, at_fault
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
@@ -540,7 +540,7 @@ class Engine:
             self.scheduler.finish(req, finish)
             req.finish = finish  # a stop string, or a fault, wins over the length limit reached by the same token
         deltas = [self._open.take_delta(choice, token, text)]
-        if req.finish is not None and req.finish.retry_as in ("step_failed", "overloaded"):
+        if req.finish is not None and req.finish.retry_as in AT_FAULT:
             deltas += [self._end(other, req.finish) for other in self._open.choices(req.rid)]
         return deltas
 

@@ -27,7 +27,7 @@ from replicas.scheduler.budget import least_prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingStep, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler
-from replicas.scheduler.tokens import SOURCES, Counters, NewToken, at_fault, require_fault
+from replicas.scheduler.tokens import AT_FAULT, SOURCES, Counters, NewToken, at_fault, require_fault
 from replicas.types import EngineStats, PoolStats, TierStats, each_told
 
 log = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ class Stepping:
         before if later. That of a step that failed says nothing."""
         started_s, self._counted_s = max(step.launched_s, self._counted_s), self.pulse.clock()
         ends = [token.req.finish for token in tokens if token.req.finish is not None]
-        num_faults = sum(end.retry_as in ("step_failed", "overloaded") for end in ends)
+        num_faults = sum(end.retry_as in AT_FAULT for end in ends)
         plan, step_s, num_reqs = step.plan, self._counted_s - started_s, step.plan.num_requests
         failed = isinstance(step.pending, FailedStep) and not step.pending.follows
         if failed or num_faults or self.failed.in_a_row:

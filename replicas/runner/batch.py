@@ -10,10 +10,10 @@ Invariant: before a step, row r of the table is valid on [0, seq_len) for every 
 Thread:    the thread that runs the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.fence import Fence
+from replicas.errors import Overloaded
 from replicas.runner.readouts import StepReadouts
 from replicas.runner.sampler import DeviceLogprobs, DevicePromptLogprobs
 from replicas.scheduler.plan import (
@@ -38,6 +39,7 @@ from replicas.types import PartWrite, StateCopy
 ALIGNMENT = 64  # bytes
 BUFFERS = 8  # a step takes two or three, and two steps are under way at most
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 class Staging:
@@ -90,6 +92,17 @@ def places(arrays: Sequence[Array]) -> tuple[list[int], int]:
         starts.append(start)
         end = start + array.nbytes
     return starts, end
+
+
+def within_memory(work: Callable[[], T], does_not_fit: str) -> T:
+    """Run ``work``. Raises: Overloaded, with ``does_not_fit`` and the reason, where a GPU's memory does not suffice.
+    What PyTorch holds of it in free blocks of other sizes is given back by then, for the next try."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        why = str(error)
+    torch.cuda.empty_cache()  # behind the handler, in which the error's frames keep the tensors of the work
+    raise Overloaded(f"{does_not_fit}: {why}")
 
 
 class PendingTokens:

@@ -18,7 +18,6 @@ import torch
 from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
-from replicas.errors import Overloaded
 from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import model_identity
 from replicas.loading.panel_file import give_back_panels
@@ -26,6 +25,7 @@ from replicas.memory.allocator import Pages
 from replicas.memory.host import HostKVCache
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.state_pool import StatePool
+from replicas.runner.batch import within_memory
 from replicas.types import StateCopy
 
 
@@ -115,10 +115,10 @@ class CarriedStates:
         self._states = states
 
     def put(self, row: int, num_tokens: int, pages: Pages) -> None:
-        self._within_memory(lambda: self._put(row, num_tokens, pages))
+        within_memory(lambda: self._put(row, num_tokens, pages), self._does_not_fit)
 
     def take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: Pages) -> None:
-        self._within_memory(lambda: self._take(first, row, num_tokens, pages))
+        within_memory(lambda: self._take(first, row, num_tokens, pages), self._does_not_fit)
 
     @torch.inference_mode()
     def _put(self, row: int, num_tokens: int, pages: Pages) -> None:
@@ -134,15 +134,9 @@ class CarriedStates:
         self._states.write(row, num_tokens, self._rows[self._places(pages)].flatten())
         self._wait()
 
-    def _within_memory(self, copy: Callable[[], None]) -> None:
-        """Run ``copy``. Raises: Overloaded where a GPU's memory does not suffice; what it holds in free blocks of other
-        sizes is given back by then."""
-        try:
-            return copy()
-        except torch.OutOfMemoryError as error:
-            why = str(error)
-        torch.cuda.empty_cache()  # behind the handler, in which the error's frames keep tensors
-        raise Overloaded(f"a copy of recurrent states did not fit into the memory of {self._rows.device}: {why}")
+    @property
+    def _does_not_fit(self) -> str:
+        return f"a copy of recurrent states did not fit into the memory of {self._rows.device}"
 
     def _places(self, pages: Pages) -> torch.Tensor:
         return torch.from_numpy(pages.astype(np.int64)).to(self._rows.device)

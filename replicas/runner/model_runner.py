@@ -31,7 +31,7 @@ from replicas.attention.choice import AttentionApart, make_attention
 from replicas.attention.page_lists import to_device
 from replicas.attention.workspace import num_sms
 from replicas.config import AttentionChoice, EngineConfig
-from replicas.errors import InvalidConfig, Overloaded
+from replicas.errors import InvalidConfig
 from replicas.kernels import gpu
 from replicas.kernels.adapters import low_rank
 from replicas.layers.adapters import AdapterBank
@@ -50,7 +50,7 @@ from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.runner import batch as batches
 from replicas.runner import set_aside
-from replicas.runner.batch import PendingTokens, Staging
+from replicas.runner.batch import PendingTokens, Staging, within_memory
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
 from replicas.runner.sampler import DevicePromptLogprobs, Sampler
 from replicas.runner.warm_up import run_largest_step
@@ -186,7 +186,7 @@ class ModelRunner:
         its result is asked for."""
         if isinstance(self._sampled, LateSampling):
             self._sampled.sample()
-        return self._within_memory(lambda: self._launch(plan))
+        return within_memory(lambda: self._launch(plan), self._does_not_fit)
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         logits, batch = self.forward(plan)
@@ -198,20 +198,13 @@ class ModelRunner:
     def sample_late(self, step: "LateSampling") -> PendingStep:
         """Sample ``step``, whose masks are known now."""
         assert step is self._sampled, "steps are sampled in the order of their launch"
-        return self._within_memory(lambda: self._sample(step.plan, step.logits, step.batch))
+        return within_memory(lambda: self._sample(step.plan, step.logits, step.batch), self._does_not_fit)
 
-    def _within_memory(self, step: Callable[[], PendingStep]) -> PendingStep:
-        """Start ``step``. Raises: Overloaded where a GPU's memory does not suffice; what it holds in free blocks of
-        other sizes is given back by then, for the next try."""
-        try:
-            return step()
-        except torch.OutOfMemoryError as error:
-            why = str(error)
-        # behind the handler, in which the error's frames keep the tensors of the step
-        torch.cuda.empty_cache()
-        raise Overloaded(
+    @property
+    def _does_not_fit(self) -> str:
+        return (
             f"a step did not fit into the memory of {self.device}: try again later; where this happens often, lower "
-            f"cache.mem_fraction_static ({self._config.cache.mem_fraction_static:g}): {why}"
+            f"cache.mem_fraction_static ({self._config.cache.mem_fraction_static:g})"
         )
 
     def _sample(self, plan: StepPlan, logits: Tensor, batch: batches.DeviceBatch) -> PendingStep:

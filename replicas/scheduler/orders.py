@@ -18,9 +18,8 @@ Thread:    any.
     routing-key   requests of the routing keys that most running requests have first
     on_time       what can still have its first token within its objective first: as many as can all be in time together
                   (Moore 1968), the shortest first while none gets late. The others follow, and none has its first
-                  token later than
-                  ``scheduler.late_factor`` times the work that order of arrival puts before it: once only so much is
-                  left, nothing passes it (`_on_time`)
+                  token later than ``scheduler.late_factor`` times the work that order of arrival puts before it: once
+                  only so much is left, nothing passes it (`_on_time`)
 """
 
 import heapq

@@ -200,6 +200,7 @@ class WaitingQueue(ReqQueue):
             ]
             late = set(aged)
             young = [req for req in reqs if req not in late]
+            # as nearly always where little waits; it is also what `passed_tokens` counts
             alone_in_time = len(reqs) == 1 and entries[reqs[0]].needed_s <= entries[reqs[0]].left_s
             self.late_len = 0 if alone_in_time else passed_tokens(list(entries.values()))
         elif order.keys is None or (order.reads_prefix and len(reqs) > self._rules.lpm_max_queue):

@@ -67,6 +67,7 @@ COUNTERS = (
     *(f"drafted_tokens.{source}" for source in SOURCES),  # that rows tried
     *(f"accepted_tokens.{source}" for source in SOURCES),  # of them
 )
+AT_FAULT = ("step_failed", "overloaded")  # `Finish.retry_as` of a request that failed in a step by itself (`at_fault`)
 ENDS = {FinishReason.ABORT: "aborted", FinishReason.ERROR: "errors"}  # the counter of an end; of every other "finished"
 
 

@@ -17,11 +17,20 @@ from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
 from replicas.loading.model_files import load_model_config
-from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
 from replicas.types import TokenDelta
 from tests.numerics.paged import assert_close_in_range, open_model
-from tests.numerics.test_states import Saved, asked, assert_greedy, finished, ids_of, saved_model, some_prompts
+from tests.numerics.test_states import (
+    Saved,
+    asked,
+    assert_greedy,
+    finished,
+    ids_of,
+    moved,
+    saved_model,
+    saved_models,
+    some_prompts,
+)
 from tests.numerics.test_transformers_models import uncached
 
 PLAIN, SHARED, SINKS = "deepseek_v32", "glm_moe_dsa", "hy_v4"
@@ -30,16 +39,7 @@ TEXT = [3 + (i * i + 7 * i) % 190 for i in range(60)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    made: dict[str, Saved] = {}
-
-    def model_of(model_type: str) -> Saved:
-        if model_type not in made:
-            folder = tmp_path_factory.mktemp(model_type)
-            changes = {SHARED: {"indexer_types": ["full", "shared", "shared", "full"]}}.get(model_type, {})
-            made[model_type] = folder, saved_model(model_type, folder, **changes)
-        return made[model_type]
-
-    return model_of
+    return saved_models(tmp_path_factory, **{SHARED: {"indexer_types": ["full", "shared", "shared", "full"]}})
 
 
 def engine_of(folder: Path, *, tokens: int = 2048, page: int = 4, chunk: int = 7, host_bytes: int = 0) -> Engine:
@@ -154,18 +154,8 @@ def test_conversations_go_on_behind_pages_that_stayed_or_came_back_from_the_host
 def test_a_request_that_moves_takes_its_keys_with_it(models: Callable[[str], Saved]) -> None:
     """To an engine with other pages, in the middle of its answer."""
     folder, model = models(SHARED)
-    first, second = engine_of(folder), engine_of(folder, page=8)
-    try:
-        first.submit(asked("moved", TEXT, 20))
-        deltas = list[TokenDelta]()
-        while len(ids_of(deltas, "moved")) < 8:
-            deltas += first.step()
-        snapshot = extract(first, "moved")
-        assert snapshot.meta.num_tokens >= 64
-        answer = ids_of(deltas, "moved") + ids_of([*restore(second, snapshot), *finished(second)], "moved")
-    finally:
-        first.close()
-        second.close()
+    num_tokens, answer = moved(engine_of(folder), engine_of(folder, page=8), TEXT)
+    assert num_tokens >= 64
     assert len(answer) == 20
     assert_greedy(model, TEXT, answer)
 

@@ -4,6 +4,7 @@ Tiny random models. The oracle is Transformers in fp32 with eager attention, the
 its own cached path does not carry Mamba's state into a second chunk.
 """
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,17 +50,20 @@ def saved_model(model_type: str, folder: Path, **changes: Any) -> PreTrainedMode
     return made.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    made: dict[str, Saved] = {}
+def saved_models(folders: pytest.TempPathFactory, **changes: dict[str, Any]) -> Callable[[str], Saved]:
+    """Return what saves a model of a type at its first call. ``changes``: of its config, by type."""
 
+    @functools.cache
     def model_of(model_type: str) -> Saved:
-        if model_type not in made:
-            folder = tmp_path_factory.mktemp(model_type)
-            made[model_type] = folder, saved_model(model_type, folder)
-        return made[model_type]
+        folder = folders.mktemp(model_type)
+        return folder, saved_model(model_type, folder, **changes.get(model_type, {}))
 
     return model_of
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    return saved_models(tmp_path_factory)
 
 
 def engine_of(
@@ -266,21 +270,27 @@ def test_a_step_that_failed_and_in_which_requests_went_on_from_snapshots_runs_ag
 
 def test_a_snapshot_of_a_request_is_computed_anew_where_it_is_restored(models: Callable[[str], Saved]) -> None:
     folder, model = models(DELTA_RULE)
-    first, second = engine_of(folder), engine_of(folder)
     prompt = list(range(5, 40))
+    num_tokens, answer = moved(engine_of(folder), engine_of(folder), prompt)
+    assert num_tokens == 0
+    assert len(answer) == 20
+    assert_greedy(model, prompt, answer)
+
+
+def moved(first: Engine, second: Engine, prompt: list[int]) -> tuple[int, list[int]]:
+    """Ask ``first`` for 20 tokens behind ``prompt``, and let ``second`` go on after the eighth; close both. Returns:
+    the tokens whose K and V went along, and the answer."""
     try:
         first.submit(asked("moved", prompt, 20))
         deltas = list[TokenDelta]()
         while len(ids_of(deltas, "moved")) < 8:
             deltas += first.step()
         snapshot = extract(first, "moved")
-        assert snapshot.meta.num_tokens == 0
         answer = ids_of(deltas, "moved") + ids_of([*restore(second, snapshot), *finished(second)], "moved")
     finally:
         first.close()
         second.close()
-    assert len(answer) == 20
-    assert_greedy(model, prompt, answer)
+    return snapshot.meta.num_tokens, answer
 
 
 def test_the_logprobs_of_a_prompt_are_those_of_transformers(models: Callable[[str], Saved]) -> None:

@@ -34,21 +34,13 @@ from tests.numerics.test_states import (
     engine_of,
     finished,
     ids_of,
-    saved_model,
+    saved_models,
 )
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    made: dict[str, Saved] = {}
-
-    def model_of(model_type: str) -> Saved:
-        if model_type not in made:
-            folder = tmp_path_factory.mktemp(model_type)
-            made[model_type] = folder, saved_model(model_type, folder)
-        return made[model_type]
-
-    return model_of
+    return saved_models(tmp_path_factory)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from routing.types import Decision, NoReplica, RouteQuery
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
-from tests.unit.deployments.sample_values import stats
+from tests.unit.deployments.sample_values import ask, stats
 from tests.waiting import until_async
 
 
@@ -292,6 +292,8 @@ async def test_a_strict_objective_is_refused_at_once_where_it_cannot_be_met(scri
         await scripted.collect(objective_s=0.5, rid="a3.0-strict", hints=strict)
     assert refused.value.retry_after_s == pytest.approx(8.5, abs=0.2)
     assert scripted.router.num_open == 0
+    resumed = scripted.dispatcher.stream(ask(objective_s=0.5, rid="a4.0-resumed"), strict, made={0: [5]})
+    assert [delta async for delta in resumed], "its first token has come: no objective refuses the rest"
     with pytest.raises(InvalidRequest, match="'very' is unknown"):
         hints_of(Headers({"x-manta-objective": "0.5; very"}))
     assert hints_of(Headers({"x-manta-objective": "0.5;"})).strict is False
