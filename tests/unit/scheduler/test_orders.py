@@ -244,6 +244,15 @@ def test_the_engines_queue_puts_those_first_that_can_be_in_time_and_says_what_th
     assert bench.scheduler.queues.waiting.late_len == 0
 
 
+@pytest.mark.parametrize(("objective_s", "passed"), [(0.3, 40), (9.0, 0)])
+def test_one_that_waits_alone_is_passed_only_if_it_is_late(objective_s: float, passed: int) -> None:
+    bench = busy(late_factor=1e9)
+    alone = bench.submit(range(300, 340), objective_s=objective_s)  # 40 tokens take 0.4 s
+    assert names(bench, {"alone": alone}, after_s=0.0) == ["alone"]
+    assert bench.scheduler.queues.waiting.late_len == passed
+    bench.run()
+
+
 def test_a_late_request_starts_when_its_bound_is_reached_whatever_comes() -> None:
     """It came behind 3 tokens and has 40: at 2 x 43 others may have 46 tokens before it, in prompts of 10."""
     bench = busy(late_factor=2.0)
