@@ -28,7 +28,7 @@ from deployments.router import RouterIngress
 from deployments.settings.capacity import auto_count, num_routers, outages, shortages, too_wide
 from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
-from deployments.settings.schema import AppConfig, constants_in
+from deployments.settings.schema import AppConfig, notices
 from deployments.tenancy.keys import GOOD_KEY_LEN, KEY_VARIABLE, without_keys
 from deployments.watch.observatory import serve_details
 from replicas.errors import InvalidConfig
@@ -58,7 +58,7 @@ def build(args: dict[str, Any]) -> Application:
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     """Build the application with another class of model replicas, as benchmarks do."""
     config, settings = checked(args)
-    for sentence in constants_in(args).values():
+    for sentence in notices(args):
         log.warning("%s", sentence)
     count = config.router.count or 1
     if ray.is_initialized():

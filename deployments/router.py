@@ -34,9 +34,9 @@ from deployments.dispatch import ray_leases
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.dispatcher import Dispatcher
-from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
+from deployments.dispatch.resumable_streams import ResumableStreams
 from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RayPeers, ResponseAsk, RouterPeers
@@ -317,7 +317,7 @@ def _service(
             fits=adaptable_weights(config.model) if config.adapters.served else None,
         ),
         peers=peers,
-        streams=KeptStreams(reconnect_s=config.router.reconnect_s, watch=dispatcher.watch),
+        streams=ResumableStreams(reconnect_s=config.router.reconnect_s, watch=dispatcher.watch),
         background=BackgroundStreams(
             kept_s=config.router.background_kept_s, timeout_s=config.router.background_timeout_s
         ),

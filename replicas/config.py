@@ -412,7 +412,7 @@ class SchedulerConfig:
     # auto: guess tokens that follow, out of a request's own text or an answer to the same prompt, and verify them in
     # one step where that is expected to pay (the answer is the same, bit for bit); on: also where a row's bits depend
     # on how many rows a step has, as on a GPU, and under overlap: on
-    drafts: Literal["auto", "on", "off"] = "auto"
+    speculation: Literal["auto", "on", "off"] = "auto"
     lpm_max_queue: int = 128  # lpm, dfs-weight, hrrn: a longer queue goes in order of arrival; on_time: asks no cache
     # a request that has waited this long goes before any better match; on_time: late_factor bounds waits instead
     ageing_s: float = 5.0

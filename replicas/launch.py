@@ -101,7 +101,7 @@ def load_engine(settings: EngineSettings) -> Engine:
         for pool in runner.pools:
             pool.commit(COMMIT_S)
     decode_s: dict[int, float] = {}
-    if config.scheduler.drafts != "off":
+    if config.scheduler.speculation != "off":
         decode_s = _timed_decode(ranks, settings.clock)
     kv = _kv_cache(config, ranks, settings)
     connected = None

@@ -140,9 +140,9 @@ def _decode_steps(
     if scheduler.overlap == "auto":
         scheduler = replace(scheduler, overlap="on" if device == "cuda" and not model.states else "off")
         origin["scheduler.overlap"] = f"default {'with recurrent states' if model.states else f'on {device}'}"
-    if scheduler.drafts == "auto" and (why := _no_drafts(model, scheduler, parallel, device)) is not None:
-        scheduler = replace(scheduler, drafts="off")
-        origin["scheduler.drafts"] = why
+    if scheduler.speculation == "auto" and (why := _no_drafts(model, scheduler, parallel, device)) is not None:
+        scheduler = replace(scheduler, speculation="off")
+        origin["scheduler.speculation"] = why
     return scheduler, origin
 
 

@@ -65,12 +65,12 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Readout:
-    """What is read out where the prompt ends, beside the one token that is made there, which is discarded. The readout
+class PoolingParams:
+    """What is read where the prompt ends, beside the one token that is made there, which is discarded. The reading
     is carried by that token's logprob."""
 
     labels: tuple[int, ...] = ()  # tokens whose logprobs stand in place of the most likely, in this order
-    pooling: Literal["last", "mean"] | None = None  # of the hidden states behind the last norm; None: not given
+    method: Literal["last", "mean"] | None = None  # of the hidden states behind the last norm; None: not given
 
     def validate(self, *, vocab_size: int) -> None:
         """Raise InvalidRequest for labels that are no tokens, or too many."""
@@ -157,7 +157,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False  # keep the stop string in the text (SGLang's no_stop_trim)
     constraint: Constraint | None = None
-    readout: Readout | None = None  # of a request for one token, with return_logprobs
+    pooling: PoolingParams | None = None  # of a request for one token, with return_logprobs
 
     @property
     def greedy(self) -> bool:
@@ -195,8 +195,8 @@ class SamplingParams:
             _check("logit_bias", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
             _check("logit_bias", math.isfinite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")
         self._validate_masks(vocab_size)
-        if self.readout is not None:
-            self.readout.validate(vocab_size=vocab_size)
+        if self.pooling is not None:
+            self.pooling.validate(vocab_size=vocab_size)
         _check("stop_token_ids", len(self.stop_token_ids) <= 256, f"at most 256, got {len(self.stop_token_ids)}")
         for token in self.stop_token_ids:
             _check("stop_token_ids", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
@@ -393,7 +393,7 @@ class TokenLogprob:
     logprob: float | None  # None for the first prompt token, which has no context
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
     rank: int | None = None  # of a prompt token: 1 + the number of tokens that are more likely
-    hidden: tuple[float, ...] = ()  # pooled hidden states, where `Readout` asks for them
+    hidden: tuple[float, ...] = ()  # pooled hidden states, where `PoolingParams` asks for them
 
 
 def finite(number: float | None) -> float | None:

@@ -1,13 +1,15 @@
 """Which files of ours run for a chat, for one with tools and a schema, for a hand-off and for a page that goes through
 the tiers: counted while each runs in this process.
 
-    python -m tests.way     one line of JSON: the files of each by their first call; of the last two, what they add to
-                            a chat's. And what docs/architecture.md says else, with exit status 1
+    python -m tests.way         one line of JSON: the files of each by their first call; of the last two, what they add
+                                to a chat's. And what docs/way.md says else, with exit status 1
+    python -m tests.way write   and docs/way.md anew: each file with the first sentence of its docstring
 
 Everything is real but Ray. A file counts when a function of it is called between the request's first byte and its last;
 a second request is measured, so that what is only made once does not count.
 """
 
+import ast
 import asyncio
 import json
 import os
@@ -23,11 +25,31 @@ from dataclasses import replace
 from types import FrameType
 
 ROOT = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
+PAGE = pathlib.Path(ROOT) / "docs" / "way.md"
 HOUSES = ("deployments", "routing", "replicas", "kvtransfer", "dashboards")
-TITLES = {  # of the walks of docs/architecture.md
-    "tools": "A chat with tools and a schema", "hand_off": "A hand-off",
-    "page": "A page to the host, to a store and back",
+WALKS = {  # of docs/way.md: their titles, and what stands below
+    "tools": (
+        "A chat with tools and a schema",
+        "A streamed chat with a tool, `tool_choice: auto`, and a JSON schema for the answer.",
+    ),
+    "hand_off": (
+        "A hand-off", "What a prompt computed at one replica and answered at another runs besides.",
+    ),
+    "page": (
+        "A page to the host, to a store and back",
+        "A prompt is computed. Its pages leave the device's pool for the host and the store. The prompt is asked for "
+        "again, and its pages come from the host; all tiers are emptied, and they come from the store. What an engine "
+        "with both tiers runs besides.",
+    ),
 }  # fmt: skip
+HEAD = """# The files on a request's way
+
+For those who read the code. Each row is a file of which a function runs, in the order of the first calls, with the
+first sentence of the file. Threads take turns, so neighbours may change places. What is done once, at the start or for
+the first request, has no row. `python -m tests.way write` runs all three requests in one process, everything real but
+Ray, and writes this page; a test fails when a row is missing or does not run. The [picture](architecture.md#the-path-of-a-request)
+shows the first one.
+"""
 SCHEMA = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
 PROMPT = "Tell the story of a house with many rooms, in which each thing has one place, and say who lives there."
 
@@ -171,29 +193,42 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def told(page: str) -> dict[str, list[str]]:
-    """Return the files of each way that docs/architecture.md walks."""
-    sections = {part.partition("\n")[0]: part for part in re.split("^###? ", page, flags=re.M)}
-    return {way: re.findall(r"^\| `(.+\.py)` \| .+ \|$", sections[title], re.M) for way, title in TITLES.items()}
+def row(file: str) -> str:
+    """Return the row of a file: its name and the first sentence of its docstring."""
+    text = ast.get_docstring(ast.parse((pathlib.Path(ROOT) / file).read_text())) or ""
+    first = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
+    return f"| `{file}` | {first.replace('|', chr(92) + '|')} |"
+
+
+def page_of(found: Mapping[str, Sequence[str]]) -> str:
+    """Write docs/way.md."""
+    walks = (
+        "\n".join([f"\n## {title}\n\n{below}\n\n| file | what it is |\n|---|---|", *map(row, found[way])])
+        for way, (title, below) in WALKS.items()
+    )
+    return HEAD + "\n".join(walks) + "\n"
 
 
 def wrong(found: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what docs/architecture.md says that does not run, and what runs that it does not say."""
-    walked = told((pathlib.Path(ROOT) / "docs" / "architecture.md").read_text())
+    """Return what docs/way.md says else than ``found``, whatever the order."""
+    parts = {each.partition("\n")[0]: each for each in PAGE.read_text().split("\n## ")}
+    rows = {way: re.findall(r"^\| `.+\.py` .+$", parts[title], re.M) for way, (title, _) in WALKS.items()}
     return [
-        f"{TITLES[way]}: {file} {what}"
-        for way, files in walked.items()
+        f"{WALKS[way][0]}: {each} {what}"
+        for way, said in rows.items()
         for what, those in (
-            ("does not run", [file for file in files if file not in found[way]]),
-            ("has no row", [file for file in found[way] if file not in files]),
-            ("has two rows", [file for file in set(files) if files.count(file) > 1]),
+            ("does not run, or is told otherwise by its file", set(said) - set(map(row, found[way]))),
+            ("has no row", set(map(row, found[way])) - set(said)),
+            ("has two rows", {each for each in said if said.count(each) > 1}),
         )
-        for file in those
+        for each in sorted(those)
     ]
 
 
 if __name__ == "__main__":
     found = asyncio.run(ways(Calls()))
+    if sys.argv[1:] == ["write"]:
+        PAGE.write_text(page_of(found))
     print(json.dumps(found))
     print("\n".join(differing := wrong(found)), file=sys.stderr)
     sys.exit(bool(differing))

@@ -18,7 +18,7 @@ from deployments.http import bodies
 from deployments.http.access import OPEN, admin_only
 from deployments.http.api_document import LIMIT, describe
 from deployments.http.apis.ollama import OllamaFields
-from deployments.http.apis.readouts import ReadoutRequest
+from deployments.http.apis.pooling import PoolingRequest
 from deployments.http.http_app import ROUTERS
 from deployments.tenancy.keys import NO_KEYS
 from routing.terms import CANDIDATE, DECODE_REPLICA, markdown
@@ -37,7 +37,7 @@ SHARED: Mapping[type[bodies.WireType], str] = {
     bodies.TemplateFields: "Fields of a chat's prompt",
     bodies.NativeSampling: "Sampling fields of /generate",
     OllamaFields: "Fields of /api/chat and /api/generate",
-    ReadoutRequest: "Fields of embeddings, scores and rerankings",
+    PoolingRequest: "Fields of embeddings, scores and rerankings",
 }
 Schema = Mapping[str, Any]
 

@@ -117,7 +117,7 @@ def manta(name: str, settings: str, *, kv_dtype: str, exact: bool, drafts: str =
         args = {
             "model": {"path": str(MODEL), **model},
             "replicas": {"count": 1, "cpus": place.threads},
-            "scheduler": {"drafts": drafts},
+            "scheduler": {"speculation": drafts},
             "cache": {
                 "page_size": 16, "prefix_cache": "radix", "kv_dtype": kv_dtype,
                 "device_memory_bytes": KV_GIB * 2**30 + 600_000_000,

@@ -196,8 +196,8 @@ ENGINE = Row("Engine steps", (
         "Tokens 0 while requests come with schemas that name many properties: report it, with a schema."),
     Panel("Drafted tokens", rate("scheduler_draft_tokens_total", "source", "outcome"), Unit.PER_S,
         "Tokens per second that were guessed and tried in decode steps, by where the guess came from and whether it "
-          "was what the model draws; 0 with scheduler.drafts: off.",
-        "Rejected above accepted for long: guesses cost more than they give; set scheduler.drafts: off, and report it.",
+          "was what the model draws; 0 with scheduler.speculation: off.",
+        "Rejected above accepted for long: guesses cost more than they give; set scheduler.speculation: off.",
         shape=Shape.STACKED),
     Panel("Running requests and limit", {
         "running": gauge("scheduler_requests", state="running"),

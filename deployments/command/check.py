@@ -21,7 +21,7 @@ from deployments.places import local_model, may_be_hub_id
 from deployments.replica.feasible import ANY_MEMORY, examined, kept_parts, small_pools
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
-from deployments.settings.schema import AppConfig, constants_in
+from deployments.settings.schema import AppConfig, notices
 from deployments.settings.settings_file import (
     MANTA,
     OBSERVATORY,
@@ -155,7 +155,7 @@ class _Check:
         if isinstance(path, str) and may_be_hub_id(path) and local_model(path) is None:
             self._say(f"asking the Hugging Face hub for {path}'s config.json")
         ram = ANY_MEMORY if self._on_cluster else available_ram()
-        for each in constants_in(args).values():
+        for each in notices(args):
             line = self._file.line("applications", index, "args", *setting_of(each).split("."))
             self._say(f"warning: {self._file.place(line, each)}: {each}")
         config, problems = examined(args, available_bytes=ram)

@@ -16,13 +16,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from deployments.dispatch.kept_streams import Event, KeptStream, KeptStreams, Key
+from deployments.dispatch.resumable_streams import Event, Key, ResumableStream, ResumableStreams
 
 MOST_EVENT_BYTES = 2 << 20  # of one answer: some 10,000 events of text; the oldest of more are dropped
 MOST_ENDED_BYTES = 128 << 20  # of all answers that have ended
 
 
-class BackgroundStream(KeptStream):
+class BackgroundStream(ResumableStream):
     """The events of one answer that waits for no connection; event ``i`` is number ``i`` of the answer."""
 
     def __init__(
@@ -71,7 +71,7 @@ class BackgroundStream(KeptStream):
             self._num_dropped += 1
 
 
-class BackgroundStreams(KeptStreams):
+class BackgroundStreams(ResumableStreams):
     """The answers of one router that are made in the background."""
 
     def __init__(self, *, kept_s: float = 600.0, timeout_s: float = 3600.0) -> None:

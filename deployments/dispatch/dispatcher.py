@@ -97,7 +97,7 @@ def why_one_replica(request: GenerateRequest) -> str:
         return f"its {sampling.n} choices share one prompt"
     if sampling.max_new_tokens == 0:
         return "no token is to be made"
-    if sampling.readout is not None:
+    if sampling.pooling is not None:
         return "only its prompt is computed"
     if request.prompt_logprobs_from is not None:
         return "logprobs of the prompt come from where it is computed"

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from deployments.http import admin, api_document, chat, completions, http_errors, native, occupation, routes
 from deployments.http.access import BrowserCheck, BrowserRules, CloseUnread, KeyCheck, Unforeseen
-from deployments.http.apis import adapters, batches, messages, ollama, readouts, responses, streams
+from deployments.http.apis import adapters, batches, messages, ollama, pooling, responses, streams
 from deployments.http.arrivals import ALIVE, DROPPED, RESUME, Arrivals
 from deployments.http.service import Service
 from deployments.http.tracing import Traces, Tracing
@@ -20,7 +20,7 @@ from deployments.tenancy.keys import NO_KEYS, KeyDigests
 
 ROUTERS = (
     chat.router, completions.router, native.router, responses.router, messages.router, ollama.router, streams.router,
-    readouts.router, batches.router, adapters.router, routes.router, admin.router, occupation.router,
+    pooling.router, batches.router, adapters.router, routes.router, admin.router, occupation.router,
 )  # fmt: skip
 # headers that pages may read
 EXPOSED = ["x-request-id", "request-id", "x-manta-route", "x-manta-schema", DROPPED, RESUME, ALIVE, "retry-after"]

@@ -16,13 +16,13 @@ from deployments.batches.runner import Answer
 from deployments.batches.store import Line, Row
 from deployments.http import chat, completions, http_errors
 from deployments.http.access import Unforeseen
-from deployments.http.apis import readouts, responses
+from deployments.http.apis import pooling, responses
 from deployments.http.arrivals import BATCH, REPLICAS
 from deployments.http.service import Service
 from deployments.record.timeline import Arrival
 from deployments.tenancy.keys import CALLER, NO_KEYS, KeyDigests
 
-ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, responses.router, readouts.router)
+ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, responses.router, pooling.router)
 KEY_GONE = to_json(
     http_errors.error_body("the API key of this batch is not accepted any more", status=401, code="invalid_api_key")
 )

@@ -26,8 +26,8 @@ from starlette.requests import HTTPConnection
 from deployments.batches.store import BatchStore
 from deployments.dispatch.background import BackgroundStreams
 from deployments.dispatch.dispatcher import Dispatcher
-from deployments.dispatch.kept_streams import KeptStreams
 from deployments.dispatch.leases import Leases
+from deployments.dispatch.resumable_streams import ResumableStreams
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RouterPeers
 from deployments.http.http_errors import Busy
@@ -118,7 +118,7 @@ class Service:
     settings: dict[str, Any]  # the configuration as given, for /get_server_info
     adapters: Adapters = field(default_factory=Adapters)
     peers: RouterPeers = field(default_factory=NoPeers)
-    streams: KeptStreams = field(default_factory=KeptStreams)
+    streams: ResumableStreams = field(default_factory=ResumableStreams)
     background: BackgroundStreams = field(default_factory=BackgroundStreams)
     batches: BatchStore | None = None
     max_file_bytes: int = 200 << 20  # of an upload

@@ -8,7 +8,7 @@ Owns:      the race between an answer and the client's disconnect; which deltas 
            those whose client says that it comes back (arrivals.py), of one prompt and few choices.
 Never:     knows the JSON of an endpoint: its `Form` does.
 Invariant: the answer's generators are closed on every path, so that a disconnect aborts the client's requests; of a
-           client that comes back, kept_streams.py does it in time.
+           client that comes back, resumable_streams.py does it in time.
 Thread:    the router's event loop; bodies with many logprobs are encoded on another thread.
 """
 
@@ -42,8 +42,8 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.dispatch.dispatcher import RequestDeltas
 from deployments.dispatch.event_ids import MOST_CHOICES, Cursor, Numbering
-from deployments.dispatch.kept_streams import Connection, Event, KeptStream, KeptStreams
 from deployments.dispatch.progress import StraightWay
+from deployments.dispatch.resumable_streams import Connection, Event, ResumableStream, ResumableStreams
 from deployments.http.access import caller_of
 from deployments.http.api_document import LINES
 from deployments.http.arrivals import (
@@ -468,7 +468,7 @@ class Answer:
         deltas = merged([generations.resumed(asked) if resumes else generations.stream(asked)])
         writer = NumberedWriter(self.form, Numbering(after, num_choices=asked.sampling.n))
         batches = self.written(writer.pieces(deltas), writer)
-        stream = KeptStream(batches, writer.error, after=last_event, body=body, headers=headers)
+        stream = ResumableStream(batches, writer.error, after=last_event, body=body, headers=headers)
         return await kept_answer(request, streams, streams.add(key, stream))
 
     async def _whole(self, generations: Generations) -> Response:
@@ -550,13 +550,13 @@ async def stream(
     return SseResponse(headers, first, events, failed, straight)
 
 
-async def kept_answer(request: Request, streams: KeptStreams, connection: Connection) -> Response:
+async def kept_answer(request: Request, streams: ResumableStreams, connection: Connection) -> Response:
     """Answer with the rest of a kept stream, which goes on without ``connection``. Raises: the error that came instead
     of its first event."""
     return await stream(request, _kept(streams, connection), headers=of_kept(connection.stream))
 
 
-async def _kept(streams: KeptStreams, connection: Connection) -> AsyncGenerator[bytes, None]:
+async def _kept(streams: ResumableStreams, connection: Connection) -> AsyncGenerator[bytes, None]:
     try:
         await connection.begun()
         yield await connection.more()
@@ -573,7 +573,7 @@ async def _kept(streams: KeptStreams, connection: Connection) -> AsyncGenerator[
         streams.detach(connection)
 
 
-def of_kept(stream: KeptStream) -> dict[str, str]:
+def of_kept(stream: ResumableStream) -> dict[str, str]:
     """Return the headers of a response with the events of ``stream``."""
     return {**stream.headers, ALIVE: f"{ALIVE_S:g}"}
 

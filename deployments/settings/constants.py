@@ -1,5 +1,5 @@
-"""Values that were settings until 0.1: each is a constant now, with the reason. A file that still names one is served,
-and is told what holds instead.
+"""Values that were settings until 0.1: each is a constant now, with the reason, or has another name. A file that still
+names one is served, and is told what holds instead.
 
 Owns:      which names are no settings any more. Their values stay where they are used: the fields of the groups.
 Never:     refuses a file for such a name.
@@ -78,6 +78,14 @@ CONSTANTS: Mapping[str, str] = {
     "replicas.fill_s": "a new replica waits no longer for pages than a prompt of some thousand tokens takes",
     "observability.metrics": "the live view, autoscaling and alerts read them",
 }
+
+RENAMED: Mapping[str, str] = {"scheduler.drafts": "scheduler.speculation"}
+
+
+def renamed(setting: str) -> str | None:
+    """Return the dotted name that the setting of this old one has now, in a role's group too; None: it has no other."""
+    entry = _entry(setting)
+    return setting.removesuffix(entry) + RENAMED[entry] if entry in RENAMED else None
 
 
 def is_constant(setting: str) -> bool:

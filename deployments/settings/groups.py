@@ -71,7 +71,8 @@ def _scheduler(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     # in YAML a bare ``on`` is True
-    flags = {name: value[name] for name in ("overlap", "priorities", "drafts") if isinstance(value.get(name), bool)}
+    names = ("overlap", "priorities", "speculation")
+    flags = {name: value[name] for name in names if isinstance(value.get(name), bool)}
     return {**value, **{name: "on" if is_on else "off" for name, is_on in flags.items()}}
 
 

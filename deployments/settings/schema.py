@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
-from deployments.settings.constants import experimental, is_constant, notice
+from deployments.settings.constants import experimental, is_constant, notice, renamed
 from deployments.settings.groups import (
     CACHE_NAMES,
     DTYPE_NAMES,
@@ -264,6 +264,14 @@ def constants_in(args: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def notices(args: dict[str, Any]) -> list[str]:
+    """Return a sentence for each of ``args`` whose name is out of date: what holds, and what to write."""
+    return [
+        *constants_in(args).values(),
+        *(f"{old}: is {new} now, and is read as that. Rename it" for old, new in _old_names(args).items()),
+    ]
+
+
 def defaults(kind: type[Any]) -> dict[str, Any]:
     """Return what the settings of a group are where nothing is given, by name."""
     if issubclass(kind, Settings):
@@ -273,9 +281,13 @@ def defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def _typed(args: dict[str, Any]) -> dict[str, Any]:
-    """Copy ``args`` with sizes in bytes. A boolean for a number becomes text, which no number's check takes: to Python,
-    ``page_size: yes`` is 1."""
+    """Copy ``args`` with today's names, and sizes in bytes. A boolean for a number becomes text, which no number's
+    check takes: to Python, ``page_size: yes`` is 1."""
     typed = copy.deepcopy(args)
+    for old, new in _old_names(args).items():
+        (path, _, last), name = old.rpartition("."), new.rpartition(".")[2]
+        if name not in (group := _inner(typed, path)):  # else the old one stays, and is refused
+            group[name] = group.pop(last)
     for path, kind in _GROUPS.items():
         group, hints = _inner(typed, path), get_type_hints(kind)
         for name, value in group.items():
@@ -284,6 +296,12 @@ def _typed(args: dict[str, Any]) -> dict[str, Any]:
             elif isinstance(value, str) and str(name).endswith(BYTES):
                 group[name] = in_bytes(value)
     return typed
+
+
+def _old_names(args: dict[str, Any]) -> dict[str, str]:
+    """Map the settings of ``args`` that have another name now to it, dotted both."""
+    given = (f"{path}.{name}" for path in _GROUPS for name in _inner(args, path))
+    return {setting: new for setting in given if (new := renamed(setting)) is not None}
 
 
 def _is_number(hint: Any) -> bool:

@@ -392,8 +392,8 @@ def longest_reuse(req: Req, *, whole: bool = False) -> int:
     longest = req.num_tokens - (0 if whole else 1)
     if req.prompt_logprobs_from is not None:
         longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
-    readout = req.sampling.readout
-    if readout is not None and readout.pooling == "mean":
+    pooling = req.sampling.pooling
+    if pooling is not None and pooling.method == "mean":
         longest = 0  # the cache holds no hidden states
     return longest
 

@@ -46,8 +46,8 @@ from replicas.grammar.matcher import Matcher
 from replicas.memory.sizing import describe_parts, group_parts, page_bytes
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
-from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.scheduler import Scheduler
+from replicas.scheduler.speculation import Speculation
 from replicas.scheduler.tokens import AT_FAULT, NewToken, at_fault
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
@@ -94,8 +94,8 @@ class Intake:
         request.validate(vocab_size=self._model.vocab_size)
         if request.hand_off is not None:
             require_possible(request, request.hand_off, has_transfer=self._has_transfer)
-        readout = request.sampling.readout
-        if readout is not None and readout.pooling is not None and self._model.implementation == "transformers":
+        pooling = request.sampling.pooling
+        if pooling is not None and pooling.method is not None and self._model.implementation == "transformers":
             raise InvalidRequest("pooling: hidden states are not read from a model that Transformers' classes run")
         if request.resumed_ids and request.sampling.n > 1:
             raise InvalidRequest(
@@ -147,9 +147,9 @@ class Engine:
         self.started = started or StartReport(
             attention=AttentionChoice(name=config.attention, why="as the settings say")
         )
-        if config.scheduler.drafts != "off":
-            drafts = Drafts(kv, self.scheduler.counters, step_s=self.started.decode_s, clock=clock)
-            self.scheduler.features["drafts"] = drafts
+        if config.scheduler.speculation != "off":
+            drafts = Speculation(kv, self.scheduler.counters, step_s=self.started.decode_s, clock=clock)
+            self.scheduler.features["speculation"] = drafts
         self.scheduler.queues.adapters = executor.adapters
         self._clock = clock
         self._distributions = Distributions()

@@ -154,7 +154,7 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
 
 def state_places(scheduler: SchedulerConfig) -> int:
     """Count the places of a running request's states: with drafts, one more for each token of them."""
-    return STATE_PLACES + (STATE_DRAFT if scheduler.drafts == "on" else 0)
+    return STATE_PLACES + (STATE_DRAFT if scheduler.speculation == "on" else 0)
 
 
 def state_bytes(config: EngineConfig, num_rows: int) -> int:

@@ -23,7 +23,7 @@ from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
 from replicas.request import CachedTokens, Req, ReqState
-from replicas.types import AdapterRef, Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
+from replicas.types import AdapterRef, Constraint, GenerateRequest, PoolingParams, SamplingParams, TokenDelta
 
 TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING})
 
@@ -37,9 +37,9 @@ def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
     if req is None or req.state not in TAKEN_FROM:
         there = f"is {req.state.value}" if req is not None else f"is not open; open: {sorted(engine.open_rids)[:8]}"
         raise InvalidRequest(f"choice {index} of request {rid!r} {there}: a snapshot needs one that waits or runs")
-    readout = req.sampling.readout
+    pooling = req.sampling.pooling
     # logprobs of the prompt, the mean of its hidden states, and recurrent states are made anew, from its beginning
-    again = req.prompt_logprobs_from is not None or (readout is not None and readout.pooling == "mean")
+    again = req.prompt_logprobs_from is not None or (pooling is not None and pooling.method == "mean")
     again = again or bool(engine.config.model.states)
     meta, kv = extract_from_kvpool(engine, req, (0, 0 if again else req.computed_len))
     return ReplaySnapshot(
@@ -201,8 +201,8 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
     values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])
     if values["constraint"] is not None:
         values["constraint"] = Constraint(**values["constraint"])
-    if values["readout"] is not None:
-        values["readout"] = Readout(**{**values["readout"], "labels": tuple(values["readout"]["labels"])})
+    if values["pooling"] is not None:
+        values["pooling"] = PoolingParams(**{**values["pooling"], "labels": tuple(values["pooling"]["labels"])})
     return SamplingParams(**values)
 
 

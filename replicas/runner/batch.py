@@ -23,7 +23,7 @@ from torch import Tensor
 from replicas.attention.base import BatchMeta
 from replicas.attention.fence import Fence
 from replicas.errors import Overloaded
-from replicas.runner.readouts import StepReadouts
+from replicas.runner.pooling import StepPooling
 from replicas.runner.sampler import DeviceLogprobs, DevicePromptLogprobs
 from replicas.scheduler.plan import (
     DecodePlan,
@@ -114,13 +114,13 @@ class PendingTokens:
         tokens: Tensor,
         logprobs: DeviceLogprobs | None,
         prompts: Mapping[int, DevicePromptLogprobs] = MappingProxyType({}),
-        readouts: StepReadouts | None = None,
+        pooled: StepPooling | None = None,
     ) -> None:
         """Start the copy of ``tokens`` [S] int64 and of what goes with them, which work queued on the current stream
         makes. Args: prompts: logprobs of prompts, by index into the rows of the plan."""
-        self._logprobs, self._prompts, self._readouts = logprobs, prompts, readouts
+        self._logprobs, self._prompts, self._pooled = logprobs, prompts, pooled
         self._tokens = _to_host(tokens)
-        parts = (logprobs, *prompts.values(), readouts)
+        parts = (logprobs, *prompts.values(), pooled)
         self._fetched = [[] if part is None else [_to_host(each) for each in part.tensors] for part in parts]
         self._fence = Fence(tokens.device)
         self._fence.mark()
@@ -128,10 +128,10 @@ class PendingTokens:
     def result(self) -> StepResult:
         self._fence.wait()
         token_ids = self._tokens.numpy().astype(np.int32)
-        of_tokens, *of_prompts, of_readouts = self._fetched
+        of_tokens, *of_prompts, of_pooled = self._fetched
         told = () if self._logprobs is None else self._logprobs.told(token_ids, of_tokens)
-        if self._readouts is not None:
-            told = self._readouts.told(told, of_readouts)
+        if self._pooled is not None:
+            told = self._pooled.told(told, of_pooled)
         prompts = zip(self._prompts.items(), of_prompts, strict=True)
         made = {index: prompt.told(fetched) for (index, prompt), fetched in prompts}
         return StepResult(token_ids=token_ids, logprobs=told, prompt_logprobs=made)
@@ -238,7 +238,7 @@ class DeviceBatch:
     logits_rows: Tensor | None  # [S] rows of T that need logits; None: all T
     sample_rows: list[int]  # the logits rows to sample, in the order of plan.sampling
     prompt_rows: list[PromptRows]
-    hidden: Tensor | None = None  # [T, hidden] of a step that has run, where a readout pools them
+    hidden: Tensor | None = None  # [T, hidden] of a step that has run, where a pooling pools them
 
 
 def build(plan: StepPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:

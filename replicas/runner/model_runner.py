@@ -167,7 +167,7 @@ class ModelRunner:
             return self._graphs.replay(batch, len(plan.rows), adapted=adapted), batch
         batch = batches.build(plan, self.table, self._staging)
         self._put_followed(plan, batch)
-        if isinstance(plan, ExtendPlan) and any(row.readout is not None and row.readout.pooling for row in plan.rows):
+        if isinstance(plan, ExtendPlan) and any(row.pooling is not None and row.pooling.method for row in plan.rows):
             assert isinstance(self._model, Llama), "`Intake.check` refuses others"
             batch.hidden = self._model.hidden(batch.input_ids, batch.meta)
             logits = self._model.head(batch.hidden if batch.logits_rows is None else batch.hidden[batch.logits_rows])
@@ -213,22 +213,22 @@ class ModelRunner:
         wanted = logits
         if len(batch.sample_rows) != len(logits):
             wanted = logits[to_device(np.array(batch.sample_rows, np.int64), self.device)]
-        readouts = None
-        if isinstance(plan, ExtendPlan) and any(row.readout is not None for row in plan.rows):
-            readouts = self._sampler.readouts.read(plan, batch.hidden, wanted)
+        pooled = None
+        if isinstance(plan, ExtendPlan) and any(row.pooling is not None for row in plan.rows):
+            pooled = self._sampler.pooler.read(plan, batch.hidden, wanted)
         targets = _targets(logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
         if self._samples_on_device or (self.device.type == "cuda" and not plan.sampling):
             last_ids = batch.input_ids if isinstance(plan, DecodePlan) else None
             tokens, on_device = self._sampler.sample_on_device(wanted, plan.sampling, last_ids)
             self._sampled = tokens
             prompts = {index: DevicePromptLogprobs.of(*target) for index, target in targets.items()}
-            return PendingTokens(tokens, on_device, prompts, readouts)
+            return PendingTokens(tokens, on_device, prompts, pooled)
         made = {index: self._sampler.prompt_logprobs(*target) for index, target in targets.items()}
         if not plan.sampling:
             return DoneStep(StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=made))
         token_ids, logprobs = self._sampler.sample(wanted, _completed(plan, batch))
-        if readouts is not None:
-            logprobs = readouts.told(logprobs, readouts.tensors)
+        if pooled is not None:
+            logprobs = pooled.told(logprobs, pooled.tensors)
         self._sampled = torch.from_numpy(token_ids).to(self.device)
         return DoneStep(StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=made))
 

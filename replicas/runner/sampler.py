@@ -7,7 +7,7 @@ Owns:      the order of edits: the mask of the constraint, which no other undoes
            model's own logits, before any edit (vLLM's ``raw_logprobs``), but for the mask: those of a constrained
            output are over the tokens that the constraint allows, as OpenAI's, and alternatives that it does not allow
            are left out.
-Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py) and `Readouts`; reads more of
+Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py) and `Pooler`; reads more of
            a request than its SampleRow; changes the logits it is given, but for the mask of a constraint.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
 Thread:    engine thread of rank 0.
@@ -47,7 +47,7 @@ from replicas.attention.page_lists import to_device
 from replicas.kernels.elementwise import argmax
 from replicas.kernels.token_mask import Words, mask_tokens
 from replicas.runner.device_draw import HEAD, MIN_TEMPERATURE, sample_on_device
-from replicas.runner.readouts import Readouts
+from replicas.runner.pooling import Pooler
 from replicas.runner.token_counts import TokenCounts
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import SamplingParams, TokenIds, TokenLogprob
@@ -314,7 +314,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._counts = TokenCounts(vocab_size, self.device)
-        self.readouts = Readouts()
+        self.pooler = Pooler()
 
     @torch.inference_mode()
     def warm_up(self, logits: Tensor, *, on_device: bool = False) -> None:

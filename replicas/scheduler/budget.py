@@ -30,7 +30,7 @@ from replicas.config import SchedulerConfig
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import LOGITS_CHUNK
-from replicas.scheduler.precedence import Easing
+from replicas.scheduler.precedence import Throttle
 from replicas.scheduler.queues import Queues
 
 CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
@@ -130,7 +130,7 @@ class NextStep:
     in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
     max_running: int
     running: Sequence[Req]  # of them, those that make a token in the same step
-    easing: Easing
+    throttle: Throttle
     now_s: float
 
 
@@ -139,10 +139,10 @@ def budget(step: NextStep) -> StepBudget:
     return StepBudget(_prompt_tokens(step, 0), page_size=step.page_size)
 
 
-def ease(left: StepBudget, req: Req, step: NextStep) -> None:
+def throttle(left: StepBudget, req: Req, step: NextStep) -> None:
     """Leave ``req`` what it may have of a step, and lend it the part of those that are left out where it ends."""
     left.lower(min(part(req, step) for part in PARTS))
-    num_out = step.easing.num_left_out(step.running, req)
+    num_out = step.throttle.num_left_out(step.running, req)
     left.lend(_prompt_tokens(step, num_out) - _prompt_tokens(step, 0))
 
 
@@ -156,7 +156,7 @@ def _of_its_class(req: Req, step: NextStep) -> float:
 
 
 def _beside_a_light_tenant(req: Req, step: NextStep) -> float:
-    return max(step.easing.most_len(req, step.now_s), step.chunk_size // 8, step.page_size)
+    return max(step.throttle.most_len(req, step.now_s), step.chunk_size // 8, step.page_size)
 
 
 PARTS: tuple[Callable[[Req, NextStep], float], ...] = (_of_its_class, _beside_a_light_tenant)

@@ -185,7 +185,7 @@ def leave_out(
     """Leave running requests out of a step in which the prompts of ``ending`` end, and take their slots back; no table
     write is due. Returns: those that run on, and their part of ``rows``."""
     running = queues.running
-    left_out = queues.waiting.shares.easing.leave_out(running, ending) if rows is not None else []
+    left_out = queues.waiting.shares.throttle.leave_out(running, ending) if rows is not None else []
     for req in left_out:
         kv.cut(req)
     gone = set(left_out)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from replicas.types import PartWrite, Readout, SamplingParams, StateCopy, TokenIds, TokenLogprob
+from replicas.types import PartWrite, PoolingParams, SamplingParams, StateCopy, TokenIds, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class ExtendRow:
     target_ids: TokenIds | None = None  # [P] prompt tokens whose logprob is wanted, at consecutive positions
     target_start: int = 0  # position of target_ids[0]; the logits at target_start - 1 predict it
     top_logprobs: int = 0  # alternatives wanted beside each target
-    readout: Readout | None = None  # of the hidden states; every chunk's go to the pooler
+    pooling: PoolingParams | None = None  # of the hidden states; every chunk's go to the pooler
     adapter: str = ""  # by its identity
 
 

@@ -22,7 +22,7 @@ The credits of tenants, and what follows from them:
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
     one of these does not flood: it goes first (no flood uses up its first credit before others)
-    its last one begins: steps ease (Easing)
+    its last one begins: steps are throttled (Throttle)
 
 No key of one request gives this order. Of a tenant without credit, P goes before B, which has credit and a lower
 priority; but it goes behind A, which has credit and its own priority, and so behind B too where B stands before A, as
@@ -50,7 +50,7 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 QUANTUM = 8
 # both simulated: python -m benchmarks router tenants
 MOST_LEFT_OUT = 4  # steps in a row
-EASE_S = 10.0  # after which a tenant that asks now and then is not expected any more
+THROTTLE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +281,7 @@ class TenantShares:
         self._waiting: dict[str, tuple[int, int]] = {}  # of them, those that wait: how many, and their tokens
         self._passed: list[Req] = []  # at the last look, behind others only for want of credit
         self._looked_s = 0.0
-        self.easing = Easing(self)
+        self.throttle = Throttle(self)
 
     def opens(self, req: Req) -> None:
         """Note that ``req`` has come."""
@@ -358,7 +358,7 @@ class TenantShares:
     def looks(self, now_s: float) -> None:
         """Count the time since the last look for those that others went before: another step is about to be planned."""
         waited = (req for req in self._passed if req.stamps.admitted_s is None)
-        for req in (*waited, *self.easing.end_step()):
+        for req in (*waited, *self.throttle.end_step()):
             if req.finish is None:
                 req.stamps.passed_s += now_s - self._looked_s
         self._looked_s = now_s
@@ -424,12 +424,12 @@ def _put_behind(order: Sequence[Req], tenants: Container[str]) -> list[Req]:
     return [order[at] for at in sorted(range(len(order)), key=lambda at: (places[at], places[at] > at))]
 
 
-class Easing:
+class Throttle:
     """What steps leave out for a light prompt: the last one that waits of a tenant that goes first.
 
     In the step in which it ends, running requests that wait it out make no token, and their part of the step is its
-    own if it ends with that. Until EASE_S after it began, prompts of those that do not go first have no more of a step
-    than it had: its tenant may ask again.
+    own if it ends with that. Until THROTTLE_S after it began, prompts of those that do not go first have no more of a
+    step than it had: its tenant may ask again.
     """
 
     def __init__(self, shares: TenantShares) -> None:
@@ -460,7 +460,7 @@ class Easing:
     def began(self, req: Req, num_tokens: int, now_s: float) -> None:
         """Note that ``req`` begins, with ``num_tokens`` of its prompt to compute."""
         if self._shares.several and self._is_light(req):
-            self._began = {tenant: each for tenant, each in self._began.items() if now_s - each[1] < EASE_S}
+            self._began = {tenant: each for tenant, each in self._began.items() if now_s - each[1] < THROTTLE_S}
             self._began.pop(req.asked.tenant, None)
             self._began[req.asked.tenant] = num_tokens, now_s
 
@@ -469,7 +469,7 @@ class Easing:
         if self._shares.precedence(req) is Precedence.FIRST:
             return math.inf
         others = (each for tenant, each in reversed(self._began.items()) if tenant != req.asked.tenant)
-        return next((num_tokens for num_tokens, at_s in others if now_s - at_s < EASE_S), math.inf)
+        return next((num_tokens for num_tokens, at_s in others if now_s - at_s < THROTTLE_S), math.inf)
 
     def _waiting_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
         if not self._shares.several or len(self._steps) > MOST_LEFT_OUT:

@@ -32,9 +32,9 @@ from replicas.scheduler.budget import (
     Room,
     StepBudget,
     budget,
-    ease,
     grant,
     max_receiving,
+    throttle,
     wanted,
 )
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, sample_row
@@ -97,7 +97,7 @@ def next_prompts(
         in_flight=in_flight,
         max_running=max_running - num_handing_off,
         running=queues.running if config.mixed_steps else (),
-        easing=queues.waiting.shares.easing,
+        throttle=queues.waiting.shares.throttle,
         now_s=now_s,
     )
     batch = next_batch(queues, kv, ratio, counters, step)
@@ -120,7 +120,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
     shares = queues.waiting.shares
     order = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []  # it settles credits
     if queues.chunked is not None:
-        ease(left, queues.chunked, step)
+        throttle(left, queues.chunked, step)
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, left):
         if not _has_room(queues.chunked, Refusal.MEMORY, queues, kv, counters, step, left):
             return batch  # no memory or budget is left for the next chunk: no request may take it first
@@ -132,7 +132,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
         elif shares.waits_out(req, batch.reqs[batch.num_forced :]):
             refusal = Refusal.SHARE
         else:
-            ease(left, req, step)
+            throttle(left, req, step)
             refusal = _start(batch, req, queues, kv, ratio, step, left)
             while refusal is not None and _has_room(req, refusal, queues, kv, counters, step, left):
                 batch.reserved = sum(map(ratio.reserve, step.in_flight))
@@ -140,7 +140,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
                 refusal = _start(batch, req, queues, kv, ratio, step, left)
         if refusal is None:
             num_begun += 1
-            shares.easing.began(req, req.num_tokens - req.computed_len, now_s)
+            shares.throttle.began(req, req.num_tokens - req.computed_len, now_s)
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
                 req.stamps.admitted_s = now_s
@@ -302,7 +302,7 @@ def _row(req: Req, start: int, length: int, slots: Slots, *, sample: bool) -> Ex
         target_ids=target_ids if target_ids is not None and len(target_ids) else None,
         target_start=target_start,
         top_logprobs=req.top_logprobs,
-        readout=req.sampling.readout,
+        pooling=req.sampling.pooling,
         adapter="" if req.asked.adapter is None else req.asked.adapter.identity,
     )
 

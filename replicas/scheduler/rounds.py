@@ -81,7 +81,7 @@ class _Tenants(Feature):
         self.shares.looks(now_s)
 
     def needs_tokens(self, num_running: int) -> bool:
-        return len(self.shares.easing.left_out) > 0
+        return len(self.shares.throttle.left_out) > 0
 
     def applied(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
         """Charge the tokens that drafts brought; `count_computed` has charged the others."""

@@ -18,7 +18,7 @@ from replicas.request import Req, ReqState
 from replicas.scheduler.budget import forced_tokens
 from replicas.scheduler.plan import BROKEN, DecodePlan, ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
-from replicas.types import Constraint, Finish, FinishReason, Readout, TokenLogprob
+from replicas.types import Constraint, Finish, FinishReason, PoolingParams, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -213,8 +213,8 @@ def _asked(req: Req) -> str:
             continue
         if isinstance(value, Constraint):
             value = value.kind
-        elif isinstance(value, Readout):
-            value = value.pooling or f"{len(value.labels)} labels"
+        elif isinstance(value, PoolingParams):
+            value = value.method or f"{len(value.labels)} labels"
         elif isinstance(value, tuple):
             value = len(value)
         asked[each.name] = value

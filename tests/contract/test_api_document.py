@@ -56,9 +56,9 @@ class PromptReader(ScriptedReplica):
     """Also ends requests for no token at all, and those that read something out."""
 
     async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
-        readout = request.sampling.readout
-        if readout is not None:
-            top = tuple((label, -1.0) for label in readout.labels)
+        pooling = request.sampling.pooling
+        if pooling is not None:
+            top = tuple((label, -1.0) for label in pooling.labels)
             logprob = TokenLogprob(token_id=1000, logprob=-1.0, top=top, hidden=(0.6, 0.8))
             client.sink([dataclasses.replace(token(request, 0, 0, self.finish), logprobs=(logprob,))])
             return

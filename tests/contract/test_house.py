@@ -207,7 +207,7 @@ def parts(name: str) -> set[str]:
 
 def test_parts_of_one_room_are_reached() -> None:
     found = parts("replicas.scheduler.scheduler.Scheduler")
-    assert {"replicas.scheduler.precedence.WaitingQueue", "replicas.scheduler.drafts.Drafts"} <= found
+    assert {"replicas.scheduler.precedence.WaitingQueue", "replicas.scheduler.speculation.Speculation"} <= found
 
 
 def test_what_can_change_is_counted_with_the_parts() -> None:

@@ -33,7 +33,7 @@ from replicas.types import (
     GenerateRequest,
     HandOff,
     PdLeg,
-    Readout,
+    PoolingParams,
     SamplingParams,
     TokenDelta,
 )
@@ -41,7 +41,7 @@ from tests.engine_process import EngineProcess, ProcessSettings
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE
 from tests.numerics import tiny
-from tests.told_drafts import Told, put_drafts
+from tests.told_speculation import Told, put_drafts
 from tests.unit.tokenizer_folders import byte_level_folder
 
 NUM_NEW = 6
@@ -178,14 +178,14 @@ def test_drafts_change_no_answer_beside_steps_that_are_launched_ahead(
         ask("penalties", PROMPTS[2], frequency_penalty=0.4, repetition_penalty=1.3, **drawn),
     ]
     folder, plans = model(tmp_path), list[DecodePlan]()
-    rules = {"max_running_requests": 8, "drafts": "on"}
+    rules = {"max_running_requests": 8, "speculation": "on"}
     engine = start(folder, dtype="float32", cuda_graphs=graphs, scheduler=rules)
     assert set(engine.started.decode_s) == {1, 2, 4, 8, 16, 32}
     put_drafts(engine.scheduler, None)
     wanted = told(engine, asked)
     engine = start(folder, dtype="float32", cuda_graphs=graphs, scheduler=rules)
     known = {key: ids[:12] for key, (ids, _) in wanted.items()}
-    engine.scheduler.features["drafts"] = Told(engine, known, length=3)
+    engine.scheduler.features["speculation"] = Told(engine, known, length=3)
     start_step = engine.steps.launch
 
     def watched(plan: StepPlan) -> Any:
@@ -219,7 +219,7 @@ def test_a_constrained_request_answers_beside_every_kind_of_row(
         ask("held", PROMPTS[2][:9], constraint=yes),
     ]
     folder = model(tmp_path)
-    on_gpu = told(start(folder, dtype="float32", cuda_graphs=graphs, scheduler={"drafts": drafts}), asked)
+    on_gpu = told(start(folder, dtype="float32", cuda_graphs=graphs, scheduler={"speculation": drafts}), asked)
     cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
     monkeypatch.setattr(launch, "measure_hardware", lambda: cpu)
     on_cpu = told(start(folder, dtype="float32"), asked)
@@ -256,7 +256,7 @@ def test_all_that_edits_logits_takes_those_of_inference_mode(gpu: fake_cuda.Fake
     assert len(sampler.prompt_logprobs(logits, ids[: len(rows)])) == len(rows)
 
 
-def test_rows_beside_prompt_logprobs_and_readouts_keep_the_devices_way(
+def test_rows_beside_prompt_logprobs_and_pooling_keep_the_devices_way(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp32: text, logprobs of a prompt, an embedding and a score in one step, which nothing waits for, as for those
@@ -265,8 +265,8 @@ def test_rows_beside_prompt_logprobs_and_readouts_keep_the_devices_way(
     asked = [
         ask("text", PROMPTS[2], temperature=0.9, seed=3),
         replace(ask("prompt", PROMPTS[2][:9]), return_logprobs=True, top_logprobs=3, prompt_logprobs_from=0),
-        replace(ask("mean", PROMPTS[2][:7], readout=Readout(pooling="mean"), **alone), return_logprobs=True),
-        replace(ask("score", PROMPTS[2][:5], readout=Readout(labels=(4, 9)), **alone), return_logprobs=True),
+        replace(ask("mean", PROMPTS[2][:7], pooling=PoolingParams(method="mean"), **alone), return_logprobs=True),
+        replace(ask("score", PROMPTS[2][:5], pooling=PoolingParams(labels=(4, 9)), **alone), return_logprobs=True),
     ]
     folder, made, waits = model(tmp_path), list[dict[Any, Any]](), list[str]()
     cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
@@ -334,9 +334,9 @@ def test_a_step_that_the_memory_does_not_suffice_for_ends_no_request_that_fits_a
     assert engine.steps.failed.num == len(emptied) // 2
 
 
-@pytest.mark.parametrize("readout", [None, Readout(pooling="mean")], ids=["text", "embedding"])
+@pytest.mark.parametrize("pooling", [None, PoolingParams(method="mean")], ids=["text", "embedding"])
 def test_pages_are_copied_to_the_host_when_the_step_that_computes_them_has_run(
-    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, readout: Readout | None
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, pooling: PoolingParams | None
 ) -> None:
     """300 tokens in chunks of 128, each copied at once (``write_through``). A chunk of an embedding samples nothing."""
     cache = CacheConfig(page_size=16, max_total_tokens=2048, host_memory_bytes=1 << 22, write_policy="write_through")
@@ -346,8 +346,8 @@ def test_pages_are_copied_to_the_host_when_the_step_that_computes_them_has_run(
     if gpu is not None:
         gpu.watch(pool.buffer)
     monkeypatch.setattr(copier, "backup", lambda *given: (pages.append(given), backup(*given)))
-    request = ask("a", np.arange(300).tolist(), max_new_tokens=1, readout=readout)
-    told(engine, [replace(request, token_ids=request.token_ids % 90 + 1, return_logprobs=readout is not None)])
+    request = ask("a", np.arange(300).tolist(), max_new_tokens=1, pooling=pooling)
+    told(engine, [replace(request, token_ids=request.token_ids % 90 + 1, return_logprobs=pooling is not None)])
     assert sum(len(of_host) for _, of_host in pages) == 300 // 16
     torch.cuda.synchronize()
     rows = pool.buffer.cpu().view(torch.uint8).numpy().reshape(len(pool.buffer), -1)

@@ -74,7 +74,7 @@ def make_engine(
                 page_size=page, max_total_tokens=4096, host_memory_bytes=HOST_BYTES, write_policy="write_back"
             ),
             scheduler=SchedulerConfig(
-                chunked_prefill_size=chunk, max_running_requests=8, drafts="auto" if drafts else "off"
+                chunked_prefill_size=chunk, max_running_requests=8, speculation="auto" if drafts else "off"
             ),
             parallel=ParallelConfig(tp=tp), adapters=limits or AdapterLimits(),
         )

@@ -15,7 +15,7 @@ import pytest
 from replicas.config import AdapterLimits, CacheConfig, SchedulerConfig
 from replicas.errors import Fault, InvalidRequest
 from replicas.launch import EngineSettings, load_engine
-from replicas.types import AdapterRef, Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
+from replicas.types import AdapterRef, Constraint, GenerateRequest, PoolingParams, SamplingParams, TokenDelta
 from tests.adapters import make_adapter
 from tests.embedded import MODEL
 from tests.numerics import tiny
@@ -58,8 +58,8 @@ def request_of(random: Random, rid: str, adapters: list[AdapterRef]) -> Generate
     }  # fmt: skip
     around = {name: value for name, value in others.items() if random.random() < share}
     if random.random() < 0.1:
-        readout = Readout(labels=some(random, 4), pooling=random.choice((None, "last", "mean")))
-        asked, around = {"max_new_tokens": 1, "readout": readout}, {"return_logprobs": True}
+        pooling = PoolingParams(labels=some(random, 4), pooling=random.choice((None, "last", "mean")))
+        asked, around = {"max_new_tokens": 1, "pooling": pooling}, {"return_logprobs": True}
     return GenerateRequest(rid=rid, token_ids=prompt, sampling=SamplingParams(**asked), **around)
 
 

@@ -91,7 +91,7 @@ def engine_of(folder: str, *, page: int, chunk: int, tp: int = 1, **cache: Any) 
             model=folder,
             cache=CacheConfig(page_size=page, max_total_tokens=1024, **cache),
             # no drafts: out of them an answer that was given before comes too soon to be retracted in its midst
-            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4, drafts="off"),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4, speculation="off"),
             parallel=ParallelConfig(tp=tp),
             num_threads=1,
             context_len=256,

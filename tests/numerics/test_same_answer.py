@@ -26,7 +26,7 @@ from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL, short_model
 from tests.pairwise import cases
-from tests.told_drafts import Told, put_drafts
+from tests.told_speculation import Told, put_drafts
 
 pytestmark = pytest.mark.model
 

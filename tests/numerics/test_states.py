@@ -31,7 +31,7 @@ from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
 from replicas.types import CacheMark, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_transformers_models import make, uncached
-from tests.told_drafts import Told, put_drafts
+from tests.told_speculation import Told, put_drafts
 from tests.unit.tokenizer_folders import byte_level_folder
 from tools.models_table import tiny_config
 
@@ -75,7 +75,7 @@ def engine_of(
             cache=CacheConfig(page_size=4, max_total_tokens=tokens),
             scheduler=SchedulerConfig(
                 chunked_prefill_size=chunk, max_running_requests=running, new_token_ratio=0.1,
-                overlap=overlap, drafts=drafts,  # type: ignore[arg-type]
+                overlap=overlap, speculation=drafts,  # type: ignore[arg-type]
             ),
             num_threads=1,
             context_len=256,
@@ -162,7 +162,7 @@ def test_a_rejected_draft_leaves_the_state_behind_the_tokens_that_came_true(
     """Each sixth token that is drafted is wrong. Twelve at once on a pool that retracts some; then each goes on behind
     what was kept of its answer."""
     (folder, model), prompts = models(model_type), some_prompts(12, 5)
-    engine = engine_of(folder, tokens=140 if model_type != SCAN else 2048, chunk=32, running=12, drafts="on")
+    engine = engine_of(folder, tokens=140 if model_type != SCAN else 2048, chunk=32, running=12, speculation="on")
     known = {(rid, 0): greedy(model, prompt, 30) for rid, prompt in prompts.items()}
     put_drafts(engine.scheduler, Told(engine, known, STATE_DRAFT))
     try:
@@ -527,7 +527,7 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
     config = resolve(model, hardware)
     token = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
     assert sizing.part_bytes(config, apart=False) == {"token": token, "state": each}
-    assert (config.cache.prefix_cache, config.scheduler.drafts) == ("radix", "off")
+    assert (config.cache.prefix_cache, config.scheduler.speculation) == ("radix", "off")
     ahead = resolve(model, hardware, scheduler=SchedulerConfig(overlap="on"))
     assert ahead.cache.prefix_cache == "chunk"
     assert "keeps a recurrent state" in ahead.origin["cache.prefix_cache"]

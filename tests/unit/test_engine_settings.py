@@ -129,15 +129,15 @@ def test_drafts_are_off_where_steps_overlap_or_a_rows_sum_depends_on_its_place()
     for changes, says in (({"overlap": "on"}, "scheduler.overlap"), ({}, "")):
         config = resolve(
             model_config(), Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30),
-            scheduler=replace(SchedulerConfig(drafts="auto"), **changes),  # type: ignore[arg-type]
+            scheduler=replace(SchedulerConfig(speculation="auto"), **changes),  # type: ignore[arg-type]
         )  # fmt: skip
-        assert config.scheduler.drafts == ("off" if says else "auto")
-        assert config.origin.get("scheduler.drafts", "").startswith(says)
+        assert config.scheduler.speculation == ("off" if says else "auto")
+        assert config.origin.get("scheduler.speculation", "").startswith(says)
 
 
 def test_drafts_that_are_on_stay_on_beside_overlap_and_on_a_gpu() -> None:
     gpu = Hardware(device="cuda", num_cpus=2, available_memory_bytes=1 << 30)
     for hardware in (CPU, gpu):
-        asked = SchedulerConfig(drafts="on", overlap="on", max_running_requests=3)
-        assert resolve(model_config(), hardware, scheduler=asked).scheduler.drafts == "on"
-    assert resolve(model_config(), gpu).scheduler.drafts == "off"
+        asked = SchedulerConfig(speculation="on", overlap="on", max_running_requests=3)
+        assert resolve(model_config(), hardware, scheduler=asked).scheduler.speculation == "on"
+    assert resolve(model_config(), gpu).scheduler.speculation == "off"

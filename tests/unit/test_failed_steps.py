@@ -19,11 +19,11 @@ from replicas.engine.loop import EngineLoop
 from replicas.errors import Fault, NotSent, Overloaded
 from replicas.grammar.matcher import Matcher
 from replicas.launch import EngineSettings, load_engine
-from replicas.runner.readouts import Readouts
+from replicas.runner.pooling import Pooler
 from replicas.runner.sampler import Sampler
 from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan, StepResult
 from replicas.text.detokenizer import Detokenizer
-from replicas.types import Constraint, Finish, FinishReason, GenerateRequest, Readout, TokenDelta
+from replicas.types import Constraint, Finish, FinishReason, GenerateRequest, PoolingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all
@@ -88,7 +88,7 @@ def test_requests_beside_one_that_fails_get_the_tokens_that_they_get_alone(at: s
     """Of prompts in chunks, of answers at any token, with drafts and steps made ahead; some find memory short."""
     random = Random(5)
     for number in range(12):
-        engine, _ = fake_engine(overlap=overlap, drafts=drafts, num_pages=40)
+        engine, _ = fake_engine(overlap=overlap, speculation=drafts, num_pages=40)
         engine.steps.launch = failing(engine.steps.launch, at, from_output=random.randrange(6))
         prompts = {f"r{i}": [random.randrange(6) for _ in range(random.randint(1, 40))] for i in range(7)}
         bad = set(random.sample(sorted(prompts), 2))
@@ -451,12 +451,12 @@ def test_a_fault_in_any_part_of_a_step_ends_its_own_request(
 
 def test_a_mean_over_chunks_is_the_same_where_a_step_of_it_ran_twice() -> None:
     hidden = torch.arange(12.0).view(6, 2)
-    readouts, readout = Readouts(), Readout(pooling="mean")
+    pooler, pooling = Pooler(), PoolingParams(method="mean")
     for start, sample in ((0, False), (2, False), (4, True)):
         token_ids = slots = np.zeros(2, np.int32)
-        row = replace(_row(), token_ids=token_ids, slots=slots, prefix_len=start, sample=sample, readout=readout)
+        row = replace(_row(), token_ids=token_ids, slots=slots, prefix_len=start, sample=sample, pooling=pooling)
         plan = ExtendPlan(table_writes=(), rows=(row,), sampling=())
-        once, again = (readouts.pooled(plan, hidden[start : start + 2]) for _ in range(2))
+        once, again = (pooler.pooled(plan, hidden[start : start + 2]) for _ in range(2))
         assert {index: made.tolist() for index, made in again.items()} == ({0: [5.0, 6.0]} if sample else {})
         assert once.keys() == again.keys()
         assert all(torch.equal(once[index], made) for index, made in again.items())

@@ -11,7 +11,7 @@ from kvtransfer.replay import observe
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair
-from tests.told_drafts import Told
+from tests.told_speculation import Told
 
 pytestmark = pytest.mark.model
 PROMPT = list(range(100, 145))  # 45 tokens: 12 pages of 4
@@ -127,7 +127,7 @@ def test_the_step_that_ends_an_answer_says_what_ended_it(events: pytest.LogCaptu
 def test_of_the_tokens_that_drafts_bring_in_one_step_the_last_has_the_end(events: pytest.LogCaptureFixture) -> None:
     engine, _ = fake_engine()
     made = continuation(PROMPT, 8)
-    engine.scheduler.features["drafts"] = Told(engine, {("a", 0): made})
+    engine.scheduler.features["speculation"] = Told(engine, {("a", 0): made})
     engine.submit(ask("a", PROMPT))
     finish_all(engine)
     told = lines(events, "decode_step")

@@ -11,13 +11,13 @@ import pytest
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, Fault
 from replicas.request import ReqState
-from replicas.scheduler import drafts
-from replicas.scheduler.drafts import Drafts
+from replicas.scheduler import speculation
 from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResult
+from replicas.scheduler.speculation import Speculation
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from tests.fakes import FakeDevice, continuation
 from tests.harness import Clock, ask, fake_engine, finish_all
-from tests.told_drafts import Told
+from tests.told_speculation import Told
 from tests.waiting import until
 
 pytestmark = pytest.mark.model
@@ -181,7 +181,7 @@ def test_steps_wait_for_tokens_while_guesses_come_true_and_are_launched_ahead_ag
     """Of 60 tokens 20 can be guessed. Then eight steps without a draft wait, and each sixteenth."""
     engine, _ = fake_engine(overlap="on")
     ids, plans, launch = continuation(PROMPT, 60), list[DecodePlan](), engine.steps.launch
-    engine.scheduler.features["drafts"] = Told(engine, {("a", 0): ids[:20]}, length=3)
+    engine.scheduler.features["speculation"] = Told(engine, {("a", 0): ids[:20]}, length=3)
 
     def watched(plan: StepPlan) -> PendingStep:
         plans.extend([plan] if isinstance(plan, DecodePlan) else [])
@@ -195,10 +195,10 @@ def test_steps_wait_for_tokens_while_guesses_come_true_and_are_launched_ahead_ag
 
 
 def test_steps_do_not_wait_for_tokens_where_none_has_room_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "MOST_ROWS", 3)
+    monkeypatch.setattr(speculation, "MOST_ROWS", 3)
     engine, _ = fake_engine(overlap="on")
     scheduler = engine.scheduler
-    scheduler.features["drafts"] = Drafts(scheduler.kv, scheduler.counters, step_s={}, clock=lambda: 0.0)
+    scheduler.features["speculation"] = Speculation(scheduler.kv, scheduler.counters, step_s={}, clock=lambda: 0.0)
     plans, launch = list[DecodePlan](), engine.steps.launch
 
     def watched(plan: StepPlan) -> PendingStep:

@@ -13,7 +13,7 @@ from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded
 from replicas.replay.replay import extract, extract_from_kvpool, restore, restore_to_kvpool
 from replicas.request import ReqState
-from replicas.types import Finish, FinishReason, GenerateRequest, Readout, TokenDelta
+from replicas.types import Finish, FinishReason, GenerateRequest, PoolingParams, TokenDelta
 from tests.fake_kv_bytes import FakeKvBytes
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all, retract
@@ -224,7 +224,7 @@ def test_prompt_logprobs_are_made_anew() -> None:
 @pytest.mark.parametrize(("pooling", "num_tokens"), [("mean", 0), ("last", 16)])
 def test_the_mean_of_hidden_states_is_made_anew(pooling: Literal["mean", "last"], num_tokens: int) -> None:
     """The sum over the chunks so far is not in a snapshot: one in mid-prompt starts from its beginning."""
-    request = ask("a", PROMPT, readout=Readout(pooling=pooling))
+    request = ask("a", PROMPT, pooling=PoolingParams(method=pooling))
     snapshot, _ = after(make(), request, 1)
     assert snapshot.meta.num_tokens == num_tokens
 

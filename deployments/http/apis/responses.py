@@ -17,7 +17,7 @@ from fastapi.responses import Response
 
 from deployments.dispatch.background import BackgroundStream, BackgroundStreams
 from deployments.dispatch.event_ids import StreamGone
-from deployments.dispatch.kept_streams import MOST_STREAMS, Event
+from deployments.dispatch.resumable_streams import MOST_STREAMS, Event
 from deployments.fleet.peers import Body, ResponseAsk, What
 from deployments.http.access import caller_of
 from deployments.http.api_document import NAMED_EVENTS, RUN, gives

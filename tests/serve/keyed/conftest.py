@@ -34,7 +34,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         replicas={"count": 2, "cpus": 0.5, "health_period_s": 0.5},
         cache={"max_total_tokens": 8_000},
         # no drafts: out of them an answer that was given before comes too soon for something to happen in its midst
-        scheduler={"max_running_requests": RUNNING, "max_queued_requests": QUEUED, "drafts": "off"},
+        scheduler={"max_running_requests": RUNNING, "max_queued_requests": QUEUED, "speculation": "off"},
         router={
             "policy": "estimated_ttft",
             "count": 2,

@@ -26,7 +26,7 @@ from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, outages, shortages, too_wide
 from deployments.settings.constants import CONSTANTS, EXPERIMENTS_VARIABLE
 from deployments.settings.roles import config_of
-from deployments.settings.schema import RouterSettings, constants_in, parse
+from deployments.settings.schema import RouterSettings, constants_in, notices, parse
 from deployments.settings.settings_file import check_port
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
@@ -129,6 +129,16 @@ def test_a_file_that_names_a_constant_is_served_with_its_value_and_told_why(monk
     assert told["prefill.cache.write_policy"].startswith(
         "prefill.cache.write_policy: is no setting any more, 'adaptive' holds instead of 'anything': it was the best"
     )
+
+
+def test_an_old_name_is_read_as_the_new_one_and_both_are_refused() -> None:
+    """YAML's bare ``on`` too."""
+    assert not notices(new := {"model": MODEL_ARGS, "scheduler": {"speculation": True}})
+    old: dict[str, Any] = {"model": MODEL_ARGS, "scheduler": {"drafts": True}}
+    assert parse(old) == parse(new) != parse({"model": MODEL_ARGS})
+    assert notices(old) == ["scheduler.drafts: is scheduler.speculation now, and is read as that. Rename it"]
+    with pytest.raises(InvalidConfig, match=r"scheduler\.drafts"):
+        parse({"model": MODEL_ARGS, "scheduler": {"drafts": "on", "speculation": "off"}})
 
 
 def test_both_sides_of_a_hand_off_wait_for_longer_than_a_router_lets_requests_queue() -> None:

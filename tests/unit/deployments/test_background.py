@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from deployments.dispatch import background, kept_streams
+from deployments.dispatch import background, resumable_streams
 from deployments.dispatch.background import BackgroundStreams
 from deployments.fleet.peers import FoundRoute, NoPeers, ResponseAsk
 from deployments.http.apis import responses
@@ -149,7 +149,7 @@ async def test_a_response_is_there_for_its_own_key_alone_until_it_is_deleted(tok
 async def test_the_oldest_that_has_ended_makes_room_and_what_runs_does_not(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_streams, "MOST_STREAMS", 3)
+    monkeypatch.setattr(resumable_streams, "MOST_STREAMS", 3)
     body = {**ASK, "max_output_tokens": 8, "background": True}
     async with House() as house, served(house.service(tokenizer)) as [sdk]:
         replica = ScriptedReplica("r0")
@@ -171,7 +171,7 @@ async def test_the_oldest_that_has_ended_makes_room_and_what_runs_does_not(
 async def test_a_key_may_run_half_of_all_and_leaves_the_others_room(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_streams, "MOST_STREAMS", 4)
+    monkeypatch.setattr(resumable_streams, "MOST_STREAMS", 4)
     body = {**ASK, "max_output_tokens": 8, "background": True}
     async with House() as house, served(house.service(tokenizer), "the-first-key", "the-other-key") as [mine, other]:
         replica = ScriptedReplica("r0")

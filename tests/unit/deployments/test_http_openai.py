@@ -11,8 +11,8 @@ import pytest
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from replicas.engine.loop import EngineLoop
-from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.rounds import Feature
+from replicas.scheduler.speculation import Speculation
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 
@@ -101,12 +101,12 @@ async def test_a_stream_has_an_event_a_step_where_steps_make_several_tokens(
 ) -> None:
     """Asked again, an answer comes in the drafts that the cache keeps of it; rows cost as good as nothing here."""
     engine = idle_engine.engine
-    drafts = Drafts(engine.kv, engine.scheduler.counters, step_s={}, clock=lambda: 0.0)
+    drafts = Speculation(engine.kv, engine.scheduler.counters, step_s={}, clock=lambda: 0.0)
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "Seven birds of the sea are", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     answers = []
     for each in (Feature(), drafts):
-        monkeypatch.setattr(engine.scheduler, "features", engine.scheduler.features | {"drafts": each})
+        monkeypatch.setattr(engine.scheduler, "features", engine.scheduler.features | {"speculation": each})
         before = engine.stats().num_decode_steps
         chunks = [each for each in await stream(client, TEXT, **body, stream_options=options) if each["choices"]]
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]

@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 from deployments import client as deployed_client
 from deployments.client import ALIVE, ServerEvent, events
 from deployments.command import usage
-from deployments.dispatch.kept_streams import KeptStreams
+from deployments.dispatch.resumable_streams import ResumableStreams
 from deployments.http import arrivals, streaming
 from deployments.http.http_app import make_app
 from deployments.record.route_log import RequestWatch
@@ -31,7 +31,7 @@ from deployments.tenancy.keys import NO_KEYS, KeyDigests, read_keys
 from routing.types import Role
 from tests.joined_stream import equal, joined, named_events
 from tests.pairwise import ALL
-from tests.told_drafts import put_drafts
+from tests.told_speculation import put_drafts
 from tests.unit.deployments.in_process import House, LocalLeases
 from tests.unit.deployments.listening import listening
 from tests.unit.deployments.test_failover import CHAT, COMPLETIONS, WAYS, chat, engines, numbered
@@ -91,7 +91,7 @@ class Routers:
         await self._stack.enter_async_context(self.house)
         self.house.fleet.set_members(self._leases.replicas)
         await until_async(lambda: len(self.house.router.views) == 2)
-        self._streams = KeptStreams(**self._options)
+        self._streams = ResumableStreams(**self._options)
         service = self.house.service(self._engines.prefill.engine.tokenizer, streams=self._streams)
         self.app = make_app(service, keys=self._keys)
         self.port = await self._stack.enter_async_context(listening(self.app))

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.dispatch.background import BackgroundStreams
-from deployments.dispatch.kept_streams import KeptStreams
+from deployments.dispatch.resumable_streams import ResumableStreams
 from deployments.http.http_app import _lifespan
 from deployments.output.examined import MAX_OF_CALLER, MAX_WAITING, NUM_EXAMINERS, ExaminedGrammars, TooManyForms
 from deployments.tenancy.keys import NO_KEYS
@@ -272,7 +272,7 @@ async def test_a_grammar_is_examined_in_the_line_that_comes_first(
 
 async def test_the_examiner_starts_and_ends_with_the_router() -> None:
     grammars, app = ExaminedGrammars(fake_engine()[0].tokenizer), FastAPI()
-    service = SimpleNamespace(examined=grammars, streams=KeptStreams(), background=BackgroundStreams())
+    service = SimpleNamespace(examined=grammars, streams=ResumableStreams(), background=BackgroundStreams())
     app.state.service, app.state.keys = service, NO_KEYS
     async with _lifespan(app):
         await until_async(lambda: grammars._examiners[-1]._process is not None)

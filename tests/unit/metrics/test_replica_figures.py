@@ -165,7 +165,7 @@ def test_a_gpu_whose_load_nvml_does_not_tell_has_its_memory(monkeypatch: pytest.
 
 def test_what_an_engine_did_is_counted() -> None:
     """Two prompts of 12 tokens, the second all but its last 4-token page cached; 8 tokens each."""
-    engine, _ = fake_engine(drafts="off")
+    engine, _ = fake_engine(speculation="off")
     for rid in ("a", "b"):
         engine.submit(ask(rid, range(1, 13)))
         finish_all(engine)
@@ -196,7 +196,7 @@ def test_constrained_requests_and_forced_tokens_are_counted() -> None:
 
 
 def test_drafted_tokens_are_counted_by_source_and_outcome() -> None:
-    """An engine counts them in numerics/test_drafts.py."""
+    """An engine counts them in numerics/test_speculation.py."""
     seen = scrape(dataclasses.replace(stats(), drafted_tokens={"text": 9, "tree": 7}, accepted_tokens={"text": 5}))
     assert seen.values("scheduler_draft_tokens_total", "source") == {"text": 9, "tree": 7}
     assert seen.values("scheduler_draft_tokens_total", "outcome") == {"accepted": 5, "rejected": 11}

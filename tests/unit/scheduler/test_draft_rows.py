@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 
 from replicas.request import Req
-from replicas.scheduler import drafts
-from replicas.scheduler.drafts import MOST_ROWS, STEPS_TO_PLAIN, Drafts, HitShare, Proposal, RowCost, repeated_suffix
+from replicas.scheduler import speculation
 from replicas.scheduler.plan import DecodePlan
+from replicas.scheduler.speculation import (
+    MOST_ROWS,
+    STEPS_TO_PLAIN,
+    HitShare,
+    Proposal,
+    RowCost,
+    Speculation,
+    repeated_suffix,
+)
 from replicas.scheduler.tokens import COUNTERS, NewToken
 from tests.fakes import continuation, next_token
 from tests.harness import Bench, Clock, choice_of
@@ -38,7 +46,7 @@ class Rig:
     def __init__(self, step_s: dict[int, float], *, num_reqs: int = 1) -> None:
         self.clock, self.counters = Clock(), dict.fromkeys(COUNTERS, 0)
         kv = Bench(max_running=num_reqs + 1).kv
-        self.drafts = Drafts(kv, self.counters, step_s=step_s, clock=self.clock)
+        self.drafts = Speculation(kv, self.counters, step_s=step_s, clock=self.clock)
         self.reqs: list[Req] = []
         for number in range(num_reqs):
             self.add(f"r{number}")
@@ -112,7 +120,7 @@ def test_rows_that_cost_more_than_at_start_are_no_longer_tried() -> None:
 
 
 def test_a_step_has_fewer_rows_than_its_products_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "MOST_ROWS", 32)
+    monkeypatch.setattr(speculation, "MOST_ROWS", 32)
     for num_reqs in (1, 5, 16, 31, 40):
         rig = Rig(FLAT, num_reqs=num_reqs)
         rows = max(rig.step(right=40) for _ in range(4))
@@ -131,7 +139,7 @@ def test_where_nothing_is_worth_trying_for_many_guesses_are_looked_for_in_each_f
 
     def propose(req: Req) -> Proposal | None:
         looked.add(rig.clock())
-        return Drafts._propose(rig.drafts, req)
+        return Speculation._propose(rig.drafts, req)
 
     monkeypatch.setattr(rig.drafts, "_propose", propose)
     assert [rig.step(right=0) for _ in range(20)] == [0] * 20
@@ -146,7 +154,7 @@ def test_the_time_of_choosing_is_a_part_of_what_drafts_cost(monkeypatch: pytest.
 
     def propose(req: Req) -> Proposal | None:
         rig.clock.now_s += 40.0
-        return Drafts._propose(rig.drafts, req)
+        return Speculation._propose(rig.drafts, req)
 
     monkeypatch.setattr(rig.drafts, "_propose", propose)
     rows = [rig.step(right=40) for _ in range(40)]
@@ -181,7 +189,7 @@ def test_what_rows_cost_beside_few_requests_says_nothing_of_what_they_cost_besid
     assert cost.of(16, 16)[-1] == pytest.approx(2.0 / (1.0 + 8 / 24))
 
 
-class Always(Drafts):
+class Always(Speculation):
     """Proposes what the fake device says next, for some requests: always tried."""
 
     def __init__(self, bench: Bench, rids: set[str]) -> None:
@@ -206,7 +214,7 @@ def test_the_rows_of_a_draft_are_a_group_and_its_request_leaves_its_own() -> Non
         bench.step()
     bench.submit([9] * 20, max_new_tokens=40)
     bench.step()
-    bench.scheduler.features["drafts"] = Always(bench, {"r1", "r3"})
+    bench.scheduler.features["speculation"] = Always(bench, {"r1", "r3"})
     plan = bench.step()
     assert isinstance(plan, DecodePlan)
     assert [list(rows) for rows in plan.draft_rows] == [[], [4, 5, 6], [], [7, 8, 9]]
@@ -214,7 +222,7 @@ def test_the_rows_of_a_draft_are_a_group_and_its_request_leaves_its_own() -> Non
     found = [(group.members.tolist(), group.length) for group in plan.prefix_groups]
     assert found == [([0, 2], 256), ([1, 4, 5, 6], 260)]  # r3 has too few tokens
     assert [req.num_output for req in bench.reqs] == [5, 7, 3, 5]
-    bench.scheduler.features["drafts"] = Always(bench, {"r0", "r1"})
+    bench.scheduler.features["speculation"] = Always(bench, {"r0", "r1"})
     plan = bench.step()
     assert isinstance(plan, DecodePlan)
     assert [group.members.tolist() for group in plan.prefix_groups] == [[0, 4, 5, 6], [1, 7, 8, 9]]
@@ -229,7 +237,7 @@ def test_a_draft_that_finds_no_page_is_left_out() -> None:
         bench.step()
     for _ in range(2):
         bench.step()
-    bench.scheduler.features["drafts"] = Always(bench, {"r0", "r1"})
+    bench.scheduler.features["speculation"] = Always(bench, {"r0", "r1"})
     plan = bench.step()
     assert isinstance(plan, DecodePlan)
     assert sorted(len(rows) for rows in plan.draft_rows) == [0, 3]
@@ -252,7 +260,9 @@ def answered_again(bench: Bench, prompt: list[int], salt: str, *, max_new_tokens
 def test_an_answer_given_before_to_the_same_prompt_is_drafted_within_its_namespace(page_size: int) -> None:
     """Of its 33 tokens the last has no K/V, and those behind the last whole page are not kept."""
     bench = Bench(page_size=page_size, num_pages=1024 // page_size)
-    bench.scheduler.features["drafts"] = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
+    bench.scheduler.features["speculation"] = Speculation(
+        bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock
+    )
     for salt in ("a", "b"):
         assert answered_again(bench, [1, 2, 3], salt) == (32, 0, 0)
         num_steps, drafted, accepted = answered_again(bench, [1, 2, 3], salt)
@@ -263,7 +273,9 @@ def test_an_answer_given_before_to_the_same_prompt_is_drafted_within_its_namespa
 def test_what_the_tree_keeps_behind_a_prompt_may_be_wrong() -> None:
     """Another prompt goes on behind it with other tokens: each answer is the oracle's (`Bench.run`)."""
     bench = Bench(page_size=4, num_pages=256)
-    bench.scheduler.features["drafts"] = Drafts(bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock)
+    bench.scheduler.features["speculation"] = Speculation(
+        bench.kv, bench.scheduler.counters, step_s={}, clock=bench.clock
+    )
     prompt = [1, 2, 3]
     for right in (3, 5, 9):  # the first two steps have no draft
         behind = [*continuation(prompt, right), *range(700, 740 - right)]

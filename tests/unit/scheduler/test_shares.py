@@ -8,7 +8,7 @@ import pytest
 
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import ExtendPlan
-from replicas.scheduler.precedence import EASE_S, MOST_LEFT_OUT, QUANTUM, TenantShares
+from replicas.scheduler.precedence import MOST_LEFT_OUT, QUANTUM, THROTTLE_S, TenantShares
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.victims import Need, victims
 from replicas.types import GenerateRequest
@@ -143,7 +143,7 @@ def test_a_step_has_no_more_tokens_for_a_prompt_beside_its_own_tenants_answers()
     answers = flood(bench, 14, "one", first=10, max_new_tokens=400)
     while any(req.num_output == 0 for req in answers):
         bench.step()
-    bench.clock.now_s += 2 * EASE_S
+    bench.clock.now_s += 2 * THROTTLE_S
     bench.submit(prompt(1, 700) + prompt(70, 28), tenant="one", cache_salt="one", max_new_tokens=4)
     plan = bench.step()
     assert isinstance(plan, ExtendPlan)
@@ -360,10 +360,10 @@ def test_for_a_while_a_step_of_a_tenant_without_credit_has_no_more_of_prompts_th
             bench.step()
         assert most / 2 < longest() <= most
     bench.submit(prompt(600, 4), tenant="light", cache_salt="light", max_new_tokens=1)
-    bench.clock.now_s += EASE_S
+    bench.clock.now_s += THROTTLE_S
     bench.step()
     assert longest() <= 8
-    bench.clock.now_s += EASE_S
+    bench.clock.now_s += THROTTLE_S
     assert longest() > 20
     bench.run()
 
@@ -373,7 +373,7 @@ def lengths(bench: Bench, *, own: int = 0, line: int = 0) -> list[int]:
     or a line of a batch of that many tokens."""
     bench.submit(prompt(900, 30), tenant="other", cache_salt="other", max_new_tokens=1000)
     bench.step()
-    bench.clock.now_s += 2 * EASE_S
+    bench.clock.now_s += 2 * THROTTLE_S
     if own:
         bench.submit(prompt(901, own), tenant="one", cache_salt="one", max_new_tokens=60)
     if line:
@@ -476,7 +476,7 @@ def test_only_a_light_prompt_of_another_tenant_bounds_the_prompts_of_one_that_fl
     a, b, light, first = (choice_of(name, range(length), tenant=name) for name, length in lengths.items())
     shares.opens(first)
     shares.waits(first)
-    shares.easing.began(first, 9, 0.0)  # no other has come
+    shares.throttle.began(first, 9, 0.0)  # no other has come
     shares.ends(first)
     shares.begins(first)
     for tenant in (a, b):
@@ -485,11 +485,11 @@ def test_only_a_light_prompt_of_another_tenant_bounds_the_prompts_of_one_that_fl
             shares.waits(req)
     shares.opens(light)
     shares.waits(light)
-    shares.easing.began(a, 5, 1.0)
-    assert shares.easing.most_len(b, 1.0) == inf
-    shares.easing.began(light, 7, 1.0)
-    assert [shares.easing.most_len(req, 2.0) for req in (a, b, light)] == [7, 7, inf]
-    assert shares.easing.most_len(b, 1.0 + EASE_S) == inf
+    shares.throttle.began(a, 5, 1.0)
+    assert shares.throttle.most_len(b, 1.0) == inf
+    shares.throttle.began(light, 7, 1.0)
+    assert [shares.throttle.most_len(req, 2.0) for req in (a, b, light)] == [7, 7, inf]
+    assert shares.throttle.most_len(b, 1.0 + THROTTLE_S) == inf
 
 
 def test_where_a_tenant_without_credit_waits_alone_all_begin_anew() -> None:

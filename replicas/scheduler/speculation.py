@@ -122,7 +122,7 @@ class RowCost:
         return more
 
 
-class Drafts(Feature):
+class Speculation(Feature):
     """The drafts of one engine's requests, and which of them each step tries."""
 
     def __init__(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from deployments.dispatch import kept_streams
+from deployments.dispatch import resumable_streams
 from deployments.dispatch.event_ids import Cursor, Numbering, StreamGone
-from deployments.dispatch.kept_streams import Event, KeptStream, KeptStreams
+from deployments.dispatch.resumable_streams import Event, ResumableStream, ResumableStreams
 from deployments.http import streaming
 from deployments.http.streaming import kept_answer
 from deployments.record.route_log import RequestWatch
@@ -116,12 +116,12 @@ class Source:
         finally:
             self.ended = True
 
-    def stream(self) -> KeptStream:
-        return KeptStream(self.batches(), failed, after="", body=b"", headers={})
+    def stream(self) -> ResumableStream:
+        return ResumableStream(self.batches(), failed, after="", body=b"", headers={})
 
 
 async def test_the_newest_connection_has_the_stream_and_gets_the_rest() -> None:
-    streams, source = KeptStreams(), Source()
+    streams, source = ResumableStreams(), Source()
     first = streams.add(("me", "a"), source.stream())
     source.give(2)
     await first.begun()
@@ -139,7 +139,7 @@ async def test_the_newest_connection_has_the_stream_and_gets_the_rest() -> None:
 
 async def test_a_stream_that_has_nothing_to_send_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "ALIVE_S", 0.01)
-    streams, source, sent = KeptStreams(), Source(), list[bytes]()
+    streams, source, sent = ResumableStreams(), Source(), list[bytes]()
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
@@ -159,8 +159,8 @@ async def test_a_stream_that_has_nothing_to_send_says_that_it_is_alive(monkeypat
 
 
 async def test_what_waits_for_an_absent_client_is_bounded_and_its_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_streams, "MOST_BYTES", 400)
-    streams, source = KeptStreams(), Source()
+    monkeypatch.setattr(resumable_streams, "MOST_BYTES", 400)
+    streams, source = ResumableStreams(), Source()
     connection = streams.add(("me", "a"), source.stream())
     source.give(8, size=100)
     await until_async(lambda: connection.stream.num_events == 2 + 1)  # more than half waits: a slow client stops it
@@ -182,9 +182,9 @@ async def test_what_waits_for_an_absent_client_is_bounded_and_its_request_ends(m
 async def test_the_key_with_most_streams_makes_room_and_those_that_are_read_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept_streams, "MOST_STREAMS", 3)
+    monkeypatch.setattr(resumable_streams, "MOST_STREAMS", 3)
     watch = Counted()
-    streams, sources = KeptStreams(watch=watch), [Source() for _ in range(4)]
+    streams, sources = ResumableStreams(watch=watch), [Source() for _ in range(4)]
     read = streams.add(("many", "0"), sources[0].stream())
     for owner, source in (("many", sources[1]), ("few", sources[2])):
         connection = streams.add((owner, "1"), source.stream())
@@ -205,9 +205,9 @@ async def test_the_key_with_most_streams_makes_room_and_those_that_are_read_do_n
 
 async def test_a_key_without_a_stream_has_a_place_though_two_keys_hold_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Class 24."""
-    monkeypatch.setattr(kept_streams, "MOST_STREAMS", 4)
-    monkeypatch.setattr(kept_streams, "MOST_FIRST", 2)
-    streams = KeptStreams()
+    monkeypatch.setattr(resumable_streams, "MOST_STREAMS", 4)
+    monkeypatch.setattr(resumable_streams, "MOST_FIRST", 2)
+    streams = ResumableStreams()
     for owner in ("a", "b"):
         for name in "12":
             streams.add((owner, name), Source().stream())
@@ -222,8 +222,8 @@ async def test_a_key_without_a_stream_has_a_place_though_two_keys_hold_all(monke
 
 async def test_a_stream_that_its_client_left_unread_is_kept_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """One event may be larger than all that is kept for a client that is away."""
-    monkeypatch.setattr(kept_streams, "MOST_BYTES", 400)
-    streams, source = KeptStreams(), Source()
+    monkeypatch.setattr(resumable_streams, "MOST_BYTES", 400)
+    streams, source = ResumableStreams(), Source()
     connection = streams.add(("me", "a"), source.stream())
     source.give(size=500)
     await connection.begun()
@@ -234,7 +234,7 @@ async def test_a_stream_that_its_client_left_unread_is_kept_within_the_bound(mon
 
 
 async def test_a_failure_is_the_answer_of_one_client_and_no_event_has_no_name() -> None:
-    streams, source = KeptStreams(), Source()
+    streams, source = ResumableStreams(), Source()
     connection = streams.add(("me", "a"), source.stream())
     assert connection.stream.is_for(b"", "")  # nothing was sent: a retry that overtakes the end of its connection
     source.give(3)
@@ -248,7 +248,7 @@ async def test_a_failure_is_the_answer_of_one_client_and_no_event_has_no_name() 
 
 
 async def test_without_a_time_to_come_back_a_stream_ends_with_its_connection() -> None:
-    streams, source = KeptStreams(reconnect_s=0), Source()
+    streams, source = ResumableStreams(reconnect_s=0), Source()
     connection = streams.add(("me", "a"), source.stream())
     source.give()
     await connection.begun()

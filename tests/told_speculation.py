@@ -7,20 +7,20 @@ import numpy as np
 
 from replicas.engine.engine import Engine
 from replicas.request import Req
-from replicas.scheduler.drafts import Drafts, GuessKind, Proposal
 from replicas.scheduler.rounds import Feature
 from replicas.scheduler.scheduler import Scheduler
+from replicas.scheduler.speculation import GuessKind, Proposal, Speculation
 
 
 def put_drafts(scheduler: Scheduler, drafts: Feature | None) -> Feature | None:
     """Let ``scheduler`` have ``drafts`` from now on; None: none. Returns: those that it had."""
-    before = scheduler.features.pop("drafts", None)
+    before = scheduler.features.pop("speculation", None)
     if drafts is not None:
-        scheduler.features["drafts"] = drafts
+        scheduler.features["speculation"] = drafts
     return before
 
 
-class Told(Drafts):
+class Told(Speculation):
     """Drafts out of answers that are known, every sixth token of them wrong; all that fit into a step are tried."""
 
     def __init__(self, engine: Engine, known: Mapping[tuple[str, int], list[int]], length: int = 7) -> None:

@@ -34,7 +34,7 @@ class Event(NamedTuple):
     data: bytes  # as it is sent
 
 
-class KeptStream:
+class ResumableStream:
     """The events of one answer, made by a task of its own and read by one connection at a time, the newest."""
 
     def __init__(
@@ -169,7 +169,7 @@ def _size(batch: Sequence[Event]) -> int:
 class Connection:
     """The place of one connection in a stream."""
 
-    def __init__(self, stream: KeptStream, index: int) -> None:
+    def __init__(self, stream: ResumableStream, index: int) -> None:
         self.stream = stream
         self._index = index
 
@@ -197,18 +197,18 @@ class Connection:
 Key = tuple[str, str]  # the caller's name, and the request's
 
 
-class KeptStreams:
+class ResumableStreams:
     """The streams of one router that outlive their connections."""
 
     def __init__(self, *, reconnect_s: float = 30.0, watch: RequestWatch | None = None) -> None:
         """``reconnect_s``: how long a stream is kept without a connection; 0: it ends with its connection."""
         self._reconnect_s = reconnect_s
         self._watch = watch if watch is not None else RequestWatch()
-        self._streams: dict[Key, KeptStream] = {}
-        self._timers: dict[KeptStream, asyncio.TimerHandle] = {}  # of those without a connection
+        self._streams: dict[Key, ResumableStream] = {}
+        self._timers: dict[ResumableStream, asyncio.TimerHandle] = {}  # of those without a connection
         self._gone: OrderedDict[Key, str] = OrderedDict()  # why, the oldest first
 
-    def find(self, key: Key) -> KeptStream | None:
+    def find(self, key: Key) -> ResumableStream | None:
         return self._streams.get(key)
 
     def why_gone(self, key: Key) -> str | None:
@@ -233,7 +233,7 @@ class KeptStreams:
         )
         return True
 
-    def add(self, key: Key, stream: KeptStream) -> Connection:
+    def add(self, key: Key, stream: ResumableStream) -> Connection:
         """Keep ``stream``, in the place of another of this name, and attach its first connection."""
         if key in self._streams:
             self._forget(key)
@@ -241,7 +241,7 @@ class KeptStreams:
         self._streams[key] = stream
         return self.attach(stream, 0)
 
-    def attach(self, stream: KeptStream, index: int) -> Connection:
+    def attach(self, stream: ResumableStream, index: int) -> Connection:
         """Give ``stream`` from event ``index`` on to a new connection."""
         self._end_timer(stream)
         connection = stream.attach(index)
@@ -275,7 +275,7 @@ class KeptStreams:
         for key in list(self._streams):
             self._drop(key, "the router stopped")
 
-    def _wait(self, key: Key, stream: KeptStream, why: str) -> None:
+    def _wait(self, key: Key, stream: ResumableStream, why: str) -> None:
         """Keep ``stream`` for as long as is set, and drop it then."""
         self._timers[stream] = asyncio.get_running_loop().call_later(self._reconnect_s, self._drop, key, why, stream)
         self._tell()
@@ -286,7 +286,7 @@ class KeptStreams:
         if self._end_timer(stream):
             stream.stop()
 
-    def _drop(self, key: Key, why: str, stream: KeptStream | None = None) -> None:
+    def _drop(self, key: Key, why: str, stream: ResumableStream | None = None) -> None:
         """End what is kept under ``key``, if it is ``stream`` where one is given."""
         found = self._streams.get(key)
         if found is None or (stream is not None and found is not stream):
@@ -301,7 +301,7 @@ class KeptStreams:
             self._gone.popitem(last=False)
         self._tell()
 
-    def _end_timer(self, stream: KeptStream) -> bool:
+    def _end_timer(self, stream: ResumableStream) -> bool:
         """Return whether ``stream`` had no connection."""
         timer = self._timers.pop(stream, None)
         if timer is not None:

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/score, /v1/rerank on the real model; Transformers' numbers: tests/numerics/test_readouts.py."""
+"""/v1/embeddings, /v1/score, /v1/rerank on the real model; Transformers' numbers: tests/numerics/test_pooling.py."""
 
 import base64
 import math
@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from deployments.http.apis import readouts
+from deployments.http.apis import pooling
 from deployments.http.service import Service
 from deployments.http.streaming import JsonAnswer
 from replicas.types import TokenIds
@@ -126,8 +126,8 @@ async def test_many_documents_are_read_on_another_thread_and_large_answers_made_
     monkeypatch.setattr(service.tokenizer, "chat", watched)
     monkeypatch.setattr(JsonAnswer, "render", rendered)
     here = threading.current_thread().name
-    monkeypatch.setattr(readouts, "LONG_TEXT", 500)
-    monkeypatch.setattr(readouts, "LONG_ANSWER", 1000)
+    monkeypatch.setattr(pooling, "LONG_TEXT", 500)
+    monkeypatch.setattr(pooling, "LONG_ANSWER", 1000)
     body = await post(client, RERANK, query="harbour", documents=[f"Quiet harbour {i}." for i in range(6)])
     assert sorted(each["index"] for each in body["results"]) == list(range(6))
     assert len(names) == 7

@@ -1,7 +1,7 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank: what the model makes of prompts, read out where they end.
 
 Owns:      the bodies and answers of the three, and the prompt of a reranking.
-Never:     generates text: each prompt takes one token's step (replicas/runner/readouts.py), whose token is dropped.
+Never:     generates text: each prompt takes one token's step (replicas/runner/pooling.py), whose token is dropped.
 Invariant: the prompts of one score or reranking begin alike, and are computed from there on: the scheduler lets those
            that share a prefix wait for the first of them.
 """
@@ -25,7 +25,7 @@ from deployments.http.convert import Job, check_count, prompts_of_ids, refuse_un
 from deployments.http.service import LONG_TEXT, Service, service_of
 from deployments.http.streaming import AnswerSoFar, JsonAnswer, answer, joined, run
 from replicas.errors import InvalidRequest
-from replicas.types import Readout, SamplingParams, TokenIds, TokenLogprob
+from replicas.types import PoolingParams, SamplingParams, TokenIds, TokenLogprob
 
 router = APIRouter(route_class=Route)
 _Document = Annotated[bodies.Object, WithJsonSchema(shape(text=bodies.TEXT))]
@@ -34,14 +34,14 @@ JUDGE = 'Judge whether the document answers the query. Answer only "yes" or "no"
 Body = dict[str, Any]
 
 
-class ReadoutRequest(RequestFields):
+class PoolingRequest(RequestFields):
     """The fields that embeddings, scores and rerankings share."""
 
     user: bodies.User = None
     lora_path: bodies.LoraPath = None
 
 
-class EmbeddingRequest(ReadoutRequest):
+class EmbeddingRequest(PoolingRequest):
     """The body of /v1/embeddings, as OpenAI's."""
 
     model_config = body_like({"input": ["Hello"]})
@@ -54,7 +54,7 @@ class EmbeddingRequest(ReadoutRequest):
     )
 
 
-class ScoreRequest(ReadoutRequest):
+class ScoreRequest(PoolingRequest):
     """The body of /v1/score, as SGLang's."""
 
     model_config = body_like({"query": "Is this a city? ", "items": ["Paris", "Rhine"], "label_token_ids": [19, 20]})
@@ -68,7 +68,7 @@ class ScoreRequest(ReadoutRequest):
     item_first: bool | None = said("The item stands before the query.")
 
 
-class RerankRequest(ReadoutRequest):
+class RerankRequest(PoolingRequest):
     """The body of /v1/rerank, as Cohere's and Jina's."""
 
     model_config = body_like({"query": "capital of France", "documents": ["Paris", "Rhine"]})
@@ -101,7 +101,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         data = [{"object": "embedding", "index": i, "embedding": embedded(each)} for i, each in enumerate(read)]
         return {"object": "list", "data": data}
 
-    return await _read_out(request, body, prompts, Readout(pooling=body.pooling or "last"), made, param="input")
+    return await _read_out(request, body, prompts, PoolingParams(method=body.pooling or "last"), made, param="input")
 
 
 @router.post("/v1/score", **gives("For each item, a score of each label", *RUN))
@@ -119,7 +119,8 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     def made(read: Sequence[TokenLogprob]) -> Body:
         return {"object": "scoring", "scores": [of_labels([value for _, value in each.top]) for each in read]}
 
-    return await _read_out(request, body, prompts, Readout(labels=tuple(body.label_token_ids)), made, param="items")
+    pooling = PoolingParams(labels=tuple(body.label_token_ids))
+    return await _read_out(request, body, prompts, pooling, made, param="items")
 
 
 @router.post("/v1/rerank", **gives("The documents by relevance", *RUN))
@@ -143,7 +144,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
             result["document"] = {"text": texts[result["index"]]}
         return {"id": f"rerank-{name_of(request)}", "results": results}
 
-    return await _read_out(request, body, prompts, Readout(labels=labels), made, param="documents")
+    return await _read_out(request, body, prompts, PoolingParams(labels=labels), made, param="documents")
 
 
 async def _prompts(
@@ -177,17 +178,17 @@ async def _judged(service: Service, query: str, texts: Sequence[str]) -> list[To
 
 async def _read_out(
     request: Request,
-    body: ReadoutRequest,
+    body: PoolingRequest,
     prompts: Sequence[TokenIds],
-    readout: Readout,
+    pooling: PoolingParams,
     made: Callable[[Sequence[TokenLogprob]], Body],
     *,
     param: str,
 ) -> Response:
-    """Run ``prompts`` and answer with what ``made`` makes of their readouts."""
+    """Run ``prompts`` and answer with what ``made`` makes of what was read."""
     refuse_unsupported(body, *type(body).model_fields)
     job = await Job.of(request, body, name_of(request), prompt=param, max_tokens=param)
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, readout=readout)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, pooling=pooling)
     fitted = [job.fit(ids, given=1) for ids in prompts]
     requests = [job.request(ids, sampling, return_logprobs=True) for ids, _ in fitted]
     generations = generations_of(request, None)

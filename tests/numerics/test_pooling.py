@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
-from replicas.types import GenerateRequest, Readout, SamplingParams, TokenDelta, TokenIds
+from replicas.types import GenerateRequest, PoolingParams, SamplingParams, TokenDelta, TokenIds
 from tests.embedded import MODEL, short_model
 from tests.harness import finish_all
 from tests.numerics import tiny
@@ -47,8 +47,8 @@ def oracle() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(short_model(), dtype=torch.float32).eval()
 
 
-def request_of(rid: str, ids: TokenIds, **readout: object) -> GenerateRequest:
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, readout=Readout(**readout))  # type: ignore[arg-type]
+def request_of(rid: str, ids: TokenIds, **pooling: object) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, pooling=PoolingParams(**pooling))  # type: ignore[arg-type]
     return GenerateRequest(rid=rid, token_ids=ids, sampling=sampling, return_logprobs=True)
 
 

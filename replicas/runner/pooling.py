@@ -19,8 +19,8 @@ from replicas.scheduler.plan import ExtendPlan
 from replicas.types import TokenLogprob
 
 
-class Readouts:
-    """The readouts of one engine."""
+class Pooler:
+    """The sums of prompts that one engine pools."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[int, Tensor]] = {}  # [hidden] fp64, by row of the ReqToTokenPool and by tokens
@@ -31,34 +31,34 @@ class Readouts:
         found, end = {}, 0
         for index, row in enumerate(plan.rows):
             start, end = end, end + len(row.token_ids)
-            pooling = None if row.readout is None else row.readout.pooling
-            if pooling == "mean":
+            method = None if row.pooling is None else row.pooling.method
+            if method == "mean":
                 total, num_tokens = hidden[start:end].double().sum(dim=0), row.prefix_len + len(row.token_ids)
                 before = {row.prefix_len: self._sums[row.row][row.prefix_len]} if row.prefix_len else {}
                 total += before.get(row.prefix_len, 0.0)
                 self._sums[row.row] = {**before, num_tokens: total}
                 if row.sample:
                     found[index] = total / num_tokens
-            elif pooling == "last" and row.sample:
+            elif method == "last" and row.sample:
                 found[index] = hidden[end - 1]
         return found
 
-    def read(self, plan: ExtendPlan, hidden: Tensor | None, logits: Tensor) -> "StepReadouts":
+    def read(self, plan: ExtendPlan, hidden: Tensor | None, logits: Tensor) -> "StepPooling":
         """Read out what the rows of a step ask for, without waiting for its device. Args: hidden: [T, hidden], if any
         row pools them; logits: [S, V], as the sampler's."""
         pooled = {} if hidden is None else self.pooled(plan, hidden)
-        made = StepReadouts()
+        made = StepPooling()
         for place, index in enumerate(index for index, row in enumerate(plan.rows) if row.sample):
-            if (readout := plan.rows[index].readout) is not None:
-                ids = to_device(np.array(readout.labels, np.int64), logits.device)
-                made.rows.append((place, readout.labels))
+            if (pooling := plan.rows[index].pooling) is not None:
+                ids = to_device(np.array(pooling.labels, np.int64), logits.device)
+                made.rows.append((place, pooling.labels))
                 made.tensors.append(logits[place, ids] - torch.logsumexp(logits[place], dim=-1))
                 made.tensors.append(pooled.get(index, logits[0, :0]))
         return made
 
 
 @dataclass(frozen=True, slots=True)
-class StepReadouts:
+class StepPooling:
     """What the rows of a step read out, on its device."""
 
     rows: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # their places in the sampling; their labels

@@ -22,15 +22,15 @@ import pytest
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
-from replicas.scheduler.drafts import Drafts
 from replicas.scheduler.rounds import Feature
+from replicas.scheduler.speculation import Speculation
 from replicas.types import Constraint, GenerateRequest, SamplingParams, TokenDelta
 from tests import harness
 from tests.embedded import MODEL, short_model
 from tests.local_agents import LocalFabric
 from tests.numerics import handing_over, tiny
 from tests.pairwise import cases
-from tests.told_drafts import Told, put_drafts
+from tests.told_speculation import Told, put_drafts
 
 pytestmark = pytest.mark.model
 
@@ -251,7 +251,7 @@ def test_a_request_that_was_handed_over_is_decoded_with_drafts(tmp_path: Path) -
     prompt = handing_over.tiny_prompt(80, 3)
     request = GenerateRequest(rid="asked", token_ids=prompt, sampling=sampling, return_logprobs=True, top_logprobs=3)
     wanted = run(unified, [request], None)
-    decode.scheduler.features["drafts"] = Told(decode, ids_of(wanted))
+    decode.scheduler.features["speculation"] = Told(decode, ids_of(wanted))
     assert prefill.transfer_address is not None
     for engine, leg in zip((prefill, decode), handing_over.legs(request, prefill.transfer_address), strict=True):
         engine.submit(leg)
@@ -272,7 +272,7 @@ def test_a_prompt_that_was_answered_before_is_answered_alike(engine_of: Callable
     asked = [replace(each, sampling=replace(each.sampling, n=1)) for each in requests(engine)]
     run(engine, asked, None)
     wanted = run(engine, asked, None, flush=False)
-    drafts = Drafts(engine.kv, counters, step_s={}, clock=time.monotonic)
+    drafts = Speculation(engine.kv, counters, step_s={}, clock=time.monotonic)
     before = counters["accepted_tokens.tree"]
     assert run(engine, asked, drafts, flush=False) == wanted
     accepted = counters["accepted_tokens.tree"] - before
@@ -334,11 +334,11 @@ def test_an_engine_measures_rows_at_its_start_and_answers_as_one_without_drafts(
         engine = load_engine(
             EngineSettings(
                 model=short_model(), cache=CacheConfig(page_size=16, max_total_tokens=2048), num_threads=1,
-                scheduler=SchedulerConfig(max_running_requests=8, drafts=drafts), context_len=256,
+                scheduler=SchedulerConfig(max_running_requests=8, speculation=drafts), context_len=256,
             )
         )  # fmt: skip
-        has_drafts = "drafts" in engine.scheduler.features
+        has_drafts = "speculation" in engine.scheduler.features
         assert has_drafts == (drafts == "auto") == bool(engine.started.decode_s)
-        answers.append(run(engine, requests(engine), engine.scheduler.features.get("drafts")))
+        answers.append(run(engine, requests(engine), engine.scheduler.features.get("speculation")))
         engine.close()
     assert answers[0] == answers[1]

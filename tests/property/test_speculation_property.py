@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from replicas.cache.node import path_to, walk
 from replicas.request import Req
-from replicas.scheduler.drafts import Drafts, GuessKind, Proposal
 from replicas.scheduler.plan import DecodePlan
+from replicas.scheduler.speculation import GuessKind, Proposal, Speculation
 from replicas.types import Finish, FinishReason, SamplingParams
 from tests.fakes import continuation
 from tests.harness import Bench, retract
@@ -22,7 +22,7 @@ PREFIXES = [list(range(24)), [*range(8), 99], [7] * 30, []]
 QUALITIES = ["right", "wrong", "but the last", "random"]
 
 
-class Adversary(Drafts):
+class Adversary(Speculation):
     """Drafts of a given quality: it knows what the fake device will say."""
 
     def __init__(self, bench: Bench, quality: str, length: int, seed: int) -> None:
@@ -105,7 +105,7 @@ def test_no_draft_changes_an_answer_or_leaves_anything_behind(
         num_pages=-(-(longest + spare) // page_size), page_size=page_size, max_running=4, window=window,
         new_token_ratio=0.3, mixed_steps=mixed,
     )  # fmt: skip
-    drafts = bench.scheduler.features["drafts"] = Adversary(bench, quality, length, seed)
+    drafts = bench.scheduler.features["speculation"] = Adversary(bench, quality, length, seed)
     for action in actions:
         match action:
             case ("arrive", int(prefix), list(tail), int(most), stop):
@@ -135,7 +135,7 @@ def test_no_draft_changes_an_answer_or_leaves_anything_behind(
 def made_in_steps(quality: str, *, length: int) -> tuple[int, int, int]:
     """Return the decode steps of an answer of 33 tokens, and the tokens that were drafted and accepted."""
     bench = Bench(page_size=4)
-    bench.scheduler.features["drafts"] = Adversary(bench, quality, length, 0)
+    bench.scheduler.features["speculation"] = Adversary(bench, quality, length, 0)
     bench.submit([1, 2, 3], max_new_tokens=33)
     bench.run()
     counters = bench.scheduler.counters
