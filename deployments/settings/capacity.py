@@ -13,7 +13,7 @@ from replicas.config import CacheConfig
 from replicas.resolve import CPU_MEMORY_CAP, CPU_MEMORY_SHARE
 from routing.types import Role
 
-AUTO_MOST = 2  # shows routing and failover on a laptop; more only on request
+AUTO_MOST = 2  # replicas on CPUs: shows routing and failover on a laptop; more only on request
 PROCESS_BYTES = 900 << 20  # a replica's process beside weights and KV: Python, torch, Ray
 SLACK = 1e-6  # shares of a CPU or a GPU are floats
 
@@ -29,24 +29,28 @@ class Capacity:
 
 
 def auto_count(config: AppConfig, capacity: Capacity, *, available_bytes: int, weights_bytes: int) -> tuple[int, str]:
-    """Choose the number of replicas for ``count: auto``: as many as fit, at least one, at most AUTO_MOST.
+    """Choose the number of replicas for ``count: auto``, at least one: on GPUs as many as the cluster has room for, the
+    ranks of a replica on one node; on CPUs as many as fit, at most AUTO_MOST.
 
     Args:    available_bytes: RAM, for replicas on the CPU; on a GPU a replica uses the GPU's memory.
     Returns: (replicas, the reason in words).
     """
     replicas, tp = config.replicas, config.parallel.tp
+    cpus, gpus = replicas.cpus * tp, replicas.gpus * tp
     num_cpus = capacity.num_cpus - num_routers(config, capacity) * config.router.cpus
-    by_cpus = int((num_cpus + SLACK) // (replicas.cpus * tp))
-    whys = [f"{num_cpus:g} CPUs at {replicas.cpus * tp:g} a replica carry {by_cpus}"]
-    if replicas.gpus:
-        bound = int((capacity.num_gpus + SLACK) // (replicas.gpus * tp))
-        whys.append(f"{capacity.num_gpus:g} GPUs at {replicas.gpus * tp:g} carry {bound}")
+    by_cpus = int((num_cpus + SLACK) // cpus)
+    whys = [f"{num_cpus:g} CPUs at {cpus:g} a replica carry {by_cpus}"]
+    if gpus:
+        nodes = capacity.nodes or ((capacity.num_cpus, capacity.num_gpus),)
+        bound = sum(int(min((has_cpus + SLACK) // cpus, (has_gpus + SLACK) // gpus)) for has_cpus, has_gpus in nodes)
+        whys.append(f"{capacity.num_gpus:g} GPUs at {gpus:g}, node by node, carry {bound}")
     else:
         need = replica_bytes(config.cache, available_bytes=available_bytes, weights_bytes=weights_bytes)
         bound = available_bytes // need
         whys.append(f"{available_bytes / 2**30:.1f} GiB of memory at {need / 2**30:.1f} carry {bound}")
-    whys.append(f"auto takes at most {AUTO_MOST}")
-    return max(1, min(AUTO_MOST, by_cpus, bound)), ", ".join(whys)
+        whys.append(f"auto takes at most {AUTO_MOST} on CPUs")
+        bound = min(AUTO_MOST, bound)
+    return max(1, min(by_cpus, bound)), ", ".join(whys)
 
 
 def num_routers(config: AppConfig, capacity: Capacity) -> int:

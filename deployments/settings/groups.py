@@ -143,7 +143,8 @@ class AutoscalingSettings(Settings):
 class ReplicaSettings(Settings):
     """The group ``replicas``: how many there are, and what each may use."""
 
-    # number of replicas; auto: 2 if cores and memory suffice (with gpus: cores and GPUs), else 1
+    # number of replicas; auto: on CPUs 2 if cores and memory suffice, else 1; with gpus as many as the cluster's GPUs,
+    # and the cores beside them, hold
     count: int | Literal["auto"] = "auto"
     cpus: float = Field(default=1.0, gt=0)  # CPUs that Ray reserves for each rank; also its number of compute threads
     gpus: float = Field(default=0.0, ge=0)  # GPUs of each rank; 0: it computes on the CPU, even on a machine with GPUs

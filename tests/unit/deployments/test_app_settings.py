@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,14 +304,21 @@ def test_auto_is_two_where_cores_and_memory_carry_two_else_one() -> None:
     assert [count(1, 16), count(2, 3), count(0.5, 1), count(3, 16, cpus=2)] == [1, 1, 1, 1]
 
 
-def test_auto_counts_gpus_where_replicas_have_some_and_not_the_memory_of_the_host() -> None:
-    def count(num_gpus: float, gpus: float, *, tp: int = 1, num_cpus: float = 64) -> int:
+def test_auto_fills_the_gpus_of_each_node_and_does_not_count_the_memory_of_the_host() -> None:
+    def count(
+        num_gpus: float, gpus: float, *, tp: int = 1, num_cpus: float = 64, nodes: tuple[tuple[float, float], ...] = ()
+    ) -> int:
         config = parse({"model": MODEL_ARGS, "replicas": {"gpus": gpus}, "parallel": {"tp": tp}})
-        return auto_count(config, capacity(num_cpus, num_gpus), available_bytes=1, weights_bytes=16 << 30)[0]
+        has = replace(capacity(num_cpus, num_gpus), nodes=nodes)
+        return auto_count(config, has, available_bytes=1, weights_bytes=16 << 30)[0]
 
-    assert [count(1, 1), count(2, 1), count(8, 1), count(0, 1)] == [1, 2, 2, 1]  # a machine with one GPU carries one
-    assert [count(4, 1, tp=4), count(8, 1, tp=4), count(1, 0.5)] == [1, 2, 2]
-    assert count(8, 1, num_cpus=1) == 1
+    assert [count(1, 1), count(2, 1), count(8, 1), count(0, 1)] == [1, 2, 8, 1]
+    assert [count(8, 1, tp=2), count(8, 1, tp=4), count(8, 1, tp=3), count(1, 0.25), count(1, 0.1)] == [4, 2, 2, 4, 10]
+    assert [count(8, 1, num_cpus=1), count(8, 1, num_cpus=3)] == [1, 3]
+    # ranks share a node: of 6 and 2 GPUs 4 at once are there one time, and 2 at once four times
+    uneven = ((32.0, 6.0), (32.0, 2.0), (64.0, 0.0))
+    assert [count(8, 1, tp=tp, num_cpus=128, nodes=uneven) for tp in (1, 2, 4)] == [8, 4, 1]
+    assert count(8, 1, num_cpus=68, nodes=((4.0, 8.0), (64.0, 0.0))) == 4  # the CPUs of another node are no help
 
 
 @pytest.mark.parametrize(
