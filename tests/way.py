@@ -47,8 +47,7 @@ HEAD = """# The files on a request's way
 For those who read the code. Each row is a file of which a function runs, in the order of the first calls, with the
 first sentence of the file. Threads take turns, so neighbours may change places. What is done once, at the start or for
 the first request, has no row. `python -m tests.way write` runs all three requests in one process, everything real but
-Ray, and writes this page; a test fails when a row is missing or does not run. The [picture](architecture.md#the-path-of-a-request)
-shows the first one.
+Ray, and writes this page; a test fails when a row is missing or does not run.
 """
 SCHEMA = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
 PROMPT = "Tell the story of a house with many rooms, in which each thing has one place, and say who lives there."

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/models.md: what this code says of models that many ask for by name, from their config.json
-(products.json), and of every causal architecture that Transformers has.
+"""Writes the tables of docs/models.md and docs/architectures.md: what this code says of models that many ask for by
+name, from their config.json (products.json), and of every causal architecture that Transformers has.
 
     python -m tools.models_table
 
@@ -33,7 +33,8 @@ from replicas.memory.sizing import kv_bytes, weight_bytes
 from replicas.models.outline import ADVICE
 from replicas.resolve import resolve
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+PRODUCTS_PAGE = PAGE.with_name("models.md")
 VOCAB = 200
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -244,12 +245,12 @@ def _left(weights: int, gib: int) -> int:
 
 
 def written() -> list[ModelType]:
-    """Read the rows of docs/models.md."""
+    """Read the rows of docs/architectures.md."""
     return [ModelType(*found) for found in ROW.findall(PAGE.read_text())]
 
 
 def page(rows: Sequence[ModelType]) -> str:
-    """Return docs/models.md with these rows and their numbers."""
+    """Return docs/architectures.md with these rows and their numbers."""
     counts = Counter(row.how for row in rows)
     native, through, refused = (counts[how] for how in ("natively", "through Transformers", "refused"))
     runs = native + through
@@ -277,7 +278,7 @@ def write_products() -> None:
     """Write the first table of docs/models.md anew."""
     with tempfile.TemporaryDirectory() as folder:
         rows = "".join(product_row(product, Path(folder)) for product in products())
-    PAGE.write_text(PRODUCTS.sub(lambda _: PRODUCT_HEAD + rows, PAGE.read_text()))
+    PRODUCTS_PAGE.write_text(PRODUCTS.sub(lambda _: PRODUCT_HEAD + rows, PRODUCTS_PAGE.read_text()))
 
 
 if __name__ == "__main__":

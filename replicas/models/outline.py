@@ -55,7 +55,7 @@ IGNORED = frozenset({
     "output_router_logits", "logits_to_keep", "return_dict", "deterministic", "num_items_in_batch", "is_training",
 })  # fmt: skip
 KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # in Transformers' cache: K and V, or nothing
-ADVICE = "; no setting changes that: docs/models.md lists what is served"
+ADVICE = "; no setting changes that: docs/architectures.md lists what is served"
 COUNTS = "it counts the positions of its tokens itself, so a step cannot have those of several requests"
 OWN_CODE = "its attention is code of its own in Transformers, whose K and V cannot be kept in pages"
 KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "indices"}

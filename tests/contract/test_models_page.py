@@ -1,4 +1,4 @@
-"""docs/models.md says of every causal architecture of Transformers what this code says of it."""
+"""docs/architectures.md says of every causal architecture of Transformers what this code says of it."""
 
 import json
 import re
@@ -20,7 +20,18 @@ from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
 from replicas.models.registry import MODELS
 from tests.unit.tokenizer_folders import byte_level_folder
-from tools.models_table import PAGE, VOCAB, ModelType, Product, judge, page, product_row, products, written
+from tools.models_table import (
+    PAGE,
+    PRODUCTS_PAGE,
+    VOCAB,
+    ModelType,
+    Product,
+    judge,
+    page,
+    product_row,
+    products,
+    written,
+)
 
 ROWS = written()
 EVERY = 8  # how many rows one of this test's cases stands for
@@ -79,7 +90,7 @@ def test_a_product_has_the_row_that_its_config_gives_and_the_command_passes_the_
 ) -> None:
     """Its shape is that of the published weights, which have as many numbers."""
     row = product_row(product, tmp_path)
-    assert row in PAGE.read_text(), "run `python -m tools.models_table`"
+    assert row in PRODUCTS_PAGE.read_text(), "run `python -m tools.models_table`"
     if "refused" in row:
         return
     shape = load_model_config(str(tmp_path), device="cpu", dtype="float32")

@@ -23,7 +23,7 @@ SETTINGS = pathlib.Path("docs/settings.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()
 SPECIFICATION = pathlib.Path("docs/specification.md")
 CLASSES = pathlib.Path("tests/security/classes.md")
-GENERATED = ("settings.md", "metrics.md", "api_fields.md", "specification.md", "way.md")
+GENERATED = ("settings.md", "metrics.md", "api_fields.md", "specification.md", "way.md", "architectures.md")
 
 
 def tracked(*patterns: str) -> list[pathlib.Path]:
