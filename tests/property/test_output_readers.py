@@ -78,15 +78,6 @@ def test_calls_are_read_as_they_were_written_to_the_byte(name: str, data: st.Dat
     assert read(FORMATS[name].reader({}), data.draw(splits(st.just(text)))) == calls
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@given(text=TEXTS)
-@settings(max_examples=200 if ALL else 100, deadline=None)
-def test_a_text_without_calls_is_given_as_it_is(name: str, text: str) -> None:
-    parts = read(FORMATS[name].reader(SCHEMAS), [text])
-    if all(isinstance(part, str) for part in parts):
-        assert "".join(map(str, parts)) == text
-
-
 @given(value=TEXTS.filter(lambda text: "</parameter>" not in text))
 @settings(max_examples=100, deadline=None)
 def test_text_parameters_are_json_strings_of_what_came(value: str) -> None:

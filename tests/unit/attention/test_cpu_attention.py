@@ -126,31 +126,6 @@ def chunk_of(step: Step, first: int, last: int) -> Step:
     return part
 
 
-def test_a_decode_result_is_the_same_bit_for_bit_alone_and_in_any_batch_on_any_threads() -> None:
-    step = make_step([(n, 1) for n in (700, 3, 128, 250)])
-    together = cpu(step, threads=2).clone()  # [4, H * D]
-    for b in range(4):
-        assert torch.equal(cpu(pick(step, [b]), threads=1)[0], together[b])
-    assert torch.equal(cpu(pick(step, [2, 0]), threads=2), together[[2, 0]])
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_mixed_step_equals_the_oracle(page_size: int, threads: int) -> None:
-    step = make_step([(40, 30), (0, 100), (0, 1), (200, 1), (129, 1)], page_size=page_size, num_decode=2)
-    assert error(step, threads=threads) < 1e-5
-
-
-def test_a_decode_result_is_the_same_bit_for_bit_in_a_mixed_step() -> None:
-    step = make_step([(40, 30), (0, 100), (700, 1), (129, 1)], num_decode=2)
-    mixed = cpu(step).clone()  # [132, H * D]
-    alone = pick(step, [2, 3])
-    alone.batch.is_decode = True
-    assert torch.equal(cpu(alone), mixed[130:])
-    extending = pick(step, [0, 1])
-    assert torch.equal(cpu(extending), mixed[:130])
-
-
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("size", [2, 8, 32])
 @pytest.mark.parametrize("length", [128, 192, 256, 320])
@@ -172,11 +147,6 @@ def test_a_result_is_the_same_bit_for_bit_whether_its_prefix_is_read_with_others
     together = cpu(step).clone()
     step.batch.prefix_groups = ()
     assert torch.equal(cpu(step), together)
-
-
-def test_a_group_of_a_mixed_step_counts_from_its_first_row() -> None:
-    step = make_step([(40, 30), (300, 1), (290, 1), (500, 1)], num_decode=3, shared=[([1, 3], 256)])
-    assert error(step) < 1e-5
 
 
 @pytest.mark.usefixtures("widened")
@@ -222,19 +192,6 @@ def test_a_prefix_shared_by_a_group_is_read_from_its_first_member_alone() -> Non
     wanted = cpu(step).clone()
     step.batch.table[step.batch.rows[1], :256] = 0
     assert torch.equal(cpu(step), wanted)
-
-
-def test_an_extend_result_is_the_same_bit_for_bit_alone_and_in_a_batch() -> None:
-    step = make_step([(0, 150), (30, 40)])
-    together = cpu(step, threads=2).clone()
-    assert torch.equal(cpu(pick(step, [1]), threads=1), together[150:])
-
-
-def test_a_prompt_in_two_chunks_gives_the_same_bits_as_in_one() -> None:
-    whole = make_step([(0, 200)])
-    in_one = cpu(whole).clone()
-    for first, last in ((0, 77), (77, 200)):
-        assert torch.equal(cpu(chunk_of(whole, first, last)), in_one[first:last])
 
 
 def test_a_backend_serves_steps_of_all_sizes_one_after_the_other() -> None:

@@ -61,18 +61,20 @@ def test_random_steps_of_random_kinds_equal_the_oracle(seed: int) -> None:
     assert error(step, threads=1 + seed % 2, kind=kind) < 2e-5, kind
 
 
-@pytest.mark.parametrize("name", ["window", "chunk", "all"])
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "all"])
 def test_a_result_is_the_same_bit_for_bit_alone_in_a_batch_a_group_and_in_chunks(name: str) -> None:
-    kind = KINDS[name]
+    """On any number of threads, in a mixed step and in one of its own."""
+    kind = KINDS.get(name, PLAIN)
     lengths = [(0, 150), (30, 40), (700, 1), (640, 1), (600, 1), (129, 1)]
     step = make_step(lengths, num_decode=4, shared=[([2, 3, 4], 592)])
     together = cpu(step, kind=kind).clone()
     step.batch.prefix_groups = ()
     assert torch.equal(cpu(step, kind=kind), together)
-    for b, at in ((2, 190), (4, 192), (5, 193)):
-        alone = pick(step, [b])
+    for rows in ([2], [4], [5], [5, 2]):
+        alone = pick(step, rows)
         alone.batch.is_decode = True
-        assert torch.equal(cpu(alone, threads=1, kind=kind)[0], together[at])
+        assert torch.equal(cpu(alone, threads=3 - len(rows), kind=kind), together[[188 + row for row in rows]])
+    assert torch.equal(cpu(pick(step, [1]), threads=1, kind=kind), together[150:190])
     for first, last in ((0, 77), (77, 150)):
         assert torch.equal(cpu(chunk_of(step, first, last), kind=kind), together[first:last])
 

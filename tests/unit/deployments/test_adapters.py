@@ -91,16 +91,6 @@ def test_a_name_that_is_taken_is_given_again_only_in_place(tmp_path: Path) -> No
     assert os.listdir(tmp_path / "names") == ["poet.json"]
 
 
-@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a:b", "a\0", "ü", "a\n"])
-def test_a_name_that_could_be_misread_is_refused(tmp_path: Path, name: str) -> None:
-    adapter(tmp_path / "all" / "a")
-    adapters = Adapters(settings(tmp_path))
-    assert adapters.find(name) is None
-    with pytest.raises(InvalidRequest, match="must match"):
-        load(adapters, name, "a")
-    assert not (tmp_path / "names").exists()
-
-
 @pytest.mark.parametrize("name", ["a/b", "%2e", ".a/..b", "a@b=c+d"])
 def test_a_name_is_one_file_in_the_folder_whatever_it_looks_like(tmp_path: Path, name: str) -> None:
     ref = adapter(tmp_path / "all" / "a")
@@ -612,13 +602,18 @@ async def test_without_a_place_for_names_nothing_is_loaded(client: httpx.AsyncCl
     assert "adapters.roots and adapters.names_folder are not set" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "name", ["..", ".", "../../x", "a/../b", "/a", "a/", "/" * 60, "...", "others", "-", "x" * 129]
-)
-async def test_a_name_that_reads_as_a_path_or_that_metrics_use_is_refused(web: Client, name: str) -> None:
+@pytest.mark.parametrize("name", [
+    "", "a b", "x" * 129, "a:b", "a\0", "ü", "a\n", "..", ".", "../../x", "a/../b", "/a", "a/", "/" * 60, "...",
+    "others", "-",
+])  # fmt: skip
+async def test_a_name_that_could_be_misread_or_reads_as_a_path_or_that_metrics_use_is_refused(
+    web: Client, name: str
+) -> None:
     """Class 46."""
     adapter(web.root / "all" / "a")
+    assert web.adapters.find(name) is None
     assert "lora_name" in await web.error("/v1/load_lora_adapter", lora_name=name, lora_path="a")
+    assert not (web.root / "names").exists()
     with pytest.raises(InvalidConfig):
         parse({"model": {"path": MODEL}, "adapters": {"names": {name: str(web.root / "all" / "a")}}})
 

@@ -834,7 +834,7 @@ asyncio.run(runner.run_forever())
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_kills_of_routers_at_any_moment_lose_and_double_no_line(tmp_path: Path, seed: int) -> None:
     """Two routers over one folder, one of which is killed again and again (kill -9), from the order on to the files."""
     chance, num_lines = random.Random(seed), 1000

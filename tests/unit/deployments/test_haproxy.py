@@ -63,28 +63,30 @@ def test_it_runs_without_splicing_so_that_it_sees_clients_leave(tmp_path: Path) 
     assert told.stdout == "-dS -db -f a b\n"
 
 
+def rewritten(folder: Path, config: str, *, host: str, **given: str) -> str:
+    """What HAProxy is told where Serve has written ``config``; ``given``: variables of the environment."""
+    (folder / "haproxy.cfg").write_text(config)
+    cat = executable(folder / "haproxy", 'cat "$3" 2>/dev/null || true')
+    environ = {BINARY: cat, "PATH": os.environ["PATH"], **given}
+    with haproxy.prepared(environ, host=host, warn=print):
+        command = [environ[BINARY], "-f", str(folder / "haproxy.cfg")]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+
+
 @pytest.mark.parametrize(("host", "stats"), [("127.0.0.1", "127.0.0.1:"), ("0.0.0.0", "*:")])
 def test_its_statistics_listen_where_requests_do(tmp_path: Path, host: str, stats: str) -> None:
     """Security note, item 12: both ports answered on the machine's address while http_options.host was the loopback."""
-    config = tmp_path / "haproxy.cfg"
     served = f"bind {host}:8000"
-    config.write_text(f"frontend prometheus\n    bind :9101\nfrontend f\n    {served}\nlisten stats\n  bind *:8404\n")
-    environ = {BINARY: executable(tmp_path / "haproxy", 'cat "$3" 2>/dev/null || true'), "PATH": os.environ["PATH"]}
-    with haproxy.prepared(environ, host=host, warn=print):
-        command = [environ[BINARY], "-f", str(config)]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    config = f"frontend prometheus\n    bind :9101\nfrontend f\n    {served}\nlisten stats\n  bind *:8404\n"
+    told = rewritten(tmp_path, config, host=host)
     binds = [line.strip() for line in told.splitlines() if "bind" in line]
     assert binds == [f"bind {stats.removeprefix('*')}9101", served, f"bind {stats}8404"]  # the first is Serve's ":"
 
 
 def test_a_head_that_grows_steadily_has_5_seconds_and_a_router_whose_machine_is_gone_14(tmp_path: Path) -> None:
     """4,200 of them, a byte each 5 s, shut the server: the bound on silence begins anew with each byte."""
-    config = tmp_path / "haproxy.cfg"
-    config.write_text("global\n    maxconn 9\ndefaults\n    mode http\nfrontend http_frontend\n    bind :8000\n")
-    environ = {BINARY: executable(tmp_path / "haproxy", 'cat "$3" 2>/dev/null || true'), "PATH": os.environ["PATH"]}
-    with haproxy.prepared(environ, host="0.0.0.0", warn=print):
-        command = [environ[BINARY], "-f", str(config)]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    config = "global\n    maxconn 9\ndefaults\n    mode http\nfrontend http_frontend\n    bind :8000\n"
+    told = rewritten(tmp_path, config, host="0.0.0.0")
     _, defaults = told.split("defaults\n")
     added = [line.strip() for line in defaults.partition("frontend ")[0].splitlines() if "http-error" not in line]
     assert added == [
@@ -486,13 +488,7 @@ def test_where_others_can_connect_no_address_has_more_than_a_quarter_of_the_conn
 ) -> None:
     """Class 10. Behind a proxy, all have the proxy's address, and 0 turns the bound off."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 20_000))
-    config = tmp_path / "haproxy.cfg"
-    config.write_text("defaults\nfrontend http_frontend\n    bind :8000\n")
-    cat = executable(tmp_path / "haproxy", 'cat "$3" 2>/dev/null || true')
-    environ = {BINARY: cat, "PATH": os.environ["PATH"], **given}
-    with haproxy.prepared(environ, host=host, warn=print):
-        command = [environ[BINARY], "-f", str(config)]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    told = rewritten(tmp_path, "defaults\nfrontend http_frontend\n    bind :8000\n", host=host, **given)
     assert [f"sc0_conn_cur {bound} " in told, "stick-table" in told] == [bound is not None] * 2
 
 

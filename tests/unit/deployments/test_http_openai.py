@@ -1,6 +1,5 @@
 """The OpenAI routes against what clients read of them (HTTP_API.md), on the real model."""
 
-import asyncio
 import dataclasses
 import json
 from typing import Any
@@ -128,11 +127,6 @@ async def test_a_completion_has_16_tokens_unless_told_and_a_chat_what_fits(clien
     assert (await post(client, CHAT, **chat))["usage"]["completion_tokens"] > 16
 
 
-async def test_ignore_eos_is_honoured(client: httpx.AsyncClient) -> None:
-    body = await post(client, CHAT, **ASK, max_tokens=40, ignore_eos=True)
-    assert body["usage"]["completion_tokens"] == 40
-
-
 async def test_a_batch_of_ids_answers_with_one_choice_each_in_order(client: httpx.AsyncClient) -> None:
     """Trap: prompt [[int]]."""
     tokenizer = Tokenizer(MODEL)
@@ -221,14 +215,6 @@ async def test_logprobs_of_a_chat_are_tokens_with_bytes(client: httpx.AsyncClien
     assert first["top_logprobs"][0]["logprob"] == pytest.approx(first["logprob"])
 
 
-async def test_streamed_logprobs_are_those_of_the_whole(client: httpx.AsyncClient) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
-    whole = (await post(client, TEXT, **body))["choices"][0]["logprobs"]
-    chunks = [chunk["choices"][0]["logprobs"] for chunk in await stream(client, TEXT, **body)]
-    assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
-    assert [offset for chunk in chunks for offset in chunk["text_offset"]] == whole["text_offset"]
-
-
 @pytest.mark.parametrize("prompt", ["日本の首都は 🙂", "<|im_start|>é"])
 async def test_text_offsets_count_characters_of_the_text_whatever_tokens_they_are_made_of(
     client: httpx.AsyncClient, prompt: str
@@ -298,16 +284,6 @@ async def test_a_bad_word_is_not_written_behind_a_space_nor_without(client: http
     text = await answer(client, route, max_tokens=8, bad_words=words)
     assert text
     assert not any(word in text for word in words)
-
-
-async def test_a_masked_answer_is_the_same_for_a_cached_prompt_and_in_company(client: httpx.AsyncClient) -> None:
-    masks = {"bad_words": ["Paris", "city"], "allowed_token_ids": [*range(17, 40_000)]}
-    body = {"prompt": PROMPT * 5, "max_tokens": 6, "temperature": 1.0, "seed": -5, **masks}
-    await client.post("/flush_cache")
-    first = await post(client, TEXT, **body)
-    again = await asyncio.gather(post(client, TEXT, **body), *(post(client, TEXT, prompt=f"{n}") for n in range(3)))
-    assert again[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
-    assert again[0]["choices"] == first["choices"]
 
 
 @pytest.mark.parametrize("route", [TEXT, CHAT, "/generate"])

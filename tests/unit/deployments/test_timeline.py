@@ -43,39 +43,31 @@ def test_one_replica_tells_prefill_and_the_rest_of_the_wait_is_queue() -> None:
     assert (timeline.ttft_s, timeline.total_s) == (pytest.approx(0.6), pytest.approx(1.0))
 
 
-def test_of_a_prompt_that_was_handed_over_what_prefill_did_not_take_is_transfer() -> None:
-    """Sent 100.0, first token 101.0. Prefill queued 0.2 s and computed 0.5 s; decode had granted pages after 0.1 s."""
+@pytest.mark.parametrize(
+    ("ended_s", "prefill", "own", "came_s", "wanted"),
+    [
+        # what prefill did not take is transfer; decode had granted pages after 0.1 s
+        (101.5, StageTimes(queue_s=0.2, prefill_s=0.5, transfer_s=0.25),
+         StageTimes(queue_s=0.1, transfer_s=0.85, decode_s=0.5), 0.05, (0.0, 0.2, 0.5, 0.3, 0.5)),
+        # the prefill leg has not told yet: all pages had come 0.8 s after they were granted, on their way for 0.2 s
+        (101.0, None, StageTimes(queue_s=0.1, transfer_s=0.8), 0.2, (0.0, 0.2, 0.6, 0.2, 0.0)),
+        # the hand-off failed: the decode replica tells what it waited and computed
+        (101.5, StageTimes(queue_s=0.2, prefill_s=0.5),
+         StageTimes(queue_s=0.1, prefill_s=0.4, transfer_s=0.3, decode_s=0.5), None, (0.0, 0.3, 0.4, 0.3, 0.5)),
+    ],
+)  # fmt: skip
+def test_of_a_hand_off_both_legs_tell(
+    ended_s: float, prefill: StageTimes | None, own: StageTimes, came_s: float | None, wanted: tuple[float, ...]
+) -> None:
+    """Sent 100.0, first token 101.0."""
     timeline, leg = line(), LegTimes()
     timeline.sent(leg, 100.0)
     timeline.saw(delta(1), 101.0)
-    timeline.saw(delta(1, LENGTH), 101.5)
-    leg.prefill = StageTimes(queue_s=0.2, prefill_s=0.5, transfer_s=0.25)
-    leg.tell(StageTimes(queue_s=0.1, transfer_s=0.85, decode_s=0.5))
-    leg.came_s = 0.05
-    timeline.end(101.5)
-    assert rounded(stages(timeline)) == (0.0, 0.2, 0.5, 0.3, 0.5)
-
-
-def test_where_the_prefill_leg_has_not_told_yet_the_pages_that_came_do() -> None:
-    """Sent 100.0, first token 101.0: 0.1 s until pages were granted, 0.8 until all had come, on their way for 0.2."""
-    timeline, leg = line(), LegTimes()
-    timeline.sent(leg, 100.0)
-    timeline.saw(delta(1, LENGTH), 101.0)
-    leg.tell(StageTimes(queue_s=0.1, transfer_s=0.8))
-    leg.came_s = 0.2
-    timeline.end(101.0)
-    assert rounded(stages(timeline)) == (0.0, 0.2, 0.6, 0.2, 0.0)
-
-
-def test_of_a_hand_off_that_failed_the_decode_replica_tells_what_it_waited_and_computed() -> None:
-    timeline, leg = line(), LegTimes()
-    timeline.sent(leg, 100.0)
-    timeline.saw(delta(1), 101.0)
-    timeline.saw(delta(1, LENGTH), 101.5)
-    leg.prefill = StageTimes(queue_s=0.2, prefill_s=0.5)
-    leg.tell(StageTimes(queue_s=0.1, prefill_s=0.4, transfer_s=0.3, decode_s=0.5))
-    timeline.end(101.5)
-    assert rounded(stages(timeline)) == (0.0, 0.3, 0.4, 0.3, 0.5)
+    timeline.saw(delta(1, LENGTH), ended_s)
+    leg.prefill, leg.came_s = prefill, came_s
+    leg.tell(own)
+    timeline.end(ended_s)
+    assert rounded(stages(timeline)) == wanted
 
 
 def test_stages_of_a_request_that_runs_end_with_what_is_known() -> None:

@@ -9,9 +9,9 @@ import pytest
 from deployments.output.call_readers import as_json
 from deployments.output.output_format import OutputFormat, Thought, names_tools
 from deployments.output.reasoning import REASONING_FORMATS, THINK
-from deployments.output.tool_formats import TOOL_FORMATS, ToolFormat
+from deployments.output.tool_formats import TOOL_FORMATS
 from deployments.output.tools import value_types
-from tests.unit.output.outputs import FORMATS, calls_of, read
+from tests.unit.output.outputs import FORMATS, read
 
 # the lines of the models' own templates that write a call
 QWEN = """{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
@@ -150,20 +150,6 @@ def test_tags_that_are_special_tokens_must_stay_and_other_special_tokens_are_lef
         assert read(found.reader(schemas=None), pieces) == ['Hm.[TOOL_CALLS]f[ARGS]{"a": 1}']
     found = OutputFormat.of(tokenizer(QWEN, "<|im_end|>"))  # its tags are tokens, but not special ones
     assert (found.needs_special, found.dropped) == (False, ())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_calls_as_the_format_writes_them_are_read_as_they_were_written(name: str) -> None:
-    """What a grammar is made from is what the reader reads."""
-    made: ToolFormat = FORMATS[name]
-    value = '{"s": "a\\"}<"}'
-    if made.arguments == "parameters":
-        value = f'{made.parameter_begin("s")}a"}}<{made.parameter_end}'
-    calls = [made.begin(tool) + value + made.end for tool in ("f", "get-x_2")]
-    whole = f"{made.whole_begin}{made.between.join(calls)}{made.whole_end}"
-    assert (made.trigger or "") in whole
-    assert calls_of(name, whole) == [("f", '{"s": "a\\"}<"}'), ("get-x_2", '{"s": "a\\"}<"}')]
-    assert calls_of(name, *f"Well.\n{whole}")[1:] == calls_of(name, whole) or name == "llama3_json"
 
 
 @pytest.mark.parametrize(
