@@ -16,7 +16,6 @@ from deployments.settings.constants import is_constant
 from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.schema import AppConfig, parse
 from deployments.settings.settings_file import OURS
-from routing.terms import CANDIDATE, DECODE_REPLICA
 
 OPERATE = pathlib.Path("docs/operate.md").read_text()
 SETTINGS = pathlib.Path("docs/settings.md").read_text()
@@ -177,13 +176,12 @@ def test_every_document_is_in_the_navigation_of_the_site_and_it_names_no_other()
     assert set(re.findall(r"- (\S+\.md)$", navigation, flags=re.MULTILINE)) == pages
 
 
-def test_every_word_of_metrics_and_of_explain_is_in_the_word_list() -> None:
+def test_every_word_of_metrics_is_in_the_word_list() -> None:
     words = pathlib.Path("docs/README.md").read_text().partition("## Words")[2]
     told = {word for row in re.findall(r"^\| ([^|]+) \|", words, flags=re.MULTILINE) for word in row.split(", ")}
     told |= set(re.findall(r"\*([^*]+)\*", words))  # explained beside another
     states = {value.replace("_", " ") for value in dict(CATALOG["scheduler_requests"].labels)["state"]}
-    terms = {term.heading for term in (*CANDIDATE, *DECODE_REPLICA)}
-    assert terms | states | {*POOL_STATES, *STAGES, "capacity", "utilisation", "occupancy"} <= told
+    assert states | {*POOL_STATES, *STAGES, "capacity", "utilisation", "occupancy"} <= told
 
 
 def test_names_of_vllm_and_sglang_are_in_a_table_with_ours_and_ours_exist() -> None:
