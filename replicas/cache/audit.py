@@ -1,4 +1,4 @@
-"""Asserts the invariants of DESIGN.md section 3 that span allocator, table and prefix cache.
+"""Asserts the invariants that span allocator, table and prefix cache.
 
 Counts from the ground up, and never trusts a counter that it is there to verify. O(pool): for tests and idle moments.
 """

@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14: memory is there as if it had been writt
 
 
 class MHATokenToKVPool:
-    """K and V of every layer: ``buffer`` [num_pages + 1, L, 2, K, page_size, D] (DESIGN.md section 4; SPEC C01, C02).
+    """K and V of every layer: ``buffer`` [num_pages + 1, L, 2, K, page_size, D] (SPEC C01, C02).
 
     On CPU the memory is zero and touched lazily: start-up costs nothing, and a slot that was never written reads 0, so
     that a masked one cannot bring a NaN into attention.

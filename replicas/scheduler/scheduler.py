@@ -225,7 +225,7 @@ class Scheduler:
             return NewToken(req, None, None)
 
     def check(self) -> None:
-        """Assert all invariants of DESIGN.md section 3 that hold between two steps, one of which may be under way."""
+        """Assert all invariants that hold between two steps, one of which may be under way."""
         self.queues.check()
         self.deadlines.check()
         self.kv.check([*self.queues.holding, *self.queues.under_way.ended])

@@ -1,4 +1,4 @@
-"""Imports go down only: FLOORS is DESIGN.md section 1, this test is its enforcement.
+"""Imports go down only: FLOORS says which room may import which, this test is its enforcement.
 
 Lazy and TYPE_CHECKING imports count too: a cycle hidden in a function is still a cycle.
 """
@@ -336,7 +336,7 @@ def test_imports_in_functions_have_a_reason() -> None:
 
 
 def test_host_code_loads_neither_torch_nor_ray() -> None:
-    """DESIGN.md section 1: scheduler, radix cache and allocator need no device; their tests must not load one."""
+    """Scheduler, radix cache and allocator need no device; their tests must not load one."""
     units = [unit for unit in UNITS if under(unit, set(HOST))]
     program = (
         "import importlib, sys\n"

@@ -1,6 +1,6 @@
 """How large a thing may be: the limits that keep the house readable. An exception needs its reason.
 
-Other serving systems grew past repair by attributes on shared objects first (DESIGN.md, STYLE.md), then by files with
+Other serving systems grew past repair by attributes on shared objects first, then by files with
 one importer. Comments that ask for restraint do not hold; a test does.
 """
 

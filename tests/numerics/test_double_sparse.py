@@ -97,7 +97,7 @@ def test_with_fewer_a_long_prompt_gets_another_answer_and_a_short_one_the_same(f
 
 
 def test_hit_and_miss_chunked_and_whole_answer_the_same(folder: Path) -> None:
-    """DESIGN.md section 3, Same answer: what a token attends to depends on the tokens before it alone."""
+    """Same answer: what a token attends to depends on the tokens before it alone."""
     whole = answers(engine(folder, 16), [LONG])[0]
     assert answers(engine(folder, 16, chunk=8), [LONG])[0] == whole
     again = engine(folder, 16)

@@ -1,4 +1,4 @@
-"""Same answer from two processes as from one engine, over NIXL (SPEC H16; DESIGN.md section 3).
+"""Same answer from two processes as from one engine, over NIXL (SPEC H16).
 
 48 prompts over CMA and tcp; {miss, D holds part, D holds all, P holds part} x {one chunk, many} x {page 1, 16} x ranks
 {1:1, 2:1, 1:2} x {CMA, tcp}, half of the last three's pairs: 96; SmolLM2 1:1 and 3:1.

@@ -2,7 +2,7 @@
 SmolLM2's first blocks.
 
 {miss, hit, partial hit, hit on the host} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted
-and resumed, not} x {a token a step, drafts of two} (DESIGN.md section 3): every two of these values meet
+and resumed, not} x {a token a step, drafts of two}: every two of these values meet
 (tests/pairwise.py). In a busy batch some of the answer's tokens are made in steps that mix: prompts of others come
 while it is written. What is to be found on the host has left the device pool before the request comes, and again when
 it is retracted. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours. In bf16, K and

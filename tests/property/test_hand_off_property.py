@@ -59,7 +59,7 @@ def test_every_request_ends_once_with_the_answer_of_one_engine(
     prefix_cache: str,
     overlap: str,
 ) -> None:
-    """Issue section 3; DESIGN.md section 3: Pool, Table, Radix, Same answer and Request, after every step."""
+    """Pool, Table, Radix, Same answer and Request, after every step."""
     sides = [
         {"num_pages": -(-(LONGEST + more) // page_size) + 1, "chunked_prefill_size": chunk}
         for more, chunk in zip(spare, chunks, strict=True)

@@ -77,7 +77,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     priorities: str,
     window: int | None,
 ) -> None:
-    """DESIGN.md section 3: Pool, Table, Radix, Same answer, Salt and Request, after every step."""
+    """Pool, Table, Radix, Same answer, Salt and Request, after every step."""
     longest = max(len(prefix) for prefix in PREFIXES) + 12 + 20  # one request alone always fits
     bench = Bench(
         num_pages=-(-(longest + spare) // page_size),

@@ -40,7 +40,6 @@ def test_an_engine_that_serves_no_adapters_refuses_a_request_with_one_rather_tha
 
 
 def test_the_choices_of_one_request_share_the_prompts_pages() -> None:
-    """Issue section 2: n > 1."""
     engine, device = fake_engine()
     prompt = list(range(100, 150))
     engine.submit(ask("a", prompt, n=3, max_new_tokens=2))
@@ -63,7 +62,7 @@ def test_a_stop_token_ends_the_request_and_makes_no_text() -> None:
 
 @pytest.mark.parametrize("delivered", range(9))
 def test_a_request_resumed_after_any_token_continues_exactly(delivered: int) -> None:
-    """DESIGN.md section 3: failed over. Text and tokens join without a seam, even when all had been delivered."""
+    """Failed over. Text and tokens join without a seam, even when all had been delivered."""
     engine, _ = fake_engine()
     engine.submit(ask("whole", PROMPT))
     whole = finish_all(engine)

@@ -243,7 +243,7 @@ def test_a_lost_page_is_noticed() -> None:
 
 
 def test_a_receiver_keeps_its_own_pages_apart_and_lets_the_prefix_go() -> None:
-    """SPEC H19, DESIGN.md section 3 (Pool). Two of five pages are the tree's: a peer may still write to the others."""
+    """SPEC H19. Two of five pages are the tree's: a peer may still write to the others."""
     kv = make()
     kv.release(prefilled(kv, "before", 8), keep=True)
     req = choice_of("a", range(18))

@@ -1,7 +1,7 @@
 """A request on two replicas: complete and equal answers whichever replica dies when,
 each failure with its reason, and no leak.
 
-SPEC H06, H08, H19; DESIGN section 2, steps a to f.
+SPEC H06, H08, H19.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Two real engines with real services behind one router, over memory of this process: the answers are those of one.
 
-SPEC H06, H08, H19; DESIGN section 3, same answer. Only Ray and NIXL are absent (tests/serve/apart/test_same_tokens.py).
+SPEC H06, H08, H19. Only Ray and NIXL are absent (tests/serve/apart/test_same_tokens.py).
 """
 
 import asyncio

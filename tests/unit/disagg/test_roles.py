@@ -80,7 +80,7 @@ def test_each_prefill_leg_is_counted_in_one_state_at_a_time() -> None:
 
 
 def test_what_the_prefill_side_had_goes_before_its_forward_and_counts_as_cached() -> None:
-    """Issue section 1: its own cached prefix at once. Of 45 tokens 44 are there."""
+    """Its own cached prefix at once. Of 45 tokens 44 are there."""
     pair = Pair()
     pair.prefill.submit(ask("warm", PROMPT, max_new_tokens=1))
     pair.run()
@@ -165,7 +165,7 @@ def test_the_choices_of_one_request_wait_for_the_prompt_and_share_it() -> None:
 
 
 def test_a_request_that_was_resumed_is_handed_off_with_its_tokens() -> None:
-    """DESIGN.md section 3: {one replica, P+D} x {resumed}."""
+    """{one replica, P+D} x {resumed}."""
     done = continuation(PROMPT, 3)
     pair = Pair()
     for side, request in zip(

@@ -190,7 +190,7 @@ cut_params = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(params=st.lists(cut_params, min_size=1, max_size=8), data=st.data())
 def test_a_rows_token_does_not_depend_on_its_batch(params: list[dict[str, Any]], data: st.DataObject) -> None:
-    """Same answer (DESIGN.md section 3): alone, in any batch, in any order; and the sampler keeps no state."""
+    """Same answer: alone, in any batch, in any order; and the sampler keeps no state."""
     logits = torch.randn(len(params), 203, generator=torch.Generator().manual_seed(len(params)))
     sampler = Sampler(203, "cpu")
     rows = [row(**each, prompt=[1, 2], output=[3, 3]) for each in params]

@@ -58,7 +58,7 @@ def test_a_grant_gives_a_row_and_the_pages_of_the_whole_prompt() -> None:
 
 
 def test_nothing_is_granted_that_could_not_finish_beside_what_runs_and_receives() -> None:
-    """Issue section 1: 16 pages of 4. Each takes 20 tokens and may make 12: two fit beside each other, three do not."""
+    """16 pages of 4. Each takes 20 tokens and may make 12: two fit beside each other, three do not."""
     bench = Bench(num_pages=16, new_token_ratio=1.0, min_new_token_ratio=1.0)
     reqs = [leg(bench, f"r{i}", [i] * 20, max_new_tokens=12) for i in range(3)]
     bench.step()
