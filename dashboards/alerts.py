@@ -283,7 +283,7 @@ ALERTS = (
     Alert(name="BatchesStalled", severity="warning", for_s=10,
           when=Stands(promql="max by (model, role, replica) (manta_router_batches_stalled) > 0",
                       reading="batches_stalled"),
-          summary="Router {replica} of {model} cannot keep what lines of batches became{detail}: their batches wait."),
+          summary="Router {replica} of {model} cannot keep what batch requests became{detail}: their batches wait."),
 )  # fmt: skip
 
 BOUNDS = {alert.name: alert.when.bound for alert in ALERTS if isinstance(alert.when, Share | Over)}  # for the boards

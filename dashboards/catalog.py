@@ -117,7 +117,7 @@ OUTCOMES = ("ok", "error", "invalid", "cancelled", "shed", "timeout")  # of a re
 FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not get its answer
 ROLES = ("unified", "prefill", "decode")
 SIGNALS = ("queue", "kv_pool", "slots")
-LINES = ("completed", "failed", "repeated")  # what becomes of a line of a batch
+LINES = ("completed", "failed", "repeated")  # what becomes of a batch request
 FINISHES = ("stop", "length", "abort", "error")
 
 
@@ -354,11 +354,11 @@ _ROUTING = [
             "replica, counted at their end; others: of all tenants but the first 100.", {"tenant": OPEN}),
     Metric(ROUTER, COUNTER, "tenant_tokens_total", "Tokens of each tenant: prompt tokens that no cache had, and output "
             "tokens; others: of all tenants but the first 100.", {"tenant": OPEN, "kind": ("input", "output")}),
-    Metric(ROUTER, GAUGE, "router_batch_lines_running", "Lines of batches that this router has begun and that have no "
+    Metric(ROUTER, GAUGE, "router_batch_lines_running", "Batch requests that this router has begun and that have no "
             "answer yet; no other count of requests has them."),
     Metric(ROUTER, GAUGE, "router_batches_stalled", "Batches that wait because router.batch_folder cannot keep what "
             "their lines became, or cannot be read; where it cannot be looked into, one more."),
-    Metric(ROUTER, COUNTER, "router_batch_lines_total", "Lines of batches that ran: completed, failed (an entry of the "
+    Metric(ROUTER, COUNTER, "router_batch_lines_total", "Batch requests that ran: completed, failed (an entry of the "
             "error file), or repeated: there was no room for it, and it is run again.", {"outcome": LINES}),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),

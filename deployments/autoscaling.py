@@ -111,7 +111,7 @@ class TtftPolicy:
 
 def replica_stats(stats: EngineStats) -> dict[str, float]:
     """Return the load that one replica reports to Serve (its ``record_autoscaling_stats`` hook), without what gives way
-    to every request, lines of batches."""
+    to every request, batch requests."""
     pool = stats.pool
     return {
         "queued_tokens": float(stats.waiting_uncached_tokens),

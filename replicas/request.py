@@ -168,7 +168,7 @@ class Bound:
     at_begun: float = math.inf  # the requests that have begun in all, where places or pages were short, when it must
 
 
-OFFLINE = -2000  # the priority of lines of batches: below every other
+OFFLINE = -2000  # the priority of batch requests: below every other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -345,7 +345,7 @@ class GenerateRequest:
     hand_off: HandOff | None = None  # None: this replica does all of it
     recall: str = ""  # by which another router asks for its output, should this one die; "" for no such request
     routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
-    offline: bool = False  # a line of a batch: it runs in the gaps that others leave, below every priority
+    offline: bool = False  # a batch request: it runs in the gaps that others leave, below every priority
     adapter: AdapterRef | None = None  # None: the model as it is
     cache_marks: tuple[CacheMark, ...] = ()
 
@@ -689,10 +689,10 @@ class EngineStats:
     late_uncached_tokens: int = 0  # of the queued ones, of late requests, before which one goes that can be in time
     # of scheduler.policy on_time; 0 under the other orders
     late_factor: float = stat(of="queues.waiting.late_factor", default=0.0)
-    # lines of batches; no other count of waiting requests has those that wait here
+    # batch requests; no other count of waiting requests has those that wait here
     num_offline_waiting: int = 0
     num_offline_running: int = 0  # of ``num_running``, paused ones too
-    offline_pages: int = 0  # of the pool's used pages, those that lines of batches alone hold, at the least
+    offline_pages: int = 0  # of the pool's used pages, those that batch requests alone hold, at the least
     adapters: AdapterStats | None = None  # None where none can be served
     groups: tuple[GroupStats, ...] = ()  # those that the model has
 

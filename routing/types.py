@@ -49,7 +49,7 @@ class RouteQuery:
     excluded: frozenset[str] = frozenset()  # for example those that a retry has already tried
     max_wait_s: float = float("inf")  # a longer queue is not accepted for the sake of other requests
     objective_s: float = float("inf")  # its first token should come within this time
-    offline: bool = False  # a line of a batch, which gives way to every other request
+    offline: bool = False  # a batch request, which gives way to every other request
     one_replica: str = ""  # why one replica must do all of it; "" where prefill and decode may be apart
     adapter: str = ""  # identity of the adapter (LoRA) that it needs; "": the model as it is
 

@@ -46,13 +46,13 @@ FAILED = frozenset({500, 502})  # after these only so often in all: it may be th
 MOST_FAILED = 3
 _KEY = ("cache_salt", "tools", "instructions", "messages", "prompt", "input")  # in the order of the prompt
 
-# answers a line of a batch, at a replica if it can: status, id of the request, and body, which is JSON
+# answers a batch request, at a replica if it can: status, id of the request, and body, which is JSON
 Answer = Callable[[Row, Line, bytes, str], Awaitable[tuple[int, str, bytes]]]
 Running = asyncio.Task[tuple[Line, LineEntry | None]]
 
 
 def keyed_lines(path: Path, endpoint: str, *, max_bytes: int) -> Iterator[tuple[Line, bytes] | LineEntry]:
-    """Read the lines of a batch, each with the key by which it is put in order: its prompt, as JSON.
+    """Read the requests of a batch, each with the key by which it is put in order: its prompt, as JSON.
 
     Keys in alphabetical order are the texts' trie depth-first: lines with a common beginning are neighbours, so what
     one computes the next one finds in the cache, however small that is. Blank lines are left out.
@@ -275,7 +275,7 @@ class BatchRunner:
         self._store.put_in_order(batch, lines, max_lines=MAX_LINES)
 
     async def _run_lines(self, batch: Row, runs: Runs) -> str | None:
-        """Run the lines of a batch. Returns: how it ends; None if its client has cancelled it."""
+        """Run the requests of a batch. Returns: how it ends; None if its client has cancelled it."""
         running, entries, kept_s = dict[Running, str](), list[LineEntry](), time.monotonic()
         try:
             while len(runs) or running:

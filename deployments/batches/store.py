@@ -337,7 +337,7 @@ class BatchStore:
                 self._end(db, batch, "failed", errors=_told("invalid_file", f"the input file cannot be run: {problem}"))
 
     def to_run(self, batch_id: str) -> list[Line]:
-        """List the lines of a batch that have no entry yet, in the order in which to run them."""
+        """List the requests of a batch that have no entry yet, in the order in which to run them."""
         with self._open() as db:
             rows = db.execute(
                 "SELECT number, start, size, custom_id FROM lines WHERE batch = ?1 AND number NOT IN "

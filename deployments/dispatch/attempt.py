@@ -277,7 +277,7 @@ class Attempt:
         self._tries.brought(delta, constrained=self._constrained)
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
-            if self._router.is_open(self._decision):  # else it is a line of a batch: its wait tells nothing of others'
+            if self._router.is_open(self._decision):  # else it is a batch request: its wait tells nothing of others'
                 self._router.began(self._decision, self._noted.ttft_s)
             self._keep()
             usage = delta.usage

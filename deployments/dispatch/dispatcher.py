@@ -92,7 +92,7 @@ def why_one_replica(request: GenerateRequest) -> str:
     """Say what in ``request`` a hand-off cannot carry; "" if nothing."""
     sampling = request.sampling
     if request.offline:
-        return "a line of a batch stays on one replica"
+        return "a batch request stays on one replica"
     if sampling.n > 1:
         return f"its {sampling.n} choices share one prompt"
     if sampling.max_new_tokens == 0:
@@ -105,13 +105,13 @@ def why_one_replica(request: GenerateRequest) -> str:
 
 
 def _hints(request: GenerateRequest, hints: RouteHints, failure: MantaError | None) -> RouteHints:
-    """Return the hints of a try: a line of a batch that has failed may go on anywhere."""
+    """Return the hints of a try: a batch request that has failed may go on anywhere."""
     return NO_HINTS if request.offline and failure is not None else hints
 
 
 log = logging.getLogger(__name__)
 
-UNWATCHED = RequestWatch()  # of lines of batches, which have no objectives and counts of their own
+UNWATCHED = RequestWatch()  # of batch requests, which have no objectives and counts of their own
 LAST_TRY = "the last try stays on one replica"
 LOOK_AGAIN_S = 0.1  # for a replica that can take over a request
 MEET_S = 5.0  # how long a new request waits for a replica that Serve has started and that has not reported yet
@@ -294,7 +294,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _counted(self, requests: Sequence[GenerateRequest]) -> Iterator[Charge | None]:
-        """Count the choices of an HTTP request as its key's, while they run or wait; none of a line of a batch. Gives:
+        """Count the choices of an HTTP request as its key's, while they run or wait; none of a batch request. Gives:
         what counts its tokens once they are sent, if its key is of the file. Raises: Saturated, BeyondLimit, if it has
         too many choices."""
         key, num_new = owner_of(requests[0].rid), sum(each.sampling.n for each in requests if not each.offline)
@@ -453,7 +453,7 @@ class Dispatcher:
 
         A prompt that itself takes long to compute is no reason: trying again later would not help. Where requests have
         waited longer than allowed of late, and than estimated, this one is expected to. What others flood the
-        queue with does not go before it, and does not count. A line of a batch is let in only where others keep their
+        queue with does not go before it, and does not count. A batch request is let in only where others keep their
         objective.
         """
         offline, decision = request.offline, noted.decision

@@ -361,7 +361,7 @@ class Fleet:
         return self._words.expects_one
 
     def line_places(self) -> dict[str, int]:
-        """Count the lines of batches that each replica may have: its rows that no other request has or waits for, and a
+        """Count the batch requests that each replica may have: its rows that no other request has or waits for, and a
         few that wait."""
         return {
             view.replica_id: max(view.max_running_requests - view.num_running - view.num_waiting, 0) + SPARE_LINES

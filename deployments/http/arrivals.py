@@ -69,7 +69,7 @@ MOST_REPLICAS = 1024
 RECALL_S = 2.0  # for replicas to say what they remember of a request
 _OPENING = re.compile(r"(\d{1,12})\.([0-9a-f]{16})\.(\d{1,20})")
 
-BATCH = "batch"  # the endpoint of lines of batches (lines.py), which no path has
+BATCH = "batch"  # the endpoint of batch requests (lines.py), which no path has
 # end of the path, behind the application's route prefix -> endpoint
 ENDPOINTS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",

@@ -1,4 +1,4 @@
-"""Answers the lines of batches (batches/runner.py) by the routes that they name, as requests of their batch's owner.
+"""Answers batch requests (batches/runner.py) by the routes that they name, as requests of their batch's owner.
 
 Never:     is sent a key: the batch was made with one, which must still be accepted. Counts a line as a request of HTTP.
 Thread:    the router's event loop.

@@ -4,7 +4,7 @@ A follower keeps a request's record and times from its first decision to its end
 
 Owns:      a bounded ring of records, the oldest dropped for a new request; the order in which they last changed.
 Never:     decides anything; holds prompts or texts (a decision holds hashes of pages).
-Invariant: at most ``capacity`` records, of which lines of batches are one in LINES_SHARE; a record's tries are in
+Invariant: at most ``capacity`` records, of which batch requests are one in LINES_SHARE; a record's tries are in
            order, each with its outcome once that is known. A record changes when a try begins or fails, with its first
            token and its end; its number grows with each change. ``opened`` and ``ended`` are called once each for a
            request. An exception of a watch goes to the log, nowhere else.
@@ -34,7 +34,7 @@ from routing.types import Decision, RouteOutcome
 
 MOST_ADAPTERS = 100  # that are counted by name; the rest is one
 MOST_TOLD = 1000  # records in one answer to the observatory
-LINES_SHARE = 8  # lines of batches, which may be very many, have an eighth of the records, and push out none of others
+LINES_SHARE = 8  # batch requests, which may be very many, have an eighth of the records, and push out none of others
 NONE_HELD_OUT: Mapping[str, str] = MappingProxyType({})
 
 
@@ -114,7 +114,7 @@ class RouteLog:
         tenant: str = "",
         offline: bool = False,
     ) -> Try:
-        """Add the next try of request ``rid``; ``offline``: it is a line of a batch."""
+        """Add the next try of request ``rid``; ``offline``: it is a batch request."""
         record = self._records.get(rid)
         if record is None:
             owned = f"{owner_of(rid)} {session_id}".encode()  # two callers may have named theirs alike
@@ -300,13 +300,13 @@ class RequestWatch:
         """Note a client that came back: its stream was ``kept``, or its request runs ``again``."""
 
     def lines_running(self, num: int) -> None:
-        """Note how many lines of batches run now."""
+        """Note how many batch requests run now."""
 
     def batches_stalled(self, num: int) -> None:
         """Note how many batches do not go on now, as their folder cannot keep what lines became."""
 
     def line_ran(self, outcome: str) -> None:
-        """Note what has become of a line of a batch: one of the catalogue's LINES."""
+        """Note what has become of a batch request: one of the catalogue's LINES."""
 
     def stream_expired(self) -> None:
         """Note a stream that was given up, with something for a client that did not come back in time."""

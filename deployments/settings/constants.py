@@ -62,7 +62,7 @@ CONSTANTS: Mapping[str, str] = {
     "autoscaling.pool_high": _LOAD,
     "autoscaling.running_high": _LOAD,
     "autoscaling.slack": _LOAD,
-    "autoscaling.counts_batches": "lines of batches use what is idle",
+    "autoscaling.counts_batches": "batch requests use what is idle",
     "autoscaling.target_ongoing_requests": "requests differ in length by a thousand times, so their number says little",
     "autoscaling.metrics_interval_s": _SERVE,
     "autoscaling.look_back_period_s": _SERVE,

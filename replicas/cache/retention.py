@@ -116,7 +116,7 @@ class Retention:
     def rank(self, node: TreeNode, order: TierOrder, over: Collection[str] = ()) -> Rank:
         """Rank ``node`` among those of a tier; the smallest leaves first.
 
-        What costs nothing goes first, then what only lines of batches use (they come in the order of their prefixes),
+        What costs nothing goes first, then what only batch requests use (they come in the order of their prefixes),
         then what the tenants ``over`` have, which are beyond their shares. What is marked goes later, and what is kept
         for a session last, that for a younger one sooner. Equal ones go by the tier's policy.
         """

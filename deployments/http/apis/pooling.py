@@ -127,7 +127,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 @router.post("/v2/rerank", **gives("The documents by relevance", *RUN))  # as vLLM, which has all three
 @router.post("/rerank", **gives("The documents by relevance", *RUN))
 async def rerank(request: Request, body: RerankRequest) -> Response:
-    """Order documents by how well each answers a query: the model is asked, and the score is its probability of "yes"."""
+    """Order documents by how well each answers a query: the score is the probability that the model says "yes"."""
     service = service_of(request)
     texts = [document if isinstance(document, str) else document.get("text") for document in body.documents]
     if not all(isinstance(text, str) for text in texts):
