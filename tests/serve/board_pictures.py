@@ -1,17 +1,15 @@
-"""`make board-pictures`: each board in docs/pictures as Grafana draws it, over some minutes of a Manta under load.
+"""`make board-pictures`: each board in docs/pictures as Grafana draws it, over some minutes of a Manta with users.
 
 Owns:      Grafana's components from npm under the git-ignored ``.tools/``, bundled with tests/grafana/panels/board.jsx
            (it says what is Grafana's own there and what is not), and the pages that show a board with them.
 Never:     uses @grafana/scenes: it takes a panel's code from a Grafana server, and npm has none of it.
-Invariant: what is drawn was scraped by a real Prometheus from a real Manta, one replica of which was killed meanwhile.
+Invariant: what is drawn was scraped by a real Prometheus from a real Manta.
 """
 
 import functools
 import http.server
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,12 +25,13 @@ from dashboards.files import BOARD_FILES, committed_board
 from deployments.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.programs import program
-from tests.serve.pictures import FOLDER, busiest, keep, loaded
+from tests.serve.pictures import FOLDER, USERS, check_rest, keep, loaded
 from tests.serve.prometheus import prometheus
+from tests.serve.running import serving
 
 SOURCES = ROOT / "tests" / "grafana" / "panels"
 TOOLS = ROOT / ".tools" / "grafana-panels"
-BEFORE_S, AFTER_S = 80.0, 120.0  # around the kill; an alert for an objective fires after two minutes
+SHOWN_S = 180.0
 ESBUILD = (
     "board.jsx", "--bundle", "--minify", "--format=iife", "--outfile=board.js", "--log-level=error",
     '--define:process.env.NODE_ENV="production"',
@@ -94,20 +93,21 @@ def draw(page: Page, uid: str, files: str, source: str, span_s: float, *, light:
 
 def main() -> int:
     """Take the pictures; returns the exit code."""
+    check_rest()
     bundle()
     with tempfile.TemporaryDirectory(prefix="manta-boards-") as name, served() as files:
         folder = Path(name)
         page = open_chromium(folder / "chromium")
         replicas = {"count": 2, "health_period_s": 1}
         try:
-            with loaded(folder / "app", 6, replicas=replicas, cache={"max_total_tokens": 6_000}) as app:
+            (folder / "app").mkdir()
+            cache = {"max_total_tokens": 6_000}
+            with serving(folder / "app", observatory=True, replicas=replicas, cache=cache) as app, loaded(app, USERS):
                 (folder / "watch").mkdir()
                 with prometheus(folder / "watch", f"{app.url}/manta") as watching:
-                    threading.Event().wait(BEFORE_S)
-                    os.kill(busiest(app), signal.SIGKILL)
-                    threading.Event().wait(AFTER_S)
+                    threading.Event().wait(SHOWN_S)
                     for number, uid in enumerate(BOARD_FILES):
-                        draw(page, uid, files, watching.url, BEFORE_S + AFTER_S, light=number == 1)
+                        draw(page, uid, files, watching.url, SHOWN_S, light=number == 1)
         finally:
             page.close()
     return 0

@@ -1,9 +1,9 @@
-"""`make pictures`: the pictures of the live view in docs/pictures, taken anew from a Manta that runs under load.
+"""`make pictures`: the pictures of the live view in docs/pictures, taken anew from a Manta on a machine at rest.
 
+    playground.png   a prompt painted by what was reused of it, before anybody else asks
+    why.png          that request explained
+    live_view.png    the page while some users chat
     killed.gif       the river while a replica is killed: its requests go on in another lane
-    playground.png   a prompt painted by what was reused of it
-    why.png          one request explained
-    live_view.png    the page after that
 """
 
 import base64
@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
@@ -32,6 +31,8 @@ from tests.waiting import until
 
 FOLDER = ROOT / "docs" / "pictures"
 MOST_BYTES, MOST_MOVING_BYTES = 300_000, 1_500_000
+MOST_LOAD = 1.0  # of the machine, before a picture is taken: beside other work its figures would be of that
+USERS = 3
 LOAD_S = 40.0  # until there is something to see
 FRAME_S, BEFORE_S, AFTER_S = 0.5, 4.0, 20.0  # of the moving picture, around the kill
 ANSWER_S = 90.0  # at most, of the playground
@@ -84,20 +85,25 @@ class Load:
 
 
 @contextmanager
-def loaded(folder: Path, users: int, **settings: Any) -> Iterator[Running]:
-    """An application under load, with some history."""
-    folder.mkdir()
-    with serving(folder, observatory=True, **settings) as app:
-        load = Load(app.url, users)
-        try:
-            Event().wait(LOAD_S)
-            yield app
-        finally:
-            load.stop()
+def loaded(app: Running, users: int) -> Iterator[None]:
+    """Users of ``app``, with some history."""
+    load = Load(app.url, users)
+    try:
+        Event().wait(LOAD_S)
+        yield
+    finally:
+        load.stop()
+
+
+def check_rest() -> None:
+    """Exit where the machine does other work."""
+    if (load := os.getloadavg()[0]) > MOST_LOAD:
+        sys.exit(f"the load of this machine is {load:.1f}; pictures are taken at {MOST_LOAD:g} or less: try again later")
 
 
 def main() -> int:
     """Take the pictures; returns the exit code."""
+    check_rest()
     with tempfile.TemporaryDirectory(prefix="manta-pictures-") as name:
         page = open_chromium(Path(name) / "chromium")
         try:
@@ -117,7 +123,8 @@ def main() -> int:
 def take(page: Page, folder: Path) -> None:
     """Of three replicas, one of which is killed."""
     replicas = {"count": 3, "cpus": 0.5, "health_period_s": 1}
-    with loaded(folder, 6, replicas=replicas, cache={"max_total_tokens": 6_000}) as app:
+    folder.mkdir()
+    with serving(folder, observatory=True, replicas=replicas, cache={"max_total_tokens": 6_000}) as app:
         page.open(f"{app.url}/manta/#tab=try", width=1440, height=1000)
         page.one(".play-settings summary").click()
         page.one(".play-settings input[type=number]").send_keys(Keys.BACKSPACE * 4 + "48")
@@ -129,13 +136,14 @@ def take(page: Page, folder: Path) -> None:
         page.one("#requests tbody [data-rid]").click()
         page.one("#pane-why .sentence, #pane-why .why-sentence")
         keep(shot(page, "#side"), "why")
-        page.open(f"{app.url}/manta/#tab=why", width=1024, height=1600, theme="dark")
-        page.one("#river canvas")
-        frames = list(moving(page, app))
-        save_moving(frames, FOLDER / "killed.gif")
-        page.resize(1440, 1000)
-        Event().wait(1)
-        keep(shot(page), "live_view")
+        with loaded(app, USERS):
+            page.open(f"{app.url}/manta/#tab=why", width=1440, height=1000)
+            page.one("#river canvas")
+            Event().wait(3)
+            keep(shot(page), "live_view")
+            page.open(f"{app.url}/manta/#tab=why", width=1024, height=1600, theme="dark")
+            page.one("#river canvas")
+            save_moving(list(moving(page, app)), FOLDER / "killed.gif")
 
 
 def type_and_send(page: Page, text: str) -> None:
