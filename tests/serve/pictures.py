@@ -98,7 +98,7 @@ def loaded(app: Running, users: int) -> Iterator[None]:
 def check_rest() -> None:
     """Exit where the machine does other work."""
     if (load := os.getloadavg()[0]) > MOST_LOAD:
-        sys.exit(f"the load of this machine is {load:.1f}; pictures are taken at {MOST_LOAD:g} or less: try again later")
+        sys.exit(f"the load of this machine is {load:.1f}; pictures are taken at {MOST_LOAD:g} or less. Try later")
 
 
 def main() -> int:
