@@ -1,4 +1,5 @@
-"""What crosses the engine's border: requests in, token deltas out, statistics. Standard library and numpy only.
+"""The values that cross the engine's border: requests in, token deltas out, statistics. Standard library and
+numpy only.
 
 Frozen values; picklable; the same types travel from the router to the replica and back.
 """

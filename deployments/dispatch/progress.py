@@ -1,4 +1,4 @@
-"""What a client has received of one request, so that another replica can go on from there, and what counts of it.
+"""The tokens that a client has received of one request, so that another replica can continue it; and its usage.
 
 Owns:      the output ids delivered per choice, and which choices ended; what the prompts of one HTTP request, which is
            one request of its key, count with together.

@@ -1,4 +1,4 @@
-"""What each replica said last, and the end of one that hangs for good.
+"""Keeps the last report of each replica, and kills a replica that hangs for good.
 
 Owns:      the last word of every replica that has attached, until it has left and its connection has ended.
 Never:     chooses, or fails streams (fleet.py does).

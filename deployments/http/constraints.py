@@ -1,4 +1,4 @@
-"""What a request asks of its output's form: every dialect of it, as one constraint.
+"""Reads every dialect in which a request asks for structured output, as one constraint.
 
 Owns:      the fields and the forms of them: OpenAI's response_format, SGLang's regex, ebnf and json_schema, vLLM's
            structured_outputs and guided_*, TGI's and llama.cpp's grammar.

@@ -1,4 +1,4 @@
-"""Schemas whose objects have the properties that they name, and no others: what a model is held to.
+"""Closes the objects of a schema: they have the properties that it names, and no others.
 
 JSON Schema lets an object have any other property where it says nothing, and a small model goes on inventing them until
 its output is at an end. Every document of the closed schema is one of the given.

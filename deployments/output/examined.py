@@ -1,4 +1,4 @@
-"""What clients ask of outputs, examined once: the results of the examiners, by digest.
+"""Examines each grammar and schema of a client once, and keeps the results by digest.
 
 Owns:      the examiners (replicas/grammar/examiner.py), the line of each caller that waits for them, and the bounded
            cache of their results.

@@ -1,4 +1,4 @@
-"""Reads the deltas of one choice in parts, for every endpoint that shows tool calls and reasoning.
+"""Splits the deltas of one choice into text, reasoning and tool calls, for every endpoint that shows them.
 
 Owns:      the ids of tool calls; the state of reading a choice.
 Invariant: the parts of all deltas add up to those of the whole text, wherever it was cut.

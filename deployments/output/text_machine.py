@@ -1,4 +1,4 @@
-"""What the readers of this room are made of: a program over text that comes in pieces.
+"""Reads text that comes in pieces, wherever it was cut: the base of the readers of tool calls and reasoning.
 
 A reader is a generator that reads characters and waits (``yield``) where the text has no more of them. It never looks
 at where a piece ends, so its parts cannot depend on that.

@@ -1,4 +1,4 @@
-"""The tools of a chat: read from the wire and checked, and what was asked about calling them.
+"""Reads and checks the tools of a chat, and what it asks about calling them (``tool_choice``).
 
 Owns:      the limits on tools, and the meaning of an absent field about them; the types that a parameter may have.
 Never:     changes what a client wrote about a tool, except that ``strict`` is not for the model.

@@ -1,5 +1,5 @@
-"""The names of requests: ids, unique in the application, which carry the name that the client gave; and which request
-the log lines of a task are about (logs.py writes it into them).
+"""The ids of requests, unique in the application, which carry the name that the client gave. They also tell
+which request the log lines of a task are about (logs.py writes it into them).
 
     internal rid = <16 hex digits><16 of its owner, where keys are asked for>.<try>-<the client's name>
 The digits make it unique in the whole application; its owner (keys.py) may abort it; the try tells a retry's deltas

@@ -1,4 +1,4 @@
-"""Which peers live: connections, heartbeats, redialling, and the proof of a death.
+"""The peers of a transfer service: connections, heartbeats, redialling, and the proof that one is dead.
 
 Owns:      for each incarnation of a peer: its links, its next dial, since when it is unreachable or dead.
 Never:     knows rooms or sockets: it reports what became of a peer to a `PeerWatcher`, and dials through `Links`.

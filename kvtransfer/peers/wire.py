@@ -1,4 +1,4 @@
-"""What two transfer services say over their connection, and the handshake with which it begins.
+"""The messages of two transfer services, their bytes, and the handshake with which a connection begins.
 
 Owns:      the messages and their bytes: length-prefixed, versioned JSON, decoded by type, so never code; the order of
            the first messages.

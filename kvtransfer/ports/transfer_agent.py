@@ -1,4 +1,4 @@
-"""What a port needs of a transfer library: write pages into a peer's pool, and notify the peer when they have landed.
+"""The interface of a transfer library: writes pages into a peer's pool, and notifies the peer when they have landed.
 
 Owns:      the protocol of an agent, and the life of one transfer.
 Invariant: a released transfer never reaches the library again; one that the library still works on is never released.

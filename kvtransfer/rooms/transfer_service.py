@@ -1,4 +1,4 @@
-"""What an engine asks of its transfer service, and the states of a room.
+"""The interface between an engine and its transfer service, and the states of a room.
 
 Owns:      the protocol that `KvTransfer` (kv_transfer.py) implements and replicas/disagg uses; `KVPoll` and its legal
            moves, of which each room (sender.py, receiver.py) keeps one.

@@ -1,4 +1,4 @@
-"""The host tier as the tree needs it: which of its pages are free, what copies them, and what has been done.
+"""The pages of the host tier: which are free, and which copies of them are under way or done.
 
 Owns:      the free list of the host pages.
 Never:     touches bytes (memory/host.py), or knows which node has a page (cache/tiers.py).

@@ -1,4 +1,4 @@
-"""Drafts: guesses at the next tokens of a request, out of text at hand, and when it pays to try them in a decode step.
+"""Speculation: drafts the next tokens of a request from text at hand, and decides when a step that verifies them pays.
 
 Owns:      how often guesses came true, by request and by kind; what a further row of a step costs; the proposals of the
            step under way, and the rows that try them.

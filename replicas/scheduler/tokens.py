@@ -1,4 +1,4 @@
-"""The result of a step, request by request: computed tokens counted, pages to the tree, new tokens and what ends there.
+"""Applies the result of a step to each request: counts tokens, gives pages to the tree, appends and ends.
 
 Owns:      nothing; moves requests from prefill to the running batch, or to the hand-off queue.
 Never:     chooses what runs, or ends a request: the scheduler does.

@@ -1,4 +1,4 @@
-"""A model's chat template: what it wants, which is tried once, and how what a client writes stays text in it.
+"""A model's chat template: tries once which contents it takes, and keeps a client's text from becoming control tokens.
 
 Owns:      which template is used where a model names several; in which shape each role's content is given to it, and
            whether it takes system messages; what it writes between the last message and the answer. Which tokens are
