@@ -93,12 +93,12 @@ DECISIONS = Row("Decisions", (
     }, Unit.NUMBER,
         "Memory of the adapters that each replica holds, and the time in which it loads one.",
         "Seconds of a load far above the others': the folder is on a slow disk."),
-    Panel("Lines of batches", {
+    Panel("Batch requests", {
         "running": gauge("router_batch_lines_running", over="sum"),
         "batches that wait for their folder": gauge("router_batches_stalled", over="sum"),
         "{{outcome}} per second": rate("router_batch_lines_total", "outcome"),
     }, Unit.NUMBER,
-        "Lines of batches that run in the gaps that other requests leave, and what became of those that ran.",
+        "Batch requests that run in the gaps that other requests leave, and what became of those that ran.",
         "Only repeated: others leave no gap, or replicas are not ready; see TTFT. failed: the batch's error file says "
           "why.", needs=Needs.EVENT),
 ), is_open=True)  # fmt: skip

@@ -129,6 +129,16 @@ def test_no_sentence_is_longer_than_45_words_and_no_page_has_more_than_20_on_ave
     assert {page: sum(each) / len(each) for page, each in lengths.items() if each and sum(each) > 20 * len(each)} == {}
 
 
+def test_no_page_uses_a_word_of_our_own_where_the_field_has_one() -> None:
+    """Speculation, pooling, batch requests, resumable streams, throttled steps and constraints are the field's words."""
+    ours = re.compile(r"readouts?\b|kept stream|lines? of (?:a )?batch|\beased\b|form begins|scheduler\.drafts", re.I)
+    pages = tracked("README.md", "CHANGELOG.md", "docs/*.md", "dashboards/*.py", "dashboards/ui/*", "deployments/*.py")
+    pages = [page for page in pages if "log" not in page.parts and page.suffix in (".md", ".py", ".js", ".html")]
+    used = {str(page): ours.findall(page.read_text()) for page in pages if page.name != "constants.py"}
+    assert len(used) > 60
+    assert {page: words for page, words in used.items() if words} == {}
+
+
 def rows_of(page: pathlib.Path, number: str) -> dict[str, list[tuple[str, str]]]:
     """File and name of the tests of each row of the tables of ``page`` whose first column is as ``number``. Fails where
     a test is not there, or two rows have one number."""
