@@ -58,7 +58,7 @@ def request_of(random: Random, rid: str, adapters: list[AdapterRef]) -> Generate
     }  # fmt: skip
     around = {name: value for name, value in others.items() if random.random() < share}
     if random.random() < 0.1:
-        pooling = PoolingParams(labels=some(random, 4), pooling=random.choice((None, "last", "mean")))
+        pooling = PoolingParams(labels=some(random, 4), method=random.choice((None, "last", "mean")))
         asked, around = {"max_new_tokens": 1, "pooling": pooling}, {"return_logprobs": True}
     return GenerateRequest(rid=rid, token_ids=prompt, sampling=SamplingParams(**asked), **around)
 
