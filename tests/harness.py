@@ -1,9 +1,11 @@
 """A scheduler, or a whole engine, over a fake device: what unit and property tests drive."""
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -248,15 +250,44 @@ def finish_all(engine: Engine) -> list[TokenDelta]:
     raise AssertionError(f"still busy: {engine.open_rids}")
 
 
-def embedded_engine(overlap: Literal["on", "off"] = "off", *, tp: int = 1, model: str = MODEL) -> Engine:
-    """Load the embedded model, or ``model``, into a pool of 256 pages; prompts are computed in chunks of 64 tokens."""
+def small_engine(
+    model: str | Path, *, page: int = 16, tokens: int = 2048, chunk: int = 64, running: int = 8, tp: int = 1,
+    context: int = 256, cache: Mapping[str, Any] | None = None, scheduler: Mapping[str, Any] | None = None, **more: Any,
+) -> Engine:  # fmt: skip
+    """Load ``model`` on one thread; ``cache``, ``scheduler`` and ``more`` are settings beside those that are named."""
     return load_engine(
         EngineSettings(
-            model=model,
-            cache=CacheConfig(page_size=16, max_total_tokens=4096),
-            scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
+            model=str(model),
+            cache=CacheConfig(page_size=page, max_total_tokens=tokens, **(cache or {})),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=running, **(scheduler or {})),
             parallel=ParallelConfig(tp=tp),
             num_threads=1,
-            context_len=512,
+            context_len=context,
+            **more,
         )
     )
+
+
+def embedded_engine(overlap: Literal["on", "off"] = "off", *, tp: int = 1, model: str = MODEL) -> Engine:
+    """Load the embedded model, or ``model``, into a pool of 256 pages; prompts are computed in chunks of 64 tokens."""
+    return small_engine(model, tokens=4096, tp=tp, context=512, scheduler={"overlap": overlap})
+
+
+@contextlib.contextmanager
+def one_at_a_time(make: Callable[..., Engine]) -> Iterator[Callable[..., Engine]]:
+    """Give what makes engines: the one before ends when another is asked for."""
+    made: dict[object, Engine] = {}
+
+    def of(*args: Any, **options: Any) -> Engine:
+        key = (args, tuple(sorted(options.items())))
+        if key not in made:
+            end()
+            made[key] = make(*args, **options)
+        return made[key]
+
+    def end() -> None:
+        while made:
+            made.popitem()[1].close()
+
+    yield of
+    end()

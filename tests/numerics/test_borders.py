@@ -17,14 +17,13 @@ import pytest
 from deployments.channel.frames import LENGTH, CacheChanges, decode, encode
 from deployments.fleet.fleet import view_of
 from deployments.replica.served_engine import ServedEngine
-from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
-from replicas.launch import EngineSettings, load_engine
 from replicas.memory import sizing
 from replicas.types import CacheMark
 from routing.router import Router
 from routing.types import Ending, RouteOutcome, RouteQuery
+from tests.harness import small_engine
 from tests.numerics.test_states import asked, finished, ids_of, saved_model
 from tests.numerics.test_transformers_models import save
 
@@ -34,16 +33,10 @@ STATES = ("qwen3_next", "lfm2")
 
 
 def engine_of(folder: Path) -> Engine:
-    settings = EngineSettings(
-        model=str(folder),
-        cache=CacheConfig(page_size=PAGE_SIZE, max_total_tokens=400),
-        scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=4),
-        num_threads=1,
-        context_len=128,
-        record_events=True,
+    return small_engine(
+        folder, page=PAGE_SIZE, tokens=400, chunk=16, running=4, context=128, record_events=True,
         implementation="transformers",
-    )
-    return load_engine(settings)
+    )  # fmt: skip
 
 
 class Replicas:

@@ -12,10 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig, UnsupportedModel
-from replicas.launch import EngineSettings, load_engine
 from replicas.loading.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
@@ -86,16 +84,9 @@ def wanted(saved: tuple[str, PreTrainedModel]) -> list[int]:
 
 
 def engine_of(folder: str, *, page: int, chunk: int, tp: int = 1, **cache: Any) -> Engine:
-    return load_engine(
-        EngineSettings(
-            model=folder,
-            cache=CacheConfig(page_size=page, max_total_tokens=1024, **cache),
-            # no drafts: out of them an answer that was given before comes too soon to be retracted in its midst
-            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4, speculation="off"),
-            parallel=ParallelConfig(tp=tp),
-            num_threads=1,
-            context_len=256,
-        )
+    """Without speculation: with it an answer that was given before comes too soon to be retracted in its midst."""
+    return harness.small_engine(
+        folder, page=page, tokens=1024, chunk=chunk, running=4, tp=tp, cache=cache, scheduler={"speculation": "off"}
     )
 
 

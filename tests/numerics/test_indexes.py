@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from replicas.config import CacheConfig, Hardware, SchedulerConfig
+from replicas.config import CacheConfig, Hardware
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
-from replicas.launch import EngineSettings, load_engine
 from replicas.loading.model_files import load_model_config
 from replicas.resolve import resolve
 from replicas.types import TokenDelta
+from tests.harness import small_engine
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_states import (
     Saved,
@@ -43,17 +43,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 def engine_of(folder: Path, *, tokens: int = 2048, page: int = 4, chunk: int = 7, host_bytes: int = 0) -> Engine:
-    return load_engine(
-        EngineSettings(
-            model=str(folder),
-            cache=CacheConfig(
-                page_size=page, max_total_tokens=tokens, host_memory_bytes=host_bytes, write_policy="write_back"
-            ),
-            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=12, new_token_ratio=0.1),
-            num_threads=1,
-            context_len=256,
-        )
-    )
+    return small_engine(
+        folder, page=page, tokens=tokens, chunk=chunk, running=12, scheduler={"new_token_ratio": 0.1},
+        cache={"host_memory_bytes": host_bytes, "write_policy": "write_back"},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", [PLAIN, SHARED, SINKS, "axk2", "dots3_note_text"])

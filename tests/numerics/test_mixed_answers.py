@@ -6,12 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import EngineSettings, load_engine
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests.embedded import MODEL, short_model
+from tests.harness import small_engine
 
 pytestmark = pytest.mark.model
 
@@ -33,15 +32,7 @@ WRITERS = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = load_engine(
-        EngineSettings(
-            model=short_model(),
-            cache=CacheConfig(max_total_tokens=4096),
-            scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8),
-            num_threads=1,
-            context_len=512,
-        )
-    )
+    engine = small_engine(short_model(), tokens=4096, chunk=32, context=512)
     yield engine
     engine.close()
 

@@ -11,12 +11,11 @@ import pytest
 
 from kvtransfer.replay import observe
 from kvtransfer.types import PdTicket, TransferSettings
-from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import EngineSettings, load_engine
 from replicas.replay.replay import extract, restore
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
+from tests.harness import small_engine
 from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics import tiny
 
@@ -39,17 +38,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make_engine(folder: str, fabric: LocalFabric | None = None, *, name: str = "") -> Engine:
-    return load_engine(
-        EngineSettings(
-            model=folder,
-            cache=CacheConfig(page_size=4, max_total_tokens=512, kv_dtype="bfloat16"),
-            scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=4),
-            attention="torch_native",
-            num_threads=1,
-            transfer=TransferSettings(host="127.0.0.1", token=b"of this test") if fabric is not None else None,
-            make_agent=None if fabric is None else lambda memory: LocalAgent(memory, fabric, name),
-        )
-    )
+    transfer = {} if fabric is None else {
+        "transfer": TransferSettings(host="127.0.0.1", token=b"of this test"),
+        "make_agent": lambda memory: LocalAgent(memory, fabric, name),
+    }  # fmt: skip
+    return small_engine(
+        folder, page=4, tokens=512, chunk=16, running=4, attention="torch_native", cache={"kv_dtype": "bfloat16"},
+        **transfer,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -10,34 +10,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, PoolingParams, SamplingParams, TokenDelta, TokenIds
 from tests.embedded import MODEL, short_model
-from tests.harness import finish_all
+from tests.harness import finish_all, small_engine
 from tests.numerics import tiny
 
 IDS = np.arange(1000, 1090, dtype=np.int32)  # 90 tokens: three chunks of 32
 LABELS = (504, 28, 7)
 
 
-def engine_of(path: str, *, chunk: int = 32, tp: int = 1, context_len: int = 512) -> Engine:
-    return load_engine(
-        EngineSettings(
-            model=path,
-            cache=CacheConfig(max_total_tokens=2048),
-            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
-            parallel=ParallelConfig(tp=tp),
-            num_threads=1,
-            context_len=context_len,
-        )
-    )
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = engine_of(short_model())
+    engine = small_engine(short_model(), chunk=32, context=512)
     yield engine
     engine.close()
 
@@ -72,9 +57,9 @@ def test_what_is_read_out_is_transformers_own(engine: Engine, oracle: PreTrained
     for turn in range(2):
         found = read(
             engine,
-            request_of("last", IDS, pooling="last"),
-            request_of("mean", IDS, pooling="mean"),
-            request_of("short", IDS[:5], pooling="mean"),
+            request_of("last", IDS, method="last"),
+            request_of("mean", IDS, method="mean"),
+            request_of("short", IDS[:5], method="mean"),
             request_of("labels", IDS, labels=LABELS),
         )
         assert found["mean"].usage.cached_tokens == 0
@@ -96,9 +81,9 @@ def test_two_ranks_and_any_chunks_read_the_same_out(tmp_path: Path) -> None:
     ids = np.arange(1, 60, dtype=np.int32)
     found = []
     for chunk, tp in ((64, 1), (16, 1), (16, 2)):
-        engine = engine_of(str(tmp_path / "llama"), chunk=chunk, tp=tp, context_len=128)
+        engine = small_engine(tmp_path / "llama", chunk=chunk, tp=tp, context=128)
         try:
-            deltas = read(engine, request_of("a", ids, pooling="mean"), request_of("b", ids, pooling="last"))
+            deltas = read(engine, request_of("a", ids, method="mean"), request_of("b", ids, method="last"))
         finally:
             engine.close()
         found.append(np.stack([hidden(deltas["a"]), hidden(deltas["b"])]))

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from kvtransfer.replay.snapshot import ReplaySnapshot
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.launch import EngineSettings, load_engine
 from replicas.replay.__main__ import main as command_line
 from replicas.replay.replay import extract, restore
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL, short_model
 from tests.engine_process import prepared
+from tests.harness import small_engine
 from tests.numerics import tiny
 
 pytestmark = pytest.mark.model
@@ -48,16 +47,8 @@ SAMPLINGS: dict[str, SamplingParams] = {
 
 
 def make_engine(folder: str, *, page_size: int, tp: int = 1, attention: str = "auto", **cache: Any) -> Engine:
-    return load_engine(
-        EngineSettings(
-            model=folder,
-            cache=CacheConfig(page_size=page_size, max_total_tokens=2048, **cache),
-            scheduler=SchedulerConfig(chunked_prefill_size=32, max_running_requests=8, policy="fcfs"),
-            parallel=ParallelConfig(tp=tp),
-            attention=attention,  # type: ignore[arg-type]
-            num_threads=1,
-            context_len=256,
-        )
+    return small_engine(
+        folder, page=page_size, chunk=32, tp=tp, attention=attention, cache=cache, scheduler={"policy": "fcfs"}
     )
 
 

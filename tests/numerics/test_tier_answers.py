@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicas.config import CacheConfig, KvDType, SchedulerConfig
+from replicas.config import KvDType
 from replicas.engine.engine import Engine
-from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, SamplingParams, TierStats
 from tests import s3_server
-from tests.harness import load_always, to_host
+from tests.harness import load_always, small_engine, to_host
 from tests.numerics import tiny
 from tests.numerics.interrupted import save_model
 
@@ -36,23 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def engine_of(
     model: str, *, page: int = 16, host_bytes: int = 8 << 20, store: str | None = None, kv_dtype: KvDType | None = None
 ) -> Iterator[Engine]:
-    engine = load_engine(
-        EngineSettings(
-            model=model,
-            cache=CacheConfig(
-                page_size=page,
-                max_total_tokens=512,
-                kv_dtype=kv_dtype,
-                host_memory_bytes=host_bytes,
-                write_policy="write_back",
-                store=store,
-                prefetch="wait_complete",
-            ),
-            scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=4),
-            num_threads=1,
-            context_len=256,
-        )
-    )
+    cache = {"kv_dtype": kv_dtype, "host_memory_bytes": host_bytes, "write_policy": "write_back", "store": store}
+    engine = small_engine(model, page=page, tokens=512, running=4, cache={**cache, "prefetch": "wait_complete"})
     try:
         load_always(engine.kv)
         yield engine
