@@ -93,7 +93,7 @@ def _keyed(line: Line, data: bytes, endpoint: str) -> tuple[Line, bytes] | LineE
 
 
 class Runs:
-    """The lines of a batch that are still to be begun: a run of neighbours for each replica."""
+    """The requests of a batch that are still to be begun: a run of neighbours for each replica."""
 
     def __init__(self, lines: list[Line]) -> None:
         self._lines = lines

@@ -551,7 +551,7 @@ async def stream(
 
 
 async def kept_answer(request: Request, streams: ResumableStreams, connection: Connection) -> Response:
-    """Answer with the rest of a resumable stream, which goes on without ``connection``. Raises: the error that came instead
+    """Answer with the rest of a stream, which goes on without ``connection``. Raises: the error that came instead
     of its first event."""
     return await stream(request, _kept(streams, connection), headers=of_kept(connection.stream))
 
