@@ -22,7 +22,7 @@ from torch import Tensor
 
 from replicas.config import MoEConfig
 from replicas.errors import InvalidConfig
-from replicas.kernels import elementwise
+from replicas.kernels import elementwise, gpu
 from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, weighted_sum
 from replicas.kernels.experts.routing import TINY, route
 from replicas.kernels.panels import Packs, Rows, make
@@ -41,9 +41,14 @@ def choose(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tens
     Args:    logits: [T, E] fp32; bias: [E] fp32, added to the scores for the choice alone.
     Returns: ids [T, top_k] int64, and their weights [T, top_k] fp32.
     """
+    chosen_by = route
     if logits.device.type != "cpu":
-        return choose_by_pytorch(logits, bias, config)
-    return route(
+        if gpu.kernels() is None:
+            return choose_by_pytorch(logits, bias, config)
+        from replicas.kernels.experts import on_gpu
+
+        chosen_by = on_gpu.route
+    return chosen_by(
         logits,
         bias,
         top_k=config.top_k,

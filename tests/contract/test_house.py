@@ -66,7 +66,8 @@ MANY: dict[str, str] = {
             "_attend", "decode_parts", "group_parts", "merge_parts", "extend", "turn_and_store", "store")),
         "replicas.kernels.adapters.low_rank.multiply_narrow",
         *(f"replicas.kernels.adapters.triton_low_rank.{name}" for name in ("shrink", "expand")),
-        "replicas.kernels.experts.triton_grouped.grouped_product",
+        *(f"replicas.kernels.experts.triton_grouped.{name}" for name in (
+            "choose_experts", "cut_tiles", "grouped_product")),
         *(f"replicas.kernels.bf16_tiles.{name}" for name in ("_emit_dot_tile", "emit")),
         "replicas.kernels.scaled_dots._emit_scaled",
         "replicas.kernels.int8.multiply",

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from replicas.config import MoEConfig
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
 from replicas.kernels.experts import on_gpu, triton_grouped
+from replicas.layers.moe import MoE, choose
+from replicas.layers.tp_group import TpGroup
 from tests.gpu import fake_cuda
-from tests.gpu.device_steps import DEVICE
+from tests.gpu.device_steps import DEVICE, Launches
 from tests.gpu.rigs import engine_config, make_rig
 from tests.gpu.triton_or_skip import triton_paged
 from tests.numerics import tiny
@@ -26,6 +29,13 @@ TOP_K, EXPERTS, HIDDEN, INNER = 3, 6, 80, 48  # 80 inputs and 48 or 96 outputs f
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(fused, "kernels", lambda: triton_rows)
+
+
+def wrap(gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the fake device count the launches here."""
+    if gpu is not None:
+        wrapped = fake_cuda.kernels_of(triton_grouped)
+        monkeypatch.setattr(on_gpu, "programs", lambda: wrapped)
 
 
 PLAIN = on_gpu.Between(fused.silu_mul)
@@ -88,6 +98,7 @@ def test_no_tokens_are_no_work() -> None:
     assert on_gpu.gated_experts(x[:0], ids[:0], weights[:0], gate_up, down, PLAIN).shape == (0, HIDDEN)
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("rows", [4, 16])
 @pytest.mark.parametrize("tokens", [1, 7, 50])
 def test_every_choice_is_in_one_tile_of_its_expert(tokens: int, rows: int) -> None:
@@ -105,6 +116,67 @@ def test_every_choice_is_in_one_tile_of_its_expert(tokens: int, rows: int) -> No
     assert sorted(told) == list(range(total))
 
 
+RULES = {
+    "softmax": {}, "normalised": {"normalize": True, "scaling": 2.5},
+    "groups": {"num_groups": 3, "top_groups": 2, "scaling": 16.0},
+    "sigmoid": {"scoring": "sigmoid", "normalize": True, "group_score": "top2", "num_groups": 3, "top_groups": 2,
+                "score_bias": True},
+    "six of six": {"top_k": 6},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_choice_is_the_hosts(rule: str, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 tokens of 6 experts, equal ones among them: of those the first is chosen."""
+    wrap(gpu, monkeypatch)
+    config = MoEConfig(**{"num_experts": EXPERTS, "top_k": TOP_K, "intermediate_size": INNER, **RULES[rule]})
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(50, EXPERTS, generator=generator).mul(4).round().div(2)
+    assert (logits[:, 0] == logits[:, 1]).any()
+    bias = torch.randn(EXPERTS, generator=generator) if config.score_bias else None
+    ids, weights = choose(logits, bias, config)
+    there = None if bias is None else bias.to("cuda")
+    on_device = choose(logits.to("cuda"), there, config)
+    assert torch.equal(on_device[0].cpu(), ids)
+    torch.testing.assert_close(on_device[1].cpu(), weights, rtol=1e-6, atol=0)
+    alone = [choose(row[None].to("cuda"), there, config)[1].cpu() for row in logits[:3]]
+    assert torch.equal(torch.cat(alone), on_device[1][:3].cpu()), "by what other rows there are"
+
+
+def test_a_broken_row_chooses_experts_that_exist(
+    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap(gpu, monkeypatch)
+    logits = torch.tensor([[torch.nan] * EXPERTS, [-torch.inf] * EXPERTS, [torch.inf] * EXPERTS]).to("cuda")
+    ids = choose(logits, None, MoEConfig(num_experts=EXPERTS, top_k=TOP_K, intermediate_size=INNER))[0].cpu()
+    assert ids.min() >= 0
+    assert ids.max() < EXPERTS
+
+
+@pytest.mark.parametrize(("kind", "launches"), [("mixtral", 8), ("deepseek-moe", 8)])
+def test_the_experts_of_a_layer_are_eight_launches(
+    kind: str, launches: int, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate's input in fp32, its product, the choice, tiles, gate and up, SiLU x up, down, the sum."""
+    if gpu is None:
+        pytest.skip("a real device's launches are counted by nsys (docs/gpu.md)")
+    wrap(gpu, monkeypatch)
+    rules = RULES["sigmoid" if kind == "deepseek-moe" else "normalised"]
+    config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, intermediate_size=INNER, **rules)
+    moe = MoE(config, TpGroup(device="cuda"))
+    for name, put in moe.weights().items():
+        shape = {"gate": (EXPERTS, HIDDEN), "down": (HIDDEN, INNER)}.get(
+            next((part for part in ("down", "correction") if part in name), "gate"), (EXPERTS,)
+        )
+        put(torch.randn(INNER, HIDDEN) if "experts." in name and "down" not in name else torch.randn(shape))
+    for _, layer in moe.walk():
+        layer.finalize(torch.device("cuda"), torch.float16)
+    x, before = torch.randn(4, HIDDEN).half().to("cuda"), gpu.kernels
+    with Launches() as seen:
+        moe(x)
+    assert len(seen.names) + gpu.kernels - before == launches, seen.names
+
+
 @pytest.mark.parametrize(
     ("kind", "special"), [("qwen2-moe", {"decoder_sparse_step": 1}), ("gpt-oss", {"layer_types": ["full_attention"]})]
 )
@@ -113,9 +185,7 @@ def test_an_engine_with_experts_says_what_transformers_says_and_its_steps_are_ca
 ) -> None:
     """One layer with experts, beside a shared one or with biases. A captured step that waits for the GPU would fail."""
     model = tiny.save(kind, tmp_path, num_hidden_layers=1, **special)
-    if gpu is not None:
-        wrapped = fake_cuda.kernels_of(triton_grouped)
-        monkeypatch.setattr(on_gpu, "programs", lambda: wrapped)
+    wrap(gpu, monkeypatch)
     monkeypatch.setattr("tests.gpu.rigs.NUM_NEW", 3)
     config = replace(engine_config(tmp_path, "cuda"), cuda_graphs=True)
     config = replace(config, scheduler=replace(config.scheduler, max_running_requests=2))

@@ -3,13 +3,11 @@ Compiled on a GPU, interpreted on a CPU."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from replicas.attention.base import HeadTurn
 from replicas.kernels import gpu as fused
@@ -18,7 +16,7 @@ from replicas.layers import linear
 from replicas.layers.embedding import Rotation
 from replicas.scheduler.plan import idle_decode
 from tests.gpu import fake_cuda
-from tests.gpu.device_steps import DEVICE, device_step
+from tests.gpu.device_steps import DEVICE, Launches, device_step
 from tests.gpu.rigs import engine_config, make_rig
 from tests.gpu.triton_or_skip import triton_paged
 from tests.numerics import tiny
@@ -77,21 +75,6 @@ def test_heads_are_turned_and_stored_as_rotation_and_store_do_it(head_dim: int, 
     triton_paged.store_kv(q, k, v, step.pool, 1, slots, turn)
     assert float((q - wanted_q).abs().max()) < 1e-5
     assert float((step.pool.data - wanted).abs().max()) < 1e-5
-
-
-class Launches(TorchDispatchMode):
-    """Counts PyTorch's operations that launch something on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-        if not view and not func.__name__.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_mlp_of_an_8b_model_is_one_launch_between_its_products(gpu: fake_cuda.FakeCuda | None) -> None:

@@ -30,9 +30,9 @@ from replicas.kernels import gpu
 
 KINDS = [
     ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens choices experts"),
-    ("*i64", "out_slots index rules tokens head_ids places penalties records"),
-    ("*fp32", "low part_out part_lse logits peaks scaled head_values made weights"),
-    ("fp32", "scale cap eps v_scale k_inverse v_inverse"),
+    ("*i64", "ids out_slots index rules tokens head_ids places penalties records"),
+    ("*fp32", "low part_out part_lse logits peaks scaled head_values made weights bias"),
+    ("fp32", "scaling scale cap eps v_scale k_inverse v_inverse"),
     (sys.argv[3], "keys values"), (sys.argv[1], "q out k v sinks cos sin q_norm k_norm x term weight gate_up"),
 ]
 types = {name: kind for kind, names in KINDS for name in names.split()}
@@ -80,6 +80,9 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     attention, elementwise = "attention.triton_kernels", "kernels.triton_rows"
     experts, tile = "kernels.experts.triton_grouped", {"BLOCK_N": on_gpu.BLOCK_N, "BLOCK_K": on_gpu.BLOCK_K}
     product = {"SHARED": 8, "BLOCK_M": on_gpu.MANY_ROWS, "PRECISION": "tf32"} | tile
+    chosen = dict.fromkeys(("TWO", "SIGMOID", "NORMALIZE", "BIASED"), True) | {"EXPERTS": 256, "TOP_K": 8, "GROUPS": 8}
+    chosen |= {"TOP_GROUPS": 4, "TINY": 1e-20, "BLOCK_G": 8, "BLOCK_S": 32, "BLOCK_K": 8}
+    cut = {"EXPERTS": 256, "ROWS": on_gpu.MANY_ROWS, "BINS": 512, "BLOCK": on_gpu.CUT_BLOCK}
     adapters, chunks = "kernels.adapters.triton_low_rank", low_rank.CHUNKS
     shrink = {"PIECES": 3, "CHUNKS": chunks if special else 1, "BLOCK_K": low_rank.BLOCK_K, "PRECISION": "tf32"}
     expand = {"PARTS": 1 if special else chunks, "BLOCK_N": low_rank.BLOCK_N, "PRECISION": "tf32"}
@@ -96,6 +99,8 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
         (elementwise, "penalise", {"BLOCK": token_counts.BLOCK}, 4, gpu.EXACT),
         (elementwise, "scale", {"BLOCK": device_draw.BLOCK}, 4, gpu.EXACT),
         (experts, "grouped_product", product, on_gpu.WARPS),
+        (experts, "choose_experts", chosen, 1),
+        (experts, "cut_tiles", cut, on_gpu.WARPS, gpu.EXACT),
         (experts, "sum_choices", {"TOP_K": 8, "BLOCK": on_gpu.SUM_BLOCK}, on_gpu.WARPS),
         (adapters, "shrink", shrink, low_rank.WARPS),
         (adapters, "expand", expand, low_rank.WARPS),

@@ -1,6 +1,6 @@
 """A mixture of experts on a GPU: gate and up, SiLU, down, and the sum of a token's experts.
 
-Owns:      how a step's choices become tiles of rows, each of one expert; the sizes of tiles.
+Owns:      the choice, and how a step's choices become tiles of rows, each of one expert; the sizes of tiles.
 Never:     waits for the GPU where Triton runs: the number of tiles is a bound that the shapes give, so a step can be
            captured in a CUDA graph. PyTorch's way, where Triton cannot be used, must know which experts have rows.
 Invariant: a token's sum runs in the order of its choices. On a GPU the bits of a product may depend on the number of
@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.kernels import gpu
+from replicas.kernels.experts.routing import TINY
 
+FEW_EXPERTS = 256  # that a warp holds in registers: 8 each thread
 FEW_ROWS, MANY_ROWS = 16, 64  # of a tile: tensor cores take 16 at least
-BLOCK_N, BLOCK_K, SUM_BLOCK, WARPS = 64, 64, 1024, 4
+BLOCK_N, BLOCK_K, SUM_BLOCK, CUT_BLOCK, WARPS = 64, 64, 1024, 1024, 4
 
 
 def programs() -> Any:
@@ -28,6 +30,25 @@ def programs() -> Any:
     from replicas.kernels.experts import triton_grouped
 
     return triton_grouped
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, *, top_k: int, groups: int, scaling: float, **rules: int
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts as `replicas.kernels.experts.routing.route` does, in one launch. ``rules``: its other
+    arguments."""
+    (tokens, experts), device = logits.shape, logits.device
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
+    if tokens:
+        block_g, block_s = (1 << (each - 1).bit_length() for each in (groups, experts // groups))
+        programs().choose_experts[(tokens,)](
+            logits.contiguous(), logits if bias is None else bias, ids, weights, float(scaling), EXPERTS=experts,
+            TOP_K=top_k, GROUPS=groups, BIASED=bias is not None, TINY=TINY, BLOCK_G=block_g, BLOCK_S=block_s,
+            BLOCK_K=1 << (top_k - 1).bit_length(), num_warps=1 if block_g * block_s <= FEW_EXPERTS else WARPS,
+            **{name.upper(): rule for name, rule in rules.items()}, **gpu.FUSED,
+        )  # fmt: skip
+    return ids, weights
 
 
 class Tiles(NamedTuple):
@@ -39,19 +60,16 @@ class Tiles(NamedTuple):
 
 def tiles_of(ids: Tensor, number: int, rows: int) -> Tiles:
     """Cut the choices ids [T, top_k] of ``number`` experts into tiles of ``rows``; without waiting for a GPU."""
-    flat = ids.flatten()
-    total, device = len(flat), ids.device
+    total, device = ids.numel(), ids.device
     bound = min(total, total // rows + number)  # experts that have rows may each have one tile that is not full
-    counts = torch.zeros(number, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
-    tiles = (counts + rows - 1) // rows
-    ends, first = tiles.cumsum(0), counts.cumsum(0) - counts
-    sorted_ids, order = flat.sort(stable=True)
-    within = torch.arange(total, device=device) - first[sorted_ids]
-    place = (ends - tiles)[sorted_ids] * rows + within
-    choices = torch.full((bound * rows,), total, dtype=torch.int32, device=device)
-    choices.scatter_(0, place, order.int())
-    experts = torch.searchsorted(ends, torch.arange(bound, device=device), right=True)
-    return Tiles(choices.view(bound, rows), torch.where(experts < number, experts, -1).int())
+    choices = torch.empty(bound, rows, dtype=torch.int32, device=device)
+    experts = torch.empty(bound, dtype=torch.int32, device=device)
+    if total:
+        programs().cut_tiles[(number + 1,)](
+            ids.contiguous(), choices, experts, total, bound, EXPERTS=number, ROWS=rows, BINS=1 << number.bit_length(),
+            BLOCK=CUT_BLOCK, num_warps=WARPS, **gpu.EXACT,
+        )  # fmt: skip
+    return Tiles(choices, experts)
 
 
 class Between(NamedTuple):

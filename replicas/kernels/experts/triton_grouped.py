@@ -1,10 +1,101 @@
-"""The products of a mixture of experts on a GPU, in Triton: rows of many experts in one launch. on_gpu.py starts it.
+"""A mixture of experts on a GPU, in Triton: the choice, its rows in tiles, and the products of all experts, each in one
+launch. on_gpu.py starts them.
 
 Never run on a GPU by us: interpreted on a CPU by tests, and compiled for a Hopper GPU.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def choose_experts(
+    logits, bias, ids, weights, scaling, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    TINY: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (token): ids and weights [T, TOP_K] of its experts, by descending score, from logits [T, EXPERTS] fp32.
+
+    The rules are those of routing.py. Of equals the first is chosen. Experts lie in [BLOCK_G, BLOCK_S], a group a row;
+    a logit that is NaN chooses some expert that exists.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    size: tl.constexpr = EXPERTS // GROUPS
+    group, place = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_S)[None, :]
+    there = (group < GROUPS) & (place < size)
+    expert = group * size + place
+    logit = tl.load(logits + token * EXPERTS + expert, mask=there, other=float("-inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        power = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
+        scores = power / tl.sum(tl.sum(power, 1), 0)
+    ranked = scores
+    if BIASED:
+        ranked += tl.load(bias + expert, mask=there, other=0.0)
+    ranked = tl.where(there, ranked, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        best = tl.max(ranked, 1)
+        if TWO:
+            first = tl.min(tl.where(ranked == best[:, None], place, size), 1)
+            best += tl.max(tl.where(place == first[:, None], float("-inf"), ranked), 1)
+        groups = tl.arange(0, BLOCK_G)
+        kept = tl.zeros([BLOCK_G], tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            top = tl.min(tl.where(best == tl.max(best, 0), groups, GROUPS), 0)
+            kept, best = tl.where(groups == top, 1, kept), tl.where(groups == top, float("-inf"), best)
+        ranked = tl.where(kept[:, None] > 0, ranked, float("-inf"))
+    choice = tl.arange(0, BLOCK_K)
+    made, own = tl.zeros([BLOCK_K], tl.int64), tl.zeros([BLOCK_K], tl.float32)
+    total = tl.zeros([], tl.float32)
+    for j in tl.static_range(TOP_K):
+        peak = tl.max(tl.max(ranked, 1), 0)
+        chosen = tl.min(tl.min(tl.where(ranked == peak, expert, EXPERTS), 1), 0)
+        chosen = tl.minimum(chosen, EXPERTS - 1)
+        weight = tl.sum(tl.sum(tl.where(there & (expert == chosen), scores, 0.0), 1), 0)
+        ranked = tl.where(expert == chosen, float("-inf"), ranked)
+        made, own = tl.where(choice == j, chosen.to(tl.int64), made), tl.where(choice == j, weight, own)
+        total += weight
+    factor = scaling
+    if NORMALIZE:
+        factor = scaling / (total + TINY)
+    tl.store(ids + token * TOP_K + choice, made, mask=choice < TOP_K)
+    tl.store(weights + token * TOP_K + choice, own * factor, mask=choice < TOP_K)
+
+
+@triton.jit(do_not_specialize=["total", "bound"])
+def cut_tiles(
+    ids, choices, experts, total, bound, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (expert): its choices among ids [total] int64, by ascending place, in tiles of ROWS behind those of the
+    experts before it: choices [bound, ROWS] int32, ``total`` where there is none, and experts [bound] int32. The last
+    program, of no expert, gives -1 to the tiles that are left. BINS > EXPERTS.
+
+    Every program counts all choices: nothing is added up in memory, so there is nothing to clear before.
+    """
+    own, bins = tl.program_id(0), tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, total, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        counts += tl.histogram(tl.load(ids + i, mask=i < total, other=EXPERTS).to(tl.int32), BINS)
+    tiles = (counts + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(bins < own, tiles, 0), 0)
+    end = tl.where(own < EXPERTS, first + tl.sum(tl.where(bins == own, tiles, 0), 0), bound)
+    expert = tl.where(own < EXPERTS, own, -1)
+    for start in range(first, end, ROWS):
+        i = start + tl.arange(0, ROWS)
+        tl.store(experts + i, tl.zeros_like(i) + expert, mask=i < end)
+    place = first.to(tl.int64) * ROWS
+    if own < EXPERTS:
+        for start in range(0, total, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            mine = (tl.load(ids + i, mask=i < total, other=EXPERTS) == own).to(tl.int32)
+            tl.store(choices + place + tl.cumsum(mine, 0) - 1, i, mask=mine > 0)
+            place += tl.sum(mine, 0)
+    for start in range(place, end.to(tl.int64) * ROWS, ROWS):
+        i = start + tl.arange(0, ROWS)
+        tl.store(choices + i, tl.zeros([ROWS], tl.int32) + total, mask=i < end.to(tl.int64) * ROWS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
