@@ -142,6 +142,9 @@ _REPLICA = [
     Metric(REPLICA, GAUGE, "replica_device_memory_bytes", "Memory of this replica's GPU (of its first rank). "
             "used: by all processes; own: reserved by this one.", {"device": OPEN,
             "kind": ("total", "used", "own")}, unit="bytes", gpu=True),
+    Metric(REPLICA, COUNTER, "replica_device_alloc_retries_total", "Times that PyTorch's allocator found no memory on "
+            "that GPU, gave back what it had cached, and asked again: a step waits for it.", {"device": OPEN},
+            gpu=True),
     Metric(REPLICA, GAUGE, "replica_device_utilization_ratio", "Share of the last moment (up to a second) in which "
             "that GPU ran kernels; only where NVML's Python package is installed.", {"device": OPEN}, unit="ratio",
             gpu=True),

@@ -49,6 +49,7 @@ class GpuFigures:
     total_bytes: int
     used_bytes: int  # by all processes
     own_bytes: int  # reserved by PyTorch in this process
+    num_alloc_retries: int  # of PyTorch's allocator, since the start: it gave what it had cached back, and asked again
     utilization: float | None  # share of the last moment in which a kernel ran; None where NVML does not tell it
 
 
@@ -66,6 +67,7 @@ def gpu_figures() -> GpuFigures | None:
         total_bytes=total,
         used_bytes=total - free,
         own_bytes=torch.cuda.memory_reserved(0),
+        num_alloc_retries=torch.cuda.memory_stats(0).get("num_alloc_retries", 0),
         utilization=busy,
     )
 

@@ -83,6 +83,7 @@ def _device() -> Iterator[Told]:
     device = {"device": found.device}
     for kind, num_bytes in (("total", found.total_bytes), ("used", found.used_bytes), ("own", found.own_bytes)):
         yield "replica_device_memory_bytes", {**device, "kind": kind}, num_bytes
+    yield "replica_device_alloc_retries_total", {"device": found.device}, found.num_alloc_retries
     if found.utilization is not None:
         yield "replica_device_utilization_ratio", device, found.utilization
 

@@ -130,7 +130,8 @@ def test_facts_are_labels_and_unknown_start_times_are_not_told() -> None:
 
 def test_a_gpus_memory_and_use_are_told_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of NVML leaves the last figures, and costs no other metric; a replica without a GPU tells none."""
-    found = [GpuFigures(device="cuda:0", total_bytes=100, used_bytes=60, own_bytes=40, utilization=0.25)]
+    numbers = {"total_bytes": 100, "used_bytes": 60, "own_bytes": 40, "num_alloc_retries": 3}
+    found = [GpuFigures(device="cuda:0", utilization=0.25, **numbers)]
     monkeypatch.setattr(device, "gpu_figures", lambda: found.pop())
     emitter = Emitter(Process.REPLICA, Identity(model="m", role="unified", replica="r0"), gpu=True)
     tell_replica(emitter, FACTS, stats, tallies)
@@ -139,6 +140,7 @@ def test_a_gpus_memory_and_use_are_told_by_themselves(monkeypatch: pytest.Monkey
         told = seen.values("replica_device_memory_bytes", "kind")
         assert told == {"total": 100, "used": 60, "own": 40}
         assert seen.value("replica_device_utilization_ratio", device="cuda:0") == 0.25
+        assert seen.value("replica_device_alloc_retries_total", device="cuda:0") == 3
         assert seen.total("replica_info") == 1
     assert "replica_device" not in scrape(stats()).text
 
@@ -157,9 +159,10 @@ def test_a_gpu_whose_load_nvml_does_not_tell_has_its_memory(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2})
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
     assert gpu_figures() == GpuFigures(
-        device="cuda:0", total_bytes=100, used_bytes=70, own_bytes=50, utilization=None
+        device="cuda:0", total_bytes=100, used_bytes=70, own_bytes=50, num_alloc_retries=2, utilization=None
     )
 
 
