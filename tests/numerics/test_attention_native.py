@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta
-from replicas.attention.torch_native import TorchNativeAttention, attend, paged_attention_forward
+from replicas.attention.torch_native import attend, paged_attention_forward
 from replicas.config import AttentionKind
-from replicas.memory.pool import MHATokenToKVPool
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -45,46 +43,6 @@ def test_paged_attention_equals_dense_attention() -> None:
     for b in range(2):
         k, v = (torch.cat([x[page].transpose(0, 1) for page in tables[b]])[: lens[b]] for x in (keys, values))
         torch.testing.assert_close(out[b], dense(query[b], k, v))
-
-
-def test_extend_and_decode_read_the_pool_through_the_table() -> None:
-    """SPEC F14, F15: request 0 extends 1 token by 2, request 1 starts with 3; then both decode."""
-    torch.manual_seed(2)
-    pool = MHATokenToKVPool(4, 2, 1, 1, 4, torch.float32, "cpu")
-    table = torch.tensor([[8, 9, 4, 5], [0, 0, 0, 0], [2, 3, 6, 7]], dtype=torch.int32)  # row 1 is unused
-    backend = TorchNativeAttention(pool)
-    kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {0: ([], []), 2: ([], [])}
-
-    def step(new: dict[int, int]) -> None:
-        lens = {row: len(kept[row][0]) for row in new}
-        positions = torch.cat([torch.arange(lens[row], lens[row] + n) for row, n in new.items()])
-        total = sum(new.values())
-        q, k, v = torch.randn(total, 2, 4), torch.randn(total, 1, 4), torch.randn(total, 1, 4)
-        bounds = torch.tensor([0, *new.values()]).cumsum(0)
-        backend.begin(
-            BatchMeta(
-                is_decode=total == len(new),
-                qo_indptr=bounds.int(),
-                rows=torch.tensor(list(new), dtype=torch.int32),
-                prefix_lens=torch.tensor(list(lens.values()), dtype=torch.int32),
-                seq_lens=torch.tensor([lens[row] + n for row, n in new.items()], dtype=torch.int32),
-                positions=positions,
-                out_slots=table[torch.tensor(list(new)).repeat_interleave(bounds.diff()), positions].long(),
-                table=table,
-                max_seq_len=4,
-                num_tokens=total,
-            )
-        )
-        out = backend.forward(0, q, k, v).view(total, 2, 4)
-        for row, low, high in zip(new, bounds, bounds[1:], strict=False):
-            kept[row][0].extend(k[low:high])
-            kept[row][1].extend(v[low:high])
-            wanted = dense(q[low:high], torch.stack(kept[row][0]), torch.stack(kept[row][1]))
-            torch.testing.assert_close(out[low:high], wanted)
-
-    step({0: 1})
-    step({0: 2, 2: 3})
-    step({2: 1, 0: 1})
 
 
 @pytest.mark.parametrize("num_new", [1, 9])

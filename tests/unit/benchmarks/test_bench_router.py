@@ -7,23 +7,6 @@ import pytest
 
 from benchmarks import router
 
-TRACE = pathlib.Path(__file__).resolve().parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
-
-
-def values(out: pathlib.Path, figure: str) -> dict[str, float]:
-    """The figure of each policy."""
-    return {row["name"]: row["value"] for row in json.loads(out.read_text())["rows"] if row["figure"] == figure}
-
-
-@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
-def test_on_the_beginning_of_the_conversation_trace_estimated_ttft_beats_turns(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "out.json"
-    argv = f"simulate --trace {TRACE} --replicas 2 --pool-tokens 1024000 --prefill-rate 20000 --requests 500"
-    router.main([*argv.split(), "--policy", "round_robin", "--policy", "estimated_ttft", "--json", str(out)])
-    ttft_s, hit = values(out, "TTFT mean"), values(out, "hit")
-    assert ttft_s["estimated_ttft"] < ttft_s["round_robin"]
-    assert hit["estimated_ttft"] > hit["round_robin"]
-
 
 def test_the_json_holds_every_figure_of_every_policy_of_a_trace(tmp_path: pathlib.Path) -> None:
     trace, out = tmp_path / "trace.jsonl", tmp_path / "deep" / "out.json"

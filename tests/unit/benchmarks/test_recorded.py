@@ -153,7 +153,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, build: Build, *, rate: float, see
     return [*replicas, *lines]
 
 
-@pytest.mark.parametrize("rate", [2.0, 6.0])
+@pytest.mark.parametrize("rate", [pytest.param(2.0, marks=pytest.mark.slow), 6.0])
 def test_the_speed_of_a_fleet_is_found_in_its_recording_and_gives_its_times_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:

@@ -246,7 +246,7 @@ def test_estimated_ttft_beats_turns_on_conversations() -> None:
 
 
 @pytest.mark.parametrize(("num_replicas", "pool_pages", "most"), [(2, 190, 0.6), (4, 110, 0.4)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_an_idle_fleet_fills_evenly(num_replicas: int, pool_pages: int, most: float, seed: int) -> None:
     """24 prompts of 11 pages of their own after 2 that all share, one at a time, where steps vary by a quarter. A pool
     holds 13 of them, or 7; all pools together hold all, so that each is found again."""

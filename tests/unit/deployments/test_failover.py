@@ -110,7 +110,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"max_tokens": 300, "temperature": 0},
     ),
 }
-PAIRED = ("greedy", "seeded", "logprobs", "edited logits", "json_schema", "tools")
+PAIRED = ("seeded", "logprobs", "json_schema", *(("greedy", "edited logits", "tools") if ALL else ()))
 
 
 class Doomed(ServedEngine):

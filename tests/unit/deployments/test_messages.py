@@ -234,16 +234,6 @@ async def test_what_claude_code_says_about_itself_changes_no_prompt() -> None:
     assert others == [first] * 3
 
 
-async def test_the_next_turn_finds_the_last_one_in_the_cache(client: httpx.AsyncClient) -> None:
-    system = [attribution("1"), {"type": "text", "text": "You are a guide who answers in one sentence. " * 20}]
-    messages: list[dict[str, Any]] = [USER]
-    first = await post(client, **{**ASK, "system": system, "messages": messages})
-    messages += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And of Spain?"}]
-    system[0] = attribution("2")
-    second = await post(client, **{**ASK, "system": system, "messages": messages})
-    assert second["usage"]["cache_read_input_tokens"] >= 0.9 * prompt_tokens(first)
-
-
 HOUR, MINUTES = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
 
 

@@ -47,7 +47,7 @@ WAYS = {
     "generate": ("/generate", {"text": "Once", "sampling_params": {"max_new_tokens": 60, "temperature": 0}}),
 }
 
-OVER_ROUTERS = ("three choices", "tools", "responses", "messages", "unseeded")
+OVER_ROUTERS = ("three choices", "tools", "unseeded")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import pty
 import threading
@@ -59,15 +58,6 @@ def test_a_replica_goes_through_its_phases(tmp_path: Path) -> None:
     assert model(logs, STARTING=1) == "manta: ModelReplica: 0 of 1 ready; abc has started"  # Serve will notice
     assert model(logs, RUNNING=1) == "manta: ModelReplica: 1 of 1 ready"
     assert model(logs, RUNNING=1, STARTING=1) == "manta: ModelReplica: 1 of 2 ready; 1 starting"
-
-
-def test_a_phase_is_read_from_json_lines_too(tmp_path: Path) -> None:
-    """observability.log_format: json; the block showed the raw object behind the phase."""
-    logs = ReplicaLogs(tmp_path)
-    line = {"levelname": "INFO", "message": "attention: cpu, the fastest on this device", "filename": "registry.py"}
-    (tmp_path / "replica_manta_ModelReplica_a.log").write_text(f"{json.dumps(line)}\n" + '{"half": \n')
-    said = "a warming up, attention: cpu, the fastest on this device"
-    assert model(logs, STARTING=1) == f"manta: ModelReplica: 0 of 1 ready; {said}"
 
 
 def test_replicas_with_log_files_are_named_and_those_elsewhere_are_counted(tmp_path: Path) -> None:

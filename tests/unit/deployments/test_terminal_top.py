@@ -439,13 +439,6 @@ def test_a_key_that_no_header_carries_is_not_sent_and_not_shown(server: Scripted
     assert "sec" not in str(caught.value)
 
 
-def test_in_a_pipe_one_snapshot_is_printed_with_the_alerts(server: Scripted) -> None:
-    slow = [figure("ttft", "TTFT", "seconds", 2.1, "warning", p50=2.1)]
-    server.answers = [(200, state(figures=slow, alerts=[alert("45 % of the requests miss the TTFT objective.")]))]
-    done = run_top("--url", server.url)
-    assert done.stdout.splitlines()[1:3] == ["TTFT p50 2.10 s (!)", "! 45 % of the requests miss the TTFT objective."]
-
-
 def test_on_a_terminal_it_is_drawn_in_place_and_heeds_keys(server: Scripted) -> None:
     with manta("top", "--url", server.url, "--interval", "0.1", TZ="UTC") as terminal:
         shown = terminal.until("p pause  ? help")  # the last line
