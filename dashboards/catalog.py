@@ -118,6 +118,8 @@ FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not ge
 ROLES = ("unified", "prefill", "decode")
 SIGNALS = ("queue", "kv_pool", "slots")
 LINES = ("completed", "failed", "repeated")  # what becomes of a batch request
+MISSES = ("changed", "reordered", "time_stamp", "evicted", "elsewhere", "salt", "tenant", "adapter", "page", "part",
+          "restarted", "never_seen")  # why a prompt was not cached: routing/why.py  # fmt: skip
 FINISHES = ("stop", "length", "abort", "error")
 
 
@@ -345,6 +347,10 @@ _ROUTING = [
     Metric(ROUTER, COUNTER, "requests_moved_total", "Requests that waited and went to a replica that begins them "
             "sooner: join: it has come since; freed: it is free; silent, behind: the other one says nothing, or is "
             "slower than was estimated.", {"reason": ("join", "freed", "silent", "behind")}),
+    Metric(ROUTER, COUNTER, "router_uncached_requests_total", "Answers that reused fewer prompt tokens than they could "
+            "have, by cause (`manta why`).", {"cause": MISSES}),
+    Metric(ROUTER, COUNTER, "router_uncached_tokens_total", "Prompt tokens that were computed for these causes.",
+            {"cause": MISSES}, unit="tokens"),
     Metric(ROUTER, GAUGE, "router_streams_detached", "Streams without a connection that wait for their clients."),
     Metric(ROUTER, COUNTER, "router_streams_resumed_total", "Clients that came back to a stream: it was kept, its "
             "request goes on where a replica remembers it to have been (recalled), or runs again.",

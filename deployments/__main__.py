@@ -1,4 +1,4 @@
-"""The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, kill, chat, logs, list,
+"""The `manta` command, also as ``python -m deployments``: serve, run, check, top, explain, why, kill, chat, logs, list,
 pull, bench, batch, adapters, dashboards, doctor, key.
 
 Never: imports what a command does not need: `manta top` starts without Ray and torch.
@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
         print(_versions())
         return 0
     match args.command:
-        case "top" | "explain" | "kill" | "chat" | "bench" | "batch" | "adapters":
+        case "top" | "explain" | "why" | "kill" | "chat" | "bench" | "batch" | "adapters":
             return _ask(args)
         case "run":
             return _own(args)
@@ -112,7 +112,7 @@ def _ask(args: argparse.Namespace) -> int:
             from deployments.watch.terminal import kill
 
             return kill.run(args.url, args.replica, admin_key, sure=args.yes, for_s=args.for_s)
-        case "key" | "batch" | "adapters":
+        case "key" | "batch" | "adapters" | "why":
             return _list(args, admin_key)
         case "bench":
             from deployments.watch.terminal import bench, chat
@@ -133,6 +133,8 @@ def _list(args: argparse.Namespace, admin_key: str | None) -> int:
             case "batch":
                 cancel = args.cancel and args.batch is not None
                 lists.batches(args.url, args.batch, _client_key(args), cancel=cancel, as_json=args.json)
+            case "why":
+                lists.uncached(args.url, args.for_s, admin_key, as_json=args.json)
             case "adapters":
                 lists.adapters(args.url, admin_key, args.action, *args.names, replace=args.replace, as_json=args.json)
     except ask.Unanswered as error:

@@ -187,6 +187,11 @@ class RouterIngress:
         assert dispatcher.quotas is not None, "all routers have a file of keys, or none has"
         return dispatcher.router_id, dispatcher.quotas.told(dispatcher.choices)
 
+    async def told_misses(self, last_s: float) -> tuple[str, list[dict[str, Any]]]:
+        """Return this router's id, and why prompts were not cached here; the other routers call it."""
+        dispatcher = self._service.dispatcher
+        return dispatcher.router_id, dispatcher.prompts.misses.table(last_s)
+
     async def find_request(self, name: str) -> dict[str, Any] | None:
         """Find a request; the observatory calls it, and the next two methods."""
         return request_body(self._service.dispatcher, name)

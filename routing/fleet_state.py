@@ -17,12 +17,14 @@ Thread:    the router's own.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from kvtransfer.pages import NO_KEYS, PageKeys, Tier
-from routing.index import Borders, TierIndex, pages_of
+from routing.index import KEY_BITS, Borders, TierIndex, pages_of
 from routing.load import Eligible, Load
 from routing.page_owners import Pages
 from routing.policies import Candidates, estimate, held_tokens
@@ -39,6 +41,7 @@ from routing.types import (
     RouteOutcome,
     RouteQuery,
 )
+from routing.why import Departure, Departures, MissCause
 
 # Events kept while one is missing: some seconds' worth. With more, only a snapshot helps, which has their pages too.
 MAX_EARLY = 10_000
@@ -56,8 +59,16 @@ class _Ended:
 class Feed:
     """The state of one replica's event stream; ``replica`` is its number in the index."""
 
-    def __init__(self, index: TierIndex, replica: int, is_open: Callable[[int], bool]) -> None:
-        """``is_open`` tells whether the request of a decision, by its number, has not ended yet."""
+    def __init__(
+        self,
+        index: TierIndex,
+        replica: int,
+        is_open: Callable[[int], bool],
+        left: Callable[..., Departure | None] = lambda cause, **fields: None,
+    ) -> None:
+        """``is_open`` tells whether the request of a decision, by its number, has not ended yet. ``left`` makes a
+        `Departure` from this replica, now, of its cause and other fields."""
+        self._left = left
         self._index = index
         self._replica = replica
         self._is_open = is_open
@@ -88,7 +99,7 @@ class Feed:
     def apply_snapshot(self, snapshot: IndexSnapshot) -> bool:
         """Start over from ``snapshot`` and the events that came since. Return False if one of those is missing."""
         if self.seq is None or snapshot.seq >= self.seq:
-            self._begin(snapshot)
+            self._begin(snapshot, self._left(MissCause.EVICTED))
             self._index.stored(self._replica, pages_of(snapshot.store_keys), Tier.STORE)
             self._early = {seq: event for seq, event in self._early.items() if seq > snapshot.seq}
             self._drain()
@@ -99,11 +110,12 @@ class Feed:
         if self.seq is not None:  # else `_begin` drops them
             self._ended.append(_Ended(self._num_batches, number, keys))
 
-    def _begin(self, snapshot: IndexSnapshot) -> None:
-        """Set the pages of the replica's own tiers. Requests that ended while the feed was out of sync add no pages."""
+    def _begin(self, snapshot: IndexSnapshot, how: Departure | None = None) -> None:
+        """Set the pages of the replica's own tiers; what it had left ``how``. Requests that ended while the feed was
+        out of sync add no pages."""
         unsettled = {ended.number for ended in self._ended}
         self._index.replace(
-            self._replica, snapshot, keeps=lambda number: number in unsettled or self._is_open(number)
+            self._replica, snapshot, keeps=lambda number: number in unsettled or self._is_open(number), how=how
         )
         self.seq = snapshot.seq
 
@@ -114,12 +126,13 @@ class Feed:
                 case KeysStored(keys=keys, tier=tier):
                     if not self._index.stored(self._replica, pages_of(keys), tier):
                         self.seq = None  # more than it can hold: the index has pages that the replica has no longer
-                case KeysRemoved(keys=keys, tier=tier):
-                    self._index.removed(self._replica, pages_of(keys), tier)
+                case KeysRemoved(keys=keys, tier=tier, idle_s=idle_s, tenant=tenant):
+                    how = self._left(MissCause.EVICTED, tier=tier, idle_s=idle_s, tenant=tenant)
+                    self._index.removed(self._replica, pages_of(keys), tier, how)
                 case KeysParted(keys=keys, there=there):
                     self._index.parted(self._replica, pages_of(keys), there=there)
                 case _:  # nothing was running there: the pages that open decisions expect are still to come
-                    self._begin(IndexSnapshot(seq, NO_KEYS))
+                    self._begin(IndexSnapshot(seq, NO_KEYS), self._left(MissCause.RESTARTED))
 
     def _settle(self) -> None:
         while self._ended and self._num_batches >= self._ended[0].batch + BATCHES_UNTIL_SETTLED:
@@ -130,12 +143,14 @@ class Feed:
 class FleetState:
     """The replicas of the last `update`, without those forgotten since."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.load = Load()
+        self._clock = clock
+        self._departures = Departures()
         self.apart = False  # some replica is for prefill or decode alone
         self.way = Way()
         self._page_size = page_size
-        self._index = TierIndex()
+        self._index = TierIndex(self._departures)
         self._feeds: dict[str, Feed] = {}
 
     def update(self, views: Iterable[ReplicaView]) -> None:
@@ -159,9 +174,26 @@ class FleetState:
     def forget(self, replica_id: str) -> None:
         """Remove the replica, if it is known."""
         if self._feeds.pop(replica_id, None) is not None:
-            self._index.leave(self.load.column(replica_id))
+            self._index.leave(self.load.column(replica_id), self._left(replica_id, MissCause.RESTARTED))
             self.load.forget(replica_id)
             self._look_at_roles()
+
+    def departure(self, key: int) -> Departure | None:
+        """Return how the page of ``key`` last left a replica, if that is known."""
+        page = key & int(KEY_BITS)
+        return self._index.departure(page) or self._departures.entries.get(page)
+
+    def holder_beside(self, key: int, decision: Decision) -> str:
+        """Return a replica that holds the page of ``key`` and could not take the request of ``decision``; "" if there
+        is none."""
+        page = key & int(KEY_BITS)
+        if not self._index.is_held(page):
+            return ""
+        others = self.load.ids - {*decision.compared, decision.replica_id}
+        return next((each for each in others if self._index.is_held(page, self.load.column(each))), "")
+
+    def _left(self, replica_id: str, cause: MissCause, **fields: Any) -> Departure:
+        return Departure(cause=cause, replica_id=replica_id, time_s=self._clock(), **fields)
 
     def feed(self, replica_id: str) -> Feed | None:
         """Return what takes a replica's events; None if the replica is not known."""
@@ -225,7 +257,7 @@ class FleetState:
         column = self.load.column(view.replica_id)
         self.load.report(view)
         if self._index.sizes(column) != self._sizes(view):
-            self._index.leave(column)
+            self._index.leave(column, self._left(view.replica_id, MissCause.RESTARTED))
             self._index_anew(view)
         elif self._index.store(column) != view.store:
             self._index.use_store(column, view.store)
@@ -245,7 +277,9 @@ class FleetState:
         borders = Borders(view.border_pages, at_ends=view.part == "state") if view.part and capacity else None
         self._index.join(column, capacity=capacity, host_pages=host_pages, borders=borders)
         self._index.use_store(column, view.store)
-        self._feeds[view.replica_id] = Feed(self._index, column, self.load.is_open)
+        self._feeds[view.replica_id] = Feed(
+            self._index, column, self.load.is_open, partial(self._left, view.replica_id)
+        )
 
     def _sizes(self, view: ReplicaView) -> tuple[int, int]:
         """Return how many pages the index may hold of the replica's device and host."""

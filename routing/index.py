@@ -32,6 +32,7 @@ import numpy.typing as npt
 from kvtransfer.pages import PageKeys, Tier
 from routing.page_owners import Expected, PageOwners, Pages, Run, bits_of
 from routing.types import IndexSnapshot, Ints
+from routing.why import Departure, Departures
 
 # Python keeps an int of 60 bits in 32 bytes, one of 64 in 48. Two of a million pages share a key once in 2^21 indexes,
 # and then the router errs by some pages; what the engine reuses is compared token by token.
@@ -49,8 +50,8 @@ class _Replica:
 class PrefixIndex:
     """The index of pages by replica; a replica is a small number of the caller's that it keeps until it leaves."""
 
-    def __init__(self) -> None:
-        self._owners = PageOwners()
+    def __init__(self, departures: Departures | None = None) -> None:
+        self._owners = PageOwners(departures)
         self._replicas: dict[int, _Replica] = {}
 
     def __len__(self) -> int:
@@ -71,9 +72,16 @@ class PrefixIndex:
         assert replica not in self._replicas, f"replica {replica} is there already"
         self._replicas[replica] = _Replica(capacity=capacity, expected=self._owners.join(replica))
 
-    def leave(self, replica: int) -> None:
-        """Forget a replica: no walk sees its pages from now on."""
-        self._owners.leave(self._replicas.pop(replica).expected)
+    def leave(self, replica: int, how: Departure | None = None) -> None:
+        """Forget a replica: no walk sees its pages from now on. ``how``: they left."""
+        self._owners.leave(self._replicas.pop(replica).expected, how)
+
+    def departure(self, page: int) -> Departure | None:
+        return self._owners.departure(page)
+
+    def is_held(self, page: int, replica: int | None = None) -> bool:
+        """Whether any replica holds ``page``, or ``replica`` does."""
+        return self._owners.is_held(page, None if replica is None else self._replicas[replica].expected)
 
     def expected(self, replica: int) -> Expected:
         return self._replicas[replica].expected
@@ -159,19 +167,22 @@ class PrefixIndex:
                 if run is None:
                     state.num_confirmed -= num_dropped
 
-    def clear(self, replica: int) -> None:
-        """Remove all pages of the replica, expected and confirmed."""
+    def clear(self, replica: int, how: Departure | None = None) -> None:
+        """Remove all pages of the replica, expected and confirmed. ``how``: they left."""
         state = self._replicas[replica]
         if state.num_confirmed or state.expected.num_pages:
-            self.leave(replica)
+            self.leave(replica, how)
             self.join(replica, capacity=state.capacity)
 
-    def replace(self, replica: int, pages: Pages, *, keeps: Callable[[int], bool] = lambda number: True) -> None:
+    def replace(
+        self, replica: int, pages: Pages, *, keeps: Callable[[int], bool] = lambda number: True,
+        how: Departure | None = None,
+    ) -> None:  # fmt: skip
         """Set the confirmed pages to ``pages`` and keep the expected ones of decisions whose number ``keeps`` accepts.
-        What is beyond the capacity is cut off."""
+        What is beyond the capacity is cut off. ``how``: the others left."""
         before = self._replicas[replica].expected
         kept = [(run.number, before.live(run)) for run in before.runs() if keeps(run.number)]
-        self.clear(replica)
+        self.clear(replica, how)
         self.stored(replica, pages)
         for number, run_pages in kept:
             self.expect(replica, run_pages, number=number)
@@ -241,9 +252,11 @@ class Borders:
 class TierIndex:
     """The index of pages by replica and tier; a replica is a small number of the caller's, as in `PrefixIndex`."""
 
-    def __init__(self) -> None:
-        self._device = PrefixIndex()
-        self._own = PrefixIndex()
+    def __init__(self, departures: Departures | None = None) -> None:
+        """``departures``: told of the pages that leave replicas' own tiers."""
+        self._departures = departures
+        self._device = PrefixIndex(departures)
+        self._own = PrefixIndex(departures)
         self._host_pages = np.zeros(8, dtype=np.int64)  # capacity by replica
         self._store_of = np.zeros(8, dtype=np.int64)  # by replica: position in the next two
         self._store_names = [""]  # the first: no store
@@ -263,12 +276,21 @@ class TierIndex:
         if host_pages:
             self._own.join(replica, capacity=capacity + host_pages)
 
-    def leave(self, replica: int) -> None:
-        """Forget a replica; what it told of its store stays."""
-        self._device.leave(replica)
+    def departure(self, page: int) -> Departure | None:
+        """Return how ``page`` left a replica, where its departures have not been told."""
+        return self._device.departure(page) or self._own.departure(page)
+
+    def is_held(self, page: int, replica: int | None = None) -> bool:
+        """Whether any replica's own tiers hold ``page``, or those of ``replica``."""
+        on_host = self._own if replica is None or self._host_pages[replica] else None
+        return self._device.is_held(page, replica) or (on_host is not None and on_host.is_held(page, replica))
+
+    def leave(self, replica: int, how: Departure | None = None) -> None:
+        """Forget a replica, whose pages left ``how``; what it told of its store stays."""
+        self._device.leave(replica, how)
         self._borders.pop(replica, None)
         if self._host_pages[replica]:
-            self._own.leave(replica)
+            self._own.leave(replica, how)
         self._host_pages[replica] = 0
 
     def sizes(self, replica: int) -> tuple[int, int]:
@@ -336,13 +358,17 @@ class TierIndex:
             fits = self._own.stored(replica, pages) and fits
         return fits
 
-    def removed(self, replica: int, pages: Pages, tier: Tier = Tier.DEVICE) -> None:
-        """Note that ``pages`` left the replica's own tiers, or with STORE that its store has not got them."""
+    def removed(
+        self, replica: int, pages: Pages, tier: Tier = Tier.DEVICE, how: Departure | None = None
+    ) -> None:
+        """Note that ``pages`` left the replica's own tiers ``how``, or with STORE that its store has not got them."""
         if tier is Tier.STORE:
             held = self._stores[self._store_of[replica]]
             for page in pages:
                 held.pop(page, None)
             return
+        if self._departures is not None and how is not None:
+            self._departures.add(pages, how)
         self._device.removed(replica, pages)
         if self._host_pages[replica]:
             self._own.removed(replica, pages)
@@ -352,12 +378,14 @@ class TierIndex:
         if (borders := self._borders.get(replica)) is not None:
             (borders.parts.update if there else borders.parts.difference_update)(pages)
 
-    def replace(self, replica: int, snapshot: IndexSnapshot, *, keeps: Callable[[int], bool]) -> None:
-        """Set what the replica's own tiers hold; ``keeps``: as in `PrefixIndex.replace`."""
+    def replace(
+        self, replica: int, snapshot: IndexSnapshot, *, keeps: Callable[[int], bool], how: Departure | None = None
+    ) -> None:
+        """Set what the replica's own tiers hold; ``keeps`` and ``how``: as in `PrefixIndex.replace`."""
         device = pages_of(snapshot.keys)
-        self._device.replace(replica, device, keeps=keeps)
+        self._device.replace(replica, device, keeps=keeps, how=how)
         if self._host_pages[replica]:
-            self._own.replace(replica, device + pages_of(snapshot.host_keys))
+            self._own.replace(replica, device + pages_of(snapshot.host_keys), how=how)
         if (borders := self._borders.get(replica)) is not None:
             borders.parts = set(pages_of(snapshot.part_keys))
 

@@ -26,6 +26,8 @@ from itertools import groupby, islice
 import numpy as np
 import numpy.typing as npt
 
+from routing.why import Departure, Departures
+
 Pages = list[int]  # page keys of 60 bits
 # Dead runs in the order of use, and stale pages in lists, that are not worth collecting. With events, every decision's
 # run is soon dead (confirmed); each takes about 150 bytes.
@@ -217,12 +219,15 @@ def positions(bits: int) -> list[int]:
 class PageOwners:
     """The owners of every page. A replica is a small number of the caller's, and after `join` its `Expected`."""
 
-    def __init__(self) -> None:
+    def __init__(self, departures: Departures | None = None) -> None:
+        """``departures``: told of the pages of replicas that leave, as the sweep comes to them."""
         self._entries: Entries = {}
         self._bits = Bits()
         self._by_bit: dict[int, Expected] = {}
         self._sweeping = 0  # retired bits that the sweep under way takes out of the pages
         self._sweep: Iterator[int] = iter(())  # the pages there were when it began
+        self._left: dict[int, Departure] = {}  # by retired bit: how its pages left
+        self._departures = departures
 
     def __len__(self) -> int:
         """Count the pages held by any replica, those still to be cleaned too."""
@@ -238,8 +243,10 @@ class PageOwners:
         self._by_bit[mine.bit] = mine
         return mine
 
-    def leave(self, mine: Expected) -> None:
-        """Remove a replica; `clean` takes its bit out of the pages later."""
+    def leave(self, mine: Expected, how: Departure | None = None) -> None:
+        """Remove a replica; `clean` takes its bit out of the pages later. ``how``: its pages left."""
+        if how is not None:
+            self._left[mine.bit] = how
         mine.shared.clear()
         del self._by_bit[mine.bit]
         self._bits.retire(mine.bit)
@@ -291,7 +298,9 @@ class PageOwners:
 
     def hold(self, mine: Expected, part: Pages, entry: int | Run | None, run: Run | None) -> None:
         """Make the replica of ``mine`` hold ``part``, which has ``entry``: expected in ``run``, or confirmed."""
-        others = bits_of(entry) & self._bits.present
+        others = (before := bits_of(entry)) & self._bits.present
+        if self._departures is not None and before != others and (how := self._how(before)) is not None:
+            self._departures.add(part, how)
         if others and isinstance(entry, Run):  # the other replica shares its pages from now on
             entry.owner.shared.update(dict.fromkeys(part, entry))
         if run is None:
@@ -368,10 +377,26 @@ class PageOwners:
             if bits & self._sweeping:
                 if bits is not last:
                     last, rest = bits, bits & self._bits.present
+                if self._departures is not None and (how := self._how(bits)) is not None:
+                    self._departures.put(page, how)
                 self._put(page, rest)
         if looked_at < SWEEP_PER_PAGE * num_written:
             self._bits.recycle(self._sweeping)
+            self._left = {bit: how for bit, how in self._left.items() if not bit & self._sweeping}
             self._sweeping = 0
+
+    def departure(self, page: int) -> Departure | None:
+        """Return how ``page`` left a replica, if the sweep has not come to it."""
+        return self._how(bits_of(self._entries.get(page)))
+
+    def is_held(self, page: int, mine: Expected | None = None) -> bool:
+        """Whether a replica holds ``page``, or that of ``mine`` does."""
+        return bool(bits_of(self._entries.get(page)) & (self._bits.present if mine is None else mine.bit))
+
+    def _how(self, bits: int) -> Departure | None:
+        """Return how the pages left of one of the replicas that had ``bits``."""
+        gone = bits & self._bits.retired
+        return next((how for bit, how in self._left.items() if bit & gone), None) if gone else None
 
     def check(self, replicas: dict[int, Expected]) -> None:
         """Raises AssertionError if bits, entries and runs do not agree."""

@@ -253,6 +253,8 @@ def pair_decision(
         objective_s=query.objective_s,
         dry_run=dry_run,
         pair=choice.pair,
+        gone_tokens=int(computes.terms.gone_tokens[at]),
+        prefill_tokens_per_s=float(computes.terms.prefill_tokens_per_s[at]),
     )
 
 

@@ -38,6 +38,7 @@ from routing.types import (
     RouteQuery,
     legs,
 )
+from routing.why import PromptHistory
 
 MAX_SESSIONS = 10_000  # a session is only a tie-break: the oldest are forgotten
 # What a request that waits must gain to move. Estimates are wrong by more than a tie; a move costs a place in a queue.
@@ -94,7 +95,10 @@ class Router:
         self._rng = rng
         self._clock = clock
         self._always_hand_off = always_hand_off
-        self._fleet = FleetState(page_size)
+        self._fleet = FleetState(page_size, clock)
+        self.prompts = PromptHistory(
+            page_size, clock, departure=self._fleet.departure, holder=self._fleet.holder_beside
+        )
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> its last replica
         self._last: str | None = None
         self._num_decisions = 0
@@ -306,6 +310,8 @@ class Router:
             objective_s=query.objective_s,
             overrun=self.overrun.factor,
             dry_run=dry_run,
+            gone_tokens=int(terms.gone_tokens[choice.index]),
+            prefill_tokens_per_s=float(terms.prefill_tokens_per_s[choice.index]),
         )
         return decision, pages
 

@@ -131,7 +131,9 @@ class KeysRemoved:
 
     seq: int
     keys: PageKeys  # [n]
-    tier: Tier = Tier.DEVICE  # STORE or not
+    tier: Tier = Tier.DEVICE  # the last of its own that held them; or STORE
+    idle_s: float = 0.0  # since they were last used
+    tenant: str = ""  # whose request needed the room; "": of several tenants, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +381,8 @@ class Decision:
     overrun: float = 1.0  # measured over predicted TTFT of late: waits may be so much longer than estimated
     dry_run: bool = False  # made by explain_only: nothing was sent
     pair: Pair | None = None  # how, where prefill and decode are apart
+    gone_tokens: int = 0  # behind which it cannot go on where the prompt is computed (`Terms.gone_tokens`)
+    prefill_tokens_per_s: float = 0.0  # there, as believed
 
     @property
     def prefill_id(self) -> str | None:

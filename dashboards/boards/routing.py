@@ -52,6 +52,10 @@ DECISIONS = Row("Decisions", (
         "Attempts that failed and were retried on another replica, by error.",
         "replica_gone and engine_dead: a replica died; replica_hangs: it was silent, or in a step, too long. See its "
           "log. overloaded: queues are full.", shape=Shape.STACKED),
+    Panel("Why not cached", rate("router_uncached_tokens_total", "cause"), Unit.PER_S,
+        "Prompt tokens per second that were computed although they, or most of them, could have been cached, by cause.",
+        "changed, reordered, time_stamp: clients rewrite what they sent before; `manta why` says whose. evicted: the "
+          "pool is too small. never_seen: new prompts.", shape=Shape.STACKED, needs=Needs.EVENT),
     Panel("Moved requests", rate("requests_moved_total", "reason"), Unit.PER_S,
         "Requests that waited and were taken back for a replica that begins them sooner, by reason.",
         "join: a replica came. behind, without end: replicas are slower than they report; see TTFT prediction error.",

@@ -78,7 +78,8 @@ function Decision({ route, row, time }) {
     ${each.failure && html`<p class="sentence failed">This try failed: ${failureOf(each)}${at < last ? "; the next one went on from there" : ""}.</p>`}
     ${each.moved && html`<p class="sentence">It waited there, and moved to begin sooner: ${MOVED[each.moved]}.</p>`}
     ${each.pair ? html`<${Ways} each=${each} />` : html`<${Candidates} each=${each} />`}
-    <${Outcome} each=${each} row=${row} />`;
+    <${Outcome} each=${each} row=${row} />
+    ${each.miss && html`<p class="sentence">Not cached: ${each.miss.words}.</p>`}`;
 }
 
 function failureOf({ failure, replica }) {

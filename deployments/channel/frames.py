@@ -70,11 +70,13 @@ class ReplicaReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 # stored, host, store: these pages are now at best on the replica's device, its host; or in the store that it shares;
-# removed: in none of its own tiers; missed: not in the store; cleared: its own tiers are empty; parts, holes: these
-# pages have a part now, or none (replicas/cache/parts.py)
-Kind = Literal["stored", "host", "store", "removed", "missed", "cleared", "parts", "holes"]
+# removed, dropped: in none of its own tiers, of which the device or the host was the last; missed: not in the store;
+# cleared: its own tiers are empty; parts, holes: these pages have a part now, or none (replicas/cache/parts.py)
+Kind = Literal["stored", "host", "store", "removed", "dropped", "missed", "cleared", "parts", "holes"]
 STORED: Mapping[Tier, Kind] = {Tier.DEVICE: "stored", Tier.HOST: "host", Tier.STORE: "store"}
 STORED_IN = {kind: tier for tier, kind in STORED.items()}
+REMOVED: Mapping[Tier, Kind] = {Tier.DEVICE: "removed", Tier.HOST: "dropped", Tier.STORE: "missed"}
+REMOVED_FROM = {kind: tier for tier, kind in REMOVED.items()}
 
 
 NONE = memoryview(b"")  # of a tier that a message does not mention
@@ -86,6 +88,8 @@ class CacheChange(Struct, frozen=True, array_like=True):
     kind: Kind
     seq: Count
     keys: memoryview  # [n] u64, little endian
+    idle_s: Seconds = 0.0  # of pages that are removed or dropped: since their last use
+    tenant: str = ""  # and whose request needed the room
 
 
 class CacheChanges(Struct, frozen=True, forbid_unknown_fields=True, tag="changes"):
@@ -234,7 +238,7 @@ def _change(event: CacheEvent) -> CacheChange:
         return CacheChange(STORED[event.tier], event.seq, _bytes(event.keys))
     if isinstance(event, PartsChanged):
         return CacheChange("parts" if event.there else "holes", event.seq, _bytes(event.keys))
-    return CacheChange("missed" if event.tier is Tier.STORE else "removed", event.seq, _bytes(event.keys))
+    return CacheChange(REMOVED[event.tier], event.seq, _bytes(event.keys), event.idle_s, event.tenant)
 
 
 def _event(change: CacheChange) -> IndexEvent:
@@ -244,8 +248,8 @@ def _event(change: CacheChange) -> IndexEvent:
         return KeysStored(change.seq, _keys(change.keys), STORED_IN[change.kind])
     if change.kind in ("parts", "holes"):
         return KeysParted(change.seq, _keys(change.keys), there=change.kind == "parts")
-    tier = Tier.STORE if change.kind == "missed" else Tier.DEVICE
-    return KeysRemoved(change.seq, _keys(change.keys), tier)
+    tier = REMOVED_FROM[change.kind]
+    return KeysRemoved(change.seq, _keys(change.keys), tier, change.idle_s, change.tenant)
 
 
 def _bytes(keys: PageKeys) -> memoryview:

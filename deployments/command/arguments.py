@@ -32,6 +32,7 @@ EXAMPLES = {
     "check": "manta check other.yaml",
     "top": "manta top --once",
     "explain": "manta explain chatcmpl-4f2a",
+    "why": "manta why --last 1h",
     "kill": "manta kill 1 --yes",
     "chat": "echo 'Name three colours.' | manta chat --max-tokens 32",
     "batch": "manta batch",
@@ -184,6 +185,9 @@ def _add_clients(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
     explain = add("explain", "explain why a recent request went to its replica, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
+    why = add("why", "say why prompts were not cached, and what that cost, by tenant")
+    why.add_argument("--last", type=_duration, default=3600.0, dest="for_s", metavar="TIME", help="how long back, to "
+                     "five minutes, at most 24h (default 1h)")  # fmt: skip
     kill = add("kill", "end the process of a replica at once: its requests go on elsewhere, and it is replaced")
     kill.add_argument("replica", metavar="REPLICA", help="its name or the number of it (1), its id or a part of that")
     kill.add_argument("--yes", action="store_true", help="do not ask first, as is done on a terminal")
@@ -209,11 +213,11 @@ def _add_clients(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
         _add_key(command, API_KEY_VARIABLE)
     for command in (chat, bench):
         command.add_argument("--model", metavar="NAME", help="served model (default: the first one)")
-    for command in (top, explain, kill, adapters):
+    for command in (top, explain, why, kill, adapters):
         _add_key(command, KEY_VARIABLE)
-    for command in (top, explain, kill, chat, bench, batch, adapters):
+    for command in (top, explain, why, kill, chat, bench, batch, adapters):
         command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
-    for command in (top, explain, batch, adapters):
+    for command in (top, explain, why, batch, adapters):
         command.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -175,6 +175,7 @@ class Dispatcher:
         self._clock = clock
         self._hold_out = HoldOut(clock)
         self.routes = routes if routes is not None else RouteLog()
+        self.prompts = router.prompts
         self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
         self.num_retries = 0
         self.num_open = 0
@@ -383,6 +384,7 @@ class Dispatcher:
             progress.request,
             came,
             routes=self.routes,
+            prompts=self.prompts,
             watch=UNWATCHED if progress.request.offline else self.watch,
             clock=self._clock,
             session_id=hints.session_id,

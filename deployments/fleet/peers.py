@@ -57,6 +57,10 @@ class RouterPeers(Protocol):
         """Return what the keys have used at each router that answers, by its id."""
         ...
 
+    async def misses(self, last_s: float) -> Mapping[str, Sequence[Body]]:
+        """Return why prompts were not cached within ``last_s`` (routing/why.py) at each router that answers, by id."""
+        ...
+
 
 class NoPeers:
     """`RouterPeers` of the only router of its application."""
@@ -68,6 +72,9 @@ class NoPeers:
         return FoundRoute()
 
     async def used(self) -> Mapping[str, Told]:
+        return {}
+
+    async def misses(self, last_s: float) -> Mapping[str, Sequence[Body]]:
         return {}
 
 
@@ -148,10 +155,17 @@ class RayPeers:
         return await self._find("ask_response", ask, about=ask.what)  # without keys its id is all that protects it
 
     async def used(self) -> Mapping[str, Told]:
+        return await self._told("told_quotas")
+
+    async def misses(self, last_s: float) -> Mapping[str, Sequence[Body]]:
+        return await self._told("told_misses", last_s)
+
+    async def _told(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call ``method`` of all routers. Returns: their answers by their ids."""
         try:
-            answers = await self._routers.ask("told_quotas", within_s=self._answer_s)
+            answers = await self._routers.ask(method, *args, within_s=self._answer_s)
         except NobodyAsked as error:
-            log.debug("the other routers were not asked what keys have used: %s", error)  # at each look
+            log.debug("the other routers were not asked for %s: %s", method, error)  # at each look
             return {}
         waited = (asyncio.wait_for(each, min(self._answer_s, TELL_S)) for each in answers)
         told = await asyncio.gather(*waited, return_exceptions=True)

@@ -11,6 +11,7 @@
     out  x-request-id: NAME            of Anthropic's routes also request-id, which its SDK reads
          x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
+         uncached=CAUSE where it reused less than it could have (routing/why.py);
          where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
          with mode: disaggregated also prefill=ID or local; pair=why; hand_off=ok or error
          x-manta-resume: CREATED.DIGITS.SEED of a stream that can be resumed: what its bytes depend on beside the body
@@ -300,6 +301,7 @@ def header_part(record: RouteRecord) -> str:
         "reason": decision.reason.value,
         "tries": record.num_tries,
         "moves": record.num_moves or None,
+        "uncached": None if last.miss is None else last.miss.told,
         **_pair_fields(last),
     }
     return "; ".join(f"{name}={value}" for name, value in fields.items() if value is not None)

@@ -4,9 +4,9 @@ Never:     changes anything: a dry run sends nothing, and changes neither the in
            or ids.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from deployments.dispatch.dispatcher import Dispatcher, query_of
@@ -23,6 +23,7 @@ from deployments.record.route_forms import decision_body, record_body
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import explain
+from routing.why import summed
 
 # both show requests and prefixes of all callers
 router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
@@ -84,6 +85,15 @@ async def route(request: Request, rid: bodies.PathName) -> Response:
         "until it ends"
     )
     return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
+
+
+@router.get("/uncached", **gives("Why prompts were not cached: requests, tokens, seconds, by tenant and cause"))
+async def uncached(request: Request, last: Annotated[float, Query(gt=0, le=86_400)] = 3600.0) -> Response:
+    """Sum up the causes of the last seconds, of all routers that answer, to five minutes."""
+    service = service_of(request)
+    own = {service.dispatcher.router_id: service.dispatcher.prompts.misses.table(last)}
+    tables = {**await service.peers.misses(last), **own}
+    return JSONResponse({"last_s": last, "routers": sorted(tables), "causes": summed(tables.values())})
 
 
 async def _ids(service: Service, body: ExplainRequest) -> tuple[TokenIds, str]:

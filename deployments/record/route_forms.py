@@ -29,8 +29,13 @@ def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "num_retries": record.num_tries - 1,
         "num_moves": record.num_moves,
         "tries": [_try_body(each, record.name) for each in record.tries],
-        "explanation": "\n".join(explain(each.decision, each.outcome) for each in record.tries),
+        "explanation": "\n".join(_explained(each) for each in record.tries),
     }
+
+
+def _explained(each: Try) -> str:
+    said = explain(each.decision, each.outcome)
+    return said if each.miss is None else f"{said}\nNot cached: {each.miss.words(each.decision)}."
 
 
 def _try_body(each: Try, name: str) -> dict[str, Any]:
@@ -49,8 +54,18 @@ def _try_body(each: Try, name: str) -> dict[str, Any]:
         "outcome": "running" if each.outcome is None else each.outcome.ending.value,
         "failure": each.failure,
         "moved": each.moved,
+        "miss": miss_body(each),
         **hand_off_body(each),
     }
+
+
+def miss_body(each: Try) -> dict[str, Any] | None:
+    """Show why not more of the prompt was cached."""
+    miss = each.miss
+    if miss is None:
+        return None
+    words = miss.words(each.decision)
+    return {"cause": miss.cause.value, "tokens": miss.tokens, "cost_s": finite(miss.cost_s), "words": words}
 
 
 def decision_body(decision: Decision) -> dict[str, Any]:
@@ -140,6 +155,7 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "cached_tokens": last.cached_tokens,
         "predicted_tokens": decision.overlap_tokens,
         "best_tokens": decision.best_overlap[1],
+        "miss": None if last.miss is None else last.miss.cause.value,
         "ttft_s": timeline.ttft_s,
         "total_s": timeline.total_s,
         "stages": dataclasses.asdict(timeline.stages_so_far),

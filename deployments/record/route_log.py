@@ -31,6 +31,7 @@ from replicas.errors import Fault, Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta
 from routing.moves import Cause
 from routing.types import Decision, RouteOutcome
+from routing.why import Asked, Miss, PromptHistory
 
 MOST_ADAPTERS = 100  # that are counted by name; the rest is one
 MOST_TOLD = 1000  # records in one answer to the observatory
@@ -57,6 +58,7 @@ class Try:
     held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replica left out -> why (attempt.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
     times: LegTimes = field(default_factory=LegTimes)  # as the engines reported them
+    miss: Miss | None = None  # why not more of it was cached; None: nothing was missed, or no token came
 
 
 @dataclass(slots=True, kw_only=True)
@@ -338,6 +340,7 @@ class Following:
         arrival: Arrival,
         *,
         routes: RouteLog,
+        prompts: PromptHistory,
         watch: RequestWatch,
         clock: Callable[[], float],
         session_id: str = "",
@@ -352,6 +355,7 @@ class Following:
         self._num_restored = num_restored
         self._answer: list[int] | None = [] if watch.on_end is not None else None  # None: it is not asked for
         self._routes = routes
+        self._prompts = prompts
         self._watch = watch
         self._clock = clock
         self._record: RouteRecord | None = None
@@ -396,6 +400,7 @@ class Following:
             self._answer += delta.token_ids
         if self.timeline.saw(delta, self._clock()):
             assert self._try is not None
+            tell(self._judge, self._try)
             tell(self._watch.began, self._try, self.timeline)
             self._changed()
 
@@ -437,8 +442,27 @@ class Following:
     def _close_try(self) -> None:
         if self._try is not None:
             self._try.ended_s = self._clock()
+            if self._try.miss is not None:
+                self._try.miss = self._prompts.settled(self._try.miss, self._try.decision)
             tell(self._watch.tried, self._try)
             self._try = None
+
+    def _judge(self, noted: Try) -> None:
+        """Say why not more of the prompt was cached, if all of it could have been."""
+        request = self._request
+        computed = request.prompt_logprobs_from is not None or request.sampling.pooling is not None
+        if computed or request.offline or self._num_restored is not None or noted.cached_tokens is None:
+            return
+        asked = Asked(
+            token_ids=request.token_ids,
+            owner=owner_of(request.rid),
+            tenant=request.tenant,
+            salt=request.cache_salt,
+            adapter="" if request.adapter is None else request.adapter.identity,
+            session_id=self._session_id,
+            parts=self.timeline.arrival.parts,
+        )
+        noted.miss = self._prompts.judge(noted.decision, noted.cached_tokens, asked)
 
     def _changed(self) -> None:
         if self._record is not None:

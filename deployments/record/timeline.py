@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from replicas.errors import Fault
 from replicas.types import Finish, FinishReason, StageTimes, TokenDelta
+from routing.why import PromptParts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class Arrival:
     time_s: float = field(default_factory=time.time)  # seconds since 1970
     num_prompts: int = 0  # begun
     exemplar: dict[str, str] | None = None  # trace_id of the trace that is kept of it; None: of none
+    parts: PromptParts | None = None  # of the conversation, if it is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

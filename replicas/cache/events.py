@@ -33,6 +33,7 @@ class PagesStored:
     page_size: int
     token_ids: TokenIds  # [n * page_size]
     tier: Tier = Tier.DEVICE
+    salt: str = ""  # `GenerateRequest.namespace`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +42,9 @@ class PagesRemoved:
 
     seq: int
     keys: PageKeys  # [n]
-    tier: Tier = Tier.DEVICE  # STORE or not
+    tier: Tier = Tier.DEVICE  # the last of its own that had them; or STORE
+    idle_s: float = 0.0  # since they were last used
+    tenant: str = ""  # whose request needed the room; "": of several tenants, or none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,7 @@ class EventLog:
     def __init__(self, capacity: int = 65_536) -> None:
         self.seq = 0  # of the last event; 0 before the first
         self.parts: PartLog | None = None  # set once, where pages have parts
+        self.needed_by = ""  # the tenant for whose request pages are removed now
         self._events: deque[CacheEvent] = deque(maxlen=capacity)
 
     def stored(
@@ -134,6 +138,7 @@ class EventLog:
         token_ids: TokenIds,
         tier: Tier = Tier.DEVICE,
         pages: Pages | None = None,
+        salt: str = "",
     ) -> None:
         """``pages``: [n] of the device, where they may have parts."""
         if self.parts is not None and pages is not None:
@@ -141,13 +146,15 @@ class EventLog:
         self.seq += 1
         self._events.append(
             PagesStored(
-                seq=self.seq, keys=keys, parent_key=parent_key, page_size=page_size, token_ids=token_ids, tier=tier
+                seq=self.seq, keys=keys, parent_key=parent_key, page_size=page_size, token_ids=token_ids, tier=tier,
+                salt=salt,
             )
         )
 
-    def removed(self, keys: PageKeys, tier: Tier = Tier.DEVICE) -> None:
+    def removed(self, keys: PageKeys, tier: Tier = Tier.DEVICE, *, idle_s: float = 0.0) -> None:
         self.seq += 1
-        self._events.append(PagesRemoved(seq=self.seq, keys=keys, tier=tier))
+        removed = PagesRemoved(seq=self.seq, keys=keys, tier=tier, idle_s=idle_s, tenant=self.needed_by)
+        self._events.append(removed)
 
     def cleared(self) -> None:
         self.seq += 1

@@ -138,7 +138,7 @@ class KvCache:
         assert match.host_node is not None
         path = tiers.inc_lock_ref(match.host_node)  # room is made on the host too
         try:
-            self.store.make_room(num_pages, f"request {req.rid}")
+            self.store.make_room(num_pages, f"request {req.rid}", req.asked.tenant)
             pages = self._allocator.alloc(num_pages, rid=req.rid)
             num_loaded = tiers.load(match, pages)
             self._allocator.free(pages[num_loaded:])
@@ -168,7 +168,8 @@ class KvCache:
         """
         holding = _holding(req)
         kv_len = holding.kv_len
-        self.store.make_room(self._num_pages(new_len) - self._num_pages(kv_len), f"request {req.rid}")
+        num_pages = self._num_pages(new_len) - self._num_pages(kv_len)
+        self.store.make_room(num_pages, f"request {req.rid}", req.asked.tenant)
         last_slot = int(self.table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
         slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid)
         self.table.write(holding.row, kv_len, slots)
@@ -194,7 +195,8 @@ class KvCache:
         holdings = [_holding(req) for req in reqs]
         rows = np.array([holding.row for holding in holdings], dtype=np.int32)
         kv_lens = np.array([holding.kv_len for holding in holdings], dtype=np.int32)
-        self.store.make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}")
+        tenant = reqs[0].asked.tenant if len({req.asked.tenant for req in reqs}) == 1 else ""
+        self.store.make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}", tenant)
         last_slots = self.table.gather(rows, kv_lens - 1)
         slots = self._allocator.alloc_decode(kv_lens + 1, last_slots)
         self.table.append_each(rows, kv_lens, slots)

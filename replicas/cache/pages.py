@@ -92,8 +92,9 @@ class PageStore:
             return 0
         return (self.allocator.num_free + self.cache.evictable_pages) * self.page_size
 
-    def make_room(self, num_pages: int, needed_by: str) -> None:
-        """Evict until ``num_pages`` are free; raises PagesExhausted, with nothing evicted, if that cannot be."""
+    def make_room(self, num_pages: int, needed_by: str, tenant: str = "") -> None:
+        """Evict until ``num_pages`` are free; raises PagesExhausted, with nothing evicted, if that cannot be.
+        ``tenant``: whose request needs them; "" if it is not one's alone."""
         short = num_pages - self.allocator.num_free
         if short <= 0:
             return
@@ -107,6 +108,8 @@ class PageStore:
                 f"{pool.reserved_pages} reserved{quarantined}: retract {short - pool.evictable_pages} pages' worth of "
                 "requests"
             )
+        if self._events is not None:
+            self._events.needed_by = tenant
         if self.parts is not None and self.radix is not None:
             parts, worth = self.parts, self.parts.worth()
             freed = self.radix.evict_least(
@@ -114,6 +117,8 @@ class PageStore:
             )
         else:
             freed = self.cache.evict(short)
+        if self._events is not None:
+            self._events.needed_by = ""
         assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"
         self.allocator.free(freed)
         self.evicted_tokens += len(freed) * self.page_size

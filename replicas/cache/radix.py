@@ -245,6 +245,7 @@ class RadixCache:
                     page_size=self.page_size,
                     token_ids=node.key,
                     tier=Tier.DEVICE if node.on_device else Tier.HOST,
+                    salt=node.salt,
                 )
             )
         return CacheSnapshot(seq=seq, stored=tuple(stored))
@@ -378,7 +379,8 @@ class RadixCache:
         self.evictable_pages -= len(leaf.pages)
         if self.events is not None:
             assert leaf.page_keys is not None
-            self.events.removed(leaf.page_keys)
+            tier = Tier.DEVICE if leaf.on_device else Tier.HOST
+            self.events.removed(leaf.page_keys, tier, idle_s=max(self._clock() - leaf.used_s, 0.0))
         del parent.children[first_page(leaf.key, self.page_size)]
         leaf.parent = None
         parent.grew(-leaf.num_pages, -1)
@@ -392,7 +394,8 @@ class RadixCache:
         """Report that ``tier`` has the node's pages: the best of its own tiers, or a store too."""
         if self.events is not None:
             assert node.page_keys is not None
-            self.events.stored(node.page_keys, key_before(node), self.page_size, node.key, tier, node.pages)
+            keys, before = node.page_keys, key_before(node)
+            self.events.stored(keys, before, self.page_size, node.key, tier, node.pages, node.salt)
 
     def _tell_stored(self, node: TreeNode) -> None:
         """Report the best tier of the node's pages."""

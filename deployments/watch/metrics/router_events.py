@@ -24,6 +24,7 @@ from deployments.watch.metrics.emitter import Emitter, Value
 from replicas.errors import AdapterNotReadable, DiedInStep, EngineDead, NotSent, Overloaded, StepFailed
 from routing.moves import CAUSES, Cause
 from routing.types import Decision
+from routing.why import MissCause
 
 RETRIES: Mapping[type, str] = {
     ReplicaGone: "replica_gone",
@@ -87,6 +88,9 @@ class RouterEvents(RequestWatch):
             emitter.gauge(name)
         for outcome in LINES:
             counter("router_batch_lines_total", outcome=outcome)
+        for each in MissCause:
+            counter("router_uncached_requests_total", cause=each.value)
+            counter("router_uncached_tokens_total", cause=each.value)
         self._hand_offs = {}
         if disaggregated:
             self._hand_offs = {
@@ -125,6 +129,10 @@ class RouterEvents(RequestWatch):
         self._moves[cause].inc()
 
     def tried(self, noted: Try) -> None:
+        if noted.miss is not None:
+            cause = noted.miss.cause.value
+            self._emitter.counter("router_uncached_requests_total", cause=cause).inc()
+            self._emitter.counter("router_uncached_tokens_total", cause=cause).inc(noted.miss.tokens)
         if noted.hand_off is not None and noted.decision.prefill_id is not None and self._hand_offs:
             self._hand_offs[noted.hand_off.transferred].inc()
 

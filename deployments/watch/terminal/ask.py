@@ -84,6 +84,14 @@ def keys(url: str, key: str | None) -> dict[str, Any]:
         raise _refused(error, url, key) from error
 
 
+def uncached(url: str, last_s: float, key: str | None) -> dict[str, Any]:
+    """Return why prompts of the last ``last_s`` seconds were not cached. Raises: Unanswered."""
+    try:
+        return _get(f"{_base(url)}/uncached?last={last_s:g}", key)
+    except urllib.error.HTTPError as error:
+        raise _refused(error, url, key) from error
+
+
 def adapters(url: str, key: str | None) -> dict[str, Any]:
     """Return the adapters that have names, and where they are. Raises: Unanswered."""
     return _of_adapters(url, "/adapters", key)

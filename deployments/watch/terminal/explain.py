@@ -153,11 +153,13 @@ def _end(each: Mapping[str, Any]) -> str:
     passed = f" For {seconds(passed_s)} others went before it, of tenants that had used less." if passed_s else ""
     drafted = actual.get("drafted_tokens")
     drafts = f" Of {drafted} tokens that were drafted, {actual['accepted_tokens']} came true." if drafted else ""
+    miss = each.get("miss")
+    missed = f"\nNot cached: {miss['words']}." if miss else ""
     return (
         f"Outcome: {each['outcome']}. First token after "
         f"{seconds(actual['ttft_s'])} ({seconds(predicted['ttft_s'])} predicted); {actual['cached_tokens']} of "
         f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted)."
-        f"{passed}{drafts}"
+        f"{passed}{drafts}{missed}"
     )
 
 

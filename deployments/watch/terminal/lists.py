@@ -1,4 +1,4 @@
-"""What a running Manta lists, as tables: ``manta key list``, ``manta batch``, ``manta adapters``. Ends a batch, and
+"""What a running Manta lists, as tables: ``manta key list``, ``batch``, ``adapters``, ``why``. Ends a batch, and
 gives and takes names of adapters (LoRA), where it is told to.
 
 Never: shows or holds a key of the routers' file; looks into an adapter's folder: the routers do, by a path that is
@@ -45,6 +45,22 @@ def adapters(
     found = ask.adapters(url, key)
     rows = [adapter_row(each) for each in found["adapters"]]
     print(json.dumps(found) if as_json else _table(rows, "no adapter has a name: see docs/adapters.md"))
+
+
+def uncached(url: str, last_s: float, key: str | None, *, as_json: bool) -> None:
+    """Print why prompts were not cached, and what that cost, by tenant. Raises: Unanswered."""
+    found = ask.uncached(url, last_s, key)
+    rows = [
+        {
+            "tenant": each["tenant"] or NOTHING,
+            "cause": each["cause"],
+            ">requests": count(each["requests"]),
+            ">tokens": count(each["tokens"]),
+            ">time": seconds(each["seconds"]),
+        }
+        for each in found["causes"]
+    ]
+    print(json.dumps(found) if as_json else _table(rows, "every prompt was cached as far as it could be"))
 
 
 def _table(rows: Sequence[Mapping[str, Any]], none: str) -> str:

@@ -13,6 +13,7 @@ from deployments.record.timeline import Arrival
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RouterEvents
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
+from routing.why import PromptHistory
 
 USAGE = Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=0)
 TOKEN = TokenDelta(rid="a", token_ids=(5,), usage=USAGE)
@@ -23,7 +24,8 @@ REQUEST = GenerateRequest(rid="a.0-b", token_ids=np.arange(4, dtype=np.int32))
 def following(watch: RequestWatch) -> Following:
     """A request that has its first token; no decision is made of it."""
     arrival = Arrival(endpoint="chat", arrived_s=time.monotonic())
-    found = Following(REQUEST, arrival, routes=RouteLog(), watch=watch, clock=time.monotonic)
+    prompts = PromptHistory(16, time.monotonic)
+    found = Following(REQUEST, arrival, routes=RouteLog(), prompts=prompts, watch=watch, clock=time.monotonic)
     found.timeline.saw(TOKEN, time.monotonic())
     return found
 
