@@ -34,6 +34,7 @@ from replicas.engine.stepping import StepClock, snapshot
 from replicas.memory.sizing import PoolSize
 from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
+from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.scheduler import Scheduler
 from replicas.types import EngineStats, GenerateRequest, SamplingParams
 from routing.types import IndexEvent, ReplicaView
@@ -192,7 +193,9 @@ class TimedEngine:
         else:
             self.times.record(step_s, 0, is_extend=False)
         if self.times.prefill_tokens_per_s:
-            self.scheduler.queues.waiting.s_per_token = 1.0 / self.times.prefill_tokens_per_s
+            self.scheduler.queues.waiting.step_times = StepTimes(
+                1.0 / self.times.prefill_tokens_per_s, self.times.decode_step_s
+            )
         tokens = [
             self.answers[row.params.seed][row.num_output] if row.params.seed in self.answers else TOKEN
             for row in plan.sampling

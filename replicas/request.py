@@ -75,12 +75,23 @@ class Guide(Protocol):
         """Return the token that alone may come next, where that is known without a mask."""
         ...
 
+    @property
+    def mask_s(self) -> float:
+        """The CPU seconds that its last mask took."""
+        ...
+
+    @property
+    def due_s(self) -> float:
+        """The CPU seconds that its next mask is expected to take, which is not computed yet; else 0."""
+        ...
+
     def words(self) -> npt.NDArray[np.int32] | None:
         """Return the mask of the next token, as `SampleRow.mask`."""
         ...
 
-    def begin_masks(self, others: Sequence[Self]) -> None:
-        """Start to compute the masks of this output and of ``others`` while a step runs."""
+    def begin_masks(self, others: Sequence[Self], *, apart: bool = False) -> None:
+        """Start to compute the masks of this output and of ``others`` while a step runs; ``apart``: over several steps,
+        which go before them."""
         ...
 
 

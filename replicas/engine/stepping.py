@@ -25,6 +25,7 @@ from replicas.errors import EngineDead, NotSent
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import least_prompt_tokens
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, FailedStep, PendingStep, StepPlan, StepResult
+from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import AT_FAULT, SOURCES, Counters, NewToken, at_fault, require_fault
@@ -169,7 +170,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         time_s=now_s,
         pool=pool,
         num_waiting=num_waiting + len(parked) - num_legs,
-        num_running=len(queues.running) + len(queues.forced) + (chunked is not None),
+        num_running=len(queues.decoding) + len(queues.forced) + (chunked is not None),
         num_offline_waiting=len(queues.waiting) - num_waiting,
         num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
         num_offline_running=len(offline),
@@ -342,7 +343,7 @@ class Stepping:
         tiers = self._scheduler.kv.store.tiers
         if self.times.prefill_tokens_per_s:
             s_per_token = 1.0 / self.times.prefill_tokens_per_s
-            queues.waiting.s_per_token = s_per_token
+            queues.waiting.step_times = StepTimes(s_per_token, self.times.decode_step_s)
             if tiers is not None:
                 tiers.compute_s_per_token = s_per_token
         self._distributions.step(step_s, num_reqs, num_new, is_extend=is_extend)

@@ -30,11 +30,12 @@ MAX_CHOICES = 1000
 # a few characters, or a line break with the indentation of a deep value
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}|\r?\n(\x20{0,32}|\x09{0,16})"
 ANY_TEXT = r"/(.|\n)*/"  # in Lark
-# llguidance's own, but for a tenth of the lexer's states, which can take 500 MB; examiner.py bounds what they do not
+# llguidance's own, but for a tenth of the lexer's states, which can take 500 MB, and of a mask's items: 8 ms of CPU,
+# not 400. examiner.py bounds what they do not
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    step_max_items=5_000,
     max_lexer_states=25_000,
     max_grammar_size=500_000,
     verbose_errors=False,

@@ -13,6 +13,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from replicas.errors import InvalidRequest
@@ -67,6 +68,11 @@ class GrammarCompiler:
         if core.is_error():
             raise InvalidRequest(f"the {constraint.kind} cannot be compiled: {core.get_error()}"[:1000])
         made = Matcher(core, vocabulary, after=constraint.after, opens=constraint.opens)
+        trial = Matcher(core.deep_copy(), vocabulary)
+        trial.fill(np.empty(vocabulary.num_words, np.int32))  # says what a mask costs, and whether there is any
+        if trial.error is not None:
+            raise InvalidRequest(f"the {constraint.kind} allows no token: {trial.error}"[:1000])
+        made.mask_s = trial.mask_s
         if constraint.after and constraint.opens:
             continuing(vocabulary, constraint.opens.encode())  # a loop over the vocabulary, which no step waits for
         with self._lock:

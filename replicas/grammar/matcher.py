@@ -8,6 +8,10 @@ Invariant: a token that the mask does not allow is refused, and nothing is allow
            are not in the tokenizer are never set.
 Thread:    one at a time. `begin_masks` gives matchers to another thread, until `words` has waited for it.
 
+Masks are computed on two threads: those of a step's rows beside the step, one after the other; those that would take
+longer than the step on a thread that other threads of this process go before, and their rows are in no step meanwhile
+(scheduler/rounds.py).
+
 A constraint with ``after`` begins behind the first occurrence of that text in the bytes of the output: before, all
 tokens are allowed but those that end the output, unless the grammar takes an empty text. The token in which the text
 ends may hold more: the grammar takes that if it can; if not, it begins behind the token. With ``opens`` the output's
@@ -15,21 +19,26 @@ beginning decides: with all of that text the grammar begins late, with any other
 are open, over several tokens if need be.
 """
 
+import contextlib
 import functools
 import logging
+import os
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from replicas.grammar.checking import explained
 
 log = logging.getLogger(__name__)
 Words = npt.NDArray[np.int32]  # [ceil(V / 32)] bit t % 32 of word t // 32: whether token t may come next
+NICE = 10  # of the thread of long masks: about a tenth of a core beside a thread of the engine, all of an idle one
+MOST_DRAFTED_S = 0.0005  # of a mask: the masks of a draft are computed while its step waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,12 +78,14 @@ class Matcher:
         self._begun = not self._after or bool(opens)
         self._filling: tuple[Future[Words], int] | None = None  # the masks of a step, and which of them is this one's
         self._refused: str | None = None
+        self.mask_s = 0.0  # CPU seconds of its last mask; of none yet, of the first one of its grammar
 
     def copy(self, stop_ids: frozenset[int] = frozenset()) -> "Matcher":
         """Return a matcher in the same place for another output, which ``stop_ids`` end too."""
         made = Matcher(self._core.deep_copy(), self._vocabulary, stop_ids=stop_ids)
         made._after, made._tail, made._begun, made._opens = self._after, self._tail, self._begun, self._opens
         made._unread = self._unread  # it is copied before it is used
+        made.mask_s = self.mask_s
         return made
 
     @property
@@ -117,7 +128,7 @@ class Matcher:
         """Return matchers that stand behind each of ``token_ids``, the next of the output, up to the first that the
         grammar does not allow or behind which it forces another."""
         places = [self]
-        for token_id in token_ids:
+        for token_id in token_ids if self.mask_s <= MOST_DRAFTED_S else ():
             place = places[-1].copy(self._stop_ids)
             if not place.consume(token_id) or place.forced() is not None:
                 break
@@ -144,13 +155,26 @@ class Matcher:
         row.fill(0)
         if self._is_sound:
             try:
-                self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                self._compute(row)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # also a panic, which is no Exception: it ends this output, not the engine
                 log.exception("a mask could not be computed")
                 self._refused = f"no mask can be computed: {error!r}"
         self._finish(row)
+
+    @property
+    def due_s(self) -> float:
+        """The CPU seconds that the mask of the next token is expected to take; 0 where it is there, or needs none."""
+        if self._filling is not None:  # until it is done, another thread has the matcher
+            return 0.0 if self._filling[0].done() else self.mask_s
+        return self.mask_s if self._begun and self._is_sound else 0.0
+
+    def _compute(self, row: Words) -> None:
+        """Let llguidance write the mask into ``row`` [ceil(V / 32)], without the GIL."""
+        began_s = time.thread_time()
+        self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.mask_s = time.thread_time() - began_s
 
     def words(self) -> Words | None:
         """Return the mask of the next token, once it is computed; None where every token may come."""
@@ -211,12 +235,12 @@ class Matcher:
             if trial.try_consume_tokens(tokens) == len(tokens):
                 self._core = trial
 
-    def begin_masks(self, others: Sequence["Matcher"]) -> None:
-        """Start to compute the masks of this matcher and ``others``, on another thread and without the GIL."""
+    def begin_masks(self, others: Sequence["Matcher"], *, apart: bool = False) -> None:
+        """Start to compute the masks of this matcher and ``others``, on another thread and without the GIL; ``apart``:
+        on that of long ones."""
         ready = [each for each in (self, *others) if each._begun and each._filling is None and each._is_sound]
         if ready:
-            wanted = [(each._core, row) for row, each in enumerate(ready)]
-            future = _HELPER.submit(_fill_all, wanted, self._vocabulary.num_words)
+            future = (_APART if apart else _BESIDE).submit(_fill_all, ready, self._vocabulary.num_words)
             for row, each in enumerate(ready):
                 each._filling = future, row
 
@@ -235,12 +259,20 @@ def _bit(token_id: int) -> np.int32:
     return np.int32(np.uint32(1 << token_id % 32).view(np.int32))
 
 
-def _fill_all(wanted: list[tuple[Any, int]], num_words: int) -> Words:
-    """Compute the masks of ``wanted``, pairs of a matcher and its row: [R, ceil(V / 32)]."""
-    masks = np.zeros((len(wanted), num_words), np.int32)
-    _EXECUTOR.unsafe_compute_mask_ptr(wanted, masks.ctypes.data, 4 * num_words, len(wanted))
+def _fill_all(matchers: Sequence[Matcher], num_words: int) -> Words:
+    """Compute the masks of ``matchers`` [R]: [R, ceil(V / 32)]."""
+    masks = np.zeros((len(matchers), num_words), np.int32)
+    for row, each in zip(masks, matchers, strict=True):
+        each._compute(row)
     return masks
 
 
-_HELPER = ThreadPoolExecutor(1, thread_name_prefix="manta-masks")  # its thread starts with the first constrained step
-_EXECUTOR = LLExecutor(num_threads=1)  # the other cores run the model
+def _go_behind() -> None:
+    """Let other threads go before this one, where threads have priorities of their own (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+# one thread each, which starts with its first mask: the other cores run the model
+_BESIDE = ThreadPoolExecutor(1, thread_name_prefix="manta-masks")
+_APART = ThreadPoolExecutor(1, thread_name_prefix="manta-long-masks", initializer=_go_behind)

@@ -33,8 +33,9 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
@@ -65,6 +66,7 @@ class QueueRules:
     peek_len: PeekLen
     peek_path: PeekPath
     counters: Mapping[str, int]  # of the scheduler: how much was computed and begun
+    random: Random = field(default_factory=lambda: Random(0))
 
     @staticmethod
     def of(config: SchedulerConfig, kv: KvCache, counters: Mapping[str, int]) -> "QueueRules":
@@ -79,6 +81,13 @@ class QueueRules:
             peek_path=kv.cache.peek_path,
             counters=counters,
         )
+
+
+class StepTimes(NamedTuple):
+    """What steps took of late; 0 until one was timed."""
+
+    s_per_token: float = 0.0  # of prompts
+    step_s: float = 0.0  # of a step that only decodes
 
 
 def set_rank(req: Req, config: SchedulerConfig) -> None:
@@ -114,12 +123,11 @@ class WaitingQueue(ReqQueue):
 
     def __init__(self, rules: QueueRules) -> None:
         super().__init__()
-        self.s_per_token = 0.0  # of prompts, as measured of late; 0 until then
+        self.step_times = StepTimes()
         self.late_len = 0  # uncached tokens, at the last look, of requests before which one goes that can be in time
         self.shares = TenantShares(rules.quantum)
         self._num_of_level = Counter[int]()  # of its requests, by the level of their class; none is 0
         self._rules = rules
-        self._random = Random(0)
 
     @property
     def _order(self) -> Order:
@@ -215,14 +223,14 @@ class WaitingQueue(ReqQueue):
             self._rules.policy,
             [entries[req] for req in young],
             [req.asked.routing_key for req in running],
-            self._random,
+            self._rules.random,
         )
         places = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
         return self.shares.in_turn(aged + [young[at] for at in places])
 
     def _entries(self, reqs: Sequence[Req], now_s: float) -> dict[Req, QueueEntry]:
         """Make what the order reads of each of ``reqs``. What is the same for all is looked up once."""
-        order, s_per_token, peek_path = self._order, self.s_per_token, self._rules.peek_path
+        order, s_per_token, peek_path = self._order, self.step_times.s_per_token, self._rules.peek_path
         many, num_computed = len(self._reqs) > self._rules.lpm_max_queue, self._rules.counters["prefill_tokens"]
         entries = dict[Req, QueueEntry]()
         for req in reqs:

@@ -40,7 +40,7 @@ from replicas.scheduler.budget import (
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrites
 from replicas.scheduler.queues import Queues
-from replicas.scheduler.tokens import Counters
+from replicas.scheduler.tokens import LONG_MASK_S, Counters
 from replicas.scheduler.victims import Need, victims
 
 
@@ -54,11 +54,12 @@ class Refusal(enum.Enum):
     OLDER_GRANT = "an older decode leg waits for memory"
     SHARE = "a request of a higher class, or of a tenant that has had less, begins in this step and would wait for it"
     LOADING = "its cached prefix is on its way from the host or the store"
+    MASK = "the first mask of its grammar is being computed"
     ADAPTER = "its adapter is being loaded, or has no room beside those of requests that run"
 
 
 PASSING = frozenset(  # others behind it may still start
-    {Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT, Refusal.LOADING, Refusal.ADAPTER}
+    {Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT, Refusal.LOADING, Refusal.MASK, Refusal.ADAPTER}
 )
 NO_ROOM = frozenset({Refusal.RUNNING_LIMIT, Refusal.MEMORY})
 
@@ -88,7 +89,7 @@ def next_prompts(
     assert config.chunked_prefill_size is not None
     if queues.adapters is not None:
         queues.adapters.look(queues.holding)
-    in_flight = [*queues.running, *queues.away.in_state(ReqState.RECEIVING)]
+    in_flight = [*queues.decoding, *queues.away.in_state(ReqState.RECEIVING)]
     num_handing_off = len(queues.away.in_state(ReqState.HANDING_OFF))  # each needs its row, and no more pages
     step = NextStep(
         chunk_size=config.chunked_prefill_size,
@@ -192,7 +193,7 @@ def _start(
     mid_prompt = queues.chunked is not None and queues.chunked is not req
     full = num_running >= step.max_running
     if full or left.empty or mid_prompt:
-        if full and queues.adapters is not None and below(queues.running, req):
+        if full and queues.adapters is not None and below(queues.decoding, req):
             if not queues.adapters.ready(req):  # none gives its place up before that
                 return Refusal.ADAPTER
         elif queues.adapters is not None:
@@ -200,6 +201,8 @@ def _start(
         return Refusal.RUNNING_LIMIT if full else Refusal.STEP_BUDGET
     if queues.adapters is not None and not queues.adapters.ready(req):
         return Refusal.ADAPTER
+    if req.guide is not None and req.guide.due_s > LONG_MASK_S:
+        return Refusal.MASK
     if kv.store_tier is not None and kv.store_tier.waits(req, step.now_s):
         return Refusal.LOADING
     if _prefix_is_computed(batch, req, kv, step.share_len):

@@ -154,6 +154,7 @@ class Queues:
     waiting: WaitingQueue
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each; by adapter, and in the order of joining
+    paused: list[Req] = field(default_factory=list)  # they run, but for the next step, which would be too long
     forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
     prealloc: PreallocQueue = field(default_factory=PreallocQueue)
     away: HandOffQueue = field(default_factory=HandOffQueue)
@@ -164,12 +165,17 @@ class Queues:
     def only_away(self) -> bool:
         """Whether nothing is left to do here until another replica has done its part, or a grammar is compiled."""
         starting = len(self.waiting) or self.chunked is not None or len(self.prealloc)
-        return not (starting or self.running or self.forced)
+        return not (starting or self.decoding or self.forced)
 
     @property
     def holding(self) -> list[Req]:
         """The open requests that hold row and pages and are in a queue: all but those only in a step."""
-        return [*self.running, *self.begun, *self.away.holding]
+        return [*self.decoding, *self.begun, *self.away.holding]
+
+    @property
+    def decoding(self) -> list[Req]:
+        """The requests that run, whether they are in the next step or not."""
+        return [*self.running, *self.paused] if self.paused else self.running
 
     @property
     def begun(self) -> list[Req]:
@@ -185,7 +191,7 @@ class Queues:
         elif req.state is ReqState.WAITING:
             self.waiting.remove(req)
         elif req.state is ReqState.RUNNING:
-            self.running.remove(req)
+            (self.paused if req in self.paused else self.running).remove(req)
         elif self.chunked is req:
             self.chunked = None
         elif req in self.forced:
@@ -203,7 +209,7 @@ class Queues:
         for req in self.away:
             assert req.state in (ReqState.WAITING, ReqState.RECEIVING, ReqState.HANDING_OFF), f"{req.rid}: {req.state}"
             assert (req.holding is None) == (req.state is ReqState.WAITING), f"{req.rid} is {req.state}: {req.holding}"
-        for req in self.running:
+        for req in self.decoding:
             assert req.state is ReqState.RUNNING, f"{req.rid} is {req.state}"
             assert req.extend_len == 1, f"{req.rid} lacks the K/V of {req.extend_len} tokens"
         for req in self.forced:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 from replicas.cache.kv import KvCache, longest_reuse
 from replicas.errors import Fault
-from replicas.request import Req, ReqState
+from replicas.request import Guide, Req, ReqState
 from replicas.scheduler.decode import DecodeRows, retract
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan
 from replicas.scheduler.precedence import TenantShares
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Refusal
 from replicas.scheduler.queues import HandOffQueue, Queues
-from replicas.scheduler.tokens import Counters, NewToken
+from replicas.scheduler.tokens import LONG_MASK_S, Counters, NewToken
 from replicas.scheduler.victims import Need, victims
 from replicas.types import Finish, FinishReason
 
@@ -120,8 +120,61 @@ class _Store(Feature):
             self.kv.store_tier.forget(req)
 
 
+@dataclass(frozen=True, slots=True)
+class _Masks(Feature):
+    """The masks of grammars: those of a step's rows take no longer than half a step. What would take longer is computed
+    apart, and its row is in no step until it is there; nor is a prompt begun whose first mask is not."""
+
+    queues: Queues
+
+    @property
+    def _most_s(self) -> float:
+        return max(self.queues.waiting.step_times.step_s / 2, LONG_MASK_S)
+
+    def looks(self, now_s: float) -> None:
+        for first in self._first:
+            first.begin_masks((), apart=True)
+        guides = [(at, req.guide) for at, req in enumerate(self.queues.decoding)]
+        guided = [(each.due_s, at, each) for at, each in guides if each is not None]
+        if guided or self.queues.paused:
+            self._pause(sorted(guided, key=lambda each: each[:2]))
+
+    def _pause(self, guided: Sequence[tuple[float, int, Guide]]) -> None:
+        """Pause those requests of ``guided``, the quickest first, whose masks would make the step longer."""
+        left_s, paused, decoding = self._most_s, set[int](), self.queues.decoding
+        for number, (due_s, at, guide) in enumerate(guided):
+            if due_s <= left_s or (number == 0 and len(guided) == len(decoding)):  # one goes on if nothing else runs
+                left_s -= due_s
+            else:
+                paused.add(at)
+                guide.begin_masks((), apart=True)
+        self.queues.running = [req for at, req in enumerate(decoding) if at not in paused]
+        self.queues.paused = [req for at, req in enumerate(decoding) if at in paused]
+
+    @property
+    def _first(self) -> list[Guide]:
+        """Those of requests that wait for their first mask."""
+        waiting = self.queues.waiting if len(self.queues.waiting) else ()
+        return [guide for req in waiting if (guide := req.guide) is not None and guide.due_s > LONG_MASK_S]
+
+    def needs_tokens(self, num_running: int) -> bool:
+        queues = self.queues
+        if any(req.guide is not None and not req.guide.due_s for req in queues.paused) or self._first:
+            return True
+        return sum(req.guide.mask_s for req in queues.running if req.guide is not None) > self._most_s
+
+    def applied(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
+        """Charge what the masks took as the prompt tokens that would have been computed meanwhile."""
+        waiting = self.queues.waiting
+        s_per_token = waiting.step_times.s_per_token
+        for req, guide in ((token.req, token.req.guide) for token in tokens):
+            if guide is not None and s_per_token:
+                waiting.shares.charge(req, int(guide.mask_s / s_per_token))
+
+
 FEATURES: dict[str, Callable[[Queues, KvCache], Feature]] = {
     "tenants": lambda queues, kv: _Tenants(queues.waiting.shares),
+    "masks": lambda queues, kv: _Masks(queues),
     "hand_offs": lambda queues, kv: _HandOffs(queues.away),
     "sessions": lambda queues, kv: _Sessions(kv),
     "store": lambda queues, kv: _Store(kv),

@@ -169,8 +169,9 @@ class Scheduler:
         if not mixed:
             gave_way, decode = take_slots(*slots)
         if decode is None:
-            self._ratio.idle()
-            self._end_starved(batch.short, now_s)
+            if not queues.paused:
+                self._ratio.idle()
+                self._end_starved(batch.short, now_s)
             return None
         self.last.made_progress = True
         queues.under_way.begin(list(queues.running))

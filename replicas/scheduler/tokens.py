@@ -22,6 +22,7 @@ from replicas.types import Constraint, Finish, FinishReason, PoolingParams, Toke
 
 log = logging.getLogger(__name__)
 
+LONG_MASK_S = 0.002  # of CPU: a mask that takes less is computed beside any step
 SOURCES = ("tree", "text")  # of drafts: what the cache keeps behind a request's tokens; its own prompt and output
 
 BROKEN_LOGITS = (
@@ -250,6 +251,8 @@ def jump(
 ) -> tuple[tuple[Drawn, ...], Finish | None]:
     """Take the tokens that the grammar of ``req``, which runs, forces next; the next step computes them. Returns: them,
     and its end."""
+    if req.guide is not None and req.guide.mask_s > LONG_MASK_S:
+        return (), None  # the step that extends it would wait for the mask behind the run
     num_forced = sum(each.extend_len for each in queues.forced)
     most = forced_tokens(chunk_size, len(queues.running), num_forced, page_size=page_size)
     forced, finish = take_forced(req, most)

@@ -50,12 +50,12 @@ def _mid_prompt_of_a_tenant_that_had_more(need: Need, req: Req, queues: Queues, 
 
 
 def _one_of_a_lower_class(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
-    lower = below(queues.running, req)
+    lower = below(queues.decoding, req)
     return [min(lower, key=lambda each: (each.level, retracted_first(each)))] if lower else []
 
 
 def _those_of_lower_classes_with_adapters(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
-    lower = below(queues.running, req)
+    lower = below(queues.decoding, req)
     return queues.adapters.in_the_way(req, lower, queues.holding) if lower and queues.adapters is not None else []
 
 
@@ -66,7 +66,7 @@ def _one_of_the_tenant_beyond_its_share(need: Need, req: Req, queues: Queues, kv
     def size(each: Req) -> int:
         return each.num_tokens if need is Need.PAGES else 1
 
-    running = [each for each in queues.running if not each.in_background]
+    running = [each for each in queues.decoding if not each.in_background]
     beyond = beyond_share(running, size, head=req)
     most = max(beyond, key=lambda tenant: beyond[tenant])
     if beyond[req.asked.tenant] + size(req) > 0:
@@ -79,15 +79,15 @@ def _one_of_the_tenant_beyond_its_share(need: Need, req: Req, queues: Queues, kv
 def _the_only_other_prompt(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
     """The prompt in progress, where one request runs that is of no lower class: that one keeps going."""
     chunked = queues.chunked
-    alone = len(queues.running) == 1 and not below(queues.begun, req)
-    if not alone or chunked is None or chunked.is_prefill_leg or below(queues.running, chunked):
+    alone = len(queues.decoding) == 1 and not below(queues.begun, req)
+    if not alone or chunked is None or chunked.is_prefill_leg or below(queues.decoding, chunked):
         return []
     return [chunked]
 
 
 def _the_one_that_others_need_least(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
     """By class and priority, then of the tenant that has most beyond its share; ``req`` is of the highest class."""
-    holders = [*queues.running, *below(queues.begun, req)]
+    holders = [*queues.decoding, *below(queues.begun, req)]
     beyond = beyond_share(holders, lambda each: each.num_tokens)
 
     def value(each: Req) -> tuple[int, int, float, tuple[int, int, int]]:

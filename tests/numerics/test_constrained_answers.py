@@ -12,9 +12,12 @@ import pytest
 
 from replicas.engine.engine import Engine
 from replicas.errors import Fault
+from replicas.grammar.matcher import Matcher
 from replicas.scheduler import budget
+from replicas.scheduler.tokens import LONG_MASK_S
 from replicas.types import Constraint, Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests import harness
+from tests.embedded import short_model
 from tests.harness import embedded_engine
 
 pytestmark = pytest.mark.model
@@ -256,3 +259,42 @@ def test_three_ranks_make_the_ids_of_one(engine: Engine) -> None:
         assert made == {key: told[:2] for key, told in answers(engine, *asked).items()}
     finally:
         ranks.close()
+
+
+# 30 ways to read each letter: near the limit of llguidance's items, some 5 ms a mask, at every token
+MANY_READINGS = Constraint(
+    kind="lark",
+    text="start: s+\ns: " + " | ".join(f"t{i}" for i in range(30)) + "".join(f"\nt{i}: /[a-z ]/" for i in range(30)),
+)
+
+
+def test_steps_of_others_wait_for_no_long_mask_and_no_id_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven answers whose masks take longer than a step, beside one that is free: its steps wait for less than one of
+    these masks in all, where each would have waited for seven."""
+    engine = embedded_engine(model=short_model())
+    sampling = SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True, constraint=MANY_READINGS)
+    slow = [request(engine, replace(sampling, seed=i), rid=f"slow{i}", tenant="theirs") for i in range(7)]
+    alone = {rid: told.ids for each in slow for rid, told in answers(engine, each).items()}
+    plain = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    free = request(engine, plain, rid="free", tenant="own")
+    alone |= {("free", 0): one(engine, free).ids}
+
+    words, waited_s = Matcher.words, list[float]()
+
+    def counting(matcher: Matcher) -> Any:
+        waited_s.append(matcher.due_s)
+        return words(matcher)
+
+    monkeypatch.setattr(Matcher, "words", counting)
+    with_free = list[float]()
+
+    def each_step() -> None:
+        if engine.find("free") is not None:
+            with_free.extend(waited_s)
+        waited_s.clear()
+
+    told = answers(engine, free, *slow, each_step=each_step)
+    assert {key: each.ids for key, each in told.items()} == alone
+    assert with_free, "no step of the free answer had a row with a mask"
+    assert sum(with_free) < LONG_MASK_S * engine.config.scheduler.max_running_requests
+    engine.kv.check_idle()

@@ -55,6 +55,7 @@ class Forcing:
     """The guide of an output that is forced to the end."""
 
     error = None
+    mask_s = due_s = 0.0
 
     def consume(self, token_id: int) -> bool:
         return True
@@ -65,7 +66,7 @@ class Forcing:
     def words(self) -> None:
         return None
 
-    def begin_masks(self, others: object) -> None:
+    def begin_masks(self, others: object, *, apart: bool = False) -> None:
         pass
 
 

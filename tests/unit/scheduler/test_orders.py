@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from replicas.request import Req, ReqState
 from replicas.scheduler.orders import ORDERS, QueueEntry, in_time, passed_tokens, shortest_first, sort_keys
+from replicas.scheduler.precedence import StepTimes
 from tests.harness import Bench
 
 A, B = list(range(100, 116)), list(range(200, 208))  # prefixes of four pages, of two
@@ -225,7 +226,7 @@ def busy(**more: object) -> Bench:
     bench = Bench(page_size=4, max_running=1, num_pages=64, chunked_prefill_size=64, policy="on_time", **more)
     bench.submit([1, 2, 3], max_new_tokens=20)
     bench.step()
-    bench.scheduler.queues.waiting.s_per_token = 0.01
+    bench.scheduler.queues.waiting.step_times = StepTimes(s_per_token=0.01)
     return bench
 
 

@@ -1,0 +1,109 @@
+"""Rows whose masks take longer than a step: in none until the mask is there."""
+
+from replicas.request import Req, ReqState
+from replicas.scheduler.precedence import StepTimes
+from replicas.scheduler.prefill import Refusal
+from replicas.scheduler.tokens import LONG_MASK_S
+from replicas.types import Finish, FinishReason
+from tests.harness import Bench, retract
+
+
+class Slow:
+    """The guide of an output whose masks take longer than a step, and are there when a test says so."""
+
+    error = None
+    mask_s = 10 * LONG_MASK_S
+
+    def __init__(self) -> None:
+        self.is_there = self.begun = False
+
+    @property
+    def due_s(self) -> float:
+        return 0.0 if self.is_there else self.mask_s
+
+    def consume(self, token_id: int) -> bool:
+        self.is_there = self.begun = False
+        return True
+
+    def forced(self) -> None:
+        return None
+
+    def words(self) -> None:
+        assert self.is_there, "a step waited for it"
+
+    def begin_masks(self, others: object, *, apart: bool = False) -> None:
+        self.begun |= apart
+
+
+def beside_one_that_is_free(**options: object) -> tuple[Bench, Req, Req, Slow]:
+    """A request that runs, and one whose first mask was there and whose next one is not."""
+    bench, guide = Bench(chunked_prefill_size=16, **options), Slow()
+    free = bench.submit([1, 2, 3], max_new_tokens=40)
+    slow = bench.submit([4, 5, 6], max_new_tokens=4)
+    slow.guide, guide.is_there = guide, True
+    bench.step()
+    assert (free.num_output, slow.num_output) == (1, 1)
+    return bench, free, slow, guide
+
+
+def test_a_row_whose_mask_takes_longer_than_a_step_is_in_none_until_it_is_there() -> None:
+    bench, free, slow, guide = beside_one_that_is_free()
+    for _ in range(5):
+        bench.step()
+    assert (free.num_output, slow.num_output, guide.begun) == (6, 1, True)
+    assert slow in bench.scheduler.queues.paused
+    guide.is_there = True
+    bench.step()
+    assert (free.num_output, slow.num_output) == (7, 2)
+    bench.step()
+    assert (free.num_output, slow.num_output) == (8, 2)  # its third is not there
+
+
+def test_where_nothing_else_runs_a_step_waits_for_the_mask_of_one() -> None:
+    bench, free, _, _ = beside_one_that_is_free()
+    bench.step()
+    bench.scheduler.finish(free, Finish(reason=FinishReason.ABORT))
+    bench.scheduler.look_again()
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    assert plan.num_requests == 1
+
+
+def test_a_prompt_waits_for_a_long_first_mask_and_others_pass_it() -> None:
+    bench, guide = Bench(chunked_prefill_size=16), Slow()
+    slow, free = bench.submit([4, 5, 6], max_new_tokens=2), bench.submit([1, 2, 3], max_new_tokens=40)
+    slow.guide = guide
+    bench.step()
+    assert (slow.state, guide.begun, free.num_output) == (ReqState.WAITING, True, 1)
+    assert bench.scheduler.last.refusals[(slow.rid, 0)] is Refusal.MASK
+    guide.is_there = True
+    bench.step()
+    assert slow.num_output == 1
+
+
+def test_one_that_is_paused_keeps_its_place_can_be_retracted_and_can_end() -> None:
+    bench, _, slow, _ = beside_one_that_is_free(max_running=2)
+    bench.step()
+    third = bench.submit([7, 8], max_new_tokens=1)
+    bench.step()
+    assert third.state is ReqState.WAITING  # both places are taken
+    retract(bench.scheduler, slow)
+    assert slow.holding is None
+    assert not bench.scheduler.queues.paused
+    bench.step()
+    assert third.finish is not None
+    bench.scheduler.finish(slow, Finish(reason=FinishReason.ABORT))
+    bench.run()
+    bench.kv.check_idle()
+
+
+def test_the_seconds_of_a_mask_are_charged_as_the_prompt_tokens_of_that_time() -> None:
+    bench, _, _, _ = beside_one_that_is_free()
+    waiting = bench.scheduler.queues.waiting
+    masked = bench.submit([9, 9], max_new_tokens=4, tenant="masked")
+    masked.guide, waiting.step_times = Slow(), StepTimes(s_per_token=0.001)
+    masked.guide.is_there = True
+    before = waiting.shares.credit("masked")
+    bench.step()
+    assert masked.num_output == 1
+    assert waiting.shares.credit("masked") == before - 2 - 20  # its prompt, and 20 ms
