@@ -19,9 +19,7 @@ from replicas.config import (
     CacheConfig,
     DType,
     Implementation,
-    ParallelConfig,
     Quantization,
-    SchedulerConfig,
 )
 from replicas.engine.engine import Engine
 from replicas.errors import Fault
@@ -36,7 +34,7 @@ from tests.pairwise import cases
 
 pytestmark = pytest.mark.model
 
-NUM_NEW = 24
+NUM_NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 HOST_BYTES = 5 << 20
@@ -67,17 +65,10 @@ def make_engine(
     drafts: bool = False,
 ) -> Engine:  # fmt: skip
     dtype, quantization = NUMBERS[numbers]
-    return load_engine(
-        EngineSettings(
-            model=short_model(), num_threads=1, context_len=1024, dtype=dtype, quantization=quantization,
-            cache=CacheConfig(
-                page_size=page, max_total_tokens=4096, host_memory_bytes=HOST_BYTES, write_policy="write_back"
-            ),
-            scheduler=SchedulerConfig(
-                chunked_prefill_size=chunk, max_running_requests=8, speculation="auto" if drafts else "off"
-            ),
-            parallel=ParallelConfig(tp=tp), adapters=limits or AdapterLimits(),
-        )
+    return harness.small_engine(
+        short_model(), page=page, tokens=4096, chunk=chunk, tp=tp, context=1024, dtype=dtype, quantization=quantization,
+        cache={"host_memory_bytes": HOST_BYTES, "write_policy": "write_back"},
+        scheduler={"speculation": "auto" if drafts else "off"}, adapters=limits or AdapterLimits(),
     )  # fmt: skip
 
 
@@ -86,22 +77,8 @@ ENGINES = {"page16-whole": (16, 512), "page1-chunked": (1, 32), "page16-chunked"
 
 @pytest.fixture(scope="module")
 def engine_of() -> Iterator[Callable[..., Engine]]:
-    """Makes engines, one at a time: the one before ends when another is asked for."""
-    made: dict[tuple[object, ...], Engine] = {}
-
-    def of(**settings: object) -> Engine:
-        key = tuple(sorted(settings.items()))
-        if key not in made:
-            end()
-            made[key] = make_engine(**settings)  # type: ignore[arg-type]
-        return made[key]
-
-    def end() -> None:
-        while made:
-            made.popitem()[1].close()
-
-    yield of
-    end()
+    with harness.one_at_a_time(make_engine) as of:
+        yield of
 
 
 @dataclass(slots=True)
@@ -209,7 +186,7 @@ def test_the_same_answer_on_every_path(
 
 def test_drafts_change_no_answer(adapters: list[AdapterRef | None]) -> None:
     """Of a prompt that repeats itself, so that drafts are tried; rows of drafts have their request's adapter."""
-    ids, most = np.tile(PROMPT[:12], 9), replace(GREEDY, max_new_tokens=48)
+    ids, most = np.tile(PROMPT[:12], 9), replace(GREEDY, max_new_tokens=32)
     requests = [asked(f"{i}", each, ids, sampling=most) for i, each in enumerate(adapters[:3])]
     answers = []
     for drafts in (False, True):
@@ -222,11 +199,11 @@ def test_drafts_change_no_answer(adapters: list[AdapterRef | None]) -> None:
 def test_each_adapter_answers_as_pefts_merged_model(
     engine_of: Callable[..., Engine], adapters: list[AdapterRef | None]
 ) -> None:
-    """64 equal greedy ids, and their logprobs within 1e-4 of the logits' range, all in one batch."""
+    """24 equal greedy ids, and their logprobs within 1e-4 of the logits' range, all in one batch."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    engine, num = engine_of(page=16, chunk=512), 64
+    engine, num = engine_of(page=16, chunk=512), 24
     flush(engine)
     most = replace(GREEDY, max_new_tokens=num)
     made = run(engine, [asked(f"{i}", each, sampling=most) for i, each in enumerate(adapters)])

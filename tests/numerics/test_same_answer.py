@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.config import CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
+from replicas.config import CacheConfig, DType, Quantization
 from replicas.engine.engine import Engine
 from replicas.kernels import bf16_tiles
 from replicas.launch import EngineSettings, load_engine
@@ -59,28 +59,15 @@ ROUNDED = {
 }
 
 
-def make_engine(page: int, chunk: int, *, tp: int, numbers: Numbers) -> Engine:
+def make_engine(page: int, chunk: int, *, tp: int = 1, numbers: Numbers = FP32) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         if numbers.widened:
             patch.setattr(bf16_tiles, "way", lambda: None)
-        return _make_engine(page, chunk, tp=tp, numbers=numbers)
-
-
-def _make_engine(page: int, chunk: int, *, tp: int, numbers: Numbers) -> Engine:
-    return load_engine(
-        EngineSettings(
-            model=short_model(),
-            cache=CacheConfig(
-                page_size=page, max_total_tokens=4096, host_memory_bytes=HOST_BYTES, write_policy="write_back"
-            ),
-            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
-            parallel=ParallelConfig(tp=tp),
-            num_threads=1,
-            context_len=1024,
-            dtype=numbers.dtype,
+        return harness.small_engine(
+            short_model(), page=page, tokens=4096, chunk=chunk, tp=tp, context=1024, dtype=numbers.dtype,
             quantization=numbers.quantization,
-        )
-    )
+            cache={"host_memory_bytes": HOST_BYTES, "write_policy": "write_back"},
+        )  # fmt: skip
 
 
 ENGINES: dict[str, tuple[int, int]] = {
@@ -96,22 +83,8 @@ HOST_BYTES = 5 << 20  # about 850 tokens
 
 @pytest.fixture(scope="module")
 def engine_of() -> Iterator[Callable[..., Engine]]:
-    """Makes engines, one at a time: the one before ends when another is asked for."""
-    made: dict[tuple[object, ...], Engine] = {}
-
-    def of(page: int, chunk: int, *, tp: int = 1, numbers: Numbers = FP32) -> Engine:
-        key = (page, chunk, tp, numbers)
-        if key not in made:
-            end()
-            made[key] = make_engine(page, chunk, tp=tp, numbers=numbers)
-        return made[key]
-
-    def end() -> None:
-        while made:
-            made.popitem()[1].close()
-
-    yield of
-    end()
+    with harness.one_at_a_time(make_engine) as of:
+        yield of
 
 
 @pytest.fixture(scope="module")
