@@ -77,6 +77,12 @@ def _run_all(
             records = cluster.run()
             cluster.check()
             rows += summary(title, name, records, num_replicas=len(cluster.replicas), objective_s=objective_s)
+            if options.link:
+                computed = sum(record.input_len for record in records)
+                note = f"{cluster.num_failed} fetches failed"
+                fetched = Table(title)
+                fetched.add(name, [100 * cluster.num_fetched / computed], "%", figure="fetched", note=note)
+                rows += fetched.rows
             ttfts = sorted(record.ttft_s for record in records)
             mean_s = sum(ttfts) / len(ttfts)
             shares = range(101)
@@ -188,6 +194,8 @@ def _build(options: argparse.Namespace, requests: Sequence[SimRequest], queue: s
             policy=queue, ageing_s=options.ageing, late_factor=options.late_factor, chunked_prefill_size=8192,
             cascade=False,
         ),
+        token_bytes=options.token_bytes,
+        link_bytes_per_s=options.link * 1e9 / 8,
     )  # fmt: skip
 
 
@@ -278,6 +286,8 @@ def _options(parse: argparse.ArgumentParser) -> None:
     parse.add_argument("--replicas", type=int, nargs="+", help="simulated replicas (8; of a recording as many)")
     add("--pool-tokens", 1_024_000, "KV pool of a replica")
     add("--page-size", 512, "tokens a page")
+    add("--link", 0.0, "Gbit/s of a replica to all others, each way, over which they fetch; 0: they do not")
+    add("--token-bytes", 131_072, "K and V of a token")
     add("--prefill-rate", 5000.0, "prompt tokens/s of a replica", type=positive)
     add("--stats-period", 0.1, "s between two reports of a replica", type=positive)
     add("--event-delay", 0.02, "s that reports and page events travel")

@@ -71,6 +71,10 @@ class Cluster:
             for index in range(setup.num_replicas)
         ]
         self._by_id = {replica.replica_id: replica for replica in self.replicas}
+        for replica in self.replicas:
+            replica.others, replica.fetched = self._by_id, self._fetched
+        self.num_fetched = 0  # tokens that came from other replicas
+        self.num_failed = 0  # fetches
         self._told: dict[str, ReplicaView] = {}  # the last report of each replica
         self.router: Router | None = None
         if policy != ORACLE:
@@ -127,9 +131,18 @@ class Cluster:
                 max_new_tokens=request.output_len,
             )  # fmt: skip
             decision = self.router.choose(query)
-            replica = self._by_id[decision.replica_id]
+            replica, job.fetch = self._by_id[decision.replica_id], decision.fetch
         self._open[request.number] = decision, time.thread_time() - began_s
         replica.submit(job)
+
+    def _fetched(self, job: SimJob, num_bytes: int, took_s: float, failed: bool) -> None:
+        """A fetch has ended; its router hears of it a little later."""
+        self.num_fetched += 0 if failed else num_bytes // self._setup.build.token_bytes
+        self.num_failed += failed
+        router, (decision, _) = self.router, self._open[job.request.number]
+        if router is not None and decision is not None:
+            told = partial(router.fetched, decision, num_bytes, took_s, failed=failed)
+            self.events.after(self._setup.build.way_s, told)
 
     def _ended(self, replica: SimReplica, job: SimJob) -> None:
         request, cached = job.request, job.req.cached_tokens

@@ -14,7 +14,7 @@ Invariant: what a replica stores, evicts, retracts and starts is what the produc
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
@@ -27,17 +27,21 @@ from deployments.channel.frames import LENGTH, CacheChanges, ReplicaReport, deco
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.fleet import view_of
 from kvtransfer.pages import page_keys
+from kvtransfer.types import PdTicket, PeerAddress
 from replicas.cache.kv import KvCache
+from replicas.cache.quarantine import Detained
 from replicas.config import SchedulerConfig
+from replicas.disagg.roles import ask_grant, compute_here, fetched
 from replicas.engine.loop import IDLE_WAIT_S, STATS_PERIOD_S
 from replicas.engine.stepping import StepClock, snapshot
 from replicas.memory.sizing import PoolSize
-from replicas.request import Req
+from replicas.request import Leg, Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.scheduler import Scheduler
-from replicas.types import EngineStats, GenerateRequest, SamplingParams
-from routing.types import IndexEvent, ReplicaView
+from replicas.types import EngineStats, GenerateRequest, PdLeg, SamplingParams
+from routing.fetch import SLOWED
+from routing.types import IndexEvent, PageFetch, ReplicaView
 
 TOKEN = 7
 
@@ -70,6 +74,8 @@ class Build:
     pace: Sequence[float] = (1.0,)  # by which steps are longer in each ``pace_s`` of time, and at the last from then on
     pace_s: float = math.inf
     knows_tenants: bool = True  # False: every request has the same tenant
+    token_bytes: int = 0  # K and V of a token
+    link_bytes_per_s: float = 0.0  # of each replica, to all others, each way; 0: they fetch nothing
 
     @property
     def is_even(self) -> bool:
@@ -121,8 +127,11 @@ class TimedEngine:
             replica_id=name, node_id="simulated", pid=0, model_path="", architecture="", dtype="",
             context_len=build.context_len, vocab_size=0, max_prompt_tokens=build.context_len, tp=1,
             page_size=build.page_size, attention="", kernels="", products="", num_threads=1, pool="",
+            page_bytes=build.token_bytes * build.page_size, fetches=build.link_bytes_per_s > 0,
         )  # fmt: skip
         self._build, self._events, self._rng = build, events, rng
+        self.sends_until_s = 0.0  # pages to another replica; steps are longer meanwhile
+        self.granted: Callable[[Req], None] = lambda req: None  # called with each that may fetch
         self._commands: deque[Callable[[], None]] = deque()
         self._in_step = False
         self._alike: _Alike | None = None
@@ -178,11 +187,14 @@ class TimedEngine:
             self._at_end_of(self._alike)
             return
         plan = scheduler.schedule()
+        for req in scheduler.queues.away.take_granted():
+            self.granted(req)
         if plan is not None:
             self._in_step = True
             num_prompt = self.num_under_way = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
             num_rows = plan.num_decode if isinstance(plan, ExtendPlan) else len(plan.rows)
             step_s = self._build.step_s(num_prompt, num_rows, now_s, self._rng)
+            step_s *= 1 + SLOWED * (now_s < self.sends_until_s)
             self._ends_s = now_s + step_s
             self._events.at(self._ends_s, functools.partial(self._end, plan, step_s))
 
@@ -250,10 +262,12 @@ class TimedEngine:
 class SimJob:
     """A request at a simulated replica: what it needs there, and what came of it."""
 
-    __slots__ = ("came_s", "req", "request", "token_ids", "ttft_s")
+    __slots__ = ("came_s", "fetch", "num_sent", "req", "request", "token_ids", "ttft_s")
 
     def __init__(self, request: SimRequest, *, now_s: float, objective_s: float, build: Build) -> None:
         self.request = request
+        self.fetch: PageFetch | None = None
+        self.num_sent = 0  # bytes
         self.token_ids = request.token_ids()
         self.came_s = now_s
         self.ttft_s = 0.0  # once it has its first token
@@ -280,6 +294,11 @@ class SimReplica:
         """``ended``: the last token is there. ``rng`` draws the spread of steps."""
         self.replica_id = replica_id
         self.engine = TimedEngine(replica_id, build, events, rng)
+        self.engine.granted = self._order
+        self.others: Mapping[str, SimReplica] = {}  # by id
+        self.fetched: Callable[[SimJob, int, float, bool], None] = lambda job, num_bytes, took_s, failed: None
+        self._links_free_s = [0.0, 0.0]  # out, in
+        self._fetching: dict[Req, SimJob] = {}
         self._build, self._events, self._ended = build, events, ended
         self._without_first: dict[SimJob, None] = {}  # at the engine or on their way to it
 
@@ -317,7 +336,62 @@ class SimReplica:
         engine.answers[job.request.number] = job.token_ids[job.request.input_len :]
         engine.first[job.req] = functools.partial(self._begun, job)
         engine.ended[job.req] = functools.partial(self._through, job)
-        engine.scheduler.submit(job.req)
+        if job.fetch is None:
+            engine.scheduler.submit(job.req)
+            return
+        ticket = PdTicket(
+            room=job.request.number, generation=0, prefill=PeerAddress(host="", port=0, incarnation=""),
+            end_len=job.fetch.end_tokens, within_s=job.fetch.within_s,
+        )  # fmt: skip
+        job.req.leg = Leg(role=PdLeg.FETCH, ticket=ticket)
+        self._fetching[job.req] = job
+        ask_grant(engine.scheduler, job.req)
+
+    def _order(self, req: Req) -> None:
+        """The job has its pages: ask the donor, whose cache answers between two of its steps."""
+        job = self._fetching[req]
+        assert job.fetch is not None
+        donor, ordered_s, give_up_s = self.others[job.fetch.donor_id], self._events.now_s, job.fetch.within_s
+        first = req.holding.prefix_len if req.holding is not None else 0
+        self._events.after(
+            self._build.way_s, lambda: donor.engine.command(lambda: self._lent(job, donor, first, ordered_s))
+        )
+        self._events.after(give_up_s, lambda: self.engine.command(lambda: self._came(job, first, None, ordered_s)))
+
+    def _lent(self, job: SimJob, donor: "SimReplica", first: int, ordered_s: float) -> None:
+        assert job.fetch is not None
+        now_s, build = self._events.now_s, self._build
+        pages, receipt = donor.engine.kv.store.lend(job.prompt[: job.fetch.end_tokens], job.req.salt, job.req.rid)
+        end_len = len(pages) * build.page_size
+        num_bytes = max(end_len - first, 0) * build.token_bytes
+        done_s = max(now_s, donor._links_free_s[0], self._links_free_s[1]) + num_bytes / build.link_bytes_per_s
+        late = done_s > ordered_s + job.fetch.within_s
+        if late:
+            done_s = max(now_s, ordered_s + job.fetch.within_s)
+        donor._links_free_s[0] = max(donor._links_free_s[0], done_s)
+        self._links_free_s[1] = max(self._links_free_s[1], done_s)
+        job.num_sent = min(num_bytes, int((done_s - now_s) * build.link_bytes_per_s))
+        donor.engine.sends_until_s = max(donor.engine.sends_until_s, done_s)
+        release = functools.partial(donor.engine.kv.store.release_quarantined, receipt)
+        self._events.at(done_s, lambda: donor.engine.command(release))
+        if not late:
+            came = functools.partial(self._came, job, first, end_len if num_bytes else None, ordered_s)
+            self._events.at(done_s, lambda: self.engine.command(came))
+
+    def _came(self, job: SimJob, first: int, end_len: int | None, ordered_s: float) -> None:
+        """The pages are here, or (None) will not come; whichever is first."""
+        if self._fetching.pop(job.req, None) is None:
+            return
+        took_s = self._events.now_s - ordered_s
+        if end_len is None:
+            compute_here(self.engine.scheduler, job.req)
+            assert isinstance(job.req.leg, Leg)
+            assert isinstance(job.req.leg.detained, Detained)
+            self.engine.kv.store.release_quarantined(job.req.leg.detained)
+            job.req.leg.detained = None
+        else:
+            fetched(self.engine.scheduler, job.req, end_len)
+        self.fetched(job, job.num_sent, took_s, end_len is None)
 
     def _begun(self, job: SimJob) -> None:
         del self._without_first[job]

@@ -369,6 +369,11 @@ _ROUTING = [
             "their lines became, or cannot be read; where it cannot be looked into, one more."),
     Metric(ROUTER, COUNTER, "router_batch_lines_total", "Batch requests that ran: completed, failed (an entry of the "
             "error file), or repeated: there was no room for it, and it is run again.", {"outcome": LINES}),
+    Metric(ROUTER, COUNTER, "router_fetches_total", "Fetches of cached pages from another replica; error: what was "
+            "missing was computed.", {"outcome": ("ok", "error")}),
+    Metric(ROUTER, COUNTER, "router_fetched_tokens_total", "Prompt tokens whose pages came from another replica."),
+    Metric(ROUTER, COUNTER, "router_fetch_seconds_total", "Seconds from the arrival of requests at a replica until "
+            "their fetches had ended, well or not."),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),
     Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; error: the decode replica "

@@ -5,7 +5,8 @@ Owns:      nothing. The protocols: rooms/transfer_service.py, ports/rank_port.py
     engine (replicas/disagg) ──orders──> KvTransfer ──orders──> RankPort, one per rank (ports.py) ──> TransferAgent
                              <──events──            <──events──
 
-A *room* is one hand-off: one sequence's pages from one prefill replica to one decode replica. ``generation`` counts
+A *room* is one hand-off: one sequence's pages from one prefill replica to one decode replica; or one fetch: pages of a
+prompt from a replica that has cached them (a *donor*) to one that has not. ``generation`` counts
 the tries of one room, ``incarnation`` is new with every start of a process: messages of an earlier one are dropped.
 """
 
@@ -44,7 +45,17 @@ class PdTicket:
 
     room: int  # random, 63 bits
     generation: int  # of the try
-    prefill: PeerAddress
+    prefill: PeerAddress  # of a fetch, the donor's
+    end_len: int = 0  # of a fetch: the tokens of the prompt, in whole pages, that the receiver has afterwards
+    within_s: float = 0.0  # of a fetch: what has not come by then is computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The tokens whose pages a receiver fetches: what a donor's cache finds them by."""
+
+    salt: str  # the namespace, its adapter's part included
+    token_ids: bytes = field(repr=False)  # [n * page_size] i32, little endian
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +86,8 @@ class ReceiveOrder:
     num_tokens: int  # of the sequence, prefix included
     first_page: int  # pages [0, first_page) of the sequence are here already
     pages: PageIds  # [n] where pages [first_page, first_page + n) go; n may be 0
-    deadline_s: float  # without a page, from now or from the last that came: the room fails then
+    deadline_s: float  # without a page, from now or from the last that came: the room fails then; of a fetch, in all
+    prefix: Prefix | None = None  # a fetch: the peer has no leg of the request, and sends what its cache has of this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +110,7 @@ class SendReady:
 
     room: int
     first_page: int
+    prefix: Prefix | None = None  # a fetch: no leg waits for it. Send what is there with `send_last`, or abort the room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +152,7 @@ class ReceiveFailed:
     room: int
     reason: str
     bad_pages: tuple[int, ...] = ()  # of this pool, whose digest was wrong
+    num_bytes: int = 0  # that had come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

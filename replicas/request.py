@@ -10,7 +10,7 @@ Thread:    scheduler thread only.
        └────── retract ─────┴──────── retract ───────┘          (abort, error, deadline: from any state to FINISHED)
 
     decode leg:   WAITING ──grant──> RECEIVING ──its K/V arrived──> RUNNING
-                     ^── transfer failed ┘
+                     ^── transfer failed ┘   (a fetch: however it ended)
     prefill leg:  PREFILLING ──last chunk──> HANDING_OFF ──the receiver confirms──> FINISHED
 
 A constrained request whose grammar forces a run of tokens is RUNNING, then PREFILLING for the one step that computes
@@ -24,7 +24,8 @@ Stages, between time stamps that are each set once, where the event happens:
     computed here      arrival ──queue──> admitted ──prefill──> first token ──decode──> end
     prefill leg        arrival ──queue──> admitted ──prefill──> last step ──transfer──> end
     decode leg         arrival ──queue──> granted ──transfer──> K/V and first token ──decode──> end
-      that failed      arrival ──queue──> granted ──transfer──> failed ──queue──> admitted ──prefill──> ...
+      that failed, or  arrival ──queue──> granted ──transfer──> failed ──queue──> admitted ──prefill──> ...
+      a fetch
 
 A prefill leg starts when its receiver has row and pages, so its queue stage includes the receiver's. A request that
 ends early has the stages that it reached. A retracted request stays in its stage: its second wait in the queue counts
@@ -155,7 +156,8 @@ class Leg:
     first_page: int = 0  # pages of the sequence before this one are the receiver's own
     next_page: int = 0  # prefill leg: pages before this one are sent, or need not be
     granted_s: float | None = None  # decode leg: when it got row and pages
-    failed_s: float | None = None  # decode leg: when the transfer of its K/V, once requested, failed
+    # when the transfer of its K/V ended, and it waits to be computed: a decode leg's that failed, or a fetch
+    waits_again_s: float | None = None
     report: HandOffReport | None = None  # decode leg: how it went, until it is in a delta
 
 
@@ -424,10 +426,10 @@ def stage_times(req: Req, end_s: float | None) -> StageTimes:
     since_s = stamps.arrival_s
     if leg is not None and leg.granted_s is not None:
         queue_s, since_s = leg.granted_s - since_s, leg.granted_s
-        if leg.failed_s is None:  # received, or ended before
+        if leg.waits_again_s is None:  # received, or ended before
             come_s = end_s if first_s is None else first_s
             return StageTimes(queue_s=queue_s, transfer_s=come_s - since_s, decode_s=end_s - come_s)
-        transfer_s, since_s = leg.failed_s - since_s, leg.failed_s
+        transfer_s, since_s = leg.waits_again_s - since_s, leg.waits_again_s
     if stamps.admitted_s is None:
         return StageTimes(queue_s=queue_s + end_s - since_s, transfer_s=transfer_s)
     queue_s += stamps.admitted_s - since_s

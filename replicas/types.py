@@ -252,15 +252,17 @@ def _check(param: str, ok: bool, message: str) -> None:
 
 
 class PdLeg(enum.Enum):
-    """The side of a hand-off that a request is: prefill or decode."""
+    """The side of a hand-off that a request is: prefill or decode; or it fetches cached pages from another replica."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    FETCH = "fetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOff:
-    """The hand-off of a request that two replicas compute: one the K/V of its prompt, the other its tokens."""
+    """The hand-off of a request that two replicas compute: one the K/V of its prompt, the other its tokens. Or a fetch:
+    one replica computes it, and another one has cached pages of its prompt."""
 
     leg: PdLeg
     ticket: PdTicket
@@ -268,13 +270,13 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOffReport:
-    """How a hand-off went, as the decode side saw it. It comes with the first token, or, if the hand-off failed, on a
-    delta of its own as soon as that is known."""
+    """How a hand-off or a fetch went, as the receiver saw it. It comes with the first token, or, if it failed, and of a
+    fetch, on a delta of its own as soon as that is known."""
 
     transferred: bool  # False: it failed, and the prompt was computed where it decodes
     reason: str | None = None  # why it failed
     num_pages: int = 0
-    num_bytes: int = 0
+    num_bytes: int = 0  # that came
     grant_s: float = 0.0  # from arrival until row and pages were granted
     wait_s: float = 0.0  # from then until all had come, or failed
     transfer_s: float = 0.0  # of it, from the first page to the last

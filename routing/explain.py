@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from routing.terms import CANDIDATE, DECODE_REPLICA, Term, Unit, headings, parts, written
-from routing.types import Candidate, Decision, Ending, Pair, PairReason, Reason, RouteOutcome
+from routing.types import Candidate, Decision, Ending, PageFetch, Pair, PairReason, Reason, RouteOutcome
 
 BECAUSE = {
     Reason.ONLY: "it was the only replica that may take the request",
@@ -86,12 +86,28 @@ def sentence(decision: Decision, name: str = "") -> str:
             f"{tokens} cached {computes}, and the first token after "
             f"{decision.predicted_ttft_s:.3f} s."
         )
+    if decision.fetch is not None:
+        return f"{said}. {fetch_clause(decision.fetch)}."
     if not decision.given_up:
         return f"{said}."
     other = next(candidate for candidate in decision.candidates if candidate.replica_id == best_id)
     return (
         f"{said}; {best_id} holds {best_tokens}, {decision.given_up} more, "
         f"but its first token would come after {other.terms.ttft_s:.3f} s."
+    )
+
+
+def fetch_clause(fetch: PageFetch, *, came: tuple[int, float] | None = None) -> str:
+    """Say what a request fetches, or fetched, and what it was weighed against. ``came``: tokens, and in how long."""
+    num_tokens, took_s = came or (fetch.num_tokens, fetch.took_s)
+    compute_s = fetch.compute_s * num_tokens / max(fetch.num_tokens, 1)
+    begins = "" if fetch.donor_ttft_s == float("inf") else (
+        f"; {fetch.donor_id} itself would {'begin' if came is None else 'have begun'} after {fetch.donor_ttft_s:.3g} s"
+    )  # fmt: skip
+    verb, computed = ("It fetches", "takes") if came is None else ("It fetched", "would have taken")
+    return (
+        f"{verb} {num_tokens:,} tokens from {fetch.donor_id} in {took_s:.2g} s; computing them {computed} "
+        f"{compute_s:.2g}{begins}"
     )
 
 

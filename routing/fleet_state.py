@@ -3,8 +3,7 @@
 Owns:      the three books of that (load.py, tiers.py, and a feed for each replica: the number of the last event
            applied, events that came too early, requests that ended lately); a replica has one column in all.
            Also what requests have shown: running means of the errors of predictions, how much later than predicted they
-           begin of late, how long they are on their way, and the rates of the last hand-offs that were large enough to
-           measure the link.
+           begin of late, how long they are on their way, and the rates of transfers (fetch.py).
 Never:     chooses; fetches a snapshot: it says when one is needed; corrects a prediction: an error must stay visible.
 Invariant: a replica is in all three books or in none. Each event is applied once, in the order of the numbers. In sync,
            the index's confirmed pages are those of the replica's cache after event ``seq``, and what else is expected
@@ -16,7 +15,7 @@ Thread:    the router's own.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,17 +23,21 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.pages import NO_KEYS, PageKeys, Tier
-from routing.index import KEY_BITS, Borders, TierIndex, pages_of
+from routing.fetch import MOST_DONORS, BytesAsked, Donors, Fetches, LinkRates, quickest
+from routing.index import KEY_BITS, Borders, Reach, TierIndex, pages_of
 from routing.load import Eligible, Load
 from routing.page_owners import Pages
-from routing.policies import Candidates, estimate, held_tokens
+from routing.policies import Candidates, HeldTokens, estimate, held_tokens
 from routing.types import (
     Decision,
+    Floats,
     IndexEvent,
     IndexSnapshot,
     KeysParted,
     KeysRemoved,
     KeysStored,
+    LoadEstimate,
+    PageFetch,
     ReplicaView,
     Role,
     RouteLeg,
@@ -149,6 +152,10 @@ class FleetState:
         self._departures = Departures()
         self.apart = False  # some replica is for prefill or decode alone
         self.way = Way()
+        self.links = LinkRates(clock)
+        self.asked = BytesAsked()
+        self.reused = 0.0  # share of prompt tokens that were cached where they went: a mean of the last ones
+        self._fetches = False  # some replica can fetch from another
         self._page_size = page_size
         self._index = TierIndex(self._departures)
         self._feeds: dict[str, Feed] = {}
@@ -217,23 +224,85 @@ class FleetState:
         load = self.load.estimate(eligible, now_s, before=[leg.number for leg in waits])
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
+        if self._fetches and not query.one_replica and (donors := self._donors(reach, held, load, eligible, usable)):
+            held = replace(held, fetches=self._fetch(donors, held, load, eligible, num_tokens))
         for leg in waits:  # the index expects that all of its prompt will be there: by itself
             at = eligible.columns == self.load.column(leg.replica_id)
             held.device[at] = np.minimum(held.device[at], leg.overlap_tokens)
+            if held.fetches is not None:
+                held = replace(held, fetches=held.fetches.without(at))
         terms = estimate(
             load, held, num_tokens=num_tokens, adapter_s=self.load.adapter_s(eligible, query.adapter),
             max_new_tokens=max_new_tokens, way_s=self.way.seconds, objective_s=query.objective_s,
         )  # fmt: skip
-        return Candidates(views=eligible.views, load=load, overlap_tokens=num_tokens - terms.own_tokens, terms=terms)
+        return Candidates(
+            views=eligible.views, load=load, overlap_tokens=num_tokens - terms.own_tokens, terms=terms,
+            fetches=held.fetches,
+        )  # fmt: skip
 
-    def send(self, leg: RouteLeg, pages: Pages, *, now_s: float, adapter: str = "") -> None:
+    def _donors(
+        self, reach: Reach, held: HeldTokens, load: LoadEstimate[Floats], eligible: Eligible, usable: Pages
+    ) -> Donors | None:
+        """Return the replicas that have more of a prompt than another one; None if there is none."""
+        if self.links.unsure and self.asked.of:
+            return None
+        views, ps = eligible.views, self._page_size
+        able = np.array([view.fetches for view in views])
+        first = int(((held.device + held.host) // ps).min(where=able, initial=len(usable)))
+        asked = np.array([self.asked.of[view.replica_id] for view in views], dtype=np.float64)
+        most = np.lexsort((asked, -reach.own))
+        at = [int(each) for each in most if able[each] and reach.own[each] > first][:MOST_DONORS]
+        if not at:
+            return None
+        columns = eligible.columns[at]
+        known = [self._index.confirmed(usable, int(each), first) for each in columns]
+        rest_s = np.where(
+            load.queued_tokens > 0, load.rate_step_tokens / load.prefill_tokens_per_s, load.decode_step_s
+        ) * np.minimum(load.num_requests, 1.0)  # fmt: skip
+        ids = [views[each].replica_id for each in at]
+        return Donors(
+            ids=ids,
+            at=np.array(at, dtype=np.int64),
+            device_tokens=np.minimum(reach.device[at], known) * ps,
+            tokens=np.minimum(reach.own[at], known) * ps,
+            host_s_per_token=eligible.loading[0, at],
+            wait_s=rest_s[at] / 2,
+            num_running=np.maximum(load.num_requests - load.num_waiting, 0.0)[at],
+            bytes_per_s=self.links.rates(ids, [view.replica_id for view in views]),
+            asked_bytes=np.maximum(asked[:, None], asked[at]),
+        )
+
+    def _fetch(
+        self, donors: Donors, held: HeldTokens, load: LoadEstimate[Floats], eligible: Eligible, num_tokens: int
+    ) -> Fetches:
+        views = eligible.views
+        return quickest(
+            donors,
+            load,
+            num_tokens=num_tokens,
+            base_tokens=held.device + held.host,
+            store_tokens=held.store,
+            store_s=held.store_s,
+            token_bytes=np.array([view.fetches * view.page_bytes / self._page_size for view in views]),
+            reused=self.reused,
+        )
+
+    def send(
+        self, leg: RouteLeg, pages: Pages, *, now_s: float, adapter: str = "", fetch: PageFetch | None = None
+    ) -> None:
         """Open ``leg`` at its replica, which will soon hold ``pages`` and ``adapter``."""
+        if fetch is not None:
+            self.asked.begin(leg.number, fetch, leg.replica_id)
         tokens = leg.own_tokens
         self.load.send(leg.replica_id, number=leg.number, uncached_tokens=tokens, now_s=now_s, adapter=adapter)
         self._index.expect(self.load.column(leg.replica_id), pages, number=leg.number)
 
     def end(self, leg: RouteLeg, keys: PageKeys, *, begun: bool = True) -> bool:
         """Close ``leg`` of a prompt with ``keys``, computed if it has ``begun``. Return False if it was not open."""
+        if self.asked.of:
+            self.asked.end(leg.number)
+        share = leg.overlap_tokens / max(leg.overlap_tokens + leg.own_tokens, 1)
+        self.reused += (share - self.reused) / WINDOW
         was_open = self.load.end(leg.number, begun=begun)
         if was_open:
             self._feeds[leg.replica_id].end(leg.number, keys)
@@ -251,6 +320,7 @@ class FleetState:
         """Raises AssertionError if a book does not add up, or they differ."""
         self.load.check()
         self._index.check()
+        self.asked.check()
         assert self._feeds.keys() == self.load.ids
 
     def _hear(self, view: ReplicaView) -> None:
@@ -270,6 +340,7 @@ class FleetState:
 
     def _look_at_roles(self) -> None:
         self.apart = any(view.role is not Role.UNIFIED for view in self.load.views)
+        self._fetches = not self.apart and sum(view.fetches for view in self.load.views) > 1
 
     def _index_anew(self, view: ReplicaView) -> None:
         column = self.load.column(view.replica_id)
@@ -384,34 +455,3 @@ class Way:
         """Add an outcome; one whose replica did not tell its part is ignored."""
         if outcome.ttft_s is not None and outcome.engine_s is not None:
             self._seconds.append(max(outcome.ttft_s - outcome.engine_s, 0.0))
-
-
-# Until the first hand-off: a 10 Gbit/s network. One host by shared memory makes 2 to 4e9 (notes on NIXL).
-ASSUMED_BYTES_PER_S = 1e9
-TELLING_BYTES = 1 << 20  # the time of a smaller one is that of its messages, not of its bytes
-# Pages also wait for the sender to compute them, so a slow hand-off says little about the link. Nor does the fastest:
-# its time runs from when the first pages were seen, so what had arrived by then counts as bytes and not as time.
-BELIEVED = 0.75
-
-
-class Link:
-    """The transfer rate between replicas, one for all pairs of the application."""
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=KEPT)
-
-    @property
-    def measured(self) -> bool:
-        return bool(self._rates)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The rate that a share BELIEVED of the last KEPT hand-offs do not exceed."""
-        if not self._rates:
-            return ASSUMED_BYTES_PER_S
-        return sorted(self._rates)[int(BELIEVED * (len(self._rates) - 1))]
-
-    def record(self, num_bytes: int, transfer_s: float) -> None:
-        """Add the rate of a completed hand-off: ``num_bytes`` from its first page to its last in ``transfer_s``."""
-        if num_bytes >= TELLING_BYTES and transfer_s > 0:
-            self._rates.append(num_bytes / transfer_s)

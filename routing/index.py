@@ -326,6 +326,14 @@ class TierIndex:
                 store[of_it] = _run_ends(pages, held)[own[of_it]]
         return Reach(device=device, own=own, store=store, kept=kept)
 
+    def confirmed(self, pages: Pages, replica: int, first: int) -> int:
+        """Return how many of ``pages`` come before the first one, from ``first`` on, that the device is only expected
+        to have."""
+        expected = self._device.expected(replica)
+        if not expected.num_pages:
+            return len(pages)
+        return next((at for at in range(first, len(pages)) if expected.run_of(pages[at]) is not None), len(pages))
+
     def num_pages(self, replica: int) -> tuple[int, int]:
         """Return the (confirmed by events, only expected) pages of a replica's device."""
         return self._device.num_pages(replica)

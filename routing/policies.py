@@ -5,7 +5,8 @@ first token) and the turn (the part of the router's past that it may use, and an
 a PolicyChoice. All that it compares stands in the candidates, so every decision can be explained afterwards.
 
 The estimate for a candidate: the tokens before the request and its own, over the prefill rate, the time to load what a
-lower tier has, where that is less than the time to compute it, and the time to load its adapter (LoRA). Each term is in
+lower tier has, where that is less than the time to compute it, the time to fetch what another replica has, likewise
+(fetch.py), and the time to load its adapter (LoRA). Each term is in
 seconds and stands in the decision. No constant here is fitted; each comes from how the engine schedules
 (replicas/scheduler/scheduler.py).
 
@@ -29,8 +30,9 @@ from typing import overload
 
 import numpy as np
 
+from routing.fetch import LATE, LEAST_WITHIN_S, Fetches
 from routing.index import Reach
-from routing.types import Candidate, Floats, Ints, LoadEstimate, Reason, ReplicaView, RouteQuery, Terms
+from routing.types import Candidate, Floats, Ints, LoadEstimate, PageFetch, Reason, ReplicaView, RouteQuery, Terms
 
 # The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where
 # that is a step with prompts, what is left of them stands in the queue; what decode rows cost is in the prefill rate.
@@ -69,6 +71,7 @@ class Candidates(MadeWhenAsked):
     load: LoadEstimate[Floats]
     overlap_tokens: Ints  # [n]
     terms: Terms[Floats, Ints]
+    fetches: Fetches | None = None
 
     def __len__(self) -> int:
         return len(self.views)
@@ -84,6 +87,25 @@ class Candidates(MadeWhenAsked):
     def replica_id(self, index: int) -> str:
         return self.views[index].replica_id
 
+    def fetch(self, index: int) -> PageFetch | None:
+        """Return what candidate ``index`` is to fetch."""
+        of, terms = self.fetches, self.terms
+        if of is None or not of.tokens[index]:
+            return None
+        donor_id = of.donor_ids[int(of.donor[index])]
+        num_tokens, compute_s = int(of.tokens[index]), float(of.compute_s[index])
+        donor_ttft_s = (float(terms.ttft_s[at]) for at, view in enumerate(self.views) if view.replica_id == donor_id)
+        return PageFetch(
+            donor_id=donor_id,
+            end_tokens=int(terms.device_tokens[index] + terms.host_tokens[index]) + num_tokens,
+            num_tokens=num_tokens,
+            num_bytes=int(of.num_bytes[index]),
+            took_s=float(of.took_s[index]),
+            compute_s=compute_s,
+            within_s=max(LEAST_WITHIN_S, LATE * float(of.took_s[index]), float(terms.queue_s[index])),
+            donor_ttft_s=next(donor_ttft_s, float("inf")),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldTokens:
@@ -93,7 +115,9 @@ class HeldTokens:
     host: Ints
     store: Ints
     gone: Ints  # none of the others': K and V of the prompt on the device that it cannot go on behind
-    load_s: Floats
+    host_s: Floats
+    store_s: Floats
+    fetches: Fetches | None = None  # instead of what is in the store
 
 
 def held_tokens(reach: Reach, load: LoadEstimate[Floats], loading: Floats, *, page_size: int) -> HeldTokens:
@@ -108,12 +132,12 @@ def held_tokens(reach: Reach, load: LoadEstimate[Floats], loading: Floats, *, pa
     gone = (reach.kept - reach.device) * page_size
     if reach.store is reach.device:
         no_tokens = none.astype(np.int64)
-        return HeldTokens(device=device, host=no_tokens, store=no_tokens, gone=gone, load_s=none)
+        return HeldTokens(device=device, host=no_tokens, store=no_tokens, gone=gone, host_s=none, store_s=none)
     host_s_per_token, store_s_per_token, latency_s = loading
     host, host_s = _quicker((reach.own - reach.device) * page_size, none, host_s_per_token, load)
     behind = (reach.store - reach.own) * page_size
     store, store_s = _quicker(behind, latency_s, store_s_per_token + host_s_per_token, load)
-    return HeldTokens(device=device, host=host, store=store, gone=gone, load_s=host_s + store_s)
+    return HeldTokens(device=device, host=host, store=store, gone=gone, host_s=host_s, store_s=store_s)
 
 
 def _quicker(
@@ -140,35 +164,45 @@ def estimate(
 
     A prompt that meets ``objective_s`` when it passes the late requests there is estimated without them.
     """
-    own_tokens = num_tokens - held.device - held.host - held.store
+    none = np.zeros(len(held.device))
+    store, store_s, fetched, took_s, others_s = held.store, held.store_s, none.astype(np.int64), none, none
+    if held.fetches is not None:
+        fetched, took_s, others_s = held.fetches.tokens, held.fetches.took_s, held.fetches.others_s
+        store, store_s = np.where(fetched > 0, 0, store), np.where(fetched > 0, 0.0, store_s)
+    load_s = held.host_s + store_s
+    own_tokens = num_tokens - held.device - held.host - store - fetched
     own_s = own_tokens / load.prefill_tokens_per_s
     step_s = _step_s(load, load.queued_tokens + own_tokens)
     decode_s = DECODE_STEPS_WAITED * load.decode_step_s * np.minimum(load.num_requests, 1.0)
     output_tokens = min(max_new_tokens, OUTPUT_TOKENS)
     pressure_s = _pressure_s(load, num_tokens - held.device + output_tokens, output_tokens)
-    after_s = own_s + held.load_s + adapter_s + step_s + decode_s + pressure_s + way_s  # what follows the queue
-    in_time = (load.queued_tokens - load.late_tokens) / load.prefill_tokens_per_s + after_s <= objective_s
+    after_s = own_s + load_s + adapter_s + step_s + decode_s + pressure_s + way_s  # what follows queue and fetch
+    least_s = np.maximum((load.queued_tokens - load.late_tokens) / load.prefill_tokens_per_s, took_s)
+    in_time = least_s + after_s <= objective_s
     passed_tokens = np.where(in_time, load.late_tokens, 0.0)
     queue_s = (load.queued_tokens - passed_tokens) / load.prefill_tokens_per_s
+    fetch_s = np.maximum(took_s - queue_s, 0.0)
     return Terms(
         queued_tokens=load.queued_tokens - passed_tokens,
         passed_tokens=passed_tokens,
         device_tokens=held.device,
         host_tokens=held.host,
-        store_tokens=held.store,
+        store_tokens=store,
+        fetched_tokens=fetched,
         gone_tokens=held.gone,
         own_tokens=own_tokens,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         queue_s=queue_s,
         own_s=own_s,
-        load_s=held.load_s,
+        load_s=load_s,
+        fetch_s=fetch_s,
         adapter_s=adapter_s,
         step_s=step_s,
         decode_s=decode_s,
         pressure_s=pressure_s,
         way_s=np.full(len(queue_s), way_s),
-        ttft_s=queue_s + after_s,
-        behind_s=_behind_s(load, own_s, passed_tokens) + adapter_s,  # of the adapter that makes room
+        ttft_s=queue_s + fetch_s + after_s,
+        behind_s=_behind_s(load, own_s, passed_tokens) + others_s + adapter_s,  # of the adapter that makes room
     )
 
 

@@ -20,7 +20,8 @@ from random import Random
 import numpy as np
 
 from kvtransfer.pages import PageKeys, page_keys
-from routing.fleet_state import FleetState, Link, Overrun, PredictionErrors
+from routing.fetch import LinkRates
+from routing.fleet_state import FleetState, Overrun, PredictionErrors
 from routing.index import pages_of
 from routing.load import Eligible
 from routing.page_owners import Pages
@@ -90,7 +91,6 @@ class Router:
         self.page_size = page_size
         self.errors = PredictionErrors()
         self.overrun = Overrun(clock)
-        self.link = Link()  # fed with every completed hand-off
         self._policy = POLICIES[policy]
         self._rng = rng
         self._clock = clock
@@ -223,6 +223,20 @@ class Router:
         return self._end(decision, legs(decision)[1:])
 
     @property
+    def link(self) -> LinkRates:
+        """The rates of transfers; fed with every completed hand-off, and by `fetched`."""
+        return self._fleet.links
+
+    def fetched(self, decision: Decision, num_bytes: int, transfer_s: float, *, failed: bool = False) -> None:
+        """Note how the fetch of ``decision`` ended, of which ``num_bytes`` came in ``transfer_s``."""
+        assert decision.fetch is not None
+        pair = decision.fetch.donor_id, decision.replica_id
+        self._fleet.asked.end(decision.number)
+        self.link.record(num_bytes, transfer_s, pair)
+        if failed:
+            self.link.failed(pair, late=transfer_s >= decision.fetch.within_s, num_bytes=num_bytes, after_s=transfer_s)
+
+    @property
     def views(self) -> tuple[ReplicaView, ...]:
         return self._fleet.load.views
 
@@ -256,7 +270,8 @@ class Router:
 
     def _open(self, decision: Decision, pages: Pages, query: RouteQuery) -> None:
         for leg in legs(decision):
-            self._fleet.send(leg, pages, now_s=decision.time_s, adapter=query.adapter)
+            fetch = decision.fetch if leg.number == decision.number else None
+            self._fleet.send(leg, pages, now_s=decision.time_s, adapter=query.adapter, fetch=fetch)
             self._num_decisions = leg.number + 1
         if query.session_id:
             self._sessions[query.session_id] = decision.replica_id
@@ -312,6 +327,7 @@ class Router:
             dry_run=dry_run,
             gone_tokens=int(terms.gone_tokens[choice.index]),
             prefill_tokens_per_s=float(terms.prefill_tokens_per_s[choice.index]),
+            fetch=candidates.fetch(choice.index),
         )
         return decision, pages
 

@@ -35,6 +35,7 @@ CANDIDATE = (
     Term("device_tokens", "device", "tokens", "of those, in its KV pool", CACHED, in_terminal="never"),
     Term("host_tokens", "host", "tokens", "of those, in its host memory", CACHED),
     Term("store_tokens", "store", "tokens", "of those, in its store", CACHED),
+    Term("fetched_tokens", "fetched", "tokens", "after those on device and host, sent by another replica", CACHED),
     Term(
         "gone_tokens", "gone", "tokens", "after those in its pool: K and V are there, the window or state is not"
     ),
@@ -49,6 +50,7 @@ CANDIDATE = (
     Term("queue_s", "queue", "s", "prompt tokens that are computed before", TTFT, in_terminal="always"),
     Term("own_s", "own", "s", "its own tokens that are not cached there", TTFT, bar="prefill", in_terminal="always"),
     Term("load_s", "load", "s", "its tokens in host memory and store, loaded", TTFT),
+    Term("fetch_s", "fetch", "s", "what another replica sends, as far as that takes longer than the queue", TTFT),
     Term("adapter_s", "adapter", "s", "its adapter (LoRA), loaded where it is not yet", TTFT),
     Term(
         "step_s", "step", "s", "a step's fixed part, as far as its tokens and the queued ones are too few to fill it",

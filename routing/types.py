@@ -95,6 +95,7 @@ class ReplicaView:
     store_latency_s: float = 0.0  # of such a read, before its bytes
     adapters: frozenset[str] = frozenset()  # identities of those that it holds
     adapter_load_s: float = 0.0  # to load another; 0 until measured
+    fetches: bool = False  # it sends cached pages to other replicas, and takes theirs (fetch.py)
     part: str = ""  # what a page has beside K and V that all layers see: window, state; "": nothing
     border_pages: int = 0  # pages before a border whose parts a request needs to go on there
 
@@ -209,6 +210,7 @@ class Terms(Generic[FloatT, IntT]):
     device_tokens: IntT  # of our prompt, on the replica's device
     host_tokens: IntT  # after those, on its host, if loading them is quicker than computing them; else 0
     store_tokens: IntT  # after those, in its store, likewise
+    fetched_tokens: IntT  # after those of device and host, from another replica, if that is quicker; else 0
     # of our prompt, whose K and V the device has, and a part not (`ReplicaView.part`): it cannot go on behind them
     gone_tokens: IntT
     own_tokens: IntT  # of our prompt, to be computed
@@ -216,14 +218,15 @@ class Terms(Generic[FloatT, IntT]):
     queue_s: FloatT
     own_s: FloatT
     load_s: FloatT  # to load the host's and the store's tokens
+    fetch_s: FloatT  # how much longer than the queue the fetch takes, which goes on meanwhile
     adapter_s: FloatT  # to load its adapter, where the replica neither holds nor loads it
     step_s: FloatT  # what our step takes however few its tokens are, as far as the rate of full steps lacks it
     decode_s: FloatT  # decode steps of running requests that ours waits for
     pressure_s: FloatT  # wait for pages or a place among the running
     way_s: FloatT  # the request to the replica, and its token back; the same everywhere
-    ttft_s: FloatT  # queue + own + load + adapter + step + decode + pressure + way
-    # no part of our time: what computing a prefix anew adds to the waits of others, summed over them, and loading again
-    # the adapter that makes room for ours
+    ttft_s: FloatT  # queue + own + load + fetch + adapter + step + decode + pressure + way
+    # no part of our time: what computing a prefix anew adds to the waits of others, summed over them, what a fetch
+    # costs its donor's requests, and loading again the adapter that makes room for ours
     behind_s: FloatT
 
     @property
@@ -356,6 +359,20 @@ class Pair:
         return None if self.prefill_s is None else self.prefill_s + self.chosen.receive_cost_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageFetch:
+    """The pages of a prompt that its replica gets from another one, since that is quicker than computing them."""
+
+    donor_id: str
+    end_tokens: int  # of the prompt, in whole pages: its replica has the first ones, and fetches the others
+    num_tokens: int  # expected to be fetched
+    num_bytes: int
+    took_s: float  # expected, from the order to the last page
+    compute_s: float  # to compute them instead
+    within_s: float  # afterwards they are computed
+    donor_ttft_s: float  # when the first token would come where they are; infinite: it may not take the request
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
     """The replica that a request goes to, and everything that decided it."""
@@ -383,6 +400,7 @@ class Decision:
     pair: Pair | None = None  # how, where prefill and decode are apart
     gone_tokens: int = 0  # behind which it cannot go on where the prompt is computed (`Terms.gone_tokens`)
     prefill_tokens_per_s: float = 0.0  # there, as believed
+    fetch: PageFetch | None = None
 
     @property
     def prefill_id(self) -> str | None:

@@ -121,6 +121,20 @@ KNOWLEDGE = Row("Router state", (
         "Gaps that go on: the router is too slow to read the events; give it CPU."),
 ))  # fmt: skip
 
+FETCHES = Row("Fetches", (
+    Panel("Fetches by outcome", rate("router_fetches_total", "outcome"), Unit.PER_S,
+        "Fetches of cached pages from another replica, where that is quicker than computing them.",
+        "error: the replica's log says why; what was missing was computed. Links that fail are left alone for seconds.",
+        shape=Shape.STACKED),
+    Panel("Fetched tokens", {"tokens": rate("router_fetched_tokens_total")}, Unit.TOKENS_PER_S,
+        "Prompt tokens whose pages came from another replica instead of being computed.",
+        "Beside the prefill rate of the replicas: what fetches save."),
+    Panel("Time of a fetch, mean",
+        {"fetch": ratio(rate("router_fetch_seconds_total"), rate("router_fetches_total"))}, Unit.SECONDS,
+        "From the arrival of a request at its replica until its fetch had ended; the queue there goes on meanwhile.",
+        "Long: the network, or donors whose steps are long."),
+))  # fmt: skip
+
 APART = Row("Prefill and decode apart", (
     apart("Hand-off decisions", rate("router_pair_decisions_total", "reason"), Unit.PER_S,
         "Decisions whether to hand a prompt over to a prefill replica, by reason.",
@@ -170,6 +184,6 @@ ROUTING = Board(
     uid="manta-routing",
     title="Manta: routing and KV transfer",
     description="Where requests are sent and why, how good the guesses are, and how K/V goes from prefill to decode.",
-    rows=(DECISIONS, KNOWLEDGE, APART),
+    rows=(DECISIONS, KNOWLEDGE, FETCHES, APART),
     annotations=EVENTS,
 )

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from deployments.dispatch.attempt import Attempt, HoldOut, TakenBack, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
-from deployments.dispatch.prefill_leg import PrefillLost, legs_of
+from deployments.dispatch.prefill_leg import PrefillLost, fetching, legs_of
 from deployments.dispatch.progress import Charge, Progress, StraightWay, left_after
 from deployments.record.rids import client_rid, owner_of
 from deployments.record.route_log import Following, RequestWatch, RouteLog, Try
@@ -164,7 +164,7 @@ class Dispatcher:
         expects_one: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transfer_address``: of the transfer service of a prefill replica. ``expects_one``: whether a replica that
+        """``transfer_address``: of the transfer service of a replica. ``expects_one``: whether a replica that
         Serve has started is about to report."""
         self.router_id = holder.router_id
         self._router = router
@@ -417,7 +417,9 @@ class Dispatcher:
     def _attempt(self, noted: Try, progress: Progress, tries: Tries, *, waited_s: float) -> Attempt:
         """Make the attempt for what is left of the request, on the replicas of the decision."""
         parts = progress.parts(number=tries.number, waited_s=waited_s)
-        prefill_id = noted.decision.prefill_id
+        prefill_id, fetch = noted.decision.prefill_id, noted.decision.fetch
+        if fetch is not None and (donor := self._transfer_address(fetch.donor_id)) is not None:
+            parts = [fetching(whole, fetch, generation=tries.number, donor=donor) for whole in parts]
         if prefill_id is not None:
             address = self._transfer_address(prefill_id)
             assert address is not None, f"prefill replica {prefill_id} told no transfer address"

@@ -71,6 +71,7 @@ class ReplicaInfo:
     part: str = ""  # what a page has beside K and V that all layers see: window, state; "": nothing
     border_pages: int = 0  # pages before a border whose parts a request needs to go on there
     transfer: PeerAddress | None = None  # where its transfer service listens; None where it takes part in no hand-off
+    fetches: bool = False  # it sends cached pages to other replicas, and takes theirs
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
     moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier
     weights: str = ""  # of a quantised checkpoint: how it is stored, and how its weights are served

@@ -25,6 +25,7 @@ from deployments.record.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.errors import EngineDead, Fault, MantaError, Overloaded
 from replicas.types import Finish, FinishReason, HandOff, PdLeg
+from routing.types import PageFetch
 
 TRY_ENDED = "not known: the try ended first"
 TRANSFERRED = "handed off, says the decode replica: the try ended first"
@@ -44,6 +45,16 @@ def legs_of(part: Part, *, generation: int, prefill: PeerAddress) -> list[Part]:
         dataclasses.replace(part, request=dataclasses.replace(part.request, hand_off=HandOff(leg=leg, ticket=ticket)))
         for leg in (PdLeg.PREFILL, PdLeg.DECODE)
     ]
+
+
+def fetching(part: Part, fetch: PageFetch, *, generation: int, donor: PeerAddress) -> Part:
+    """Return ``part`` as it fetches pages before it is computed."""
+    ticket = PdTicket(
+        room=secrets.randbits(63), generation=generation, prefill=donor, end_len=fetch.end_tokens,
+        within_s=fetch.within_s,
+    )  # fmt: skip
+    hand_off = HandOff(leg=PdLeg.FETCH, ticket=ticket)
+    return dataclasses.replace(part, request=dataclasses.replace(part.request, hand_off=hand_off))
 
 
 class PrefillLeg:

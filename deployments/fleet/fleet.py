@@ -74,6 +74,7 @@ def view_of(
         released=report.released,
         role=info.role,
         page_bytes=info.page_bytes,
+        fetches=info.fetches,
         part=info.part,
         border_pages=info.border_pages,
         **_tiers(stats.tiers),

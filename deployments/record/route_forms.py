@@ -11,9 +11,9 @@ from typing import Any
 
 from deployments.record.rids import owner_of
 from deployments.record.route_log import RouteRecord, Try
-from replicas.types import finite
-from routing.explain import candidate_terms, explain, sentence
-from routing.types import Candidate, Decision
+from replicas.types import HandOffReport, finite
+from routing.explain import candidate_terms, explain, fetch_clause, sentence
+from routing.types import Candidate, Decision, PageFetch
 
 
 def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
@@ -124,11 +124,25 @@ def pair_body(decision: Decision) -> dict[str, Any]:
 
 
 def hand_off_body(each: Try) -> dict[str, Any]:
-    """Show the outcome of a try's hand-off, and the prefill replicas that were held out after earlier tries."""
+    """Show the outcome of a try's fetch; or its hand-off's, and the prefill replicas held out after earlier tries."""
+    report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
+    if (fetch := each.decision.fetch) is not None:
+        expected = {name: finite(value) if isinstance(value, float) else value for name, value in
+                    dataclasses.asdict(fetch).items()}  # fmt: skip
+        return {"fetch": {**expected, "report": report, "sentence": fetch_sentence(fetch, each.hand_off)}}
     if each.decision.pair is None:
         return {}
-    report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
     return {"hand_off": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
+
+
+def fetch_sentence(fetch: PageFetch, report: HandOffReport | None) -> str:
+    """Say how the fetch of a try went, and what it was weighed against."""
+    if report is None:
+        return f"{fetch_clause(fetch)}."
+    if not report.transferred:
+        return f"{fetch_clause(fetch)}; that failed after {report.grant_s + report.wait_s:.2f} s: {report.reason}."
+    num_tokens = round(fetch.num_tokens * report.num_bytes / max(fetch.num_bytes, 1))
+    return fetch_clause(fetch, came=(num_tokens, report.grant_s + report.wait_s)) + "."
 
 
 def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:

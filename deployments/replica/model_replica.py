@@ -146,7 +146,8 @@ def _metrics(
 
 
 def _transfer(config: AppConfig, role: Role) -> TransferSettings | None:
-    return None if role is Role.UNIFIED else config.transfer.of_engine(ray.util.get_node_ip_address())
+    alone = role is Role.UNIFIED and config.transfer.fetch == "off"
+    return None if alone else config.transfer.of_engine(ray.util.get_node_ip_address())
 
 
 def _workers(config: AppConfig) -> "WorkerLauncher | None":

@@ -257,8 +257,10 @@ def _yaml_off(value: Any) -> Any:
 
 
 class TransferGroup(Settings):
-    """The group ``transfer``: hand-offs between prefill and decode replicas."""
+    """The group ``transfer``: hand-offs between prefill and decode replicas, and fetches between others."""
 
+    # with mode: unified: whether a replica gets cached pages from another one where that is quicker than computing them
+    fetch: Literal["auto", "off"] = "off"
     # which prompts are handed over: those for which it costs less, or always all that can be
     hand_off: Literal["conditional", "always"] = "conditional"
     # pages whose digest the receiver checks; by default all between CPUs, last (of each write) where a role has GPUs
@@ -319,7 +321,8 @@ def with_secrets(args: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
     The result must be parsed, since a secret of the environment has not been checked.
     """
     secret_of = {"cache": ("store_key", environ.get(STORE_KEY_VARIABLE))}
-    if args.get("mode") == "disaggregated":
+    transfer = args.get("transfer")
+    if args.get("mode") == "disaggregated" or (isinstance(transfer, Mapping) and transfer.get("fetch") == "auto"):
         secret_of["transfer"] = ("token", environ.get(TOKEN_VARIABLE) or secrets.token_hex(32))
     given = dict(args)
     for group, (name, secret) in secret_of.items():

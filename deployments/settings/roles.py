@@ -25,7 +25,8 @@ def roles_of(config: AppConfig) -> tuple[Role, ...]:
 def config_of(config: AppConfig, role: Role) -> AppConfig:
     """Fill the settings of ``role``'s own group into ``config``, for the replicas of that role."""
     if role is Role.UNIFIED:
-        return config
+        on_gpus, most_s = config.replicas.gpus > 0, config.router.max_wait_s
+        return config.model_copy(update={"transfer": config.transfer.resolved(on_gpus=on_gpus, max_wait_s=most_s)})
     own = config.prefill if role is Role.PREFILL else config.decode
     gpus = (config.replicas.gpus if each.gpus is None else each.gpus for each in (config.prefill, config.decode))
     replicas = {name: getattr(own, name) for name in ("cpus", "gpus") if getattr(own, name) is not None}

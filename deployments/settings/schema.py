@@ -207,7 +207,8 @@ class AppConfig(Settings):
     @model_validator(mode="after")
     def _of_its_mode(self) -> "AppConfig":
         if self.mode == "unified":
-            given = [name for name in ("prefill", "decode", "transfer") if name in self.model_fields_set]
+            groups = ("prefill", "decode") if self.transfer.fetch == "auto" else ("prefill", "decode", "transfer")
+            given = [name for name in groups if name in self.model_fields_set]
             if given:
                 raise ValueError(
                     f"{', '.join(given)}: given, but mode is unified; set mode: disaggregated, or leave them out"

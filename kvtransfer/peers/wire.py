@@ -35,9 +35,9 @@ from msgspec.json import Decoder, Encoder
 from kvtransfer.errors import BadMessage, NotAuthenticated
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports.rank_port import RankInfo
-from kvtransfer.types import Count, KVTransferMeta, PeerAddress
+from kvtransfer.types import Count, KVTransferMeta, PeerAddress, Prefix
 
-VERSION = 2  # of the messages and of the meta
+VERSION = 3  # of the messages and of the meta
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
 _LENGTH = struct.Struct(">I")
@@ -95,7 +95,8 @@ class Open(_RoomMessage, frozen=True, kw_only=True):
     num_tokens: Count
     first_page: Count
     pages: tuple[Count, ...]  # [n]
-    deadline_s: Seconds  # what is left of the receiver's; every page that arrives restarts it
+    deadline_s: Seconds  # what is left of the receiver's; every page that arrives restarts it, but not of a fetch
+    prefix: Prefix | None = None  # a fetch
 
 
 class Abort(_RoomMessage, frozen=True, kw_only=True):

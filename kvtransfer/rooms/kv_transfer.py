@@ -37,6 +37,7 @@ from kvtransfer.types import (
     SendDrained,
     SendFailed,
     SendOrder,
+    SendReady,
     TransferEvent,
     TransferSettings,
     TransferStats,
@@ -184,7 +185,9 @@ class KvTransfer:
         self._links.wake()
 
     def _note(self, event: TransferEvent) -> None:
-        if isinstance(event, ReceiveFailed):
+        if isinstance(event, SendReady) and event.prefix is not None:
+            self._sending[event.room] = False
+        elif isinstance(event, ReceiveFailed):
             self._receiving[event.room] = True
         elif isinstance(event, SendFailed):
             self._sending[event.room] = True

@@ -32,9 +32,9 @@ class _Part:
         self.seen: npt.NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)  # [n]
         self.last = False
 
-    @property
-    def whole(self) -> bool:
-        return self.last and bool(self.seen.all())
+    def has(self, num_pages: int) -> bool:
+        """Whether the first ``num_pages`` have come, and nothing will follow."""
+        return self.last and bool(self.seen[:num_pages].all())
 
 
 class KVReceiver:
@@ -60,6 +60,7 @@ class KVReceiver:
         self._parts: dict[tuple[int, int], _Part] = {}  # by (rank here, rank of the peer)
         self._meta: KVTransferMeta | None = None
         self._first_s = 0.0
+        self.num_pages = len(order.pages)  # that are to come; of a fetch, fewer if the donor says so
         self.num_bytes = 0  # that have arrived, of all ranks
 
     @property
@@ -94,6 +95,7 @@ class KVReceiver:
                 first_page=self.order.first_page,
                 pages=tuple(self.order.pages.tolist()),
                 deadline_s=self._limit_s,
+                prefix=self.order.prefix,
             ),
         )
 
@@ -109,9 +111,9 @@ class KVReceiver:
         if wrong := self._take(rank, event):
             self.fail(wrong)
             return
-        if event.num_pages:  # no page comes twice, so this ends
+        if event.num_pages and self.order.prefix is None:  # no page comes twice, so this ends
             self.deadline_s = now + self._limit_s
-        if self._meta is not None and all(part.whole for part in self._parts.values()):
+        if self._meta is not None and all(part.has(self.num_pages) for part in self._parts.values()):
             self._complete(self._meta, now)
 
     def _take(self, rank: int, event: Arrived) -> str:
@@ -141,6 +143,11 @@ class KVReceiver:
             return (
                 f"tokens [{meta.token_range[0]}, {meta.prompt_len}) came, [{first}, {self.order.num_tokens}) are wanted"
             )
+        if self.order.prefix is not None:
+            num_pages, odd = divmod(meta.token_range[1] - first, self._layout.page_size)
+            if odd or not 0 <= num_pages <= self.num_pages:
+                return f"tokens {meta.token_range} came, whole pages of [{first}, {self.order.num_tokens}) are wanted"
+            self.num_pages = num_pages
         self._meta = meta
         return ""
 
@@ -160,7 +167,9 @@ class KVReceiver:
             return
         opened = self.state != KVPoll.BOOTSTRAPPING
         self.state = move(self.state, KVPoll.FAILED)
-        self._events.append(ReceiveFailed(room=self.order.room, reason=reason, bad_pages=bad_pages))
+        self._events.append(
+            ReceiveFailed(room=self.order.room, reason=reason, bad_pages=bad_pages, num_bytes=self.num_bytes)
+        )
         if drained or not opened:
             self.drained()
         else:
@@ -186,4 +195,4 @@ class KVReceiver:
 
     def check(self) -> None:
         assert self.over <= (self.state in (KVPoll.FAILED, KVPoll.SUCCESS))
-        assert self.state != KVPoll.SUCCESS or all(part.whole for part in self._parts.values())
+        assert self.state != KVPoll.SUCCESS or all(part.has(self.num_pages) for part in self._parts.values())

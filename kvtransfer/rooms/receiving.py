@@ -197,7 +197,7 @@ class ReceivingRooms:
         self.num_mismatches += len(event.bad_pages)
         room.arrived(rank, event, now)
         if room.received:
-            self.received_pages += len(room.order.pages)
+            self.received_pages += room.num_pages
             self.received_bytes += room.num_bytes
         self._settle(room, now)
 

@@ -85,7 +85,7 @@ class KVSender:
             )
             return
         self.state = move(self.state, KVPoll.WAITING_FOR_INPUT)
-        self._events.append(SendReady(room=self.room, first_page=self.grant.first_page))
+        self._events.append(SendReady(room=self.room, first_page=self.grant.first_page, prefix=self.grant.prefix))
 
     def send(self, page_offset: int, pages: PageIds, meta: bytes | None = None) -> None:
         """Pages [page_offset, page_offset + n) of the sequence are ready; with ``meta``, they are the last."""
@@ -107,9 +107,14 @@ class KVSender:
         given, granted = self._num_taken + len(self._unsent), len(self.grant.pages)
         if page_offset != self.grant.first_page + given:
             return f"pages from {page_offset} on, {self.grant.first_page + given} comes next"
-        if given + len(pages) > granted or (last and given + len(pages) < granted):
+        short = last and given + len(pages) < granted and self.grant.prefix is None  # what has left a cache is not sent
+        if given + len(pages) > granted or short:
             return f"{given + len(pages)} pages, the receiver granted {granted}"
         return ""
+
+    @property
+    def is_fetch(self) -> bool:
+        return self.grant is not None and self.grant.prefix is not None
 
     @property
     def has_write(self) -> bool:

@@ -25,6 +25,8 @@ from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, Transf
 
 log = logging.getLogger(__name__)
 
+# Of a donor's time, the part in which it copies pages for those that fetch: its own requests run meanwhile.
+FETCH_SHARE = 0.25
 MAX_WRITES = 2  # in flight to one receiver: the next is posted while the last one ends
 MAX_ENDED = 10_000  # rooms that are remembered as over
 RoomKey = tuple[int, int]  # room, generation
@@ -80,6 +82,7 @@ class SendingRooms:
         self._orders: dict[int, _Order] = {}
         self._num_orders = 0  # that were ever posted
         self._write_times: list[WriteTimes] = []
+        self._rests_until_s = 0.0  # from fetches
         self.sent_bytes = 0
         self.sent_pages = 0
         self.num_done = 0
@@ -166,6 +169,13 @@ class SendingRooms:
                 room.fail(refusal)
             return
         room = room or self._new(key)
+        if message.prefix is not None:
+            order = SendOrder(
+                room=message.room, generation=message.generation, rid=f"fetch-{message.room}",
+                num_tokens=message.num_tokens, deadline_s=message.deadline_s,
+            )  # fmt: skip
+            self._by_room[message.room] = room
+            room.expect(order, now)
         room.opened(
             incarnation,
             message,
@@ -178,10 +188,21 @@ class SendingRooms:
         """Return why an open cannot be right, or an empty string. Page 0 is the sink of every pool."""
         pages = message.pages
         whole = -(-message.num_tokens // self._layout.page_size) + self._layout.state_pages
+        if message.prefix is not None and (wrong := self._wrong_fetch(message)):
+            return wrong
         if message.first_page < 0 or message.first_page + len(pages) > whole:
             return f"pages [{message.first_page}, {message.first_page + len(pages)}) of a sequence of {whole} pages"
         if pages and not (min(pages) > 0 and max(pages) < receiver.num_pages and len(set(pages)) == len(pages)):
             return f"the pages are not distinct pages of a pool of {receiver.num_pages}"
+        return ""
+
+    def _wrong_fetch(self, message: Open) -> str:
+        assert message.prefix is not None
+        end, size = message.first_page + len(message.pages), self._layout.page_size
+        if message.room in self._by_room:
+            return "the room is in use here"
+        if message.num_tokens != end * size or len(message.prefix.token_ids) != 4 * message.num_tokens:
+            return f"{len(message.prefix.token_ids)} bytes of tokens for {message.num_tokens} tokens up to page {end}"
         return ""
 
     # reports of the peer table
@@ -231,6 +252,9 @@ class SendingRooms:
             receiver.in_flight.discard(event.order_id)
         if isinstance(event, Written):
             self._book(order, rank, event)
+            if room.is_fetch and rank == 0:
+                copied_s = sum(times.post_s for times in event.times)
+                self._rests_until_s = max(self._rests_until_s, now) + copied_s * (1 / FETCH_SHARE - 1)
             if not order.ranks:
                 room.written(event.order_id, now)
         else:
@@ -265,22 +289,22 @@ class SendingRooms:
 
     # the loop
 
-    def post_writes(self) -> bool:
+    def post_writes(self, now: float) -> bool:
         """Post writes to each receiver, one at a time in turn; the digests of the second are made while the first is
         copied. Returns: whether there was any."""
         posted: set[str] = set()
         for _ in range(MAX_WRITES):
-            posted |= {incarnation for incarnation, receiver in self._receivers.items() if self._post_next(receiver)}
+            posted |= {each for each, receiver in self._receivers.items() if self._post_next(receiver, now)}
         for incarnation in posted:
             self._send(incarnation, Posted())
         return bool(posted)
 
-    def _post_next(self, receiver: _Receiver) -> bool:
-        while receiver.turns and not receiver.turns[0].has_write:
-            receiver.turns.popleft()
-        if not receiver.turns or len(receiver.in_flight) >= MAX_WRITES:
+    def _post_next(self, receiver: _Receiver, now: float) -> bool:
+        receiver.turns = deque(room for room in receiver.turns if room.has_write)
+        able = (room for room in receiver.turns if not room.is_fetch or now >= self._rests_until_s)
+        if len(receiver.in_flight) >= MAX_WRITES or (room := next(able, None)) is None:
             return False
-        room = receiver.turns.popleft()
+        receiver.turns.remove(room)
         self._num_orders += 1
         write = room.take_write(self._num_orders, self._settings.pages_per_write)
         self._orders[write.order_id] = _Order(

@@ -189,7 +189,7 @@ class TransferCore:
         self.receiving.expire(self.now)
 
     def post_writes(self) -> bool:
-        return self.sending.post_writes()
+        return self.sending.post_writes(self.now)
 
     @property
     def next_s(self) -> float:

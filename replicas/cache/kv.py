@@ -39,7 +39,7 @@ from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, ReqToTokenPool, Slots, len_with_states
 from replicas.memory.sizing import SLACK, PoolSize
 from replicas.request import Behind, Holding, Req
-from replicas.types import TokenIds
+from replicas.types import PdLeg, TokenIds
 
 
 class KvCache:
@@ -138,11 +138,9 @@ class KvCache:
         assert match.host_node is not None
         path = tiers.inc_lock_ref(match.host_node)  # room is made on the host too
         try:
-            self.store.make_room(num_pages, f"request {req.rid}", req.asked.tenant)
-            pages = self._allocator.alloc(num_pages, rid=req.rid)
-            num_loaded = tiers.load(match, pages)
-            self._allocator.free(pages[num_loaded:])
-            self.table.write(holding.row, holding.kv_len, self._allocator.pages_to_slots(pages[:num_loaded]))
+            pages = self.store.load(match, num_pages, f"request {req.rid}", req.asked.tenant)
+            num_loaded = len(pages)
+            self.table.write(holding.row, holding.kv_len, self._allocator.pages_to_slots(pages))
             if num_loaded:
                 end = match.prefix_len + num_loaded * ps
                 lock = tiers.inc_lock_ref(tiers.match_prefix(ids[:end], req.salt, count_hit=False).node)
@@ -401,7 +399,10 @@ def longest_reuse(req: Req, *, whole: bool = False) -> int:
 
 
 def handed_len(req: Req, kv: KvCache) -> int:
-    """Count the slots that ``req`` has while it is handed over: of its tokens, and of whole pages for its states."""
+    """Count the slots that ``req`` has while it is handed over: of its tokens, and of whole pages for its states. If it
+    fetches: of what it fetches, and the tokens before."""
+    if req.leg is not None and req.leg.role is PdLeg.FETCH:
+        return req.leg.ticket.end_len
     return len_with_states(req.num_tokens, kv.page_size, kv.carried_len)
 
 

@@ -6,11 +6,12 @@ Invariant: free + evictable + protected + reserved + quarantined == capacity; re
 Thread:    scheduler thread only.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from replicas.cache.base import ChunkCache, PrefixCache
+from replicas.cache.base import ChunkCache, MatchResult, PrefixCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.host_pages import HostTier
 from replicas.cache.parts import PartAllocator, SnapshotAllocator, WindowAllocator
@@ -20,9 +21,9 @@ from replicas.cache.tiers import HiRadixCache
 from replicas.cache.tree_view import CacheTree, empty_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted
-from replicas.memory.allocator import PagedTokenToKVPoolAllocator
+from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 from replicas.memory.sizing import PoolSize
-from replicas.types import GroupStats, PoolStats, TallyCounts
+from replicas.types import GroupStats, PoolStats, TallyCounts, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,33 @@ class PageStore:
     def evicted_idle_s(self) -> TallyCounts:
         """Return how long evicted pages had been idle; any thread."""
         return self.radix.evicted_idle_s.read() if self.radix is not None else Tally(IDLE_S).read()
+
+    def load(self, match: MatchResult, num_pages: int, needed_by: str, tenant: str = "") -> Pages:
+        """Load the first ``num_pages`` of the host behind ``match``, whose path is locked; ``tenant``: as `make_room`.
+        Returns: those that came. Raises: PagesExhausted."""
+        assert self.tiers is not None
+        self.make_room(num_pages, needed_by, tenant)
+        pages = self.allocator.alloc(num_pages, rid=needed_by)
+        num_loaded = self.tiers.load(match, pages)
+        self.allocator.free(pages[num_loaded:])
+        return pages[:num_loaded]
+
+    def lend(self, token_ids: TokenIds, salt: str, rid: str) -> tuple[Pages, Detained]:
+        """Lock the longest prefix of ``token_ids`` [n] that is cached, so that a peer may read it. What is on the host
+        is loaded first, as far as there is room.
+
+        Returns: its pages, and the receipt for `release_quarantined`.
+        """
+        match = self.cache.match_prefix(token_ids, salt)
+        if self.tiers is not None and match.host_node is not None and match.host_len:
+            path = self.tiers.inc_lock_ref(match.host_node)
+            with contextlib.suppress(PagesExhausted):
+                self.load(match, match.host_len // self.tiers.page_size, rid)
+            self.tiers.dec_lock_ref(path)
+            match = self.cache.match_prefix(token_ids, salt, count_hit=False)
+        receipt = Detained(rid, match.pages[:0], self.cache.inc_lock_ref(match.node))
+        self.quarantine.add(receipt)
+        return match.pages, receipt
 
     def release_quarantined(self, receipt: Detained) -> None:
         """Free the pages of ``receipt``, which no peer reads or writes."""

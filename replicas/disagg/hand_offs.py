@@ -22,7 +22,7 @@ from kvtransfer.types import (
     TransferEvent,
     TransferStats,
 )
-from replicas.disagg.roles import DecodeRole, HandOffParts, PrefillRole
+from replicas.disagg.roles import DecodeRole, Donor, HandOffParts, PrefillRole
 from replicas.errors import InvalidRequest
 from replicas.request import Req, ReqState
 from replicas.scheduler.tokens import NewToken
@@ -38,6 +38,7 @@ class HandOffs:
         self._scheduler = parts.scheduler
         self._prefill = PrefillRole(parts)
         self._decode = DecodeRole(parts)
+        self._donor = Donor(parts)
 
     @property
     def num_handing_off(self) -> int:
@@ -49,7 +50,7 @@ class HandOffs:
     @property
     def num_open(self) -> int:
         """The number of rooms whose last event has not come."""
-        return len(self._prefill.rooms) + len(self._decode.rooms)
+        return len(self._prefill.rooms) + len(self._decode.rooms) + len(self._donor)
 
     def submit(self, request: GenerateRequest, reqs: Sequence[Req]) -> None:
         """Start the leg of ``request``; ``reqs`` are its choices. Raises: InvalidRequest for a room that is in use."""
@@ -106,13 +107,17 @@ class HandOffs:
 
     def _take(self, event: TransferEvent) -> NewToken | None:
         match event:
+            case SendReady(prefix=prefix) if prefix is not None:
+                self._donor.serve(event.room, event.first_page, prefix)
             case SendReady():
                 return self._prefill.on_ready(event)
             case SendDone():
+                self._donor.end(event.room)
                 return self._prefill.on_done(event.room)
             case SendFailed():
                 return self._prefill.on_failed(event)
             case SendDrained():
+                self._donor.end(event.room)
                 self._prefill.on_drained(event.room)
             case Received():
                 return self._decode.on_received(event)
@@ -131,7 +136,7 @@ def require_possible(request: GenerateRequest, hand_off: HandOff, *, has_transfe
             "request",
             param="hand_off",
         )
-    if hand_off.leg is PdLeg.DECODE:
+    if hand_off.leg is not PdLeg.PREFILL:
         return
     if request.prompt_logprobs_from is not None or request.sampling.max_new_tokens == 0:
         raise InvalidRequest(

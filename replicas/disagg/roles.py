@@ -34,6 +34,10 @@ Decode
     ReceiveFailed  its own pages to quarantine ── ReceiveDrained ──> free; WAITING like any other: computed here
     abort, deadline: ends at once; service.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
 
+Fetch: a decode leg without a prefill leg. It is granted pages up to `PdTicket.end_len`, and what a donor has cached of
+them is written there. `Received`: they go to the cache, and it waits like any other to compute the rest. Late, failed
+or refused: it computes all. `Donor`: SendReady ── pages locked, sent ── SendDone or SendDrained ──> unlocked
+
 The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come); they find it
 in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here: no hand-off then.
 """
@@ -49,6 +53,7 @@ from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
+    Prefix,
     Received,
     ReceiveFailed,
     ReceiveOrder,
@@ -56,7 +61,7 @@ from kvtransfer.types import (
     SendOrder,
     SendReady,
 )
-from replicas.cache.kv import KvCache, handed_len
+from replicas.cache.kv import KvCache, handed_len, longest_reuse
 from replicas.cache.quarantine import Detained
 from replicas.distributions import Distributions
 from replicas.errors import Fault, InvalidRequest, Overloaded, PagesExhausted
@@ -68,6 +73,7 @@ from replicas.scheduler.tokens import NewToken
 from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg, StateCopy, TokenLogprob
 
 NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is computed where the answer is made"
+NO_FETCH = "not all of what would be fetched can be used here: it is computed"
 NO_ROOM = "the pool has no room for the prompt and pages that carry its recurrent states: it is computed here"
 
 
@@ -281,6 +287,47 @@ class PrefillRole:
         return NewToken(req, None, None)
 
 
+def _fetches(req: Req) -> bool:
+    return leg_of(req).role is PdLeg.FETCH
+
+
+class Donor:
+    """Lends cached pages to the replicas that fetch them, from the order to the room's last event."""
+
+    def __init__(self, parts: HandOffParts) -> None:
+        self._service = parts.service
+        self._kv = parts.kv
+        self._fingerprint = parts.terms.fingerprint
+        self._lent: dict[int, Detained] = {}  # by room
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def serve(self, room: int, first_page: int, prefix: Prefix) -> None:
+        """Send what is cached of ``prefix`` from page ``first_page`` on. What the peer has not by then it computes."""
+        ids, ps = np.frombuffer(prefix.token_ids, dtype="<i4").astype(np.int32), self._kv.page_size
+        pages, receipt = self._kv.store.lend(ids, prefix.salt, f"fetch-{room}")
+        if len(pages) <= first_page:
+            self._kv.store.release_quarantined(receipt)
+            self._service.abort_send(room, "the pages are not cached here any more")
+            return
+        self._lent[room] = receipt
+        meta = KVTransferMeta(
+            rid="",
+            fingerprint=self._fingerprint,
+            prompt_len=len(ids),
+            token_range=(first_page * ps, len(pages) * ps),
+            cached_prefix_len=first_page * ps,
+            first_token=0,
+        )
+        self._service.send_last(room, first_page, pages[first_page:], meta)
+
+    def end(self, room: int) -> None:
+        """Take the pages of ``room`` back, after its last event."""
+        if (receipt := self._lent.pop(room, None)) is not None:
+            self._kv.store.release_quarantined(receipt)
+
+
 def _states_of(req: Req, kv: KvCache) -> tuple[int, int, PageIds]:
     """Return the row of ``req``, its tokens, and the pages behind them."""
     assert req.holding is not None
@@ -312,7 +359,7 @@ class DecodeRole:
     def submit(self, reqs: Sequence[Req], hand_off: HandOff) -> None:
         """Queue the legs of one request, for a grant where possible; ``reqs``: all of its choices."""
         first, *siblings = reqs
-        first.leg = Leg(role=PdLeg.DECODE, ticket=hand_off.ticket)
+        first.leg = Leg(role=hand_off.leg, ticket=hand_off.ticket)
         if (reason := self._no_hand_off(first)) is not None:
             first.leg.report = HandOffReport(transferred=False, reason=reason)
             for req in reqs:
@@ -327,6 +374,11 @@ class DecodeRole:
 
     def _no_hand_off(self, req: Req) -> str | None:
         """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
+        if _fetches(req):
+            end_len, parted = leg_of(req).ticket.end_len, self._states is not None or self._kv.store.parts is not None
+            if parted or end_len % self._kv.page_size or not 0 < end_len <= longest_reuse(req, whole=True):
+                return NO_FETCH
+            return None
         if req.prompt_logprobs_from is not None or req.max_remaining <= 0:
             return NEEDS_FORWARD
         full = self._states is not None and handed_len(req, self._kv) >= self._kv.store.size.num_tokens
@@ -338,38 +390,57 @@ class DecodeRole:
             leg, holding = leg_of(req), req.holding
             assert holding is not None
             leg.first_page = holding.prefix_len // self._kv.page_size
+            if _fetches(req) and holding.prefix_len >= leg.ticket.end_len:  # it has been computed here meanwhile
+                self.rooms.end(leg.ticket.room)
+                leg.report = self._report(req)
+                fetched(self._scheduler, req, holding.prefix_len)
+                self._release_siblings(req)
+                continue
             pages = self._kv.pages(req, leg.first_page, -(-handed_len(req, self._kv) // self._kv.page_size))
             self._open(req, leg.first_page, pages)
 
     def stop_waiting(self) -> list[NewToken]:
         """Compute the requests here that waited too long for row and pages. Returns: reports, as `on_failed`."""
-        timeout_s = self._terms.open_timeout_s
-        late = self._scheduler.queues.prealloc.older_than(self._clock() - timeout_s)
+        now_s, most_s = self._clock(), self._terms.open_timeout_s
+
+        def limit_s(req: Req) -> float:
+            return leg_of(req).ticket.within_s if _fetches(req) else most_s
+
+        late = [req for req in self._scheduler.queues.prealloc if req.stamps.arrival_s + limit_s(req) <= now_s]
         for req in late:
             self._dismiss(req)
-        reason = f"no row and pages for it on the decode side within {timeout_s:.0f} s"
-        return [self._fall_back(req, reason) for req in late]
+        return [
+            self._fall_back(req, f"no row and pages for it on the decode side within {limit_s(req):.0f} s")
+            for req in late
+        ]
 
     def _dismiss(self, req: Req) -> None:
         """Stop the wait of the peer of ``req``, whose room is not open yet: open it for no page, and abort it."""
         leg = leg_of(req)
         leg.closing = True
+        if _fetches(req):  # no peer waits
+            self.rooms.end(leg.ticket.room)
+            return
         self._open(req, req.num_tokens // self._kv.page_size, np.empty(0, dtype=np.int32))
         self._service.abort_receive(leg.ticket.room)
 
     def _open(self, req: Req, first_page: int, pages: PageIds) -> None:
         """Order pages [first_page, first_page + n) of the sequence, to be written to ``pages`` [n]."""
-        ticket = leg_of(req).ticket
+        ticket, num_tokens, prefix = leg_of(req).ticket, req.num_tokens, None
+        if _fetches(req):
+            num_tokens = ticket.end_len
+            prefix = Prefix(salt=req.salt, token_ids=req.ids[:num_tokens].astype("<i4").tobytes())
         self._service.receive(
             ReceiveOrder(
                 room=ticket.room,
                 generation=ticket.generation,
                 rid=req.rid,
                 peer=ticket.prefill,
-                num_tokens=req.num_tokens,
+                num_tokens=num_tokens,
                 first_page=first_page,
                 pages=pages,
-                deadline_s=self._terms.room_timeout_s,
+                deadline_s=self._terms.room_timeout_s if prefix is None else ticket.within_s,
+                prefix=prefix,
             )
         )
 
@@ -394,6 +465,8 @@ class DecodeRole:
         req = self.rooms.end(event.room)
         if req is None or req.state is not ReqState.RECEIVING:
             return None
+        if _fetches(req):
+            return self._fetched(req, event)
         fault = self._fault(event.meta, req) or self._unpack_states(req)
         if fault is not None:
             return self._fall_back(req, fault)
@@ -410,6 +483,18 @@ class DecodeRole:
         token = received(self._scheduler, req, meta.first_token, logprob, cached=cached)
         self._release_siblings(req)
         return token
+
+    def _fetched(self, req: Req, event: Received) -> NewToken:
+        """Let a request wait for its turn whose pages are here. Returns: no token, so that the report goes out."""
+        first = leg_of(req).first_page * self._kv.page_size
+        end_len = event.meta.token_range[1]  # whole pages of those that were asked for (kvtransfer/rooms/receiver.py)
+        num_pages = (end_len - first) // self._kv.page_size
+        leg_of(req).report = self._report(
+            req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s
+        )
+        fetched(self._scheduler, req, end_len)
+        self._release_siblings(req)
+        return NewToken(req, None, None)
 
     def _unpack_states(self, req: Req) -> str | None:
         """Copy the states of ``req`` out of the pages that carried them. Returns: why it has none."""
@@ -428,14 +513,16 @@ class DecodeRole:
         if req is None:
             return None
         leg_of(req).closing = True
-        return self._fall_back(req, event.reason) if req.state is ReqState.RECEIVING else None
+        if req.state is not ReqState.RECEIVING:
+            return None
+        return self._fall_back(req, event.reason, num_bytes=event.num_bytes)
 
     def on_drained(self, room: int) -> None:
         self.rooms.end(room)
 
-    def _fall_back(self, req: Req, reason: str) -> NewToken:
+    def _fall_back(self, req: Req, reason: str, *, num_bytes: int = 0) -> NewToken:
         """Compute the prompt here. Returns: no token, so that the report goes out at once and the sender is free."""
-        leg_of(req).report = self._report(req, reason=reason)
+        leg_of(req).report = self._report(req, reason=reason, num_bytes=num_bytes)
         compute_here(self._scheduler, req)
         self._release_siblings(req)
         return NewToken(req, None, None)
@@ -505,12 +592,25 @@ def received(
     return scheduler.take(req, [(token_id, logprob)])
 
 
+def fetched(scheduler: Scheduler, req: Req, end_len: int) -> None:
+    """Let a RECEIVING request wait to be computed from ``end_len`` on: the pages before, which are here, go to the
+    cache."""
+    scheduler.queues.away.remove(req)
+    req.computed_len = end_len
+    scheduler.kv.cut(req)  # pages that did not come: nothing writes to them any more
+    assert req.leg is not None
+    req.leg.exposed, req.leg.waits_again_s = False, scheduler.clock()
+    let_go(req, scheduler.kv, keep=True)
+    req.move(ReqState.WAITING)
+    scheduler.wait(req)
+
+
 def compute_here(scheduler: Scheduler, req: Req) -> None:
     """Let a decode leg, granted or not, wait to be computed: its K/V will not come or is wrong."""
     scheduler.queues.remove(req)
     if req.state is ReqState.RECEIVING:
         assert req.leg is not None
-        req.leg.failed_s = scheduler.clock()
+        req.leg.waits_again_s = scheduler.clock()
         let_go(req, scheduler.kv, keep=False)
         req.move(ReqState.WAITING)
     scheduler.wait(req)

@@ -41,7 +41,10 @@ class Occupation:
         if self._device != "cpu":
             raise InvalidRequest("memory of a GPU cannot be given back: captured graphs hold its addresses")
         if self._has_transfer:
-            raise InvalidRequest("memory cannot be given back where prefill and decode are apart: peers write into it")
+            raise InvalidRequest(
+                "memory cannot be given back where replicas hand pages over or fetch them: peers write into it; with "
+                "mode: unified set transfer.fetch: off"
+            )
         return frozenset(tags) or PARTS
 
     def release(self, parts: frozenset[str]) -> None:

@@ -259,11 +259,13 @@ def grant(queues: Queues, kv: KvCache, ratio: NewTokenRatio, room: Room, *, now_
 def _take(req: Req, kv: KvCache, ratio: NewTokenRatio, *, reserved: int, alone: bool) -> bool:
     """Take row, locked prefix and pages for ``req``, or nothing."""
     reused = kv.admit(req, whole=True)  # locks the prefix: its pages no longer count as evictable
-    need = handed_len(req, kv) - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req) + reserved)
+    end_len = max(handed_len(req, kv), reused)
+    need = end_len - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req) + reserved)
     if need <= kv.store.available_tokens():
         try:
             kv.load(req, req.num_tokens, whole=True)
-            kv.extend(req, handed_len(req, kv))
+            assert req.holding is not None
+            kv.extend(req, max(end_len, req.holding.kv_len))
         except PagesExhausted:
             pass
         else:

@@ -8,7 +8,6 @@ Invariant: an open request is in exactly one queue, or only in a step under way 
 Thread:    scheduler thread only.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,10 +62,6 @@ class PreallocQueue(ReqQueue):
         if req.in_background:
             return len(self) > 0
         return self.short is not None and req.rank.from_s > self.short.rank.from_s
-
-    def older_than(self, time_s: float) -> list[Req]:
-        """List the legs that arrived by ``time_s``."""
-        return list(itertools.takewhile(lambda req: req.stamps.arrival_s <= time_s, self._reqs))
 
 
 class HandOffQueue(ReqQueue):

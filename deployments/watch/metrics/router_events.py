@@ -74,7 +74,7 @@ class RouterEvents(RequestWatch):
         self._retries = {each: counter("router_retries_total", reason=each) for each in RETRIES.values()}
         self._tokens = {
             kind: counter(f"router_{kind}_tokens_total")
-            for kind in ("prompt", "best_overlap", "predicted_overlap", "actual_overlap")
+            for kind in ("prompt", "best_overlap", "predicted_overlap", "actual_overlap", "fetched")
         }
         self._overlap_error = {
             sign: histogram("router_overlap_error_ratio", sign=sign) for sign in ("over", "under", "exact")
@@ -91,6 +91,9 @@ class RouterEvents(RequestWatch):
         for each in MissCause:
             counter("router_uncached_requests_total", cause=each.value)
             counter("router_uncached_tokens_total", cause=each.value)
+        for outcome in ("ok", "error"):
+            counter("router_fetches_total", outcome=outcome)
+        counter("router_fetch_seconds_total")
         self._hand_offs = {}
         if disaggregated:
             self._hand_offs = {
@@ -133,6 +136,13 @@ class RouterEvents(RequestWatch):
             cause = noted.miss.cause.value
             self._emitter.counter("router_uncached_requests_total", cause=cause).inc()
             self._emitter.counter("router_uncached_tokens_total", cause=cause).inc(noted.miss.tokens)
+        fetch, report = noted.decision.fetch, noted.hand_off
+        if fetch is not None and report is not None:
+            outcome = "ok" if report.transferred else "error"
+            self._emitter.counter("router_fetches_total", outcome=outcome).inc()
+            self._emitter.counter("router_fetch_seconds_total").inc(report.grant_s + report.wait_s)
+            if report.transferred:
+                self._tokens["fetched"].inc(fetch.num_tokens * report.num_bytes / max(fetch.num_bytes, 1))
         if noted.hand_off is not None and noted.decision.prefill_id is not None and self._hand_offs:
             self._hand_offs[noted.hand_off.transferred].inc()
 

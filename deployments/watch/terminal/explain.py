@@ -55,6 +55,8 @@ def drawn(body: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({
             said.append(_candidates(each["candidates"], names))
         if each.get("pair"):
             said += _pair(each, names)
+        if each.get("fetch"):
+            said.append(each["fetch"]["sentence"])
         said.append(_end(each))
     waterfall = _waterfall(body)
     return spaced([*said, *([] if waterfall is None else [waterfall])])

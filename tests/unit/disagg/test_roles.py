@@ -215,7 +215,7 @@ def test_a_leg_is_refused_where_there_is_no_transfer_service() -> None:
 @pytest.mark.parametrize("leg", list(PdLeg))
 def test_a_room_that_is_open_here_is_refused_a_second_time(leg: PdLeg) -> None:
     pair = Pair()
-    ticket = PdTicket(room=7, generation=0, prefill=pair.prefill.service.address)
+    ticket = PdTicket(room=7, generation=0, prefill=pair.prefill.service.address, end_len=44, within_s=60.0)
     side = pair.prefill if leg is PdLeg.PREFILL else pair.decode
     side.submit(replace(ask("a", PROMPT), hand_off=HandOff(leg=leg, ticket=ticket)))
     again = replace(ask("b", PROMPT), hand_off=HandOff(leg=leg, ticket=replace(ticket, generation=1)))

@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.pages import page_keys
 from routing.explain import explain, sentence
-from routing.fleet_state import ASSUMED_BYTES_PER_S, Link
+from routing.fetch import ASSUMED_BYTES_PER_S, LinkRates
 from routing.pair import OVERHEAD_S
 from routing.router import Router
 from routing.types import (
@@ -223,7 +223,7 @@ def test_the_decision_in_words_has_every_term() -> None:
 
 
 def test_the_link_is_as_fast_as_three_of_four_telling_hand_offs_at_most() -> None:
-    link = Link()
+    link = LinkRates()
     assert (link.measured, link.bytes_per_s) == (False, ASSUMED_BYTES_PER_S)
     link.record(1000, 0.001)  # too small to tell
     link.record(4 << 20, 0.0)

@@ -1,0 +1,216 @@
+"""Fetches: whether a replica gets pages of a prompt from another one, which is quicker than computing them there.
+
+Pure, but for the books of what links have shown. For each pair of a receiver and a donor, in seconds:
+
+    fetched   FIXED_S, the donor's step in progress, its host pages loaded, what was asked of both links before, and the
+              bytes over the pair's measured rate. All of that passes while the receiver's queue is computed: only what
+              is longer delays the request
+    others    the donor's running requests are slower by SLOWED meanwhile; those that wait at the receiver wait for what
+              is computed there
+              In a full pool the copies push out pages, of which the share `reused` would have been found again
+    computed  the tokens that the receiver lacks, over its prefill rate, or loaded from its store
+
+Only pages that a donor's events have confirmed count, on its device or its host. A link that fails, or takes longer
+than computing would, is left alone for a while; one that was slow is tried again as time passes.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from routing.types import Floats, Ints, LoadEstimate, PageFetch
+
+FIXED_S = 0.02  # the receiver's grant, its order to the donor, the donor's answer: events between two steps
+SLOWED = 0.05  # by which share the donor's steps are longer while it sends: what it holds itself to
+GAIN = 0.1  # estimates are wrong: so much of what computing costs must be won, and GAIN_S
+GAIN_S = 0.005
+MOST_DONORS = 4  # that are compared: those with most of the prompt, of equals those that were asked for least
+LATE = 1.5  # times as long as expected, or as the queue, is too late; but not within
+LEAST_WITHIN_S = 0.5  # that a fetch may take in any case
+# Until the first transfer: a 10 Gbit/s network. One host by shared memory makes 2 to 4e9 (notes on NIXL).
+ASSUMED_BYTES_PER_S = 1e9
+TELLING_BYTES = 1 << 20  # the time of a smaller one is that of its messages, not of its bytes
+# Pages also wait for the sender to compute them, so a slow hand-off says little about the link. Nor does the fastest:
+# its time runs from when the first pages were seen, so what had arrived by then counts as bytes and not as time.
+BELIEVED = 0.75
+KEPT = 32
+PAIRS = 4096  # of which rates are kept
+DOUBLED_S = 15.0  # without any transfer, links are believed to be twice as fast: so that a slow one is tried again
+HELD_S, HELD_MOST_S = 2.0, 8.0  # that a pair is left alone after it failed, and at most
+
+
+class LinkRates:
+    """The transfer rates between replicas, and the pairs whose last fetch failed."""
+
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock = clock
+        self._rates: deque[float] = deque(maxlen=KEPT)  # of all pairs
+        self._of: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # donor, receiver
+        self._held: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and for how long
+        self._last_s = 0.0  # the last transfer that told something
+
+    @property
+    def measured(self) -> bool:
+        return bool(self._rates)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether no transfer has shown of late what links carry: then one fetch at a time is to find out."""
+        return not self._rates or self._clock() - self._last_s > DOUBLED_S
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate that a share BELIEVED of the last KEPT transfers do not exceed."""
+        return _believed(self._rates) if self._rates else ASSUMED_BYTES_PER_S
+
+    def record(self, num_bytes: int, transfer_s: float, pair: tuple[str, str] | None = None) -> None:
+        """Add the rate of a completed transfer: ``num_bytes`` from its first page to its last in ``transfer_s``;
+        ``pair``: from which replica to which."""
+        if num_bytes >= TELLING_BYTES and transfer_s > 0:
+            self._note(pair, num_bytes / transfer_s)
+
+    def _note(self, pair: tuple[str, str] | None, rate: float) -> None:
+        self._last_s = self._clock()
+        self._rates.append(rate)
+        if pair is not None:
+            self._of.setdefault(pair, deque(maxlen=KEPT // 4)).append(rate)
+            self._of.move_to_end(pair)
+            if len(self._of) > PAIRS:
+                self._of.popitem(last=False)
+
+    def failed(self, pair: tuple[str, str], *, late: bool, num_bytes: int, after_s: float) -> None:
+        """Leave ``pair`` alone for a while. If it was ``late``, the link is as slow as ``num_bytes`` in ``after_s``."""
+        now_s = self._clock()
+        held_s = min(2 * self._held.get(pair, (0.0, HELD_S / 2))[1], HELD_MOST_S)
+        self._held = {each: held for each, held in self._held.items() if held[0] + HELD_MOST_S > now_s}
+        self._held[pair] = now_s + held_s, held_s
+        if late and num_bytes < TELLING_BYTES:
+            self._note(pair, TELLING_BYTES / after_s)
+
+    def rates(self, donors: Sequence[str], receivers: Sequence[str]) -> Floats:
+        """Return [receivers, donors] bytes/s; 0 for a pair that is left alone."""
+        now_s = self._clock()
+        hope = 2.0 ** min((now_s - self._last_s) / DOUBLED_S, 10.0) if self._rates else 1.0
+        most = max(ASSUMED_BYTES_PER_S, max(self._rates, default=0.0))
+        found = np.full((len(receivers), len(donors)), min(hope * self.bytes_per_s, most))
+        if self._of or self._held:
+            row = {each: at for at, each in enumerate(receivers)}
+            column = {each: at for at, each in enumerate(donors)}
+            for (donor, receiver), rates in self._of.items():
+                if donor in column and receiver in row:
+                    found[row[receiver], column[donor]] = min(hope * _believed(rates), most)
+            for (donor, receiver), (until_s, _) in self._held.items():
+                if donor in column and receiver in row and now_s < until_s:
+                    found[row[receiver], column[donor]] = 0.0
+        return found
+
+
+def _believed(rates: deque[float]) -> float:
+    return sorted(rates)[int(BELIEVED * (len(rates) - 1))]
+
+
+class BytesAsked:
+    """The bytes of the fetches that are under way, by donor and by receiver."""
+
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+        self._open: dict[int, tuple[tuple[str, str], int]] = {}  # by decision number
+
+    def begin(self, number: int, fetch: PageFetch, receiver: str) -> None:
+        self._open[number] = (fetch.donor_id, receiver), fetch.num_bytes
+        self.of.update(dict.fromkeys((fetch.donor_id, receiver), fetch.num_bytes))
+
+    def end(self, number: int) -> None:
+        """Close the fetch of decision ``number``, if it is open."""
+        replicas, num_bytes = self._open.pop(number, ((), 0))
+        self.of -= Counter(dict.fromkeys(replicas, num_bytes))
+
+    def check(self) -> None:
+        """Raises AssertionError if a sum is not that of the open fetches."""
+        total: Counter[str] = Counter()
+        for replicas, num_bytes in self._open.values():
+            total.update(dict.fromkeys(replicas, num_bytes))
+        assert total == self.of, f"{self.of} bytes are asked for, {total} are open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Donors:
+    """Replicas that could send pages of a prompt."""
+
+    ids: Sequence[str]  # [m]
+    at: Ints  # [m] positions among the candidates
+    device_tokens: Ints  # [m] of the prompt, in whole pages
+    tokens: Ints  # [m] with those on the host
+    host_s_per_token: Floats  # [m] to load one from there
+    wait_s: Floats  # [m] until the step in progress ends
+    num_running: Floats  # [m] requests that are slower meanwhile
+    bytes_per_s: Floats  # [n, m] from each to each candidate; 0: not at all
+    asked_bytes: Floats  # [n, m] on the way already, on the longer one of the two links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fetches:
+    """What each candidate [n] would fetch; 0 tokens: computing is quicker."""
+
+    donor_ids: Sequence[str]  # [m]
+    donor: Ints  # [n] position in ``donor_ids``
+    tokens: Ints
+    num_bytes: Ints
+    took_s: Floats  # from the order to the last page
+    others_s: Floats  # what it costs the donor's requests
+    compute_s: Floats  # to compute those tokens, or load them
+
+    def without(self, at: int) -> "Fetches":
+        """Return these, but none for candidate ``at``."""
+        tokens, took_s, others_s = self.tokens.copy(), self.took_s.copy(), self.others_s.copy()
+        tokens[at], took_s[at], others_s[at] = 0, 0.0, 0.0
+        return replace(self, tokens=tokens, took_s=took_s, others_s=others_s)
+
+
+def quickest(
+    donors: Donors,
+    load: LoadEstimate[Floats],
+    *,
+    num_tokens: int,
+    base_tokens: Ints,
+    store_tokens: Ints,
+    store_s: Floats,
+    token_bytes: Floats,
+    reused: float,
+) -> Fetches:
+    """Return from where each candidate would fetch, if that is worth it.
+
+    Args: base_tokens: [n] that it has on its device and host. store_tokens, store_s: [n] that it would read from its
+          store instead, and how long that takes. token_bytes: [n] K and V of a token; 0: it fetches nothing.
+          reused: the share of prompt tokens that are found in caches.
+    """
+    tokens = np.maximum(donors.tokens - base_tokens[:, None], 0)  # [n, m]
+    tokens[donors.at, np.arange(len(donors.at))] = 0
+    tokens[token_bytes == 0] = 0
+    tokens[donors.bytes_per_s == 0] = 0
+    rate = np.where(donors.bytes_per_s > 0, donors.bytes_per_s, 1.0)
+    on_host = np.maximum(donors.tokens - np.maximum(donors.device_tokens, base_tokens[:, None]), 0)
+    num_bytes = tokens * token_bytes[:, None]
+    took_s = FIXED_S + donors.wait_s + on_host * donors.host_s_per_token + (num_bytes + donors.asked_bytes) / rate
+    others_s = SLOWED * num_bytes / rate * donors.num_running
+    lacking = num_tokens - base_tokens
+    each_s = (1.0 + load.num_waiting) / load.prefill_tokens_per_s  # what a token costs that is computed
+    queue_s = (load.queued_tokens - load.late_tokens) / load.prefill_tokens_per_s
+    later_s = np.maximum(took_s - queue_s[:, None], 0.0)
+    fetched = later_s + (lacking[:, None] - tokens) * each_s[:, None] + others_s
+    computed = (lacking - store_tokens) * each_s + store_s
+    best = np.where(tokens > 0, fetched, np.inf).argmin(axis=1)
+    row = np.arange(len(best))
+    copies = np.where(load.free_tokens < tokens[row, best], tokens[row, best], 0)
+    worth = (tokens[row, best] > 0) & (fetched[row, best] < computed - np.maximum(GAIN * computed, GAIN_S))
+    return Fetches(
+        donor_ids=donors.ids,
+        donor=best,
+        tokens=np.where(worth, tokens[row, best], 0),
+        num_bytes=np.where(worth, num_bytes[row, best], 0).astype(np.int64),
+        took_s=np.where(worth, took_s[row, best], 0.0),
+        others_s=np.where(worth, others_s[row, best] + reused * copies * each_s, 0.0),
+        compute_s=tokens[row, best] / load.prefill_tokens_per_s,
+    )

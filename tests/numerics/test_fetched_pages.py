@@ -1,0 +1,192 @@
+"""A fetch between two real engines: the ids are those of one engine alone, whatever becomes of the fetch, and nothing
+is left behind. The wire is the memory of this process."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvtransfer.types import PdTicket
+from replicas.engine.engine import Engine
+from replicas.types import GenerateRequest, HandOff, HandOffReport, PdLeg, SamplingParams, TokenDelta
+from tests.embedded import MODEL
+from tests.local_agents import LocalFabric
+from tests.numerics.handing_over import GREEDY, SEEDED, WAIT_TURNS, alone, make_engine, run
+
+pytestmark = pytest.mark.model
+PAGE = 16
+PROMPT = np.arange(1000, 1150, dtype=np.int32)  # 9 whole pages and 6 tokens
+rooms = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def fabric() -> LocalFabric:
+    return LocalFabric()
+
+
+@pytest.fixture(scope="module")
+def engines(fabric: LocalFabric) -> Iterator[tuple[Engine, Engine]]:
+    """A receiver and a donor."""
+    both = make_engine(MODEL, PAGE, 64, fabric), make_engine(MODEL, PAGE, 64, fabric)
+    yield both
+    for engine in both:
+        engine.close()
+
+
+@pytest.fixture
+def receiver(engines: tuple[Engine, Engine], fabric: LocalFabric) -> Engine:
+    settle(engines)
+    for engine in engines:
+        engine.flush_cache()
+    return engines[0]
+
+
+@pytest.fixture
+def donor(engines: tuple[Engine, Engine], receiver: Engine) -> Engine:
+    return engines[1]
+
+
+def ask(rid: str, prompt: np.ndarray = PROMPT, sampling: SamplingParams = GREEDY, salt: str = "") -> GenerateRequest:
+    return GenerateRequest(rid=rid, token_ids=prompt, sampling=sampling, cache_salt=salt)
+
+
+def fetching(request: GenerateRequest, donor: Engine, *, end_len: int = 144, within_s: float = 20.0) -> GenerateRequest:
+    assert donor.transfer_address is not None
+    ticket = PdTicket(
+        room=next(rooms), generation=0, prefill=donor.transfer_address, end_len=end_len, within_s=within_s
+    )
+    return replace(request, hand_off=HandOff(leg=PdLeg.FETCH, ticket=ticket))
+
+
+def ids_of(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def report_of(deltas: list[TokenDelta]) -> HandOffReport:
+    return next(delta.hand_off for delta in deltas if delta.hand_off is not None)
+
+
+def settle(engines: tuple[Engine, Engine]) -> None:
+    """Nothing is in quarantine or lent, and all pages are free or evictable."""
+    run(engines)
+    for _ in range(WAIT_TURNS):  # the services say last that no write is under way
+        if not any(engine.kv.in_use for engine in engines):
+            break
+        for engine in engines:
+            engine.poll()
+    for engine in engines:
+        engine.scheduler.check()
+        pool = engine.stats().pool
+        assert not engine.kv.in_use
+        assert pool.free_pages + pool.evictable_pages == pool.num_pages
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_what_is_fetched_is_what_is_computed(receiver: Engine, donor: Engine, sampling: SamplingParams) -> None:
+    expected = ids_of(alone(donor, ask("computed", sampling=sampling)))
+    receiver.submit(fetching(ask("fetched", sampling=sampling), donor))
+    deltas, _ = run([receiver, donor])
+    report = report_of(deltas)
+    assert (report.transferred, report.num_pages) == (True, 9)
+    assert ids_of(deltas) == expected
+    assert deltas[-1].usage.cached_tokens == 144
+    settle((receiver, donor))
+    assert alone(receiver, ask("again", sampling=sampling))[-1].usage.cached_tokens == 144
+
+
+def test_only_what_the_receiver_lacks_is_sent(receiver: Engine, donor: Engine) -> None:
+    expected = ids_of(alone(donor, ask("computed")))
+    alone(receiver, ask("before", PROMPT[:70]))
+    receiver.submit(fetching(ask("fetched"), donor))
+    deltas, _ = run([receiver, donor])
+    assert report_of(deltas).num_pages == 5
+    assert ids_of(deltas) == expected
+
+
+def test_a_page_that_has_left_the_donor_shortens_the_fetch(receiver: Engine, donor: Engine) -> None:
+    expected = ids_of(alone(receiver, ask("computed")))
+    receiver.flush_cache()
+    alone(donor, ask("before", PROMPT[:70]))
+    receiver.submit(fetching(ask("fetched"), donor))
+    deltas, _ = run([receiver, donor])
+    report = report_of(deltas)
+    assert (report.transferred, report.num_pages) == (True, 4)
+    assert ids_of(deltas) == expected
+    assert deltas[-1].usage.cached_tokens == 64
+    settle((receiver, donor))
+
+
+def test_pages_on_the_hosts_memory_are_sent(receiver: Engine, donor: Engine) -> None:
+    expected = ids_of(alone(donor, ask("computed")))
+    donor.kv.store.make_room(donor.kv.store.num_pages, "this test")
+    assert donor.kv.cache.peek_len(PROMPT, "") == 144
+    receiver.submit(fetching(ask("fetched"), donor))
+    deltas, _ = run([receiver, donor])
+    assert report_of(deltas).num_pages == 9
+    assert ids_of(deltas) == expected
+    settle((receiver, donor))
+
+
+def test_no_page_crosses_a_salt(receiver: Engine, donor: Engine) -> None:
+    expected = ids_of(alone(donor, ask("computed", salt="of another")))
+    receiver.submit(fetching(ask("fetched", salt="own"), donor))
+    deltas, _ = run([receiver, donor])
+    report = report_of(deltas)
+    assert (report.transferred, report.reason) == (False, "the pages are not cached here any more")
+    assert ids_of(deltas) == expected
+    assert deltas[-1].usage.cached_tokens == 0
+    settle((receiver, donor))
+
+
+def test_a_page_that_arrives_changed_is_computed(receiver: Engine, donor: Engine, fabric: LocalFabric) -> None:
+    expected = ids_of(alone(donor, ask("computed")))
+    fabric.faults.flip_bytes = 1
+    receiver.submit(fetching(ask("fetched"), donor))
+    deltas, _ = run([receiver, donor])
+    assert "digest" in (report_of(deltas).reason or "")
+    assert ids_of(deltas) == expected
+    settle((receiver, donor))
+
+
+def test_a_fetch_that_is_late_is_computed(receiver: Engine, donor: Engine) -> None:
+    """The donor does not step until the receiver's answer is whole: it is late."""
+    expected = ids_of(alone(donor, ask("computed")))
+    receiver.submit(fetching(ask("fetched"), donor, within_s=0.05))
+    deltas = run([receiver])[0]
+    assert "within 0.05 s" in (report_of(deltas).reason or "")
+    assert ids_of(deltas) == expected
+    settle((receiver, donor))
+
+
+def test_a_request_that_is_aborted_in_its_fetch_leaves_nothing(receiver: Engine, donor: Engine) -> None:
+    alone(donor, ask("computed"))
+    receiver.submit(fetching(ask("fetched"), donor))
+    receiver.step()
+    receiver.abort("fetched")
+    settle((receiver, donor))
+
+
+@pytest.mark.parametrize("end_len", [0, 145, 160])
+def test_a_ticket_that_does_not_fit_is_computed(receiver: Engine, donor: Engine, end_len: int) -> None:
+    expected = ids_of(alone(donor, ask("computed")))
+    receiver.submit(fetching(ask("fetched"), donor, end_len=end_len))
+    deltas = run([receiver])[0]
+    assert not report_of(deltas).transferred
+    assert ids_of(deltas) == expected
+
+
+def test_all_choices_of_a_request_find_what_was_fetched(receiver: Engine, donor: Engine) -> None:
+    sampling = replace(SEEDED, n=3)
+    expected = {}
+    for delta in alone(donor, ask("computed", sampling=sampling)):
+        expected.setdefault(delta.index, []).extend(delta.token_ids)
+    receiver.submit(fetching(ask("fetched", sampling=sampling), donor))
+    deltas, _ = run([receiver, donor])
+    got: dict[int, list[int]] = {}
+    for delta in deltas:
+        got.setdefault(delta.index, []).extend(delta.token_ids)
+    assert got == expected
+    assert all(delta.usage.cached_tokens == 144 for delta in deltas if delta.finish is not None)
+    settle((receiver, donor))

@@ -1,0 +1,145 @@
+"""A fetch between two engines over fake devices: the answer, and where pages are, whatever becomes of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvtransfer.types import PdTicket
+from replicas.request import ReqState
+from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg
+from tests.fakes import continuation
+from tests.harness import ask
+from tests.pair import Pair
+
+pytestmark = pytest.mark.model
+PROMPT = list(range(100, 145))  # 45 tokens: 11 whole pages of 4, and 1 token
+
+
+def warm(cached: Sequence[int] = PROMPT, salt: str = "") -> Pair:
+    """The donor (``prefill``) has cached ``cached``."""
+    pair = Pair()
+    pair.prefill.submit(replace(ask("before", cached, max_new_tokens=1), cache_salt=salt))
+    pair.run()
+    return pair
+
+
+def fetching(pair: Pair, request: GenerateRequest, *, end_len: int = 44, within_s: float = 60.0) -> GenerateRequest:
+    pair.num_rooms += 1
+    ticket = PdTicket(
+        room=pair.num_rooms, generation=0, prefill=pair.prefill.service.address, end_len=end_len, within_s=within_s
+    )
+    return replace(request, hand_off=HandOff(leg=PdLeg.FETCH, ticket=ticket))
+
+
+def quiet(pair: Pair) -> None:
+    """Nothing is held, lent or in quarantine."""
+    pair.run()
+    assert pair.at_rest
+    assert not pair.prefill.engine.kv.in_use
+    assert not pair.decode.engine.kv.in_use
+
+
+def test_fetched_pages_are_cached_and_the_rest_is_computed() -> None:
+    pair = warm()
+    pair.decode.submit(fetching(pair, ask("a", PROMPT)))
+    pair.until(pair.decode, "a", ReqState.RECEIVING)
+    assert pair.decode.pages()[3] == 11  # reserved: what is fetched, and not the row of the whole request
+    pair.turn(pump=0)
+    assert pair.prefill.engine.kv.in_use  # lent
+    quiet(pair)
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+    report = pair.decode.report("a")
+    assert (report.transferred, report.num_pages) == (True, 11)
+    assert pair.decode.deltas["a", 0][-1].usage.cached_tokens == 44
+
+
+@pytest.mark.parametrize("cached", [PROMPT[:21], PROMPT[:0]])
+def test_what_has_left_the_donor_is_computed(cached: list[int]) -> None:
+    pair = warm(cached or [1, 2, 3, 4, 5])
+    pair.decode.submit(fetching(pair, ask("a", PROMPT)))
+    quiet(pair)
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+    assert pair.decode.report("a").transferred == bool(cached)
+    assert pair.decode.deltas["a", 0][-1].usage.cached_tokens == len(cached) // 4 * 4
+
+
+def test_no_page_crosses_a_salt() -> None:
+    pair = warm(salt="another")
+    pair.decode.submit(fetching(pair, replace(ask("a", PROMPT), cache_salt="own")))
+    quiet(pair)
+    assert pair.decode.report("a").reason == "the pages are not cached here any more"
+    assert pair.decode.deltas["a", 0][-1].usage.cached_tokens == 0
+
+
+def test_only_what_is_missing_is_fetched_and_nothing_if_all_is_here() -> None:
+    pair = warm()
+    pair.decode.submit(ask("first", PROMPT[:20], max_new_tokens=1))
+    pair.run()
+    pair.decode.submit(fetching(pair, ask("a", PROMPT)))
+    quiet(pair)
+    assert pair.decode.report("a").num_pages == 6
+    pair.decode.submit(fetching(pair, ask("b", PROMPT)))
+    quiet(pair)
+    assert pair.decode.report("b").num_pages == 0
+    assert pair.decode.ids("a") == pair.decode.ids("b") == continuation(PROMPT, 8)
+
+
+@pytest.mark.parametrize("how", ["failure", "abort", "deadline"])
+@pytest.mark.parametrize("pumped", [0, 1, 2])
+def test_a_fetch_that_ends_early_leaves_nothing_and_a_request_that_goes_on_is_computed(how: str, pumped: int) -> None:
+    """What the donor had posted lands in pages that are in quarantine until it has."""
+    pair = warm()
+    request = fetching(pair, ask("a", PROMPT))
+    pair.decode.submit(replace(request, deadline_s=50.0) if how == "deadline" else request)
+    pair.until(pair.decode, "a", ReqState.RECEIVING, pump=0)
+    for _ in range(pumped):
+        pair.turn(pump=1)
+    pair.wire.draining = False
+    came = pair.wire.room(1).receiver_over
+    if how == "abort":
+        pair.decode.abort("a")
+    elif how == "deadline":
+        pair.clock.now_s += 100
+    else:
+        pair.wire.fail(1)
+    for _ in range(3):
+        pair.turn(pump=0)
+    assert pair.decode.pages()[4] == (0 if came else 11)  # in quarantine
+    pair.wire.resume_draining()
+    quiet(pair)
+    assert pair.decode.end("a") == (FinishReason.LENGTH if how == "failure" else FinishReason.ABORT)
+    if how == "failure":
+        assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+def test_a_fetch_that_finds_no_pages_in_time_is_computed_in_its_turn() -> None:
+    pair = warm()
+    holder = ask("holder", range(60), max_new_tokens=60)
+    pair.decode.submit(holder)
+    pair.decode.submit(replace(ask("other", range(200, 260), max_new_tokens=60)))
+    for _ in range(12):
+        pair.turn()
+    pair.decode.submit(fetching(pair, ask("a", PROMPT), within_s=0.05))
+    pair.clock.now_s += 1.0
+    quiet(pair)
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+def test_all_choices_find_what_the_first_one_fetched() -> None:
+    pair = warm()
+    pair.decode.submit(fetching(pair, ask("a", PROMPT, n=3)))
+    quiet(pair)
+    for index in range(3):
+        assert pair.decode.ids("a", index) == continuation(PROMPT, 8)
+        assert pair.decode.deltas["a", index][-1].usage.cached_tokens == 44
+
+
+@pytest.mark.parametrize("end_len", [0, 42, 48])
+def test_a_ticket_that_does_not_fit_is_computed(end_len: int) -> None:
+    pair = warm()
+    pair.decode.submit(fetching(pair, ask("a", PROMPT), end_len=end_len))
+    quiet(pair)
+    assert not pair.decode.report("a").transferred
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+    assert pair.wire.rooms == {}

@@ -1,0 +1,166 @@
+"""When a replica fetches, from which other one, and what a failure teaches."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvtransfer.pages import page_keys
+from routing.explain import sentence
+from routing.fetch import ASSUMED_BYTES_PER_S, HELD_S, LinkRates
+from routing.router import Router
+from routing.types import Decision, Ending, KeysStored, ReplicaView, RouteOutcome, RouteQuery
+
+PROMPT = np.arange(2_000, dtype=np.int32)
+MB = 1 << 20
+
+
+class Fixture:
+    """Replicas "a" and "b"; "a" holds the first 1,936 tokens of PROMPT, in pages of 1 MB, and its queue takes 3 s.
+    1,000 tokens are computed in a second."""
+
+    def __init__(self, *, fetches: bool = True, queued: int = 3_000, page_bytes: int = MB, **of_a: object) -> None:
+        self.now_s = 100.0
+        self.router = Router("estimated_ttft", Random(0), lambda: self.now_s)
+        shared = ReplicaView(
+            replica_id="", time_s=100.0, prefill_tokens_per_s=1_000.0, pool_pages=1_000, page_bytes=page_bytes,
+            fetches=fetches,
+        )  # fmt: skip
+        self.a = replace(shared, replica_id="a", queued_uncached_tokens=queued, num_waiting=3, **of_a)  # type: ignore[arg-type]
+        self.b = replace(shared, replica_id="b")
+        self.router.update([self.a, self.b])
+        self.keys = page_keys(PROMPT, 16, "")[:121]
+        assert self.router.apply("a", [KeysStored(1, self.keys)])
+
+    def choose(self, salt: str = "", **query: object) -> Decision:
+        return self.router.choose(
+            RouteQuery(rid="r", token_ids=PROMPT, salt=salt, max_new_tokens=100, **query)  # type: ignore[arg-type]
+        )
+
+    def done(self, decision: Decision) -> None:
+        self.router.done(decision, RouteOutcome(ending=Ending.OK, ttft_s=1.0))
+        self.router.check()
+
+
+def test_a_prefix_is_fetched_where_that_is_quicker_than_computing_it_or_waiting_for_its_holder() -> None:
+    f = Fixture()
+    decision = f.choose()
+    fetch = decision.fetch
+    assert decision.replica_id == "b"
+    assert fetch is not None
+    assert (fetch.donor_id, fetch.num_tokens, fetch.end_tokens, fetch.num_bytes) == ("a", 1_936, 1_936, 121 * MB)
+    took_s = 0.02 + 121 * MB / ASSUMED_BYTES_PER_S
+    assert fetch.took_s == pytest.approx(took_s)
+    chosen = decision.candidates[1]
+    assert (chosen.overlap_tokens, chosen.terms.fetched_tokens, chosen.terms.own_tokens) == (1_936, 1_936, 64)
+    assert chosen.terms.fetch_s == pytest.approx(took_s)  # no queue hides it
+    assert decision.predicted_ttft_s == pytest.approx(took_s + 0.064)
+    assert sentence(decision).endswith(
+        "It fetches 1,936 tokens from a in 0.15 s; computing them takes 1.9; a itself would begin after 3.06 s."
+    )
+    f.done(decision)
+
+
+def test_without_a_road_it_is_computed() -> None:
+    decision = Fixture(fetches=False).choose()
+    assert (decision.replica_id, decision.fetch, decision.overlap_tokens) == ("b", None, 0)
+    assert Fixture().choose(one_replica="its last try").fetch is None
+
+
+def test_what_waits_for_its_turn_anyway_hides_the_fetch() -> None:
+    f = Fixture()
+    f.router.report(replace(f.b, time_s=100.1, queued_uncached_tokens=2_000, num_waiting=2))
+    decision = f.choose()
+    assert decision.replica_id == "b"
+    assert decision.candidates[1].terms.fetch_s == 0.0
+    assert decision.predicted_ttft_s == pytest.approx(2.064)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "fetches"), [(2e8, True), (5e7, False)])
+def test_the_measured_rate_of_the_pair_decides(bytes_per_s: float, fetches: bool) -> None:
+    """121 MB take 0.63 and 2.5 s; to compute them takes 1.94."""
+    f = Fixture()
+    f.router.link.record(100 * MB, 100 * MB / bytes_per_s, ("a", "b"))
+    assert (f.choose().fetch is not None) == fetches
+
+
+def test_fetches_under_way_make_the_next_one_longer() -> None:
+    f = Fixture()
+    f.router.link.record(10 * ASSUMED_BYTES_PER_S, 10.0)
+    first = f.choose()
+    assert first.fetch is not None
+    second = f.choose(allowed=frozenset({"a", "b"}))
+    assert second.fetch is None  # "b" is expected to have it now
+    third = replace(f.b, replica_id="c")
+    f.router.report(third)
+    decision = f.choose(allowed=frozenset({"a", "c"}))
+    assert decision.fetch is not None
+    assert decision.fetch.took_s == pytest.approx(0.02 + 2 * 121 * MB / ASSUMED_BYTES_PER_S)
+    f.router.fetched(first, first.fetch.num_bytes, 0.1)
+    for each in (first, second, decision):
+        f.done(each)
+
+
+def test_a_replica_that_is_only_expected_to_have_pages_lends_none() -> None:
+    f = Fixture()
+    first = f.choose()  # goes to "b", which is expected to have them now
+    f.router.report(replace(f.b, replica_id="c"))
+    decision = f.choose(allowed=frozenset({"b", "c"}), excluded=frozenset({"a"}))
+    assert decision.fetch is None
+    assert f.router.apply("b", [KeysStored(1, f.keys)])
+    again = f.choose(allowed=frozenset({"c", "b"}))
+    assert again.replica_id == "b" or (again.fetch is not None and again.fetch.donor_id == "b")
+    for each in (first, decision, again):
+        f.done(each)
+
+
+def test_what_another_salt_has_cached_is_computed() -> None:
+    assert Fixture().choose(salt="other").fetch is None
+
+
+def test_a_pair_that_failed_is_left_alone_for_a_while() -> None:
+    f = Fixture()
+    decision = f.choose()
+    f.router.fetched(decision, 0, 0.1, failed=True)
+    f.done(decision)
+    f.now_s += HELD_S / 2
+    links = f.router.link
+    assert links.rates(["a"], ["b"])[0, 0] == 0.0
+    assert links.rates(["b"], ["a"])[0, 0] > 0.0
+    f.now_s += HELD_S
+    assert links.rates(["a"], ["b"])[0, 0] > 0.0
+
+
+def test_a_link_that_was_slow_is_believed_to_be_quicker_as_time_passes() -> None:
+    now_s = [0.0]
+    links = LinkRates(lambda: now_s[0])
+    links.record(10 * MB, 10.0, ("a", "b"))
+    assert not links.unsure
+    assert links.rates(["a"], ["b", "c"]).tolist() == [[MB], [MB]]
+    now_s[0] = 30.0
+    assert links.rates(["a"], ["b"])[0, 0] == 4 * MB
+    now_s[0] = 1_000.0
+    assert links.rates(["a"], ["b"])[0, 0] == ASSUMED_BYTES_PER_S
+
+
+def test_a_fetch_that_was_late_says_how_slow_the_link_is() -> None:
+    f = Fixture()
+    decision = f.choose()
+    assert decision.fetch is not None
+    f.router.fetched(decision, 20 * MB, decision.fetch.within_s, failed=True)
+    assert f.router.link.bytes_per_s == pytest.approx(20 * MB / decision.fetch.within_s)
+
+
+def test_while_nothing_is_known_of_links_one_fetch_at_a_time_finds_out() -> None:
+    f = Fixture()
+    first = f.choose()
+    f.router.report(replace(f.b, replica_id="c"))
+    assert first.fetch is not None
+    second = f.choose(allowed=frozenset({"a", "c"}))
+    assert second.fetch is None
+    f.router.fetched(first, first.fetch.num_bytes, 0.1)
+    third = f.choose(allowed=frozenset({"a", "c"}), excluded=frozenset({"b"}))
+    f.done(first)
+    f.done(second)
+    f.done(third)
