@@ -7,6 +7,7 @@ Thread:    the engine's, once started; the transfer ports are the transfer servi
 """
 
 import functools
+import itertools
 import logging
 import multiprocessing
 import secrets
@@ -24,9 +25,9 @@ from kvtransfer.ports.rank_port import RankPort
 from replicas.checkpoints.adapters import load
 from replicas.config import AdapterLimits, EngineConfig
 from replicas.engine.adapters import ReadAdapter
-from replicas.errors import EngineDead, InvalidConfig
+from replicas.errors import AdapterNotReadable, EngineDead, InvalidConfig
 from replicas.kernels.team import PassingThread
-from replicas.layers.adapters import AdapterBank, AdapterOrder, DropAdapter, PutAdapter
+from replicas.layers.adapters import AdapterBank, AdapterOrder, DropAdapter, Pairs, PrepareAdapter, PutAdapter
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache
 from replicas.ranks.plan_channel import PlanChannel
@@ -42,6 +43,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 300.0  # a follower that has not connected by then is not coming
 MEET_S = 300.0  # for the ranks' meeting, and for every collective after it
 LOOK_S = 0.1  # between two looks whether a follower is gone, while the ranks start
+READ_S = 60.0  # for an adapter's files, to a rank after rank 0 has read them
 LONGEST_ERROR = 500  # characters
 OWN_ERROR_S = 0.5  # for the other side of a failure that two ranks notice
 
@@ -109,26 +111,44 @@ class LocalWorkers:
 
 
 class RankedAdapters:
-    """The adapters of all ranks: read from disk once; ``send`` gives an order to the others. Only `read` may be called
-    on any thread."""
+    """The adapters of all ranks, each of which reads the files itself, beside its steps. Only `read` may be called on
+    any thread, by one at a time."""
 
     def __init__(
-        self, bank: Callable[[], AdapterBank], limits: AdapterLimits, send: Callable[[AdapterOrder], None], tp: TpGroup
+        self, bank: Callable[[], AdapterBank], limits: AdapterLimits, channel: PlanChannel | None, tp: TpGroup
     ) -> None:
         self.limits = limits
-        self._bank, self._send, self._tp = bank, send, tp
+        self._bank, self._channel, self._tp = bank, channel, tp
+        self._numbers = itertools.count(1)
 
     def read(self, ref: AdapterRef) -> ReadAdapter:
-        """Read an adapter, and prepare rank 0's share. Raises: InvalidAdapter, AdapterNotReadable."""
-        weights = load(Path(ref.path), ref.identity, self.limits)
-        order = PutAdapter(ref.identity, weights.info.rank, weights.pairs)
-        share = self._bank().prepare(order)
+        """Read an adapter, and prepare the shares of all ranks. Raises: InvalidAdapter, AdapterNotReadable."""
+        order = PrepareAdapter(next(self._numbers), ref.identity, ref.path)
+        self._send(order)
+        share = self._bank().prepare(*read_adapter(self.limits, ref.path, ref.identity))
+        self._hear(order.number)
 
         def give() -> None:
-            self._send(order)
+            self._send(PutAdapter(order))
             self._bank().put(ref.identity, lambda: share, self._tp)
 
         return ReadAdapter(ref.identity, share.packed.num_bytes * self._tp.size, give)
+
+    def _hear(self, number: int) -> None:
+        """Wait until the other ranks have read an adapter too. Raises: AdapterNotReadable."""
+        try:
+            wrong = [] if self._channel is None else self._channel.hear(number, timeout_s=READ_S)
+        except TimeoutError as error:
+            wrong = [str(error)]
+        if wrong:
+            raise AdapterNotReadable(
+                f"adapter: a rank of this replica could not hold it, its log says why ({wrong[0]}): its folder must be "
+                "at the same path on every node, and each rank have memory for it"
+            )
+
+    def _send(self, order: AdapterOrder) -> None:
+        if self._channel is not None:
+            self._channel.send(order)
 
     def drop(self, identity: str) -> None:
         """Let every rank forget an adapter that no step has any more."""
@@ -168,6 +188,7 @@ class Ranks:
             init_method,
             channel.address,
             authkey,
+            read_adapter=functools.partial(read_adapter, config.adapters or AdapterLimits()),
             port_address=self._port_channel.address if self._port_channel is not None else None,
             port=self._port,
             host=self.host.memory if self.host is not None else None,
@@ -226,8 +247,7 @@ class Ranks:
 
     def adapters(self, limits: AdapterLimits) -> RankedAdapters:
         """Give access to the adapters of all ranks."""
-        send = self._channel.send if self._channel is not None else _send_nothing
-        return RankedAdapters(lambda: self.runner.adapters, limits, send, self.runner.tp)
+        return RankedAdapters(lambda: self.runner.adapters, limits, self._channel, self.runner.tp)
 
     def copier(self) -> RankedCopier | None:
         """Give access to the pages of all ranks' pools and of the host tier; None without one."""
@@ -306,7 +326,13 @@ def host_tier(config: EngineConfig) -> HostKVCache | None:
     return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=parts)
 
 
-def _send_nothing(order: KvOrder | AdapterOrder) -> None:
+def read_adapter(limits: AdapterLimits, path: str, identity: str) -> tuple[int, Pairs]:
+    """Read an adapter's rank and weights. Raises: InvalidAdapter, AdapterNotReadable."""
+    weights = load(Path(path), identity, limits)
+    return weights.info.rank, weights.pairs
+
+
+def _send_nothing(order: KvOrder) -> None:
     """Drop ``order``: there is only one rank."""
 
 

@@ -8,7 +8,6 @@ Invariant: an adapter adds to every layer that it names, or is refused by name b
 Thread:    `put`, `drop` and `begin`: the one that runs the model. `prepare`: any.
 """
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +31,23 @@ log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PutAdapter:
-    """An order to every rank: hold its share of an adapter."""
+Pairs = Mapping[str, tuple[Floats, Floats]]  # whole, as `AdapterWeights` of checkpoints/adapters.py has them
 
+
+@dataclass(frozen=True, slots=True)
+class PrepareAdapter:
+    """An order to every rank: read an adapter's files beside the steps, and say how that went."""
+
+    number: int  # of this order; the newest is the one that may be put
     identity: str
-    rank: int
-    pairs: Mapping[str, tuple[Floats, Floats]]  # whole, as `AdapterWeights` of checkpoints/adapters.py has them
+    path: str  # of its folder
+
+
+@dataclass(frozen=True, slots=True)
+class PutAdapter:
+    """An order to every rank: hold its share of an adapter, which it was to prepare."""
+
+    prepared: PrepareAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class DropAdapter:
     identity: str
 
 
-AdapterOrder = PutAdapter | DropAdapter
+AdapterOrder = PrepareAdapter | PutAdapter | DropAdapter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,16 +92,8 @@ class AdapterBank:
         for name, product in self._products.items():
             product.added = self._held.added[name]
 
-    def run(self, order: AdapterOrder, tp: TpGroup) -> None:
-        """Run this rank's part of an order; what it cannot hold, rank 0 refuses."""
-        if isinstance(order, DropAdapter):
-            self.drop(order.identity)
-        else:
-            with contextlib.suppress(Overloaded):
-                self.put(order.identity, lambda: self.prepare(order), tp)
-
-    def prepare(self, order: PutAdapter) -> RankAdapter:
-        """Cut this rank's share of an adapter, and bring it into the form of the kernels.
+    def prepare(self, rank: int, pairs: Pairs) -> RankAdapter:
+        """Cut this rank's share of an adapter of ``rank``, and bring it into the form of the kernels.
 
         Raises: InvalidAdapter that names a layer that adapters cannot change here, or have in another shape;
                 AdapterNotReadable where this replica can use none.
@@ -101,7 +102,7 @@ class AdapterBank:
             raise AdapterNotReadable(
                 "adapter: it needs Triton, which this replica cannot use on its GPU: its log says why"
             )
-        left = {name: (torch.from_numpy(a), torch.from_numpy(b)) for name, (a, b) in order.pairs.items()}
+        left = {name: (torch.from_numpy(a), torch.from_numpy(b)) for name, (a, b) in pairs.items()}
         parts: dict[str, Sequence[Pair | None]] = {}
         for name, product in self._products.items():
             cut: list[Pair | None] = []
@@ -128,9 +129,9 @@ class AdapterBank:
                 )
             )
         if isinstance(self._held, GpuLowRank):
-            return RankAdapter(order.rank, self._held.pack(parts))
-        narrow = all(is_bf16(weight) for pair in order.pairs.values() for weight in pair)  # one form on all ranks
-        return RankAdapter(order.rank, self._held.pack(parts, narrow=narrow))
+            return RankAdapter(rank, self._held.pack(parts))
+        narrow = all(is_bf16(weight) for pair in pairs.values() for weight in pair)  # one form on all ranks
+        return RankAdapter(rank, self._held.pack(parts, narrow=narrow))
 
     def put(self, identity: str, share: Callable[[], RankAdapter], tp: TpGroup) -> None:
         """Hold this rank's ``share`` of an adapter for the steps that follow; all ranks call this together.

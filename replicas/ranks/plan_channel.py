@@ -44,6 +44,7 @@ class PlanChannel:
         self.address: tuple[str, int] = (str(host), int(port))
         self._authkey = authkey
         self._followers: list[Connection] = []
+        self._sending = threading.Lock()  # plans are sent by one thread, adapters announced by another
 
     @property
     def connections(self) -> Sequence[Connection]:
@@ -108,10 +109,30 @@ class PlanChannel:
         except MemoryError as error:
             raise NotSent("no memory is left to send the other ranks their orders: try again later") from error
         try:
-            for follower in self._followers:
-                follower.send_bytes(data)
+            with self._sending:
+                for follower in self._followers:
+                    follower.send_bytes(data)
         except OSError as error:
             raise EngineDead(f"a tensor-parallel rank is gone: {error}; the replica must be restarted") from error
+
+    def hear(self, number: int, *, timeout_s: float) -> list[str]:
+        """Wait until each follower has said how an order that has a ``number`` went; one thread at a time.
+
+        Returns: what went wrong, of each where something did.
+        Raises:  TimeoutError if one has not said it within ``timeout_s``; EngineDead if one is gone.
+        """
+        deadline_s, wrong = time.monotonic() + timeout_s, []
+        try:
+            for follower in self._followers:
+                told, why = 0, ""
+                while told < number:  # what it said of orders before, of which nobody waited to hear, is passed over
+                    if not follower.poll(max(0.0, deadline_s - time.monotonic())):
+                        raise TimeoutError(f"a rank has not said within {timeout_s:g} s how order {number} went")
+                    told, why = follower.recv()
+                wrong += [why] if why else []
+        except (EOFError, ConnectionError) as error:
+            raise EngineDead(f"a tensor-parallel rank is gone: {error}; the replica must be restarted") from error
+        return wrong
 
     def close(self) -> None:
         for follower in self._followers:

@@ -17,7 +17,7 @@ from replicas.errors import AdapterNotReadable, Fault
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
 from replicas.kernels.adapters.on_gpu import FEW_ROWS, ROWS, GpuLowRank, Pair, tiles_of
-from replicas.layers.adapters import AdapterBank, PutAdapter
+from replicas.layers.adapters import AdapterBank
 from replicas.runner.batch import DeviceBatch, Staging
 from replicas.runner.graphs import DecodeGraphs
 from replicas.scheduler.plan import DecodePlan, StepPlan
@@ -187,7 +187,7 @@ def test_a_replica_without_triton_leaves_an_adapter_to_others(
     device = torch.device("cuda")
     bank = AdapterBank({}, device, AdapterLimits(), Staging(device).upload)
     with pytest.raises(AdapterNotReadable, match="it needs Triton, which this replica cannot use"):
-        bank.prepare(PutAdapter("", 8, {}))
+        bank.prepare(8, {})
 
 
 PROMPT = list(range(70, 95))

@@ -5,10 +5,12 @@ import functools
 import os
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,8 @@ from replicas.engine.engine import Engine
 from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.errors import EngineDead, Fault
 from replicas.launch import EngineSettings, load_engine
-from replicas.layers.adapters import AdapterBank, PutAdapter, RankAdapter
+from replicas.layers.adapters import AdapterBank, Pairs, RankAdapter
+from replicas.ranks.plan_channel import PlanChannel
 from replicas.ranks.worker import WorkerSpec
 from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, SamplingParams
 from tests.adapters import make_adapter
@@ -101,29 +104,47 @@ def test_what_a_rank_could_not_load_is_told_by_the_start(folder: str) -> None:
         two_ranks(folder, LocalWorkers(worker_without_its_files))
 
 
-def worker_short_of_memory(identity: str, spec: WorkerSpec) -> None:
+def worker_short_of_memory(wanted: str, spec: WorkerSpec) -> None:
     """Run a follower that has no memory for its share of one adapter."""
-    prepare = AdapterBank.prepare
 
-    def prepare_or_fail(bank: AdapterBank, order: PutAdapter) -> RankAdapter:
-        if order.identity == identity:
+    def read_or_fail(path: str, identity: str) -> tuple[int, Pairs]:
+        if identity == wanted:
             raise MemoryError("none is left")
-        return prepare(bank, order)
+        return spec.read_adapter(path, identity)
 
-    AdapterBank.prepare = prepare_or_fail  # type: ignore[method-assign]
-    local_worker(spec)
+    local_worker(replace(spec, read_adapter=read_or_fail))
+
+
+def worker_that_reads_late(door: Path, spec: WorkerSpec) -> None:
+    """Run a follower whose files answer when ``door`` is there."""
+
+    def read(path: str, identity: str) -> tuple[int, Pairs]:
+        while not door.exists():
+            time.sleep(0.01)
+        return spec.read_adapter(path, identity)
+
+    local_worker(replace(spec, read_adapter=read))
 
 
 def ends(engine: Engine, asked: dict[str, AdapterRef | None]) -> dict[str, tuple[list[int], Finish]]:
     """Have one prompt answered with each of the adapters at once. Returns: the ids and the end of each."""
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
     for rid, ref in asked.items():
-        engine.submit(GenerateRequest(rid=rid, token_ids=np.arange(5, dtype=np.int32), sampling=sampling, adapter=ref))
+        engine.submit(asking(rid, ref))
+    return ended(engine, asked)
+
+
+def asking(rid: str, ref: AdapterRef | None) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(rid=rid, token_ids=np.arange(5, dtype=np.int32), sampling=sampling, adapter=ref)
+
+
+def ended(engine: Engine, asked: Collection[str]) -> dict[str, tuple[list[int], Finish]]:
+    """Run the requests ``asked`` to their ends. Returns: the ids and the end of each."""
     made: dict[str, list[int]] = {rid: [] for rid in asked}
     found: dict[str, tuple[list[int], Finish]] = {}
     deadline_s = time.monotonic() + 60
     while len(found) < len(asked):
-        assert time.monotonic() < deadline_s, f"no end of {asked.keys() - found.keys()}"
+        assert time.monotonic() < deadline_s, f"no end of {set(asked) - found.keys()}"
         for delta in engine.step():
             made[delta.rid] += delta.token_ids
             if delta.finish is not None:
@@ -162,3 +183,28 @@ def test_an_adapter_for_which_one_rank_has_no_memory_is_held_by_none_and_refused
         stats = engine.stats().adapters
         assert stats is not None
         assert set(stats.held) == {refs["a"].identity, refs["c"].identity}
+
+
+def test_steps_go_on_while_a_rank_reads_an_adapter_and_no_weight_goes_through_their_channel(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has read it long before; the engine's thread waits for the slow rank at no time."""
+    ref = make_adapter(tmp_path / "a", Path(folder), seed=0, size=2.0)
+    is_read, sent = threading.Event(), list[int]()
+    hear, send_bytes = PlanChannel.hear, Connection.send_bytes
+    monkeypatch.setattr(PlanChannel, "hear", lambda *args, **options: (is_read.set(), hear(*args, **options))[1])
+    monkeypatch.setattr(Connection, "send_bytes", lambda to, data: (sent.append(len(data)), send_bytes(to, data))[1])
+    door = tmp_path / "door"
+    main = functools.partial(worker_that_reads_late, door)
+    with closing(two_ranks(folder, LocalWorkers(main), adapters=AdapterLimits())) as engine:
+        engine.submit(asking("a", ref))
+        engine.step()
+        assert is_read.wait(60)
+        [(plain, _)] = ends(engine, {"model": None}).values()
+        door.touch()
+        [(adapted, finish)] = ended(engine, ["a"]).values()
+        assert finish.reason == FinishReason.LENGTH
+        again = ends(engine, {"model": None, "a": ref})
+    assert (again["model"][0], again["a"][0]) == (plain, adapted)
+    assert plain != adapted
+    assert max(sent) < Path(ref.path, "adapter_model.safetensors").stat().st_size

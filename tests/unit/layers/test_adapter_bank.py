@@ -6,7 +6,7 @@ import torch
 
 from replicas.config import AdapterLimits
 from replicas.errors import Overloaded
-from replicas.layers.adapters import AdapterBank, PutAdapter, RankAdapter
+from replicas.layers.adapters import AdapterBank, RankAdapter
 from replicas.layers.linear import RowParallelLinear
 from replicas.layers.tp_group import TpGroup
 
@@ -28,8 +28,8 @@ def test_all_ranks_keep_an_adapter_in_one_form_whichever_share_needs_it(odd: int
     a, b = np.ones((RANK, INPUTS), np.float32), np.ones((OUTPUTS, RANK), np.float32)
     if odd is not None:
         a[0, odd] = 1 + 2.0**-20  # bfloat16 does not hold it; one rank alone has this column
-    order = PutAdapter("one", RANK, {"down_proj": (a, b)})
-    shares = [bank(TpGroup(rank, 2, device="cpu")).prepare(order) for rank in (0, 1)]
+    pairs = {"down_proj": (a, b)}
+    shares = [bank(TpGroup(rank, 2, device="cpu")).prepare(RANK, pairs) for rank in (0, 1)]
     whole = RANK * INPUTS // 2 + OUTPUTS * RANK
     assert [share.packed.num_bytes for share in shares] == [num_bytes * whole] * 2
 
@@ -38,7 +38,7 @@ def test_a_share_is_held_under_the_name_that_it_is_given() -> None:
     tp = TpGroup(device="cpu")
     made = bank(tp)
     pair = np.ones((RANK, INPUTS), np.float32), np.ones((OUTPUTS, RANK), np.float32)
-    share = made.prepare(PutAdapter("one", RANK, {"down_proj": pair}))
+    share = made.prepare(RANK, {"down_proj": pair})
     for name in ("first", "second"):
         made.put(name, lambda: share, tp)
     made.drop("first")

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 
-import numpy as np
 import pytest
 
 from replicas.errors import EngineDead, Overloaded
-from replicas.layers.adapters import DropAdapter, PutAdapter
+from replicas.layers.adapters import DropAdapter, PrepareAdapter
 from replicas.ranks.plan_channel import PlanChannel
 
 KEY = b"secret"
@@ -70,8 +69,8 @@ def test_a_follower_whose_thread_has_yet_to_end_is_not_hung_up(channel: PlanChan
     ours[0].close()
 
 
-class Unpicklable(np.ndarray):
-    """Weights for whose pickle no memory is left."""
+class Unpicklable(str):
+    """A folder for whose pickle no memory is left."""
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise MemoryError("none is left")
@@ -82,14 +81,33 @@ def test_an_order_that_no_memory_is_left_to_send_is_refused_and_the_next_arrives
     connect = started(lambda: ours.append(Client(channel.address, authkey=KEY)))
     channel.accept(1, timeout_s=10, dead=no_one)
     connect.join(timeout=60)
-    pair = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32).view(Unpicklable)
     with pytest.raises(Overloaded, match="no memory is left"):
-        channel.send(PutAdapter("a", 1, {"layer": pair}))
+        channel.send(PrepareAdapter(1, "a", Unpicklable("/a")))
     channel.send(DropAdapter("b"))
     assert ours[0].poll(10)
     assert ours[0].recv() == DropAdapter("b")
     channel.close()
     ours[0].close()
+
+
+def test_what_followers_say_is_heard_by_number_and_silence_and_an_end_are_told(channel: PlanChannel) -> None:
+    """Of an order of which nobody waited to hear, what was said is passed over."""
+    ours: list[Connection] = []
+    connect = started(lambda: [ours.append(Client(channel.address, authkey=KEY)) for _ in range(2)])
+    channel.accept(2, timeout_s=10, dead=no_one)
+    connect.join(timeout=60)
+    for number, why in ((1, "an old error"), (2, "no file")):
+        ours[0].send((number, why))
+        ours[1].send((number, ""))
+    assert channel.hear(2, timeout_s=10) == ["no file"]
+    ours[0].send((3, ""))
+    with pytest.raises(TimeoutError, match="a rank has not said within 0 s how order 3 went"):
+        channel.hear(3, timeout_s=0.0)
+    for each in ours:
+        each.close()
+    with pytest.raises(EngineDead, match="a tensor-parallel rank is gone"):
+        channel.hear(4, timeout_s=10)
+    channel.close()
 
 
 def test_a_follower_that_never_connects_ends_the_wait_with_the_numbers(

@@ -51,7 +51,8 @@ class OneFollower:
 def start(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any], gone_s: float = 0.3) -> Ranks:
     monkeypatch.setattr(engine_ranks, "ModelRunner", load)
     config = SimpleNamespace(
-        parallel=SimpleNamespace(tp=2), device="cpu", num_kv_parts=2, cache=SimpleNamespace(host_memory_bytes=0)
+        parallel=SimpleNamespace(tp=2), device="cpu", num_kv_parts=2, adapters=None,
+        cache=SimpleNamespace(host_memory_bytes=0),
     )
     return Ranks(cast(EngineConfig, config), OneFollower(gone_s))
 
