@@ -44,6 +44,18 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + i, made.to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit(do_not_specialize=["num_sampled"], do_not_specialize_on_alignment=["sampled"])
+def enter_rows(ids, sampled, num_sampled, table, row_len, follows, rows, positions, out_slots):
+    """Program (row): the slot of a row that decodes goes into table [R, row_len] at its position; its input id becomes
+    token follows[row] of sampled [num_sampled] int64, 0 for one that is broken, unless that is -1 or none are there."""
+    b = tl.program_id(0)
+    at = tl.load(rows + b).to(tl.int64) * row_len + tl.load(positions + b)
+    tl.store(table + at, tl.load(out_slots + b).to(tl.int32))
+    place = tl.load(follows + b)
+    there = (place >= 0) & (place < num_sampled)
+    tl.store(ids + b, tl.maximum(tl.load(sampled + place, mask=there, other=0), 0), mask=there)
+
+
 @triton.jit
 def greatest(logits, tokens, peaks, size, BLOCK: tl.constexpr):
     """Program (row): the largest of logits [S, size] and the first token that has it; -1 where that is not finite."""

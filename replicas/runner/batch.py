@@ -23,6 +23,7 @@ from torch import Tensor
 from replicas.attention.base import BatchMeta
 from replicas.attention.fence import Fence
 from replicas.errors import Overloaded
+from replicas.kernels import gpu
 from replicas.runner.pooling import StepPooling
 from replicas.runner.sampler import DeviceLogprobs, DevicePromptLogprobs
 from replicas.scheduler.plan import (
@@ -241,10 +242,11 @@ class DeviceBatch:
     hidden: Tensor | None = None  # [T, hidden] of a step that has run, where a pooling pools them
 
 
-def build(plan: StepPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:
-    """Make the tensors of ``plan``; applies its table writes first, and enters the slots of the rows that decode."""
+def build(plan: StepPlan, table: DeviceTable, staging: Staging, sampled: Tensor | None = None) -> DeviceBatch:
+    """Make the tensors of ``plan``; applies its table writes first, and enters the slots of the rows that decode, and
+    what they follow in ``sampled`` [S] int64, the tokens of the step before."""
     if isinstance(plan, DecodePlan):
-        return build_decode(plan, table, staging, size=len(plan.rows))
+        return build_decode(plan, table, staging, size=len(plan.rows), sampled=sampled)
     table.apply(plan.table_writes, staging)
     batch = _extend(plan, table, staging)
     _append(table, batch.meta)
@@ -252,21 +254,35 @@ def build(plan: StepPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:
 
 
 def build_decode(
-    plan: DecodePlan, table: DeviceTable, staging: Staging, *, size: int, into: Tensor | None = None
-) -> DeviceBatch:
-    """Make the tensors of a decode step, padded to ``size`` rows, in ``into`` if it is given (runner/graphs.py)."""
+    plan: DecodePlan, table: DeviceTable, staging: Staging, *, size: int, into: Tensor | None = None,
+    sampled: Tensor | None = None,
+) -> DeviceBatch:  # fmt: skip
+    """Make the tensors of a decode step, padded to ``size`` rows, in ``into`` if it is given (runner/graphs.py). On a
+    GPU this is one copy and one launch, but where the plan writes into the table.
+
+    Args: sampled: the tokens [S] int64 of the step before that the plan follows; None: it follows none, or others know.
+    """
     table.apply(plan.table_writes, staging)
     arrays = decode_arrays(plan, size)
-    ids, *rest = staging.upload(arrays, into)
+    follows, ids, *rest = staging.upload(arrays, into)
     meta = _meta(plan, table, staging, rest, arrays[-2], arrays[-1], num_decode=size)
-    _append(table, meta)
+    if staging.device.type == "cuda" and gpu.kernels() is not None:
+        gpu.kernels().enter_rows[(size,)](
+            ids, ids if sampled is None else sampled, 0 if sampled is None else len(sampled), table.slots,
+            table.slots.shape[1], follows, meta.rows, meta.positions, meta.out_slots, num_warps=1, **gpu.EXACT,
+        )  # fmt: skip
+        meta.snapshots = table.snapshots
+    else:
+        if sampled is not None:
+            ids[: len(plan.rows)] = sampled[follows[: len(plan.rows)]].clamp_min(0)
+        _append(table, meta)
     sample_rows = list(range(len(plan.rows)))
     return DeviceBatch(input_ids=ids, meta=meta, logits_rows=None, sample_rows=sample_rows, prompt_rows=[])
 
 
 def decode_arrays(plan: DecodePlan, size: int) -> list[Array]:
-    """Return input ids, positions, slots (int64), rows, prefix_lens, seq_lens, qo_indptr (int32) of ``plan``, padded to
-    ``size`` with rows that see only the sink's token."""
+    """Return what they follow (int32, -1: nothing), input ids, positions, slots (int64), rows, prefix_lens, seq_lens,
+    qo_indptr (int32) of ``plan``, padded to ``size`` with rows that see only the sink's token."""
 
     def filled(values: Array, dtype: type[np.integer[Any]], rest: int = 0) -> Array:
         out = np.full(size, rest, dtype)
@@ -275,6 +291,7 @@ def decode_arrays(plan: DecodePlan, size: int) -> list[Array]:
 
     seq_lens = filled(plan.seq_lens, np.int32, 1)
     return [
+        filled(np.empty(0, np.int32) if plan.follows is None else plan.follows, np.int32, -1),
         filled(plan.token_ids, np.int64),
         (seq_lens - 1).astype(np.int64),
         filled(plan.slots, np.int64),

@@ -86,11 +86,12 @@ class DecodeGraphs:
         """Return the size of the graph that runs a step; None if none does."""
         return graph_size(len(plan.rows), self.sizes) if isinstance(plan, DecodePlan) else None
 
-    def fill(self, plan: DecodePlan) -> DeviceBatch:
-        """Write ``plan`` into the graphs' inputs, padded to one of their sizes, and begin it."""
+    def fill(self, plan: DecodePlan, sampled: Tensor | None = None) -> DeviceBatch:
+        """Write ``plan`` into the graphs' inputs, padded to one of their sizes, and begin it. ``sampled``: as of
+        `build_decode`."""
         size = self.size_of(plan)
         assert size is not None, "a plan of more rows than any graph has"
-        batch = build_decode(plan, self._table, self._staging, size=size, into=self._inputs)
+        batch = build_decode(plan, self._table, self._staging, size=size, into=self._inputs, sampled=sampled)
         self._attention.begin_graph(batch.meta)
         return batch
 

@@ -162,11 +162,11 @@ class ModelRunner:
         if warms and self._adapts_on_gpu:
             self.adapters.begin_idle()
         if self._graphs is not None and graph_rows is not None and isinstance(plan, DecodePlan):
-            batch = self._graphs.fill(plan)
-            self._put_followed(plan, batch)
+            batch = self._graphs.fill(plan, self._followed(plan))
+            self._share_followed(plan, batch)
             return self._graphs.replay(batch, len(plan.rows), adapted=adapted), batch
-        batch = batches.build(plan, self.table, self._staging)
-        self._put_followed(plan, batch)
+        batch = batches.build(plan, self.table, self._staging, self._followed(plan))
+        self._share_followed(plan, batch)
         if isinstance(plan, ExtendPlan) and any(row.pooling is not None and row.pooling.method for row in plan.rows):
             assert isinstance(self._model, Llama), "`Intake.check` refuses others"
             batch.hidden = self._model.hidden(batch.input_ids, batch.meta)
@@ -240,16 +240,18 @@ class ModelRunner:
         """Drop the graphs, whose collectives NCCL must not free before."""
         self._graphs = None
 
-    def _put_followed(self, plan: StepPlan, batch: batches.DeviceBatch) -> None:
-        """Put rank 0's tokens of the last step into the input ids of a step that follows it, on every rank."""
-        if not isinstance(plan, DecodePlan) or plan.follows is None:
-            return
-        ids = batch.input_ids[: len(plan.follows)]
-        if self.tp.rank == 0:
-            assert isinstance(self._sampled, Tensor), "a plan follows a step, but no step has sampled yet"
-            (index,) = self._staging.upload([plan.follows])
-            ids.copy_(self._sampled[index].clamp_min(0))
-        self.tp.broadcast(ids)
+    def _followed(self, plan: StepPlan) -> Tensor | None:
+        """Return the tokens [S] of the last step, which ``plan`` follows; None where it follows none, or they are rank
+        0's."""
+        if not isinstance(plan, DecodePlan) or plan.follows is None or self.tp.rank:
+            return None
+        assert isinstance(self._sampled, Tensor), "a plan follows a step, but no step has sampled yet"
+        return self._sampled
+
+    def _share_followed(self, plan: StepPlan, batch: batches.DeviceBatch) -> None:
+        """Give the input ids of a step that follows another from rank 0 to every rank."""
+        if isinstance(plan, DecodePlan) and plan.follows is not None:
+            self.tp.broadcast(batch.input_ids[: len(plan.follows)])
 
     def _memory(self) -> int:
         """Count the bytes of the device that this rank may use: its part of the budget, or on a GPU all of it."""

@@ -77,7 +77,7 @@ MANY: dict[str, str] = {
         "replicas.kernels.register_tiles.tile",
         *(f"replicas.kernels.tiles.{name}" for name in (
             "outer", "_outer_wide", "_outer_narrow", "outer_fetch", "dot", "_dot_wide")),
-        "replicas.kernels.triton_rows.draw",
+        *(f"replicas.kernels.triton_rows.{name}" for name in ("draw", "enter_rows")),
         "replicas.kernels.triton_rows._cut",
     ),
     KERNEL,

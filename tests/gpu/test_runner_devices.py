@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from replicas.attention.base import BatchMeta
+from replicas.kernels import gpu as kernels_of_gpu
 from replicas.models.llama import Llama
 from replicas.request import Req
+from replicas.runner.batch import DeviceTable, Staging, build_decode, decode_arrays
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams
+from tests.gpu import fake_cuda
+from tests.gpu.device_steps import Launches
 from tests.gpu.rigs import DEVICES, DRAWING, NUM_NEW, engine_config, make_rig
 from tests.numerics import tiny
 
@@ -102,6 +106,36 @@ def test_a_step_that_follows_takes_what_the_one_before_it_sampled(tmp_path: Path
     assert made[0] == [ids[0] for ids in wanted]
     for step in (1, 2):
         assert made[step] == [wanted[i][step] for i in order]
+
+
+@pytest.mark.parametrize("sampled", [None, [11, -1, 13]], ids=["rank 1", "rank 0"])
+def test_input_ids_and_table_of_a_decode_step_are_one_copy_and_one_launch(
+    sampled: list[int] | None, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's operations are two, or five where a step follows. -1 is a broken token; a rank that has no tokens keeps
+    its ids until they come."""
+    if gpu is None:
+        pytest.skip("a real device's launches are counted by nsys (docs/gpu.md)")
+    rows, token_ids, lens, slots = (np.array(x, np.int32) for x in ([3, 1, 2], [7, 8, 9], [5, 6, 9], [50, 60, 90]))
+    plan = DecodePlan(
+        table_writes=(), rows=rows, token_ids=token_ids, seq_lens=lens, slots=slots, sampling=(),
+        follows=np.array([2, 0, 1], np.int32),
+    )  # fmt: skip
+    tokens = None if sampled is None else torch.tensor(sampled, device="cuda")
+    with Launches() as upload:
+        Staging(torch.device("cuda", 0)).upload(decode_arrays(plan, 4))
+    for num_kernels, num_others in ((1, 0), (0, 2 if sampled is None else 5)):
+        if not num_kernels:
+            monkeypatch.setattr(kernels_of_gpu, "kernels", lambda: None)
+        table, before = DeviceTable(5, 16, torch.device("cuda", 0)), gpu.kernels
+        with Launches() as seen:
+            batch = build_decode(plan, table, Staging(torch.device("cuda", 0)), size=4, sampled=tokens)
+        assert (gpu.kernels - before, len(seen.names) - len(upload.names)) == (num_kernels, num_others)
+        torch.cuda.synchronize()
+        assert batch.input_ids.tolist() == ([7, 8, 9, 0] if sampled is None else [13, 11, 0, 0])
+        wanted = torch.zeros(5, 16, dtype=torch.int32)
+        wanted[[3, 1, 2], [4, 5, 8]] = torch.tensor([50, 60, 90], dtype=torch.int32)
+        assert torch.equal(table.slots.cpu(), wanted)
 
 
 class _Slow:

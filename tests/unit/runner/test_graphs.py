@@ -36,7 +36,9 @@ def test_a_batch_takes_the_smallest_size_that_holds_it() -> None:
 
 def test_padding_rows_read_and_write_the_sink_alone() -> None:
     """Row 0, position 0, slot 0 of page 0, one token each."""
-    ids, positions, slots, rows, prefix, seq_lens, bounds = decode_arrays(plan([3, 7], [10, 20], [160, 320]), 4)
+    made = decode_arrays(plan([3, 7], [10, 20], [160, 320]), 4)
+    follows, ids, positions, slots, rows, prefix, seq_lens, bounds = made
+    assert follows.tolist() == [-1] * 4
     assert ids.tolist() == [103, 107, 0, 0]
     assert positions.tolist() == [9, 19, 0, 0]
     assert slots.tolist() == [160, 320, 0, 0]
