@@ -13,6 +13,7 @@ the watchdog asks `dead`.
 
 import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments import logs
 from deployments.autoscaling import replica_stats
+from deployments.channel.kv_events import KV_EVENTS_VARIABLE, KvEvents
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.node_tasks import DeathWatch
 from deployments.places import local_path
@@ -64,6 +66,10 @@ class ModelReplica(ServedEngine):
             host, wanted = ray.util.get_node_ip_address(), config.observability.metrics_port
             port = MetricsServer(host=host, port=wanted, guard=metrics_guard)  # before the weights, as it may be taken
             undo.callback(port.close)
+            told = os.environ.get(KV_EVENTS_VARIABLE)
+            kv_events = KvEvents(told) if told else None
+            if kv_events is not None:
+                undo.callback(kv_events.close)
             engine = self.load(config, Role(role))
             loop = EngineLoop(engine)
             loop.start()
@@ -79,6 +85,7 @@ class ModelReplica(ServedEngine):
                 role=Role(role),
                 metrics_address=self._metrics.target.address,
                 moves=moves,
+                kv_events=kv_events,
             )
             self._death_watch = None if engine.transfer is None else DeathWatch(engine.transfer)
             if self._death_watch is not None:

@@ -39,6 +39,7 @@ from deployments.channel.frames import (
     TakeBack,
     encode,
 )
+from deployments.channel.kv_events import KvEvents
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.record.rids import about, choice_of, client_rid, owner_of
 from deployments.replica.cache_moves import ReplicaMoves
@@ -126,8 +127,11 @@ class ServedEngine:
         role: Role = Role.UNIFIED,
         metrics_address: str | None = None,
         moves: ReplicaMoves | None = None,
+        kv_events: KvEvents | None = None,
     ) -> None:
-        """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine."""
+        """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine, as is
+        ``kv_events``: what else hears of its cache."""
+        self._kv_events = kv_events
         self.loop = loop
         self.replica_id = replica_id
         self._role = role
@@ -337,6 +341,8 @@ class ServedEngine:
             self._reporter.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reporter
+        if self._kv_events is not None:
+            await asyncio.to_thread(self._kv_events.close)
         for client in list(self._clients.values()):
             client.close()
         await asyncio.to_thread(self.loop.stop)
@@ -422,6 +428,8 @@ class ServedEngine:
             frames = encode(CacheChanges.of(events)) + encode(self._report(stats))  # without events: nothing changed
             for client in list(self._clients.values()):
                 client.report(frames)
+            if self._kv_events is not None and not self._kv_events.publish(events):
+                self._kv_events.start_over(await self.loop.run_on_engine(lambda engine: engine.cache_snapshot()))
             self._outputs.drop_old()
             await asyncio.sleep(self._report_period_s)
 
