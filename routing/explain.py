@@ -20,7 +20,6 @@ BECAUSE = {
     Reason.FEWER_TOKENS: "it had the fewest prompt tokens queued of those compared",
     Reason.SESSION: "it is among the soonest and had this session before",
     Reason.MORE_FREE: "its estimate equals the best within the error of the rates, and it has the most free pages",
-    Reason.LONGEST_AGO: "its estimate equals the best within the error of the rates; it was unused for longest",
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
 _WIDTHS: Mapping[Unit, int] = {"s": 8, "tokens": 7, "tokens/s": 7}

@@ -50,8 +50,8 @@ PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 ASSUMED_HOST_BYTES_PER_S, ASSUMED_STORE_BYTES_PER_S, ASSUMED_STORE_LATENCY_S = 2e9, 2e8, 0.005
 ASSUMED_ADAPTER_LOAD_S = 0.1  # likewise: 20 MB of a disk, and their digest
 (IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
- UTILIZATION, POOL_TOKENS, FREE_TOKENS, MAX_REQUESTS, RATE_TOKENS, LATE, RATE_AT_S, STEP_AT_S, NUM_RATES, LAST, HOST_S,
- STORE_S, LATENCY_S, NUM_FIELDS) = range(27)  # fmt: skip
+ UTILIZATION, POOL_TOKENS, FREE_TOKENS, MAX_REQUESTS, RATE_TOKENS, LATE, RATE_AT_S, STEP_AT_S, NUM_RATES, HOST_S,
+ STORE_S, LATENCY_S, NUM_FIELDS) = range(26)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +154,6 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         utilization=utilization,
         pool_tokens=own[POOL_TOKENS],
         free_tokens=np.maximum(own[FREE_TOKENS] - own[TOKENS_SINCE], 0.0),
-        last_number=own[LAST],
         max_requests=own[MAX_REQUESTS],
     )
 
@@ -358,7 +357,6 @@ class Load:
             replica.coming[adapter] += 1
         self._where[number] = replica_id
         self._data[IN_FLIGHT, replica.column] += 1
-        self._data[LAST, replica.column] = number + 1
         if now_s >= self._data[REPORT_S, replica.column]:
             self._enqueue(replica, request)
 

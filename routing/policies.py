@@ -302,7 +302,7 @@ def of_equals(
     query: RouteQuery, candidates: Candidates, cost_s: Floats, rated_s: Floats, turn: Turn
 ) -> tuple[int, Reason | None]:
     """Choose the lowest ``cost_s`` [n]; of those equal to it as far as rates are known, the session's last replica,
-    then fewer requests, most free pages where all of the request fits, sent to longest ago, any.
+    then fewer requests, most free pages where all of the request fits, any.
 
     Equal to the lowest is what costs more by no more than the rates of both may be wrong (``rated_s`` [n]: the part of
     the cost that is tokens over a rate), and whose other parts are no longer. So the pools of an idle fleet fill
@@ -326,11 +326,11 @@ def of_equals(
             return index, Reason.SESSION
     need_tokens = own_tokens + min(query.max_new_tokens, OUTPUT_TOKENS)
     free_tokens = np.where(load.free_tokens >= need_tokens, load.free_tokens, 0.0)
-    for value, reason in (
-        (load.num_requests, Reason.FEWER_REQUESTS), (-free_tokens, Reason.MORE_FREE),
-        (load.last_number, Reason.LONGEST_AGO),
+    # what is no request apart is equal: routers that choose at once, each by its own draw, then choose different ones
+    for value, reason, apart in (
+        (load.num_requests, Reason.FEWER_REQUESTS, 1.0), (-free_tokens, Reason.MORE_FREE, float(need_tokens[best])),
     ):  # fmt: skip
-        among = among[value[among] == value[among].min()]
+        among = among[value[among] < value[among].min() + apart]
         if len(among) == 1:
             return int(among[0]), reason
     return int(among[turn.rng.randrange(len(among))]), Reason.TIE

@@ -194,7 +194,6 @@ class LoadEstimate(Generic[FloatT]):
     utilization: FloatT  # share of the pool that a new request cannot have
     pool_tokens: FloatT  # 0 if not reported
     free_tokens: FloatT  # of those, in pages that hold nothing
-    last_number: FloatT  # the newest decision that sent it something, and 1; 0: none yet
     max_requests: FloatT  # that run at once; infinite if not reported
 
     def at(self: "LoadEstimate[Floats]", index: int) -> "LoadEstimate[float]":
@@ -319,7 +318,6 @@ class Reason(enum.Enum):
     FEWER_TOKENS = "fewer_queued_tokens"
     SESSION = "same_session"
     MORE_FREE = "more_free_pages"  # of those whose estimates differ by less than rates are known
-    LONGEST_AGO = "sent_to_longest_ago"  # likewise
     TIE = "tie_broken_at_random"
 
 

@@ -17,7 +17,6 @@ const BECAUSE = {
   fewer_queued_tokens: "it had the fewest prompt tokens waiting of those compared",
   same_session: "it had this session before, and is among the soonest",
   more_free_pages: "its estimate equals the best within the error of the rates, and it has the most free pages",
-  sent_to_longest_ago: "its estimate equals the best within the error of the rates; it was unused for longest",
   tie_broken_at_random: "those compared were equally loaded, and it was drawn at random",
 };
 const PAIR_BECAUSE = {

@@ -31,6 +31,8 @@ from math import inf
 from random import Random
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueueEntry:
@@ -121,18 +123,21 @@ def _on_time(waiting: Sequence[QueueEntry], running: Counter[str], random: Rando
 def shortest_first(waiting: Sequence[QueueEntry], by_deadline: Sequence[int]) -> list[int]:
     """Reorder the positions ``by_deadline``, whose requests can all be in time: each time the shortest of those goes
     next that make none late which they pass. The first `MOST_AHEAD` only: no step takes more."""
-    left, found, now_s = list(by_deadline), list[int](), 0.0
-    while left and len(found) < MOST_AHEAD:
-        best, through_s, slack_s = 0, now_s, inf
-        for place, at in enumerate(left):
-            each = waiting[at]
-            if each.needed_s <= slack_s and each.needed_s < waiting[left[best]].needed_s:
-                best = place
-            through_s += each.needed_s
-            slack_s = min(slack_s, each.left_s - through_s)
-        now_s += waiting[left[best]].needed_s
-        found.append(left.pop(best))
-    return found + left
+    if len(by_deadline) < 2:
+        return list(by_deadline)
+    needed_s = np.array([waiting[at].needed_s for at in by_deadline], dtype=float)
+    left_s = np.array([waiting[at].left_s for at in by_deadline], dtype=float)
+    cost_s, now_s, found = needed_s.copy(), 0.0, list[int]()  # cost_s: inf for those that were found
+    for _ in range(min(MOST_AHEAD, len(by_deadline))):
+        slack_s = np.minimum.accumulate(left_s - (now_s + needed_s.cumsum()))
+        able_s = cost_s.copy()
+        able_s[1:][cost_s[1:] > slack_s[:-1]] = inf
+        best = int(able_s.argmin())
+        now_s += needed_s[best]
+        needed_s[best], left_s[best], cost_s[best] = 0.0, inf, inf
+        found.append(best)
+    rest = set(range(len(by_deadline))).difference(found)
+    return [by_deadline[at] for at in (*found, *sorted(rest))]
 
 
 def in_time(waiting: Sequence[QueueEntry]) -> list[int]:

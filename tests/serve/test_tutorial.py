@@ -36,7 +36,7 @@ EXACT = re.compile(
 )
 NUMBER = re.compile(r"\d[\d,.]*(?: ?(?:ms|s|min|kB|MB|GB|k|M)\b)?")
 # between two idle replicas without the prefix: free pages decide, or rates that were measured, or a draw
-IDLE = (Reason.SOONEST, Reason.MORE_FREE, Reason.LONGEST_AGO, Reason.TIE)
+IDLE = (Reason.SOONEST, Reason.MORE_FREE, Reason.TIE)
 EITHER = re.compile(
     rf"(?:{'|'.join(BECAUSE[reason] for reason in IDLE)})(?=\. 0 tokens are predicted)"
     rf"|(?<=\(estimated_ttft, )(?:{'|'.join(reason.value for reason in IDLE)})(?=\)$)"

@@ -185,6 +185,17 @@ def test_a_session_breaks_a_tie_and_nothing_else() -> None:
     assert f.choose([3] * 10, session_id="s").replica_id == other
 
 
+def test_routers_that_choose_at_once_draw_where_free_pages_differ_by_less_than_the_request_needs() -> None:
+    """300 tokens to compute and 100 to make; a page has 16."""
+
+    def chosen(free_pages: int) -> set[str]:
+        fleet = view("a", free_pages=900), view("b", free_pages=free_pages)
+        return {Fixture(*fleet, seed=seed).choose([1] * 300).replica_id for seed in range(20)}
+
+    assert chosen(880) == {"a", "b"}  # 320 tokens fewer
+    assert chosen(860) == {"a"}  # 640
+
+
 def test_prefix_threshold_follows_the_prefix_unless_it_is_short_or_the_load_is_out_of_balance() -> None:
     f = Fixture(view("a"), view("b"), policy="prefix_threshold")
     holder = f.choose().replica_id
