@@ -37,7 +37,7 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-cluster chaos soak install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards docs site pictures \
+.PHONY: help serve test test-all test-cluster chaos soak install-gpu test-gpu bench-gpu gpu-ten-minutes lint bench bench-peers simulate dashboards docs site pictures \
 	board-pictures model install \
 	install-test tools-test lock clean
 
@@ -122,6 +122,10 @@ test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can
 bench-gpu: ## Measure the engine on a GPU against its limits; installs nothing, needs no Ray. JSON under bench_results/
 	@$(GPU_PYTHON) -c '$(LACKS)' $(GPU_NEEDS)
 	@$(GPU_PYTHON) -m benchmarks gpu --json bench_results/gpu.json
+
+gpu-ten-minutes: ## All that a GPU can show in ten minutes, and a file of it (ARGS=--fake without one); installs nothing, needs no Ray
+	@$(GPU_PYTHON) -c '$(LACKS)' pytest $(GPU_NEEDS)
+	@$(GPU_PYTHON) -m benchmarks.gpu.ten_minutes ten-minutes $(ARGS)
 
 lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .

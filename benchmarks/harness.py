@@ -1,14 +1,15 @@
 """One frame for every measurement: a command line, rounds in turn, rows -> tables for people and JSON for comparisons.
 
 Owns:      what a row holds, how it is shown, and the facts of the machine that make it comparable.
-Invariant: a row's value is the median of its runs, and its spread is shown beside it; a file is written once, at the
-           end.
+Invariant: a row's value is the median of its runs, and its spread is shown beside it; the file is written after each
+           row, so that a measurement that is broken off leaves what it has measured.
 
     command: part ──measure(options)──> rows ─┐
              part ──measure(options)──> rows ─┴──> publish: one table a section, one JSON file
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -114,7 +115,12 @@ def run(
     if unknown := [each for each in chosen.parts if each not in parts]:
         parse.error(f"no part is called {', '.join(unknown)}; there are: {', '.join(parts)}")
     wanted = chosen.parts or [part for part, each in parts.items() if not each.asked]
-    publish([row for part in wanted for row in parts[part].measure(chosen)], chosen.json)
+    rows = list[Row]()
+    for part in wanted:
+        for row in parts[part].measure(chosen):
+            rows.append(row)
+            write(rows, chosen.json)
+    publish(rows, chosen.json)
 
 
 def rounds_of(options: argparse.Namespace, full: int) -> int:
@@ -162,9 +168,16 @@ def say(line: str) -> None:
 def publish(rows: Sequence[Row], path: pathlib.Path | None) -> None:
     """Print the tables; also write JSON where a path is given."""
     show(rows)
+    write(rows, path)
+
+
+def write(rows: Sequence[Row], path: pathlib.Path | None) -> None:
+    """Write JSON where a path is given; the file there is the old one or the new one, never half of one."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_json(rows, command=sys.orig_argv), indent=1) + "\n")
+        whole = path.with_name(f"{path.name}.tmp")
+        whole.write_text(json.dumps(to_json(rows, command=sys.orig_argv), indent=1) + "\n")
+        whole.replace(path)
 
 
 def to_json(rows: Sequence[Row], *, command: Sequence[str]) -> dict[str, Any]:
@@ -197,15 +210,24 @@ def machine_facts() -> dict[str, Any]:
 
 def show(rows: Sequence[Row]) -> None:
     """Print one table a section, in plain columns: a GPU machine has no more than Python and PyTorch."""
-    for section in dict.fromkeys(row.section for row in rows):
-        mine = [row for row in rows if row.section == section]
-        header, lines = _grid(mine) if any(row.figure for row in mine) else (HEADER, [_cells(row) for row in mine])
-        used = [index for index in range(len(header)) if any(line[index] for line in lines)]
-        grid = [[line[index] for index in used] for line in (header, *lines)]
-        widths = [max(len(line[column]) for line in grid) for column in range(len(used))]
+    for section, grid in tables(rows).items():
+        widths = [max(len(line[column]) for line in grid) for column in range(len(grid[0]))]
         print(f"\n{section}")
         for line in grid:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def tables(rows: Iterable[Row]) -> dict[str, list[list[str]]]:
+    """Return the lines of each section's table, its header first, without columns that are empty."""
+    by_section: dict[str, list[Row]] = {}
+    for row in rows:
+        by_section.setdefault(row.section, []).append(row)
+    found = {}
+    for section, mine in by_section.items():
+        header, lines = _grid(mine) if any(row.figure for row in mine) else (HEADER, [_cells(row) for row in mine])
+        used = [index for index in range(len(header)) if any(line[index] for line in lines)]
+        found[section] = [[line[index] for index in used] for line in (header, *lines)]
+    return found
 
 
 def _grid(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -257,6 +279,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache
 def _git_state() -> dict[str, Any]:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

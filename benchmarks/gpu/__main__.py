@@ -1,14 +1,16 @@
 """Decode, prefill and attention on a GPU, models with random weights, as shares of what the device itself can do.
 
-    python -m benchmarks gpu [--quick] [--json FILE] [--shape NAME] [--what STEP] [--batch N] [--kv fp8]
+    python -m benchmarks gpu [--quick] [--json FILE] [--shape NAME] [--what STEP ...] [--attention NAME ...] [--kv fp8]
     python -m benchmarks gpu attention
+    python -m benchmarks gpu ten-minutes | report FILE   all that a GPU can show: benchmarks/gpu/ten_minutes.py
 
 Needs no Ray. Limits are measured first: bytes a second of a large copy (read and written), bf16 operations a second of
 a square product. A decode step reads the weights (of an embedding that is not also the head, only a few rows) and the
 K and V of its contexts once: the limit is those bytes over the first. ``decode drawn``: the same, temperature 1 and
 top-p 0.9. A prefill multiplies every token with all weights: the limit is 2 x parameters x tokens over the second.
-``served``: the same engine through `EngineLoop`, a batch of prompts of the first context at once, greedy; its step is
-the time of all over the tokens of each, prefill and the host's work for every token included, against decode's limit.
+``served``: the same engine through `EngineLoop`, a batch of prompts of the first context at once, greedy. Its step is
+that of steady decode, from the last request's first token to the first request's last: steps overlap, and the host's
+work for every token is included.
 ``served edited``: the same with penalties, a bias and logprobs, which overlap like the others.
 
 `attention`: one layer by FlashInfer's FA2, by its FA3, by the one of them that is chosen, and by Triton, where they
@@ -38,19 +40,22 @@ import torch.nn.functional as F
 
 from benchmarks import harness
 from benchmarks.driver import runner_of
+from benchmarks.gpu import ten_minutes
 from benchmarks.gpu.random_model import SHAPES, TINY, Shape, start_engine
 from benchmarks.harness import Part, Row, say, timed
 from benchmarks.limits import ModelCost
 from replicas.attention.base import AttentionBackend
 from replicas.attention.choice import missing
+from replicas.config import Attention
 from replicas.engine.loop import EngineLoop
+from replicas.errors import InvalidConfig
 from replicas.kernels import gpu
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 
 REPEATS = 10
-NUM_SERVED = 64  # tokens of each request through `EngineLoop`
+NUM_SERVED = 128  # tokens of each request through `EngineLoop`
 SERVED_S = 300.0  # a batch that takes longer hangs
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9)
@@ -99,27 +104,42 @@ def step_rows(options: argparse.Namespace) -> Iterator[Row]:
     for shape in (TINY,) if options.quick else SHAPES:
         if options.shape not in (None, shape.name):
             continue
-        longest = max(contexts) + 2 * NUM_SERVED
-        engine = start_engine(shape, max_running=max(batches), max_len=longest, kv_dtype=options.kv)
-        say(f"{shape.name}: attention {engine.started.attention.name}, {engine.started.attention.why}")
-        runner = runner_of(engine)
-        cases = [("decode", batch, context) for context in contexts for batch in batches]
-        cases += [("decode drawn", batch, contexts[0]) for batch in batches] + [("prefill", 1, prompt)]
-        for what, batch, context in cases:
-            if options.what not in (None, what):
-                continue
-            if batch * context > runner.pool_size.num_tokens - batch * runner.pool.page_size:
-                say(f"{shape.name} {what} batch {batch} context {context}: the pool is too small")
-                continue
-            yield from measure(shape, runner, limits, what, batch, context)
-        if options.what in (None, "served"):
-            loop = EngineLoop(engine)
-            loop.start()
-            yield from serve(shape, runner, loop, limits, batches, contexts[0])
-            yield from serve(shape, runner, loop, limits, batches[-1:], contexts[0], edited=True)
-            loop.stop()
-        del engine, runner
-        _free(device)
+        for attention in options.attention or ("auto",):
+            try:
+                yield from _of_shape(shape, attention, options, limits, batches, contexts, prompt)
+            except InvalidConfig as error:  # a library that is not here
+                yield Row(section=shape.name, name=attention, value=None, note=str(error))
+            _free(device)
+
+
+def _of_shape(
+    shape: Shape, attention: Attention, options: argparse.Namespace, limits: Limits, batches: Sequence[int],
+    contexts: Sequence[int], prompt: int,
+) -> Iterator[Row]:  # fmt: skip
+    """Measure the steps of one shape by one backend. Raises: InvalidConfig where that cannot run here."""
+    engine = start_engine(
+        shape, max_running=max(batches), max_len=max(contexts) + 2 * NUM_SERVED, kv_dtype=options.kv,
+        attention=attention,
+    )  # fmt: skip
+    say(f"{shape.name}: attention {engine.started.attention.name}, {engine.started.attention.why}")
+    if attention != "auto":
+        shape = replace(shape, name=f"{shape.name} by {attention}")
+    runner = runner_of(engine)
+    cases = [("decode", batch, context) for context in contexts for batch in batches]
+    cases += [("decode drawn", batch, contexts[0]) for batch in batches] + [("prefill", 1, prompt)]
+    for what, batch, context in cases:
+        if options.what and what not in options.what:
+            continue
+        if batch * context > runner.pool_size.num_tokens - batch * runner.pool.page_size:
+            say(f"{shape.name} {what} batch {batch} context {context}: the pool is too small")
+            continue
+        yield from measure(shape, runner, limits, what, batch, context)
+    if not options.what or "served" in options.what:
+        loop = EngineLoop(engine)
+        loop.start()
+        yield from serve(shape, runner, loop, limits, batches, contexts[0])
+        yield from serve(shape, runner, loop, limits, batches[-1:], contexts[0], edited=True)
+        loop.stop()
 
 
 def _free(device: torch.device) -> None:
@@ -194,24 +214,41 @@ def serve(
     for batch in batches:
         if batch * (context + NUM_SERVED + runner.pool.page_size) > runner.pool_size.num_tokens:
             continue
-        ended = threading.Semaphore(0)
+        ended, told_s = threading.Semaphore(0), list[list[float]]()
 
-        def sink(deltas: list[TokenDelta], ended: threading.Semaphore = ended) -> None:
+        def sink(
+            deltas: list[TokenDelta], ended: threading.Semaphore = ended, told_s: list[list[float]] = told_s
+        ) -> None:
+            now_s = time.perf_counter()
             for delta in deltas:
+                told_s[int(delta.rid.rpartition(" ")[2])].extend([now_s] * len(delta.token_ids))
                 if delta.finish is not None:
                     ended.release()
 
-        started_s = time.perf_counter()
         for i in range(batch):
+            told_s.append([])
             ids = random.integers(0, shape.vocab_size, context).astype(np.int32)  # no prefix is shared
             request = GenerateRequest(rid=f"{what} {batch} {i}", token_ids=ids, sampling=params)
             loop.submit(replace(request, return_logprobs=edited, top_logprobs=5 * edited), sink)
         for _ in range(batch):
             if not ended.acquire(timeout=SERVED_S):
                 raise SystemExit(f"{shape.name}: a batch of {batch} is not done after {SERVED_S} s: {loop.error}")
-        step_s = (time.perf_counter() - started_s) / NUM_SERVED
+        step_s = steady_step_s(told_s)
+        if step_s is None:
+            say(f"{shape.name}, {what}, batch {batch}: a request ended before the last one began")
+            continue
         least_s = least_decode_s(shape, runner, limits, batch, context)
         yield from _rows(shape, what, batch, context, [step_s], [], least_s=least_s, made=batch)
+
+
+def steady_step_s(told_s: Sequence[Sequence[float]]) -> float | None:
+    """Return the seconds of a step while all requests decode; None if they never all did.
+
+    Args: told_s: of each request, when each of its tokens came.
+    """
+    begin_s, end_s = max(each[0] for each in told_s), min(each[-1] for each in told_s)
+    steps = sum(begin_s < at_s <= end_s for each in told_s for at_s in each) / len(told_s)
+    return (end_s - begin_s) / steps if steps > 1 else None
 
 
 def decode_plan(runner: ModelRunner, batch: int, context: int, params: SamplingParams) -> DecodePlan:
@@ -350,8 +387,9 @@ def _flashinfer(make: Any, heads: Mapping[str, int], prefill: str | None, step: 
 
 def _add_options(parse: argparse.ArgumentParser) -> None:
     parse.add_argument("--shape", help="this one alone, as in llama-8b")
-    parse.add_argument("--what", help="these steps alone: decode, decode drawn, prefill, served")
-    parse.add_argument("--kv", choices=("fp8", "fp8_e5m2"), help="K and V in 8 bits, in place of the model's dtype")
+    parse.add_argument("--what", action="append", help="these steps alone: decode, decode drawn, prefill, served")
+    parse.add_argument("--attention", action="append", help="by these backends in turn, as in flashinfer and triton")
+    parse.add_argument("--kv", choices=("fp8",), help="K and V in 8 bits, in place of the model's dtype")
     parse.add_argument("--batch", type=int, help="this number of requests alone")
 
 
@@ -363,8 +401,12 @@ PARTS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int | None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in ("ten-minutes", "report"):
+        return ten_minutes.main(argv)
     harness.run("gpu", __doc__, PARTS, argv, options=_add_options)
+    return None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 
 from replicas import launch
 from replicas.config import (
+    Attention,
     CacheConfig,
     DType,
     KvDType,
@@ -116,7 +117,7 @@ def _follow(shape: Shape, spec: WorkerSpec) -> None:
 
 def start_engine(
     shape: Shape, *, max_running: int, max_len: int, tp: int = 1, cuda_graphs: bool = True,
-    kv_dtype: KvDType | None = None,
+    kv_dtype: KvDType | None = None, attention: Attention = "auto",
 ) -> Engine:  # fmt: skip
     """Return an engine as deployments start it, on whatever device there is: bf16 on a GPU, fp32 on a CPU.
 
@@ -138,5 +139,6 @@ def start_engine(
                 parallel=ParallelConfig(tp=tp),
                 workers=LocalWorkers(functools.partial(_follow, shape)),
                 cuda_graphs=cuda_graphs,
+                attention=attention,
             )
         )

@@ -1,4 +1,4 @@
-"""``manta doctor --gpu``: what a GPU's first hour would stop at, in the order in which it would (docs/gpu.md).
+"""``manta doctor --gpu``: what a GPU's first start would stop at, in the order in which it would (docs/gpu.md).
 
 Owns:      what is a fault for the fast path: driver, FlashInfer and what compiles it, NIXL's transports, free memory.
 Never:     imports torch or flashinfer here: a broken one must be reported. `trial` does, in a process of its own.

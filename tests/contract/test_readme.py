@@ -19,7 +19,7 @@ from deployments.settings.settings_file import OURS
 
 OPERATE = pathlib.Path("docs/operate.md").read_text()
 SETTINGS = pathlib.Path("docs/settings.md").read_text()
-GPU = pathlib.Path("docs/gpu.md").read_text()
+BY_HAND = pathlib.Path("docs/log/2026-11-29-gpu-by-hand.md").read_text()
 SPECIFICATION = pathlib.Path("docs/specification.md")
 CLASSES = pathlib.Path("tests/security/classes.md")
 GENERATED = ("settings.md", "metrics.md", "api_fields.md", "specification.md", "way.md", "architectures.md")
@@ -222,10 +222,10 @@ def variables() -> dict[str, str]:
     return dict(re.findall(r"^(\w+)=(\S+)", pathlib.Path("deploy/manta.env").read_text(), flags=re.MULTILINE))
 
 
-def test_the_settings_that_the_first_hour_with_a_gpu_makes_are_settings(tmp_path: pathlib.Path) -> None:
-    """docs/gpu.md makes them of our files with sed."""
+def test_the_settings_that_are_made_by_hand_for_a_gpu_are_settings(tmp_path: pathlib.Path) -> None:
+    """With sed, of our files."""
     for name, wanted in (("gpu", {"gpus": 1.0, "count": 1}), ("apart", {"gpus": 0.5})):
-        (command,) = re.findall(rf"sed -e(?:(?!\bsed\b).)*?> {name}\.yaml", GPU, flags=re.DOTALL)
+        (command,) = re.findall(rf"sed -e(?:(?!\bsed\b).)*?> {name}\.yaml", BY_HAND, flags=re.DOTALL)
         subprocess.run(["bash", "-c", f"verify=last; {command.replace('> ', f'> {tmp_path}/')}"], check=True)
         args = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["applications"][0]["args"]
         assert parse(args).scheduler.max_running_requests is None

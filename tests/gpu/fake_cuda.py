@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -382,7 +383,7 @@ def _factory(name: str) -> Callable[..., Tensor]:
                 FAKE.copied(FAKE.pin(of_torch["empty"](1)), to_host=False, non_blocking=True)  # pageable and small
             made: Tensor = FAKE.run(of_torch[name], args, options, makes=True)
             return made.as_subclass(OnCuda)
-        made = of_torch[name](*args, **options)
+        made = of_torch[name](*args, **options, **({} if device is None else {"device": device}))
         return FAKE.pin(made) if pin_memory else made
 
     return make
@@ -391,12 +392,13 @@ def _factory(name: str) -> Callable[..., Tensor]:
 def _to(x: Tensor, *args: Any, **options: Any) -> Tensor:
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype)
+    kept = {name: options.pop(name) for name in ("copy", "memory_format") if name in options}
     with torch._C.DisableTorchFunctionSubclass():
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **options)
         to_cuda = isinstance(x, OnCuda) if device is None else _is_cuda(device)
         if to_cuda == isinstance(x, OnCuda):
-            dtypes = () if dtype is None else (dtype,)
-            return FAKE.run(to_of_torch, (x, *dtypes), {}) if to_cuda else to_of_torch(x, *(dtypes or (x.dtype,)))
+            args = x, dtype or x.dtype
+            return FAKE.run(to_of_torch, args, kept) if to_cuda else to_of_torch(*args, **kept)
         if to_cuda:
             FAKE.copied(x, to_host=False, non_blocking=non_blocking)
             made = to_of_torch(x, dtype or x.dtype).clone()
@@ -512,6 +514,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     from replicas.kernels.adapters import triton_low_rank
 
     FAKE.reset()
+    _device_constructors()  # keeps the functions that `with torch.device("meta")` means, before they are replaced
     for name in of_torch:
         monkeypatch.setattr(torch, name, _factory(name))
     monkeypatch.setattr(Tensor, "to", _to)

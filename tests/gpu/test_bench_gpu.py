@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,30 @@ def test_the_tiny_benchmark_measures_decode_and_prefill(tmp_path: Path) -> None:
     for name, figures in values.items():
         assert "served" in name or 0 < figures["host"] <= figures["step"]
         assert min(figures["of the limit"], figures["rate"]) > 0
+
+
+def test_a_little_of_each_part_of_the_ten_minutes_runs_without_ray_and_nixl(tmp_path: Path) -> None:
+    """On a GPU that is not there, if none is; a machine with one has no Ray, perhaps, and no packages of tests."""
+    for name in ("ray", "nixl", "aiohttp", "prometheus_client", "hypothesis"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not on this machine')")
+    out = tmp_path / "ten.json"
+    command = [sys.executable, "-m", "benchmarks", "gpu", "ten-minutes", "--fake", "--json", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590)
+    parts = {each["name"]: each for each in json.loads(out.read_text())["parts"]}
+    verdicts = {name: each["verdict"] for name, each in parts.items() if name != "compile"}
+    assert verdicts == dict.fromkeys(verdicts, "passed") | {"mla": "skipped"}, run.stderr
+    assert run.returncode == int(parts["compile"]["verdict"] != "skipped"), "FlashInfer compiles for a GPU alone"
+    assert {row["name"] for row in parts["speed"]["rows"]} >= {"copy", "served, batch 4, context 16"}
+    assert all(each["tests"] for name, each in parts.items() if name not in ("compile", "speed"))
+    assert "| ranks | two ranks on one GPU" in run.stdout
+
+
+def test_a_steady_step_is_what_lies_between_the_last_begin_and_the_first_end() -> None:
+    """Two requests: one begins 3 s after the other, and ends 2 s after it; between them 4 steps of 2 s."""
+    early, late = [0.0, 1.0, 3.0, 5.0, 7.0, 9.0, 11.0], [3.0, 5.0, 7.0, 9.0, 11.0, 13.0]
+    assert bench.steady_step_s([early, late]) == 2.0
+    assert bench.steady_step_s([[0.0, 1.0], [3.0, 4.0]]) is None
 
 
 def test_kinds_of_prefill_are_measured_beside_each_other(

@@ -1,4 +1,4 @@
-"""`doctor --gpu`: each thing that a GPU's first hour would stop at, by outputs of commands that are given."""
+"""`doctor --gpu`: each thing that a GPU's first start would stop at, by outputs of commands that are given."""
 
 import subprocess
 from collections.abc import Callable
@@ -96,12 +96,12 @@ def test_facts_are_read_from_what_commands_print(tmp_path: Path) -> None:
     assert doctor_gpu.measure(lambda command, _: None, environment).gpus == ()
 
 
-def test_each_wait_of_the_hour_ends_when_its_server_does() -> None:
-    """The loops of docs/gpu.md, with a server that has ended and a port at which nobody is."""
-    hour = (ROOT / "docs" / "gpu.md").read_text().partition("## The hour")[2]
-    waits = [line.strip().replace("localhost:8000", "localhost:9") for line in hour.splitlines() if "/ready" in line]
+def test_each_wait_for_a_server_on_a_gpu_ends_when_it_does() -> None:
+    """The loops of docs/log/2026-11-29-gpu-by-hand.md, with a server that has ended and a port at which nobody is."""
+    by_hand = (ROOT / "docs/log/2026-11-29-gpu-by-hand.md").read_text()
+    waits = [line.strip().replace("localhost:8000", "localhost:9") for line in by_hand.splitlines() if "/ready" in line]
     assert len(waits) == 2
-    assert "until" not in hour
+    assert "until" not in by_hand
     for wait in waits:
         script = f"true & server=$!; wait $server; {wait.replace('tail -40', 'echo ended:')}"
         told = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
