@@ -26,9 +26,8 @@ Implementation = Literal["auto", "manta", "transformers"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8", "fp8_e5m2"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1, "fp8_e5m2": 1}  # of a number, beside its scale
-# what 8-bit floats are on a GPU: in each layer one scale for all K and one for all V, as FlashInfer takes them
-FP8_TENSOR, E5M2_TENSOR = "fp8_tensor", "fp8_e5m2_tensor"
-OF_A_TENSOR: Mapping[str, str] = {"fp8": FP8_TENSOR, "fp8_e5m2": E5M2_TENSOR}
+# what fp8 is on a GPU: in each layer one scale for all K and one for all V, as FlashInfer takes them
+FP8_TENSOR = "fp8_tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +356,7 @@ class CacheConfig:
     device_memory_bytes: int | None = None
     max_total_tokens: int | None = None  # most tokens in the pool; by default all that fit
     # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8 (e4m3) and
-    # fp8_e5m2: a scale per token and head; on a GPU the 8-bit floats alone, with the checkpoint's scales or 1
+    # fp8_e5m2: a scale per token and head; on a GPU fp8 alone, with the checkpoint's scales or 1
     kv_dtype: KvDType | None = None
     label_channels: str | None = None  # of attention: double_sparse, a file that replicas/calibrate.py writes
     sparse_tokens: int = 256  # of attention: double_sparse, how many tokens a token attends to at most
@@ -498,8 +497,8 @@ class EngineConfig:
     @property
     def kv_dtype(self) -> str:
         """The number format of the pool; hand-offs want it equal, so 8-bit floats of a GPU and of a CPU do not meet."""
-        if self.cache.kv_dtype is not None and self.cache.kv_dtype in OF_A_TENSOR and self.device == "cuda":
-            return OF_A_TENSOR[self.cache.kv_dtype]
+        if self.cache.kv_dtype == "fp8" and self.device == "cuda":
+            return FP8_TENSOR
         if self.device == "cpu" and self.model.dtype == "float16":
             return self.cache.kv_dtype or "float32"  # the CPU's attention reads no float16
         return self.cache.kv_dtype or self.model.dtype
@@ -562,4 +561,4 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
 
 def kv_item_bytes(kv_dtype: str) -> int:
     """Return the bytes of one number of a pool, beside its scale."""
-    return 1 if kv_dtype in OF_A_TENSOR.values() else KV_DTYPE_BYTES[kv_dtype]
+    return 1 if kv_dtype == FP8_TENSOR else KV_DTYPE_BYTES[kv_dtype]

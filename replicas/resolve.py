@@ -231,10 +231,10 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attention, device: Device) -> Iterator[str]:
     scaled = cache.kv_dtype is not None and cache.kv_dtype in KV_DTYPE_BYTES and scale_bytes(cache.kv_dtype) > 0
-    if cache.kv_dtype == "int8" and device != "cpu":
+    if cache.kv_dtype in ("int8", "fp8_e5m2") and device != "cpu":
         yield (
-            f"cache.kv_dtype = {cache.kv_dtype!r} on {device}: only the CPU's kernels read a scale for each token; "
-            "leave cache.kv_dtype out, or set bfloat16 or fp8"
+            f"cache.kv_dtype = {cache.kv_dtype!r} on {device}: only the CPU's kernels read it, with a scale for each "
+            "token; leave cache.kv_dtype out, or set bfloat16 or fp8"
         )
     if scaled and device == "cpu" and model.head_dim % 4:
         yield (

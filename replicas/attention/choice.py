@@ -3,9 +3,12 @@
 Invariant: on a GPU, the backend that `auto` takes has run a step: none is chosen only because another failed.
 """
 
+import contextlib
 import importlib
 import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from replicas.attention.registry import BACKENDS, NO_LATENT, Backend
 from replicas.attention.workspace import filling_tokens
 from replicas.config import AttentionChoice, Device
 from replicas.errors import EngineDead, InvalidConfig
+from replicas.kernels.team import one_at_a_time
 from replicas.scheduler.plan import PrefixGroup
 
 log = logging.getLogger(__name__)
@@ -37,8 +41,8 @@ def make_attention(name: str, spec: AttentionSpec) -> tuple[AttentionBackend, At
     """Make the backend called ``name``; ``auto`` takes the first of the device's `BACKENDS` that serves ``spec``, on a
     GPU the first that has run a trial step.
 
-    Raises: InvalidConfig for a backend asked for by name that cannot serve here; EngineDead when the GPU has failed, or
-            no backend serves.
+    Raises: InvalidConfig for a backend asked for by name that cannot serve here, and when no fast one serves;
+            EngineDead when the GPU has failed.
     """
     if not spec.pool.num_layers:
         return NoAttention(), AttentionChoice(name="none", why="no layer of the model attends")
@@ -81,10 +85,10 @@ class AttentionApart:
 
 
 def _first_that_serves(spec: AttentionSpec) -> tuple[AttentionBackend, AttentionChoice]:
-    """Make the first backend of the device that serves ``spec``. Raises: EngineDead."""
+    """Make the first backend of the device that serves ``spec``. Raises: InvalidConfig; EngineDead."""
     device, failed = _device(spec), list[str]()
     for name, entry in BACKENDS.items():
-        if device not in entry.devices or not entry.automatic:
+        if device not in entry.devices or device not in entry.automatic:
             continue
         reason = why_not(name, entry, spec)
         if reason is None and device == "cpu":
@@ -93,7 +97,8 @@ def _first_that_serves(spec: AttentionSpec) -> tuple[AttentionBackend, Attention
         if reason is None:
             try:
                 backend = entry.make(spec)
-                try_out(backend, spec)
+                with one_at_a_time(_compile_lock()):
+                    try_out(backend, spec)
             except Exception as error:  # noqa: BLE001 - of a library that may fail in any way; nothing has run before it
                 _require_device(spec.pool.device, name, error)
                 reason = f"failed in a trial step: {type(error).__name__}: {error}"
@@ -102,7 +107,10 @@ def _first_that_serves(spec: AttentionSpec) -> tuple[AttentionBackend, Attention
                 why = f"since {'; '.join(failed)}" if failed else "the fast one of this device"
                 return backend, AttentionChoice(name=name, why=why)
         failed.append(f"{name} {reason}")
-    raise EngineDead(f"no attention backend runs on {spec.pool.device}: {'; '.join(failed)}")
+    raise InvalidConfig(
+        f"no fast attention backend serves this model on {spec.pool.device}: {'; '.join(failed)}. Install what is "
+        "missing (make install-gpu), or set attention: torch_native, which is slow"
+    )
 
 
 def why_not(name: str, backend: Backend, spec: AttentionSpec) -> str | None:
@@ -119,6 +127,14 @@ def why_not(name: str, backend: Backend, spec: AttentionSpec) -> str | None:
     if spec.latent and not backend.latent:
         return NO_LATENT
     return backend.why_not(spec)
+
+
+def _compile_lock() -> str:
+    """Return the file at which the replicas of a machine wait for each other's kernels: beside those of Triton."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    with contextlib.suppress(OSError):  # a folder that cannot be made has no lock in it either
+        folder.mkdir(parents=True, exist_ok=True)
+    return str(folder / ".manta-attention.lock")
 
 
 def _device(spec: AttentionSpec) -> Device:

@@ -33,7 +33,7 @@ from replicas.scheduler.plan import PrefixGroup
 
 HEAD_DIMS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)  # FA2 and decode read them with queries in 16 bits; FA3 does not
+FP8 = torch.float8_e4m3fn  # FA2 and decode read it with queries in 16 bits; FA3 does not
 # Of prompts and groups. FA3, for Hopper GPUs, is faster where its tiles fill the device (a prompt of 8k: 1.09 against
 # 1.79 ms a layer of Llama-8B on an H200), and slower where they do not, since it neither splits keys among programs nor
 # packs the heads of a group into a tile (128 new tokens over 32k: 0.54 against 0.32 ms; a group of 8 over 32k: 0.63
@@ -157,7 +157,7 @@ class FlashInferAttention:
 
     def _scales(self, layer: int) -> dict[str, float]:
         """Return what `run` is told of a layer of a pool in 8 bits."""
-        if self._planned["kv_data_type"] not in EIGHT_BITS:
+        if self._planned["kv_data_type"] != FP8:
             return {}
         return dict(zip(("k_scale", "v_scale"), self._pool.scales(layer), strict=True))
 
@@ -249,11 +249,11 @@ class FlashInferAttention:
 def why_not(kv_dtype: torch.dtype, *, dtype: torch.dtype, head_dim: int) -> str | None:
     """What keeps FlashInfer's kernels from a pool in ``kv_dtype`` and queries in ``dtype``, in words that follow its
     name."""
-    if kv_dtype not in (*HALVES, *EIGHT_BITS):
-        return f"knows K and V in bfloat16, float16, float8_e4m3fn and float8_e5m2, not {_named(kv_dtype)}"
-    if kv_dtype in EIGHT_BITS and dtype not in HALVES:
+    if kv_dtype not in (*HALVES, FP8):
+        return f"knows K and V in bfloat16, float16 and float8_e4m3fn, not {_named(kv_dtype)}"
+    if kv_dtype == FP8 and dtype not in HALVES:
         return f"wants queries in bfloat16 or float16 for K and V in {_named(kv_dtype)}, not in {_named(dtype)}"
-    if dtype != kv_dtype and kv_dtype not in EIGHT_BITS:
+    if dtype != kv_dtype and kv_dtype != FP8:
         return f"wants queries in the dtype of K and V, which is {_named(kv_dtype)}, not in {_named(dtype)}"
     if head_dim not in HEAD_DIMS:
         return f"knows heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {head_dim}"

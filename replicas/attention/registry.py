@@ -1,8 +1,8 @@
 """The attention backends: one entry for each, in the order in which `auto` prefers those of a device.
 
 To add one, write a class that serves `AttentionBackend` (base.py), and give `BACKENDS` an entry before an engine is
-made: its name is then a value of ``attention``. An entry that another package adds comes after ``torch_native``,
-which serves everything, so `auto` does not take it.
+made: its name is then a value of ``attention``. An entry that another package adds comes after these, so `auto` takes
+it where none of them serves: never on a CPU, where ``torch_native`` serves everything.
 
 Never:     imports torch: settings are checked by this table. What makes a backend imports its module, whose libraries
            may be missing here.
@@ -39,7 +39,7 @@ class Backend:
     latent: bool = False  # it serves pools of latent vectors too
     packages: tuple[str, ...] = ()  # that it needs, and that may be missing
     labels: bool = False  # its pool has labels of keys beside them (memory/sparse_pool.py)
-    automatic: bool = True  # `auto` may take it
+    automatic: tuple[Device, ...] = ("cpu", "cuda")  # where `auto` may take it
 
     def lacks(self, kinds: Iterable[AttentionKind]) -> str | None:
         """Say what it lacks for layers of these kinds, in words that follow its name; None: nothing."""
@@ -120,7 +120,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(devices=("cuda",), make=_triton, kinds=ALL_KINDS, packages=("triton",)),
     "cpu": Backend(devices=("cpu",), make=_cpu, why_not=_why_not_cpu, kinds=ALL_KINDS, latent=True),
     "torch_native": Backend(
-        devices=("cpu", "cuda"), make=_torch_native, kinds=ALL_KINDS | {"indexed"}, latent=True
-    ),
-    "double_sparse": Backend(devices=("cpu",), make=_double_sparse, labels=True, automatic=False),
+        devices=("cpu", "cuda"), make=_torch_native, kinds=ALL_KINDS | {"indexed"}, latent=True, automatic=("cpu",),
+    ),  # on a GPU a loop over requests, which only who asks for it gets
+    "double_sparse": Backend(devices=("cpu",), make=_double_sparse, labels=True, automatic=()),
 }  # fmt: skip

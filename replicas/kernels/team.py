@@ -83,7 +83,7 @@ class Kernel:
             compiled.enable_caching()
             # numba looks at the file of this function alone; what it calls lies in others
             compiled._cache._cache_file._source_stamp = _sources()
-            alone = _alone(f"{compiled._cache.cache_path}/.{self.function.__qualname__}.lock")
+            alone = one_at_a_time(f"{compiled._cache.cache_path}/.{self.function.__qualname__}.lock")
         except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
             log.warning("%s: compiled anew at every start; set NUMBA_CACHE_DIR to a folder that can be written", error)
         with alone:
@@ -93,8 +93,9 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[None]:
-    """Let one process compile a kernel; others wait, COMPILING_S at most, and then read what it has kept."""
+def one_at_a_time(path: str) -> Iterator[None]:
+    """Let one process of this machine compile; others wait at the file ``path``, COMPILING_S at most, and then read
+    what it has kept. A process that dies lets go of the file."""
     lock = filelock.FileLock(path, timeout=COMPILING_S)
     with contextlib.suppress(filelock.Timeout, OSError):  # it hangs, or its file system has no locks
         lock.acquire()

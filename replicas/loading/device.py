@@ -4,13 +4,19 @@ Never:     makes a context on a GPU that this process does not use.
 Thread:    any.
 """
 
+import logging
 import os
+import time
 from dataclasses import dataclass
 
 import torch
 
 from replicas.config import Hardware
 from replicas.memory.ram import available_ram
+
+log = logging.getLogger(__name__)
+
+FREED_S, LOOK_S = 30.0, 0.2  # how long the memory of a process that has ended may take to come back; between two looks
 
 
 def measure_hardware() -> Hardware:
@@ -34,6 +40,21 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(free), int(total)
+
+
+def bytes_once_free(device: torch.device, wanted: int) -> tuple[int, int]:
+    """Count as `device_bytes`, as soon as ``wanted`` bytes are free; after FREED_S those that are.
+
+    A GPU gives the memory of a process back some seconds after the process was killed: a replica that takes the place
+    of a dead one would find its share taken.
+    """
+    found, deadline_s = device_bytes(device), time.monotonic() + FREED_S
+    if found[0] < wanted <= found[1]:
+        log.info("%s: waiting for the memory of another process, %.0f s at most", device, FREED_S)
+    while found[0] < wanted <= found[1] and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+        found = device_bytes(device)
+    return found
 
 
 def num_gpus() -> int:

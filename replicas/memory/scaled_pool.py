@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.layout import scale_bytes
-from replicas.config import E5M2_TENSOR, FP8_TENSOR, OF_A_TENSOR
+from replicas.config import FP8_TENSOR
 from replicas.memory.pool import MHATokenToKVPool
 
 KV_DTYPES = {
@@ -28,7 +28,6 @@ KV_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     FP8_TENSOR: torch.float8_e4m3fn,
-    E5M2_TENSOR: torch.float8_e5m2,
 }
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57_344.0}
 SMALLEST_PEAK = 1e-30  # what a vector of zeros is divided by
@@ -103,9 +102,9 @@ class ScaledKVPool(MHATokenToKVPool):
 
 
 class Fp8KVPool(MHATokenToKVPool):
-    """``buffer`` uint8 [num_pages + 1, L, 2, K, page_size, D]: e4m3 or e5m2, times a scale of K and one of V, of each
-    layer (SPEC C06). They are 1 unless a checkpoint has others (kv_scales.py): K and V of most models lie far within
-    the +-448 of e4m3; what does not is cut."""
+    """``buffer`` uint8 [num_pages + 1, L, 2, K, page_size, D]: e4m3, times a scale of K and one of V, of each layer
+    (SPEC C06). They are 1 unless a checkpoint has others (kv_scales.py): K and V of most models lie far within the
+    +-448 of e4m3; what does not is cut."""
 
     layer_scales: Sequence[tuple[float, float]] = ()  # of K, of V; (): all 1
 
@@ -154,6 +153,5 @@ def kv_pool(
         return MLATokenToKVPool(
             num_pages, page_size, num_layers, kv_lora_rank, rope_dim, KV_DTYPES[kv_dtype], device
         )
-    of_a_tensor = kv_dtype in OF_A_TENSOR.values()
-    kind = ScaledKVPool if scale_bytes(kv_dtype) else Fp8KVPool if of_a_tensor else MHATokenToKVPool
+    kind = ScaledKVPool if scale_bytes(kv_dtype) else Fp8KVPool if kv_dtype == FP8_TENSOR else MHATokenToKVPool
     return kind(num_pages, page_size, num_layers, num_kv_heads, head_dim, KV_DTYPES[kv_dtype], device)

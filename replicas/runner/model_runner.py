@@ -37,7 +37,7 @@ from replicas.kernels.adapters import low_rank
 from replicas.layers.adapters import AdapterBank
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
-from replicas.loading.device import device_bytes, free_device_bytes
+from replicas.loading.device import bytes_once_free, device_bytes, free_device_bytes
 from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import load_weights, weight_bytes
 from replicas.memory import sizing
@@ -85,6 +85,11 @@ class ModelRunner:
         memory, held_before = self._memory(), self._held_bytes()
         self._reserve_bytes = int(memory * (1.0 - config.cache.mem_fraction_static))
         self._reserve_bytes += set_aside.bytes_for_logits(config, tp.size)
+        if config.model.moe is not None and self.device.type == "cuda" and gpu.kernels() is None:
+            raise InvalidConfig(
+                "on a GPU experts need Triton, which cannot be used here (the log says why): install a C compiler and "
+                "Python's headers (gcc, python3-dev), or serve on CPUs (replicas.gpus: 0)"
+            )
         self._attention = _LateAttention()
         started_s = time.monotonic()
         self._model = model_class(config.model)(config.model, tp, self._attention)
@@ -258,7 +263,10 @@ class ModelRunner:
         cache = self._config.cache
         budget = None if cache.device_memory_bytes is None else cache.device_memory_bytes // self.tp.size
         if self.device.type == "cuda":
-            free, total = device_bytes(self.device)
+            total = device_bytes(self.device)[1]
+            wanted = int(total * cache.mem_fraction_static) if budget is None else budget
+            # with a cap the pool may fit beside what is taken
+            free, _ = bytes_once_free(self.device, 0 if cache.max_total_tokens is not None else wanted)
             return sizing.rank_memory(total, free, budget, cache.mem_fraction_static)
         assert budget is not None
         return budget
@@ -289,8 +297,6 @@ class ModelRunner:
         reason = self.tp.why_not_captured and f"the ranks' group {self.tp.why_not_captured}"
         if not isinstance(attention, GraphAttention):
             reason = f"attention {self.attention_choice.name} cannot be captured"
-        if self._config.model.moe is not None and gpu.kernels() is None:
-            reason = "without Triton, experts wait to hear from the GPU which of them have rows"
         if not self.tp.min_int(reason is None) or not isinstance(attention, GraphAttention):
             log.info("CUDA graphs: none, %s", reason or "another rank has none: its log says why")
             return

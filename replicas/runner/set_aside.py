@@ -8,14 +8,14 @@ Invariant: FlashInfer is counted where `attention` may choose it, installed or n
 import torch
 
 from replicas.attention.workspace import INT_BYTES, MIN_BYTES, attention_bytes
-from replicas.config import E5M2_TENSOR, FP8_TENSOR, EngineConfig
+from replicas.config import FP8_TENSOR, EngineConfig
 from replicas.kernels.adapters.on_gpu import PER_RECORD_BYTES, between_bytes
 from replicas.memory import sizing
 from replicas.memory.allocator import ROW_SLACK, len_with_states
 from replicas.runner.graphs import SIZES, graph_bytes
 from replicas.scheduler.plan import LOGITS_CHUNK
 
-FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR, E5M2_TENSOR)
+FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR)
 
 
 def graph_rows(config: EngineConfig) -> int:

@@ -56,6 +56,10 @@ def apply(target: Any, *, op: str, path: str, value: Any) -> None:
     *way, name = (int(part) if part.isdecimal() else part for part in path.strip("/").split("/"))
     for part in way:
         target = target[part]
+    if isinstance(target, list):
+        assert (op, name) == ("add", len(target)), f"{op} {path}"
+        target.append(value)
+        return
     assert (name in target) == (op == "replace"), f"{op} {path}"
     target[name] = value
 
@@ -226,9 +230,10 @@ def test_systemd_reads_the_units(tmp_path: Path) -> None:
 def test_the_image_is_made_of_checked_files_and_runs_as_a_user_of_its_own() -> None:
     lines = [line for line in re.sub(r"\\\n", "", DOCKERFILE).splitlines() if line and not line.startswith("#")]
     steps = [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
-    assert [rest for name, rest in steps if name == "FROM"] == ["${BASE} AS build", "${BASE}"]
-    last = dict(steps[steps.index(("FROM", "${BASE}")) :])
-    assert last["USER"] == "1000:1000"
+    stages = [rest for name, rest in steps if name == "FROM"]
+    assert stages == ["${BASE} AS build", "${BASE} AS runtime", "${CUDA} AS toolkit", "runtime AS gpu", "runtime"]
+    last = dict(steps[steps.index(("FROM", "${BASE} AS runtime")) :])
+    assert last["USER"] == "1000:1000"  # of both images that are made
     assert last["EXPOSE"] == str(PORT)
     assert any(f"http://127.0.0.1:{PORT}{path}'" in last["HEALTHCHECK"] for path in OPEN if path != "/")
     assert json.loads(last["ENTRYPOINT"])[0] in project()["scripts"]
@@ -241,6 +246,25 @@ def test_the_image_is_made_of_checked_files_and_runs_as_a_user_of_its_own() -> N
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     files = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt"}
     assert copied == files | {each.rstrip("*") for each in packages}
+
+
+def test_a_gpu_has_a_compiler_its_cache_a_volume_and_transfers_may_lock_memory() -> None:
+    """The toolkit is of the CUDA that docs/gpu.md names for PyTorch's wheel."""
+    stage = DOCKERFILE.partition("FROM runtime AS gpu")[2].partition("\nFROM ")[0]
+    for needed in ("bin", "nvvm", "targets/x86_64-linux/include"):
+        assert f"COPY --from=toolkit /usr/local/cuda-13.0/{needed} $CUDA_HOME/{needed}\n" in stage
+    assert "ARG CUDA=nvidia/cuda:13.0." in DOCKERFILE
+    assert "cuda-toolkit-13-0" in (ROOT / "docs/gpu.md").read_text()
+    pod = pods("gpu")["worker"]
+    [container] = pod["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    [mount] = [each for each in container["volumeMounts"] if each["name"] == "cache"]
+    [variable] = re.findall(r"TRITON_CACHE_DIR=(\S+)", DOCKERFILE)
+    assert variable.startswith(f"{mount['mountPath']}/")  # FlashInfer's is there by itself
+    assert [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if each["name"] == "cache"] == [
+        "manta-cache"
+    ]
+    assert all("cache" not in str(each["volumes"]) for each in pods("cpu").values())
 
 
 class Recorded(Cluster):

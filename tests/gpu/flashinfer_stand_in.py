@@ -52,7 +52,7 @@ class _Wrapper:
         assert len(self.indices) == int(self.indptr[-1])
         assert options["q_data_type"] in (torch.float16, torch.bfloat16)
         self.kv_dtype = options["kv_data_type"]
-        assert self.kv_dtype in (options["q_data_type"], torch.float8_e4m3fn, torch.float8_e5m2)
+        assert self.kv_dtype in (options["q_data_type"], torch.float8_e4m3fn)
         assert self.options.get("backend") != "fa3" or self.kv_dtype == options["q_data_type"]
         assert all(1 <= int(n) <= shape[3] for n in self.last)
         plan = torch.cat((bounds, self.indptr, self.last))  # as FlashInfer's planner stages what it has made of these

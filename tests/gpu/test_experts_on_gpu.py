@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from replicas.config import MoEConfig
+from replicas.errors import InvalidConfig
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
 from replicas.kernels.experts import on_gpu, triton_grouped
@@ -78,18 +79,16 @@ def test_each_token_is_the_weighted_sum_of_its_experts(tokens: int, dtype: torch
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_without_triton_pytorch_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With biases, and a gate of another kind: numbers side by side."""
+def test_biases_and_a_gate_of_another_kind_are_those_of_the_sum_by_hand() -> None:
+    """Its numbers lie side by side."""
     given = step(20, torch.float32)
     gate_up_bias, down_bias = (torch.randn(EXPERTS, size, device=DEVICE) for size in (2 * INNER, HIDDEN))
     between = on_gpu.Between(lambda made: made[:, ::2] * made[:, 1::2].tanh(), gate_up_bias, down_bias)
-    wanted = on_gpu.gated_experts(*given, between)
+    made = on_gpu.gated_experts(*given, between)
     x, ids, weights, gate_up, down = given
     inner = torch.einsum("eih,h->ei", gate_up, x[7]) + gate_up_bias
     by_expert = torch.einsum("ehi,ei->eh", down, inner[:, ::2] * inner[:, 1::2].tanh()) + down_bias
-    torch.testing.assert_close(wanted[7], weights[7] @ by_expert[ids[7]])
-    monkeypatch.setattr(fused, "kernels", lambda: None)
-    torch.testing.assert_close(on_gpu.gated_experts(*given, between), wanted)
+    torch.testing.assert_close(made[7], weights[7] @ by_expert[ids[7]])
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -196,13 +195,11 @@ def test_an_engine_with_experts_says_what_transformers_says_and_its_steps_are_ca
         assert len(gpu.graphs) == 2  # of one row and of two
 
 
-def test_without_triton_nothing_is_captured_and_the_answer_is_the_same(
-    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("gpu")
+def test_experts_without_triton_are_refused_and_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny.save("mixtral", tmp_path, num_hidden_layers=1)
+    tiny.save("mixtral", tmp_path, num_hidden_layers=1)
     monkeypatch.setattr(fused, "kernels", lambda: None)
-    monkeypatch.setattr("tests.gpu.rigs.NUM_NEW", 5)
-    with caplog.at_level("INFO"):
-        rig = make_rig(replace(engine_config(tmp_path, "cuda"), cuda_graphs=True))
-    assert "CUDA graphs: none, without Triton, experts wait to hear" in caplog.text
-    assert rig.answer([[5, 9, 44]]) == [tiny.reference(model, [5, 9, 44], 5)[1]]
+    with pytest.raises(InvalidConfig, match=r"on a GPU experts need Triton.*install a C compiler.*replicas\.gpus: 0"):
+        make_rig(engine_config(tmp_path, "cuda"))

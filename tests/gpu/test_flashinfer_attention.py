@@ -7,18 +7,21 @@ import importlib.util
 import inspect
 import logging
 import os
+import pathlib
 import sys
 import sysconfig
 from typing import Any
 
+import filelock
 import pytest
 import torch
 
+from replicas.attention import choice as choosing
 from replicas.attention import workspace
 from replicas.attention.base import AttentionSpec, Heads
 from replicas.attention.choice import make_attention
 from replicas.attention.registry import BACKENDS
-from replicas.attention.torch_native import PLAIN, TorchNativeAttention
+from replicas.attention.torch_native import PLAIN
 from replicas.config import AttentionChoice, AttentionKind
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
@@ -168,7 +171,7 @@ def test_an_unsupported_pool_is_named(flashinfer_attention: Any) -> None:
     why_not = flashinfer_attention.why_not
     half, full = torch.bfloat16, torch.float32
     assert why_not(half, dtype=half, head_dim=128) is None
-    says = "knows K and V in bfloat16, float16, float8_e4m3fn and float8_e5m2, not float32"
+    says = "knows K and V in bfloat16, float16 and float8_e4m3fn, not float32"
     assert why_not(full, dtype=full, head_dim=128) == says
     assert why_not(torch.float8_e4m3fn, dtype=half, head_dim=128) is None
     assert why_not(torch.float8_e4m3fn, dtype=full, head_dim=128) == (
@@ -239,14 +242,32 @@ def test_auto_takes_triton_where_flashinfer_fails_in_its_trial_step(
     )
 
 
-def test_auto_takes_the_reference_where_triton_fails_in_its_trial_step_too(
+def test_auto_takes_no_slow_reference_on_a_gpu_and_says_what_to_do(
     flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer_attention.FlashInferAttention, "begin", failing("nvcc is not there"))
     monkeypatch.setattr(triton_paged.TritonAttention, "begin", failing("no C compiler"))
-    backend, choice = choose(monkeypatch)
-    assert isinstance(backend, TorchNativeAttention)
-    assert choice.why.endswith("nvcc is not there; triton failed in a trial step: RuntimeError: no C compiler")
+    says = r"nvcc is not there; triton failed in a trial step: .*no C compiler\. .* or set attention: torch_native"
+    with pytest.raises(InvalidConfig, match=says):
+        choose(monkeypatch)
+
+
+def test_one_replica_of_a_machine_at_a_time_compiles_in_its_trial_step(
+    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Beside Triton's own cache, whose folder is not there yet."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    held: list[str] = []
+
+    def look(backend: object, spec: object) -> None:
+        with pytest.raises(filelock.Timeout):
+            filelock.FileLock(tmp_path / "cache" / ".manta-attention.lock", timeout=0).acquire()
+        held.append(type(backend).__name__)
+
+    monkeypatch.setattr(choosing, "try_out", look)
+    choose(monkeypatch)
+    assert held == ["FlashInferAttention"]
+    filelock.FileLock(tmp_path / "cache" / ".manta-attention.lock", timeout=0).acquire().lock.release()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU that has failed is of no use to the tests after this one")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from replicas.attention.workspace import num_sms
 from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
+from replicas.loading import device as measured
 from replicas.loading.device import device_bytes
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner import set_aside
@@ -173,6 +175,35 @@ def test_a_pool_for_which_the_gpu_has_no_memory_says_what_to_lower(
     says = r"KV pool of 512 tokens.* does not fit on cuda:0, .*mem_fraction_static \(0.5\)"
     with pytest.raises(InvalidConfig, match=says):
         ModelRunner(engine_config(tmp_path, "cuda"), TpGroup(device="cuda"))
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_replica_waits_for_the_memory_of_a_dead_one_and_no_longer_than_its_deadline(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    """It takes 0.4 of the GPU, of which 0.3 is free at first; without it, a share of what is free."""
+    if gpu is None:
+        pytest.skip("no test here can take most of a real GPU's memory")
+    tiny.save("llama", tmp_path)
+    config = replace(engine_config(tmp_path, "cuda"), cuda_graphs=False)
+    config = replace(config, cache=replace(config.cache, max_total_tokens=None, mem_fraction_static=0.4))
+    now, looks = [0.0], list[float]()
+
+    def seen(place: object = None) -> tuple[int, int]:
+        return int(fake_cuda.TOTAL_BYTES * (1.0 if comes_back and now[0] >= 3.0 else 0.3)), fake_cuda.TOTAL_BYTES
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        looks.append(seconds)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", seen)
+    monkeypatch.setattr(measured, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(ModelRunner, "_make_pools", _small_pool)
+    bytes_ = ModelRunner(config, TpGroup(device="cuda")).pool_size.bytes
+    share = 0.4 if comes_back else 0.3 * 0.4
+    assert bytes_ == pytest.approx(share * fake_cuda.TOTAL_BYTES, abs=256 << 20)
+    assert now[0] == pytest.approx(3.0 if comes_back else measured.FREED_S, abs=2 * measured.LOOK_S)
+    assert len(looks) == pytest.approx(now[0] / measured.LOOK_S)
 
 
 def _small_pool(runner: ModelRunner, channels: object) -> list[MHATokenToKVPool]:

@@ -1,11 +1,10 @@
 """A mixture of experts on a GPU: gate and up, SiLU, down, and the sum of a token's experts.
 
 Owns:      the choice, and how a step's choices become tiles of rows, each of one expert; the sizes of tiles.
-Never:     waits for the GPU where Triton runs: the number of tiles is a bound that the shapes give, so a step can be
-           captured in a CUDA graph. PyTorch's way, where Triton cannot be used, must know which experts have rows.
+Never:     waits for the GPU: the number of tiles is a bound that the shapes give, so a step can be captured in a CUDA
+           graph. Runs without Triton: a loop over experts would wait to hear which of them have rows.
 Invariant: a token's sum runs in the order of its choices. On a GPU the bits of a product may depend on the number of
            rows, as those of the dense products do.
-State:     never run on a GPU by us (triton_grouped.py).
 Thread:    the one that runs the model.
 Source:    tiles of one expert, as in Gale et al. 2022 (MegaBlocks, arXiv:2211.15841).
 """
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.kernels import gpu
@@ -86,8 +84,6 @@ def gated_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
     Args:    gate_up: [E, 2 I, H]; down: [E, H, I]; contiguous, of x's dtype.
     Returns: [T, H] of x's dtype; the sum is in fp32.
     """
-    if gpu.kernels() is None:
-        return _by_pytorch(x, ids, weights, gate_up, down, between)
     top_k, number = ids.shape[1], len(gate_up)
     tiles = tiles_of(ids, number, FEW_ROWS if ids.numel() <= FEW_ROWS * number else MANY_ROWS)
     made = _product(x, gate_up, tiles, x.dtype, rows=ids.numel(), shared=top_k)
@@ -123,15 +119,3 @@ def _summed(made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
             **gpu.FUSED,
         )  # fmt: skip
     return out
-
-
-def _by_pytorch(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, between: Between) -> Tensor:
-    """Multiply expert by expert."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(ids).tolist():
-        tokens, choice = torch.where(ids == expert)
-        of_tokens = ids.new_full((len(tokens),), expert)
-        gated = between.gate(_biased(F.linear(x[tokens], gate_up[expert]), between.gate_up_bias, of_tokens))
-        made = _biased(F.linear(gated, down[expert]), between.down_bias, of_tokens)
-        out.index_add_(0, tokens, made.float() * weights[tokens, choice].unsqueeze(1))  # a token once an expert
-    return out.to(x.dtype)

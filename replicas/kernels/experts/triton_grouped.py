@@ -1,7 +1,7 @@
 """A mixture of experts on a GPU, in Triton: the choice, its rows in tiles, and the products of all experts, each in one
 launch. on_gpu.py starts them.
 
-Never run on a GPU by us: interpreted on a CPU by tests, and compiled for a Hopper GPU.
+It has run on an H200; tests interpret it on a CPU, and compile it for a Hopper GPU.
 """
 
 import triton
