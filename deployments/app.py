@@ -8,9 +8,6 @@ Never: loads the model. Impossible settings are refused here, before a replica s
 """
 
 import logging
-import math
-import shlex
-import sys
 from typing import Any
 
 import ray
@@ -22,7 +19,7 @@ from ray.serve.exceptions import RayServeException
 from deployments import logs
 from deployments.http.service import config_folder
 from deployments.places import local_model, weights_bytes
-from deployments.replica.feasible import checked, device_of
+from deployments.replica.feasible import checked
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
 from deployments.settings.capacity import auto_count, num_routers, outages, shortages, too_wide
@@ -114,9 +111,6 @@ def _may_overlap(config: AppConfig, num_routers: int) -> bool:
 def replica_options(config: AppConfig) -> dict[str, Any]:
     """Return Serve's options of the model replicas."""
     replicas, tp = config.replicas, config.parallel.tp
-    environment = {"OMP_NUM_THREADS": str(max(1, math.floor(replicas.cpus)))}
-    if device_of(config) == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from actors that reserve some
     options: dict[str, Any] = {
         "max_ongoing_requests": config.scheduler.max_queued_requests + ROUTER_MOST_ONGOING,
         "health_check_period_s": replicas.health_period_s,
@@ -126,11 +120,8 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
         "request_router_config": RequestRouterConfig(
             request_router_class="deployments.dispatch.request_router.ExactReplicaRouter"
         ),
-        "ray_actor_options": {
-            "num_cpus": replicas.cpus,
-            "num_gpus": replicas.gpus,
-            "runtime_env": {"env_vars": environment, **_python_quoted()},
-        },
+        # and no runtime_env: Ray would start a process for it, through a line of bash, where one stands by
+        "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
         **logs.options(config.observability.log_format),
     }
     if tp > 1:
@@ -142,13 +133,6 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
     else:
         options["num_replicas"] = num_replicas(config)
     return options
-
-
-def _python_quoted() -> dict[str, str]:
-    """Quote the path of Python where bash would split or change it: of a worker with a runtime_env Ray makes one line
-    of bash, in which this path alone is not quoted. Plain paths are left to each node, which may have another."""
-    quoted = shlex.quote(sys.executable)
-    return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:

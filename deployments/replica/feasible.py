@@ -19,7 +19,7 @@ from deployments.settings.roles import check_ranks, config_of, roles_of
 from deployments.settings.schema import AppConfig, examine, parse
 from deployments.settings.settings_file import setting_of
 from replicas.checkpoints.checkpoint import weight_files
-from replicas.config import Device, EngineConfig, Hardware, ModelConfig
+from replicas.config import EngineConfig, Hardware, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
@@ -93,7 +93,7 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
 def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMORY) -> EngineConfig:
     """Resolve the settings of an engine of ``role``, except for its device's memory. Raises: InvalidConfig."""
     own = config_of(config, role)
-    hardware = Hardware(device=device_of(own), num_cpus=1, available_memory_bytes=available_bytes)
+    hardware = Hardware(device=own.replicas.device, num_cpus=1, available_memory_bytes=available_bytes)
     resolved = resolve(
         _model(own),
         hardware,
@@ -101,7 +101,7 @@ def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMOR
         scheduler=own.scheduler,
         parallel=own.parallel,
         attention=own.attention,
-        num_threads=num_threads(own),
+        num_threads=own.replicas.num_threads,
     )
     return replace(resolved, hands_off=role is not Role.UNIFIED)
 
@@ -159,16 +159,6 @@ def most_pool_tokens(engine: EngineConfig) -> int | None:
     return fit if cap is None else min(fit, cap - cap % engine.cache.page_size)
 
 
-def device_of(config: AppConfig) -> Device:
-    """Return the device that replicas with these settings compute on."""
-    return "cuda" if config.replicas.gpus else "cpu"
-
-
-def num_threads(config: AppConfig) -> int:
-    """Return the compute threads of each rank."""
-    return max(1, int(config.replicas.cpus))
-
-
 def _named(problem: str, config: AppConfig, role: Role) -> str:
     """Name the setting of ``problem`` as the role's own group has it, if that sets it."""
     if role is Role.UNIFIED:
@@ -188,7 +178,7 @@ def _model(config: AppConfig) -> ModelConfig:
             str(folder),
             dtype=config.model.dtype,
             context_len=config.model.context_len,
-            device=device_of(config),
+            device=config.replicas.device,
             quantization=config.model.quantization,
             implementation=config.model.implementation,
         )

@@ -31,7 +31,6 @@ from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.node_tasks import DeathWatch
 from deployments.places import local_path
 from deployments.replica.cache_moves import ReplicaMoves
-from deployments.replica.feasible import num_threads
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.roles import config_of
 from deployments.settings.schema import AppConfig, parse
@@ -61,6 +60,7 @@ class ModelReplica(ServedEngine):
         logs.into_serve()
         offer_stacks()
         config = config_of(parse(settings), Role(role))
+        settle(num_threads=config.replicas.num_threads, device=config.replicas.device)
         replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
         with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
             host, wanted = ray.util.get_node_ip_address(), config.observability.metrics_port
@@ -107,7 +107,7 @@ class ModelReplica(ServedEngine):
                 attention=config.attention,
                 adapters=config.adapters.served,
                 cuda_graphs=config.cuda_graphs,
-                num_threads=num_threads(config),
+                num_threads=config.replicas.num_threads,
                 revision=config.model.revision,
                 dtype=config.model.dtype,
                 quantization=config.model.quantization,
@@ -166,8 +166,19 @@ def _workers(config: AppConfig) -> "WorkerLauncher | None":
     return RayWorkers(group, host=host, cpus=config.replicas.cpus, gpus=config.replicas.gpus)
 
 
+def settle(*, num_threads: int, device: str) -> None:
+    """Hold this process to its threads and its device, before it imports torch, which reads the environment. In Ray's
+    ``runtime_env`` the same would keep a replica from the workers that Ray has standing by."""
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    # Ray hides GPUs only from actors that reserve some, and under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES from none
+    os.environ["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else ",".join(map(str, ray.get_gpu_ids()))
+
+
 class RankActor:
     """The actor of one follower rank; its only method lasts as long as the rank does."""
+
+    def __init__(self, num_threads: int, device: str) -> None:
+        settle(num_threads=num_threads, device=device)  # and not in `run`, as torch comes with what that is given
 
     def run(self, spec: "WorkerSpec") -> None:
         from replicas.ranks.worker import run_worker
@@ -193,7 +204,7 @@ class RayWorkers:
                 self._group, placement_group_bundle_index=spec.rank, placement_group_capture_child_tasks=True
             )
             options = {"num_cpus": self._cpus, "num_gpus": self._gpus, "scheduling_strategy": strategy}
-            actor = actor_class.options(**options).remote()
+            actor = actor_class.options(**options).remote(spec.config.num_threads, spec.config.device)
             self._actors.append(actor)
             self._runs[actor.run.remote(spec)] = spec.rank
         return self

@@ -29,7 +29,7 @@ from typing_extensions import TypedDict  # pydantic's own; typing's has what it 
 
 from deployments.settings.settings_file import shown
 from kvtransfer.types import TransferSettings, Verify
-from replicas.config import AdapterLimits, CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.config import AdapterLimits, CacheConfig, Device, ParallelConfig, SchedulerConfig
 
 DTYPES: Mapping[str, str | None] = {
     "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
@@ -157,6 +157,16 @@ class ReplicaSettings(Settings):
     push_share: float = Field(default=0.5, ge=0, lt=1)
     # how long a new replica is filled with the prefixes that others use most before it is used; 0: not at all
     fill_s: float = Field(default=2.0, ge=0)
+
+    @property
+    def device(self) -> Device:
+        """The device that a replica computes on."""
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def num_threads(self) -> int:
+        """The compute threads of each rank."""
+        return max(1, int(self.cpus))
 
     @field_validator("count", mode="before")
     @classmethod

@@ -23,6 +23,7 @@ from deployments.command.check import read
 from deployments.command.haproxy import prepare_ray
 from deployments.places import ROOT, ask_nodes_directly, local_path, may_be_hub_id, shown_path
 from deployments.replica.feasible import engine_of, impossible
+from deployments.replica.model_replica import settle
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, outages, shortages, too_wide
 from deployments.settings.constants import CONSTANTS, EXPERIMENTS_VARIABLE
@@ -422,7 +423,7 @@ def test_each_rank_has_a_bundle_of_its_own() -> None:
     options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"count": 1, "cpus": 2}, "parallel": {"tp": 3}}))
     assert options["placement_group_bundles"] == [{"CPU": 2.0}] * 3
     assert options["placement_group_strategy"] == "STRICT_PACK"
-    assert options["ray_actor_options"]["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
+    assert "runtime_env" not in options["ray_actor_options"], "Ray would start a process for it, and not take one"
     assert options["max_ongoing_requests"] > 1024
 
 
@@ -444,36 +445,16 @@ def test_settings_are_judged_by_the_replicas_device_and_no_gpu_is_asked(monkeypa
         assert replica_options(parse(args))["num_replicas"] >= 1
 
 
-def test_replicas_without_gpus_see_none_of_their_machines() -> None:
-    def environment(gpus: float) -> dict[str, str]:
-        options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"count": 1, "gpus": gpus}}))
-        return dict(options["ray_actor_options"]["runtime_env"]["env_vars"])
-
-    assert environment(0) == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    assert environment(1) == {"OMP_NUM_THREADS": "1"}
-
-
-WORKER = """
-import os, sys
-from ray._private.runtime_env.context import RuntimeEnvContext
-from ray.core.generated.common_pb2 import Language
-from deployments.app import replica_options
-from deployments.settings.schema import parse
-options = replica_options(parse({"model": {"path": "MODEL"}, "replicas": {"count": 1}}))
-environment = options["ray_actor_options"]["runtime_env"]
-context = RuntimeEnvContext(env_vars=environment["env_vars"], py_executable=environment.get("py_executable"))
-context.exec_worker(["-c", "import sys; print(sys.executable)"], Language.PYTHON)
-"""
-
-
-def test_a_worker_starts_by_the_python_of_its_path_whatever_that_is_called(tmp_path: Path) -> None:
-    """Through Ray's own line of bash, which ended at the first space: no replica ever got a place."""
-    place = tmp_path / 'J\u00f6rg\'s "$HOME" `id`; (1) & *'
-    place.symlink_to(sys.prefix)
-    python = str(place / "bin" / "python")
-    command = [python, "-c", WORKER.replace("MODEL", MODEL)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.splitlines() == [python], done.stderr
+@pytest.mark.parametrize(("gpus", "sees"), [(0, ""), (2, "3,5")])
+def test_a_replica_sees_the_gpus_that_ray_gave_it_and_no_other_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, gpus: float, sees: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")  # Ray may be told to leave it as it is
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(app.ray, "get_gpu_ids", lambda: [3, 5])
+    replicas = parse({"model": MODEL_ARGS, "replicas": {"count": 1, "gpus": gpus, "cpus": 2.5}}).replicas
+    settle(num_threads=replicas.num_threads, device=replicas.device)
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"]) == (sees, "2")
 
 
 @pytest.mark.parametrize("name", ["min_replicas", "initial_replicas"])
