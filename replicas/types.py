@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import hashlib
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
@@ -703,6 +704,35 @@ class EngineStats:
     def num_handed_over(self) -> int:
         """The requests of hand-offs, which neither run nor wait for this engine."""
         return self.num_preallocating + self.num_receiving + self.num_handing_off
+
+
+SECONDS = (.0001, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)  # fmt: skip
+
+
+class Tally:
+    """A distribution over fixed buckets, kept as counts alone, which sum to the number of its values; about 0.2 us a
+    value. One thread adds; any may `read`, and may then miss the value being added."""
+
+    __slots__ = ("_counts", "_total", "bounds")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """``bounds``: upper bounds, rising, inclusive; above the last there is one more bucket."""
+        assert list(bounds) == sorted(set(bounds)), f"bounds must rise: {bounds}"
+        self.bounds = tuple(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self._total += value
+
+    def add_many(self, value: float, times: int) -> None:
+        """Add ``times`` equal values."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self._total += value * times
+
+    def read(self) -> "TallyCounts":
+        return TallyCounts(bounds=self.bounds, counts=tuple(self._counts), total=self._total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ Thread:    the router's own.
     unknown ──event 1, or a snapshot──> in sync ──a number is missing──> gap ──it turns up, or a snapshot──> in sync
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.pages import NO_KEYS, PageKeys, Tier
-from routing.fetch import MOST_DONORS, BytesAsked, Donors, Fetches, LinkRates, quickest
+from routing.fetch import MOST_DONORS, BytesAsked, Donors, Fetches, quickest
 from routing.index import KEY_BITS, Borders, Reach, TierIndex, pages_of
 from routing.load import Eligible, Load
 from routing.page_owners import Pages
@@ -50,6 +50,16 @@ from routing.why import Departure, Departures, MissCause
 MAX_EARLY = 10_000
 # A request's last pages are in the next batch of its replica, or in the one after if a batch was already on its way.
 BATCHES_UNTIL_SETTLED = 2
+# Until the first transfer: a 10 Gbit/s network. One host by shared memory makes 2 to 4e9 (notes on NIXL).
+ASSUMED_BYTES_PER_S = 1e9
+TELLING_BYTES = 1 << 20  # the time of a smaller one is that of its messages, not of its bytes
+# Pages also wait for the sender to compute them, so a slow hand-off says little about the link. Nor does the fastest:
+# its time runs from when the first pages were seen, so what had arrived by then counts as bytes and not as time.
+BELIEVED = 0.75
+KEPT = 32
+PAIRS = 4096  # of which rates are kept
+DOUBLED_S = 15.0  # without any transfer, links are believed to be twice as fast: so that a slow one is tried again
+HELD_S, HELD_MOST_S = 2.0, 8.0  # that a pair is left alone after it failed, and at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,3 +465,73 @@ class Way:
         """Add an outcome; one whose replica did not tell its part is ignored."""
         if outcome.ttft_s is not None and outcome.engine_s is not None:
             self._seconds.append(max(outcome.ttft_s - outcome.engine_s, 0.0))
+
+
+class LinkRates:
+    """The transfer rates between replicas, and the pairs whose last fetch failed."""
+
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock = clock
+        self._rates: deque[float] = deque(maxlen=KEPT)  # of all pairs
+        self._of: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # donor, receiver
+        self._held: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and for how long
+        self._last_s = 0.0  # the last transfer that told something
+
+    @property
+    def measured(self) -> bool:
+        return bool(self._rates)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether no transfer has shown of late what links carry: then one fetch at a time is to find out."""
+        return not self._rates or self._clock() - self._last_s > DOUBLED_S
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate that a share BELIEVED of the last KEPT transfers do not exceed."""
+        return _believed(self._rates) if self._rates else ASSUMED_BYTES_PER_S
+
+    def record(self, num_bytes: int, transfer_s: float, pair: tuple[str, str] | None = None) -> None:
+        """Add the rate of a completed transfer: ``num_bytes`` from its first page to its last in ``transfer_s``;
+        ``pair``: from which replica to which."""
+        if num_bytes >= TELLING_BYTES and transfer_s > 0:
+            self._note(pair, num_bytes / transfer_s)
+
+    def _note(self, pair: tuple[str, str] | None, rate: float) -> None:
+        self._last_s = self._clock()
+        self._rates.append(rate)
+        if pair is not None:
+            self._of.setdefault(pair, deque(maxlen=KEPT // 4)).append(rate)
+            self._of.move_to_end(pair)
+            if len(self._of) > PAIRS:
+                self._of.popitem(last=False)
+
+    def failed(self, pair: tuple[str, str], *, late: bool, num_bytes: int, after_s: float) -> None:
+        """Leave ``pair`` alone for a while. If it was ``late``, the link is as slow as ``num_bytes`` in ``after_s``."""
+        now_s = self._clock()
+        held_s = min(2 * self._held.get(pair, (0.0, HELD_S / 2))[1], HELD_MOST_S)
+        self._held = {each: held for each, held in self._held.items() if held[0] + HELD_MOST_S > now_s}
+        self._held[pair] = now_s + held_s, held_s
+        if late and num_bytes < TELLING_BYTES:
+            self._note(pair, TELLING_BYTES / after_s)
+
+    def rates(self, donors: Sequence[str], receivers: Sequence[str]) -> Floats:
+        """Return [receivers, donors] bytes/s; 0 for a pair that is left alone."""
+        now_s = self._clock()
+        hope = 2.0 ** min((now_s - self._last_s) / DOUBLED_S, 10.0) if self._rates else 1.0
+        most = max(ASSUMED_BYTES_PER_S, max(self._rates, default=0.0))
+        found = np.full((len(receivers), len(donors)), min(hope * self.bytes_per_s, most))
+        if self._of or self._held:
+            row = {each: at for at, each in enumerate(receivers)}
+            column = {each: at for at, each in enumerate(donors)}
+            for (donor, receiver), rates in self._of.items():
+                if donor in column and receiver in row:
+                    found[row[receiver], column[donor]] = min(hope * _believed(rates), most)
+            for (donor, receiver), (until_s, _) in self._held.items():
+                if donor in column and receiver in row and now_s < until_s:
+                    found[row[receiver], column[donor]] = 0.0
+        return found
+
+
+def _believed(rates: deque[float]) -> float:
+    return sorted(rates)[int(BELIEVED * (len(rates) - 1))]

@@ -20,8 +20,7 @@ from random import Random
 import numpy as np
 
 from kvtransfer.pages import PageKeys, page_keys
-from routing.fetch import LinkRates
-from routing.fleet_state import FleetState, Overrun, PredictionErrors
+from routing.fleet_state import FleetState, LinkRates, Overrun, PredictionErrors
 from routing.index import pages_of
 from routing.load import Eligible
 from routing.page_owners import Pages

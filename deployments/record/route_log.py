@@ -26,9 +26,8 @@ from deployments.record.rids import client_rid, owner_of
 from deployments.record.timeline import Arrival, LegTimes, Timeline
 from deployments.tenancy.quotas import OverQuota
 from deployments.tenancy.tenants import OTHERS
-from replicas.distributions import Tally
 from replicas.errors import Fault, Overloaded
-from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta
+from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, Tally, TokenDelta
 from routing.moves import Cause
 from routing.types import Decision, RouteOutcome
 from routing.why import Asked, Miss, PromptHistory

@@ -16,14 +16,13 @@ from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.host_pages import HostTier
 from replicas.cache.parts import PartAllocator, SnapshotAllocator, WindowAllocator
 from replicas.cache.quarantine import Detained, Quarantine
-from replicas.cache.radix import RadixCache
+from replicas.cache.radix import IDLE_S, RadixCache
 from replicas.cache.tiers import HiRadixCache
 from replicas.cache.tree_view import CacheTree, empty_tree
-from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 from replicas.memory.sizing import PoolSize
-from replicas.types import GroupStats, PoolStats, TallyCounts, TokenIds
+from replicas.types import GroupStats, PoolStats, Tally, TallyCounts, TokenIds
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.node import NO_PAGES, TreeNode, first_page, key_before, walk
 from replicas.cache.retention import POLICY, EvictionQueue, Rank, Retention, TierOrder
 from replicas.cache.tree_view import CacheTree, PagesWithParts, cache_tree
-from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
-from replicas.types import TokenIds
+from replicas.types import Tally, TokenIds
 
+IDLE_S = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 SIBLINGS = 64  # children of a node that may be those that go on with less than a page
 
 

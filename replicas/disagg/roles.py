@@ -42,7 +42,7 @@ The other choices of an n > 1 request are parked until the prompt of choice 0 is
 in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here: no hand-off then.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,17 +60,28 @@ from kvtransfer.types import (
     SendFailed,
     SendOrder,
     SendReady,
+    WriteTimes,
 )
 from replicas.cache.kv import KvCache, handed_len, longest_reuse
 from replicas.cache.quarantine import Detained
-from replicas.distributions import Distributions
 from replicas.errors import Fault, InvalidRequest, Overloaded, PagesExhausted
 from replicas.observer import Observer
 from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.budget import let_go
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
-from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg, StateCopy, TokenLogprob
+from replicas.types import (
+    SECONDS,
+    Finish,
+    FinishReason,
+    HandOff,
+    HandOffReport,
+    PdLeg,
+    StateCopy,
+    Tally,
+    TallyCounts,
+    TokenLogprob,
+)
 
 NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is computed where the answer is made"
 NO_FETCH = "not all of what would be fetched can be used here: it is computed"
@@ -99,6 +110,33 @@ class StateCarrier(Protocol):
         ...
 
 
+class HandOffTallies:
+    """How the times of one engine's hand-offs and writes spread, in seconds. The engine thread writes."""
+
+    def __init__(self) -> None:
+        self._grant_s, self._wait_s, self._post_s, self._wire_s = (Tally(SECONDS) for _ in range(4))
+
+    def hand_off(self, report: HandOffReport, *, granted: bool) -> None:
+        """Count the decode side of a hand-off that arrived or failed. One that failed before it was ``granted`` row and
+        pages counts in ``grant_s``, with the time it waited, and not in ``wait_s``."""
+        self._grant_s.add(report.grant_s)
+        if granted:
+            self._wait_s.add(report.wait_s)
+
+    def writes(self, writes: Iterable[WriteTimes]) -> None:
+        """Count the transfer library's own times of writes that succeeded."""
+        for write in writes:
+            self._post_s.add(write.post_s)
+            self._wire_s.add(write.wire_s)
+
+    def read(self) -> dict[str, TallyCounts]:
+        """Return the fields of `EngineTallies`; any thread."""
+        return {
+            "grant_s": self._grant_s.read(), "wait_s": self._wait_s.read(), "post_s": self._post_s.read(),
+            "wire_s": self._wire_s.read(),
+        }  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOffParts:
     """The parts of one engine that its roles in hand-offs work with."""
@@ -110,7 +148,7 @@ class HandOffParts:
     vocab_size: int
     clock: Callable[[], float]
     observer: Observer
-    distributions: Distributions
+    tallies: "HandOffTallies"
     states: StateCarrier | None = None  # of a model that keeps them
 
 
@@ -346,7 +384,7 @@ class DecodeRole:
     def __init__(self, parts: HandOffParts) -> None:
         self._service = parts.service
         self._observer = parts.observer
-        self._distributions = parts.distributions
+        self._tallies = parts.tallies
         self._scheduler = parts.scheduler
         self._kv = parts.kv
         self._terms = parts.terms
@@ -562,7 +600,7 @@ class DecodeRole:
             wait_s=0.0 if granted_s is None else now_s - granted_s,
             transfer_s=transfer_s,
         )
-        self._distributions.hand_off(report, granted=granted_s is not None)
+        self._tallies.hand_off(report, granted=granted_s is not None)
         return report
 
 

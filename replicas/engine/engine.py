@@ -33,8 +33,7 @@ from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
-from replicas.disagg.roles import HandOffParts, HandOffTerms, StateCarrier
-from replicas.distributions import Distributions
+from replicas.disagg.roles import HandOffParts, HandOffTallies, HandOffTerms, StateCarrier
 from replicas.engine.adapters import HeldAdapters
 from replicas.engine.compiling import Grammars
 from replicas.engine.failed_steps import Launch
@@ -152,9 +151,8 @@ class Engine:
             self.scheduler.features["speculation"] = drafts
         self.scheduler.queues.adapters = executor.adapters
         self._clock = clock
-        self._distributions = Distributions()
         self.steps = Stepping(
-            executor.launch, self.scheduler, self._distributions, chunk_size=config.chunked_prefill_size, clock=clock
+            executor.launch, self.scheduler, chunk_size=config.chunked_prefill_size, clock=clock
         )
         self.occupation = Occupation(
             kv, device=config.device, has_transfer=transfer is not None, give_back=executor.give_back
@@ -167,11 +165,12 @@ class Engine:
         self._observer = Observer(kv, executor.kv_bytes)
         self._service: TransferService | None = None
         self._hand_offs: HandOffs | None = None
+        self._hand_off_tallies = HandOffTallies()  # empty where the engine takes part in none
         if transfer is not None:
             self._service, terms = transfer
             parts = HandOffParts(
                 service=self._service, scheduler=self.scheduler, kv=kv, terms=terms, clock=clock,
-                vocab_size=config.model.vocab_size, observer=self._observer, distributions=self._distributions,
+                vocab_size=config.model.vocab_size, observer=self._observer, tallies=self._hand_off_tallies,
                 states=executor.states,
             )  # fmt: skip
             self._hand_offs = HandOffs(parts)
@@ -487,7 +486,8 @@ class Engine:
 
     def tallies(self) -> EngineTallies:
         """Return the distributions since the start; any thread. Those of writes are as of the last `stats`."""
-        return self._distributions.read(evicted_idle_s=self.kv.store.evicted_idle_s())
+        tallies = self.steps.tallies.read() | self._hand_off_tallies.read()
+        return EngineTallies(evicted_idle_s=self.kv.store.evicted_idle_s(), **tallies)
 
     def close(self) -> None:
         """Close the connections to peers and to the other ranks; the engine must not be used afterwards."""

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.cache.pages import PageStore
-from replicas.distributions import Distributions
 from replicas.engine.failed_steps import MOST_IN_A_ROW, FailedSteps, Launch, run_again, try_idle
 from replicas.errors import EngineDead, NotSent
 from replicas.request import Req, ReqState
@@ -29,7 +28,7 @@ from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import AT_FAULT, SOURCES, Counters, NewToken, at_fault, require_fault
-from replicas.types import EngineStats, PoolStats, TierStats, each_told
+from replicas.types import SECONDS, EngineStats, PoolStats, Tally, TallyCounts, TierStats, each_told
 
 log = logging.getLogger(__name__)
 
@@ -222,6 +221,32 @@ class Launched:
     launched_s: float
 
 
+_REQUESTS = tuple(float(2**i) for i in range(11))  # to 1,024
+_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
+
+
+class StepTallies:
+    """How the steps of one engine spread, of each phase: seconds, requests and new tokens. The engine thread writes."""
+
+    def __init__(self) -> None:
+        self._of = {
+            f"{phase}_{name}": Tally(bounds)
+            for phase in ("prefill", "decode")
+            for name, bounds in (("step_s", SECONDS), ("batch_requests", _REQUESTS), ("batch_tokens", _TOKENS))
+        }
+
+    def step(self, step_s: float, num_requests: int, num_tokens: int, *, is_extend: bool) -> None:
+        """Count a step of ``num_requests`` requests and ``num_tokens`` new tokens that took ``step_s`` seconds."""
+        phase = "prefill" if is_extend else "decode"
+        self._of[f"{phase}_step_s"].add(step_s)
+        self._of[f"{phase}_batch_requests"].add(num_requests)
+        self._of[f"{phase}_batch_tokens"].add(num_tokens)
+
+    def read(self) -> dict[str, TallyCounts]:
+        """Return the fields of `EngineTallies`; any thread."""
+        return {name: tally.read() for name, tally in self._of.items()}
+
+
 class Stepping:
     """The step under way: launches plans and takes in their results."""
 
@@ -229,14 +254,13 @@ class Stepping:
         self,
         launch: Launch,
         scheduler: Scheduler,
-        distributions: Distributions,
         *,
         chunk_size: int,
         clock: Callable[[], float],
     ) -> None:
         self.launch = launch  # of a plan, on all ranks
         self._scheduler = scheduler
-        self._distributions = distributions
+        self.tallies = StepTallies()
         self._under_way: Launched | None = None
         self._counted_s = clock()
         self.pulse = Pulse(clock)
@@ -346,7 +370,7 @@ class Stepping:
             queues.waiting.step_times = StepTimes(s_per_token, self.times.decode_step_s)
             if tiers is not None:
                 tiers.compute_s_per_token = s_per_token
-        self._distributions.step(step_s, num_reqs, num_new, is_extend=is_extend)
+        self.tallies.step(step_s, num_reqs, num_new, is_extend=is_extend)
 
     def _begin_masks(self) -> None:
         """Compute the masks of the newest step beside its forward."""

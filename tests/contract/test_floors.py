@@ -30,7 +30,6 @@ FLOORS: dict[str, set[str]] = {
     "replicas.hf_config": {"replicas.config", "replicas.errors"},
     "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
     "replicas.layers.tp_group": {"replicas.errors"},
-    "replicas.distributions": {"replicas.types", "kvtransfer.types"},
     "replicas.text": {"replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config"},
     "replicas.grammar": {"replicas.text", "replicas.types", "replicas.errors"},
     "replicas.memory": {
@@ -38,7 +37,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.cache": {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
-        "replicas.distributions", "kvtransfer.pages", "kvtransfer.stores",
+        "kvtransfer.pages", "kvtransfer.stores",
     },
     "replicas.cache.page_home": {
         "replicas.cache", "replicas.request", "replicas.memory", "replicas.types", "kvtransfer.pages",
@@ -81,13 +80,13 @@ FLOORS: dict[str, set[str]] = {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.replay",
     },
     "replicas.disagg": {
-        "replicas.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache",
+        "replicas.observer", "replicas.scheduler", "replicas.cache",
         "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
         "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine": {
         "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.request",
-        "replicas.text", "replicas.grammar", "replicas.disagg", "replicas.distributions", "replicas.config",
+        "replicas.text", "replicas.grammar", "replicas.disagg", "replicas.config",
         "replicas.observer", "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
         "kvtransfer.rooms.transfer_service",
     },
@@ -173,7 +172,7 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request",
     "replicas.resolve", "replicas.attention.registry",
-    "replicas.distributions", "replicas.kernels.weight_formats", "replicas.engine.open_requests",
+    "replicas.kernels.weight_formats", "replicas.engine.open_requests",
     "replicas.checkpoints.adapters",
     "replicas.engine.stepping", "replicas.text.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",

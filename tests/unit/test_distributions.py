@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.types import WriteTimes
-from replicas.distributions import Tally
-from replicas.types import TallyCounts
+from replicas.types import Tally, TallyCounts
 from tests.harness import Clock, ask, fake_engine, finish_all
 from tests.pair import Pair
 

@@ -23,8 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from dashboards.catalog import CATALOG, OPEN, Kind, Metric, Process
 from deployments.places import VERSION
-from replicas.distributions import Tally
-from replicas.types import TallyCounts
+from replicas.types import Tally, TallyCounts
 
 log = logging.getLogger(__name__)
 

@@ -111,7 +111,7 @@ async def test_the_record_tells_the_pair_the_report_and_how_the_prefill_leg_ende
     assert (only.hand_off.transferred, only.hand_off.num_pages, only.prefill_end) == (True, 2, "handed off")
     assert header_part(record) == (
         "replica=d0; overlap_predicted=0; overlap_actual=0; policy=pd_pair; reason=only_candidate; tries=1; "
-        "prefill=p0; pair=hand_off_always; hand_off=ok"
+        "uncached=never_seen; prefill=p0; pair=hand_off_always; hand_off=ok"
     )
     body = record_body(record, router_id="r")["tries"][0]
     assert body["hand_off"]["num_bytes"] == 2 << 20

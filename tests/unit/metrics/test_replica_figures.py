@@ -9,7 +9,6 @@ from dashboards.catalog import POOL_STATES, Process
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
 from kvtransfer.types import TransferStats
-from replicas.distributions import Distributions
 from replicas.loading import device
 from replicas.loading.device import GpuFigures, gpu_figures
 from replicas.types import AdapterStats, EngineStats, EngineTallies, GroupStats, PoolStats, TierStats
@@ -40,7 +39,7 @@ POOL = PoolStats(
 
 def tallies() -> EngineTallies:
     engine, _ = fake_engine()
-    return Distributions().read(evicted_idle_s=engine.tallies().evicted_idle_s)
+    return engine.tallies()
 
 
 def scrape(now: EngineStats, seen: EngineTallies | None = None) -> Scraped:

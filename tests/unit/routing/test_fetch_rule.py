@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.pages import page_keys
 from routing.explain import sentence
-from routing.fetch import ASSUMED_BYTES_PER_S, HELD_S, LinkRates
+from routing.fleet_state import ASSUMED_BYTES_PER_S, HELD_S, LinkRates
 from routing.router import Router
 from routing.types import Decision, Ending, KeysStored, ReplicaView, RouteOutcome, RouteQuery
 
