@@ -213,7 +213,8 @@ _REPLICA = [
             {"tier": DEVICE}, unit="seconds", buckets=AGE),
     Metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": DEVICE}),
     Metric(REPLICA, GAUGE, "cache_group_capacity_bytes", "Size of each group's pool in bytes, all ranks: K and V of "
-            "layers that see all (full), of those that see a window, and snapshots of states.", {"group": GROUPS},
+            "layers that see all (full), of those that see a window, and snapshots of states, which lie in the pool of "
+            "full where that has bytes: what they would take if they had all of it.", {"group": GROUPS},
             unit="bytes"),
     Metric(REPLICA, GAUGE, "cache_group_used_bytes", "Bytes of each group's pool that are not free.",
             {"group": GROUPS}, unit="bytes"),

@@ -19,6 +19,7 @@ from kvtransfer.types import TransferSettings
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
 from replicas.cache.page_home import TieredPageHome
+from replicas.cache.parts import SnapshotAllocator
 from replicas.cache.store_tier import StoreTier
 from replicas.cache.store_worker import Worker
 from replicas.cache.tiers import HiRadixCache
@@ -215,6 +216,9 @@ def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> K
     kv.window = config.model.window
     if config.model.states:
         kv.longest_draft = STATE_DRAFT
+    if kv.store.size.snapshot_pages and (states := ranks.carried_states()) is not None:
+        assert isinstance(kv.store.parts, SnapshotAllocator)
+        kv.store.parts.run = states.run
     if copier is not None and kv.store.tiers is not None and config.cache.store is not None:
         kv.store_tier = open_store_tier(config, kv.store.tiers, copier)
     return kv

@@ -778,6 +778,10 @@ class StateCopy:
 
     number: int  # ascending
     row: int
-    snapshot: int
     num_tokens: int
-    from_snapshot: bool
+    pages: npt.NDArray[np.int32]  # in which the snapshot lies
+    snapshot: int  # the number of the copy that fills it: this one, or it is read
+
+    @property
+    def from_snapshot(self) -> bool:
+        return self.snapshot != self.number

@@ -43,13 +43,10 @@ def windows(num_tokens: int, page_size: int = 16) -> PoolSize:
     return sizing.with_windows(config, sizing.pool_size(num_tokens * cell, cell, page_size, None), num_tokens * cell)
 
 
-def states(num_tokens: int, page_size: int = 16, num_snapshots: int | None = None) -> PoolSize:
-    """Size one of the same bytes for a model with recurrent states; with ``num_snapshots`` beside it, one with as many
-    as that."""
-    if num_snapshots is not None:
-        return replace(full(num_tokens, page_size), num_snapshots=num_snapshots)
-    found = num_tokens // (STATE_TOKENS + sizing.TEXT_TOKENS)
-    return replace(full(num_tokens - found * STATE_TOKENS, page_size), num_snapshots=found)
+def states(num_tokens: int, page_size: int = 16) -> PoolSize:
+    """Size one of the same bytes for a model with recurrent states."""
+    size, pages = full(num_tokens, page_size), -(-STATE_TOKENS // page_size)
+    return replace(size, num_snapshots=size.num_pages // pages, snapshot_pages=pages)
 
 
 class Texts:
@@ -159,19 +156,21 @@ LOADS: dict[str, tuple[Load, Sequence[int]]] = {  # and pools, in tokens of full
 
 
 def main() -> None:
-    """Print the share of prompts that is cached, of each kind of model in the same bytes."""
-    names = sys.argv[1:] or list(LOADS)
-    print("| load, tokens | full | windows | states |\n|---|---|---|---|")
+    """Print the share of prompts that is cached, of each kind of model that is named, or of all, in the same bytes."""
+    kinds = {each.__name__: each for each in (full, windows, states)}
+    names = [name for name in sys.argv[1:] if name not in kinds] or list(LOADS)
+    asked = [kinds[name] for name in sys.argv[1:] if name in kinds] or list(kinds.values())
+    print("| load, tokens | " + " | ".join(kind.__name__ for kind in asked) + " |\n|" + "---|" * (1 + len(asked)))
     for name in names:
         if name == "trace":
             for num_tokens in (4_000_000, 8_000_000):
-                found = [f"{trace(kind(num_tokens, BLOCK)):.3f}" for kind in (full, windows, states)]
+                found = [f"{trace(kind(num_tokens, BLOCK)):.3f}" for kind in asked]
                 print(f"| trace, {num_tokens:,} | " + " | ".join(found) + " |", flush=True)
             continue
         load, sizes = LOADS[name]
         for num_tokens in sizes:
             for in_turn in (False, True):
-                found = [f"{load(kind(num_tokens), in_turn):.3f}" for kind in (full, windows, states)]
+                found = [f"{load(kind(num_tokens), in_turn):.3f}" for kind in asked]
                 order = "in turn" if in_turn else "by chance"
                 print(f"| {name} {order}, {num_tokens:,} | " + " | ".join(found) + " |", flush=True)
 

@@ -59,7 +59,7 @@ REUSE = Row("Reuse", (
         "{{group}} size": gauge("cache_group_capacity_bytes", "group"),
     }, Unit.BYTES,
         "What the caches hold in layers that see all (full), in those that see a window, and in snapshots of states.",
-        "window or state full while full is not: windows or states go first, and hits end there; see Holes."),
+        "window full while full is not: windows go first, and hits end there; see Holes. state lies in full's pool."),
     Panel("Holes and snapshots", {
         "pages without a window": gauge("cache_group_holes", group="window"),
         "pages with a window": gauge("cache_group_parts", group="window"),
@@ -69,7 +69,7 @@ REUSE = Row("Reuse", (
         "Hits fall while few pages are evicted: manta explain says what ended them (gone)."),
     Panel("Evicted parts", rate("cache_group_evicted_parts_total", "group"), Unit.PER_S,
         "Pages (full), window parts and snapshots that went for room, per second.",
-        "window or state far above full: their pools are too small for the texts that come back; give more memory."),
+        "window far above full: its pool is too small for the texts that come back; give more memory, as for state."),
 ))  # fmt: skip
 
 LOST = Row("Evictions and retractions", (

@@ -15,9 +15,20 @@ from torch import Tensor
 
 from replicas.config import AttentionKind
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.scheduler.plan import PrefixGroup, SnapshotStep
+from replicas.scheduler.plan import PrefixGroup
+from replicas.types import StateCopy
 
 Lengths = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SnapshotStep:
+    """How a step keeps recurrent states (memory/state_pool.py), and those for others (cache/parts.py)."""
+
+    places: int  # of each row's states
+    page_size: int = 0  # states are kept behind whole pages; 0: they are not, and there is no snapshot
+    pages: Tensor | None = None  # [n, page_bytes] uint8, in which snapshots lie
+    copies: tuple[StateCopy, ...] = ()  # to make before the step
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from replicas.cache.base import Lock, PrefixCache
-from replicas.cache.node import TreeNode, first_page, path_to, walk
+from replicas.cache.node import NO_PAGES, TreeNode, first_page, path_to, walk
 from replicas.cache.quarantine import Quarantine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, ReqToTokenPool
 from replicas.request import Req
@@ -21,8 +21,9 @@ def audit(
     cache: PrefixCache,
     quarantine: Quarantine,
     reqs: Sequence[Req],
+    of_parts: Pages = NO_PAGES,
 ) -> None:
-    """Raise AssertionError where an invariant fails. ``reqs``: all requests that hold pages."""
+    """Raise AssertionError where an invariant fails. ``reqs``: all with pages. ``of_parts``: pages of snapshots."""
     allocator.check()
     table.check()
     cache.check()
@@ -67,10 +68,11 @@ def audit(
         assert node.lock_ref == locks[key_], f"a node has {node.lock_ref} locks, {locks[key_]} requests pin it"
     protected = sum(len(node.pages) for node in nodes.values())
     assert protected == cache.protected_pages, f"{cache.protected_pages} pages are protected, {protected} are pinned"
-    everything = np.concatenate([allocator.free_pages(), cache.all_pages(), *private, *apart])
+    everything = np.concatenate([allocator.free_pages(), cache.all_pages(), *private, *apart, of_parts])
     assert np.array_equal(np.sort(everything), np.arange(1, allocator.num_pages + 1)), (
         f"of {allocator.num_pages} pages {allocator.num_free} are free, {len(cache.all_pages())} in the tree and "
-        f"{sum(map(len, private))} private and {quarantine.num_pages} in quarantine: a page is lost or in two places"
+        f"{sum(map(len, private))} private, {quarantine.num_pages} in quarantine and {len(of_parts)} of parts: a page "
+        "is lost or in two places"
     )
 
 

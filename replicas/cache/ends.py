@@ -1,7 +1,8 @@
 """Ends: where requests go on with a text, and what it is worth to keep what they need there.
 
-Owns:      how often requests have gone on behind each kind of end, by how long it had waited.
-Never:     knows pages, or frees anything (cache/parts.py).
+Owns:      how often requests have gone on behind each kind of end, by how long it had waited; the order in which
+           snapshots and the K and V before them leave a tree.
+Never:     frees a page (cache/parts.py, cache/radix.py).
 Thread:    scheduler thread only.
 Source:    Beckmann et al. 2018, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI). What differs: the
            classes are kinds of ends; and an age's chance of a hit is estimated from all ends that reached that age
@@ -9,9 +10,16 @@ Source:    Beckmann et al. 2018, "LHD: Improving Cache Hit Rate by Maximizing Hi
 """
 
 import enum
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from replicas.cache.node import TreeNode
+from replicas.memory.allocator import Pages
 
 Ages = npt.NDArray[np.int64]
 PER_OCTAVE, NUM_AGES = 4, 96  # ages are counted by quarters of an octave, up to 2**24 requests
@@ -86,3 +94,113 @@ class Worth:
 def _of(ages: Ages) -> Ages:
     """Return the number of each age's bounds."""
     return np.minimum((np.log2(ages + 1) * PER_OCTAVE).astype(np.int64), NUM_AGES - 1)
+
+
+class Snapshots(Protocol):
+    """What `Victims` asks of the snapshots of pages (cache/parts.py)."""
+
+    snapshot_pages: int
+
+    def has(self, pages: Pages) -> npt.NDArray[np.bool_]: ...
+    def worth(self) -> npt.NDArray[np.float64]: ...
+    def give_up(self, page: int) -> int: ...
+
+
+class Victims:
+    """What goes next of a tree whose pages have snapshots, in one order for these and for K and V.
+
+    K and V behind which there is no snapshot lead nowhere and go first. Then goes the snapshot that saves least for its
+    bytes: the pages that are computed again without it, times what its end is worth, by the pages that it frees. These
+    are its own, and those of K and V that lead nowhere without it. So the seconds of prefill that a page saves decide.
+    """
+
+    def __init__(
+        self, nodes: Sequence[TreeNode], snapshots: Snapshots, kept_for: Callable[[TreeNode], tuple[int, ...]]
+    ) -> None:
+        """``nodes``: of the tree on the device, parents first. ``kept_for``: by which they go, before that."""
+        self.num_freed = 0  # pages, of snapshots
+        self._snapshots, self._kept_for, self._tie = snapshots, kept_for, itertools.count()
+        self._ends: dict[TreeNode, list[int]] = {node: [] for node in nodes}  # its pages with a snapshot, in order
+        self._below = dict.fromkeys(nodes, 0)  # children with a snapshot in them or below
+        self._homes: dict[int, TreeNode] = {}  # by page with a snapshot
+        self._dead: list[tuple[tuple[int, ...], int, int, TreeNode]] = []  # a heap of leaves that have a useless end
+        self._least: list[tuple[tuple[int, ...], float, int, int]] = []  # a heap, the page last
+        first = np.cumsum([0, *(len(node.pages) for node in nodes)])
+        at = np.flatnonzero(snapshots.has(np.concatenate([node.pages for node in nodes]))) if nodes else first[:0]
+        for index, page in zip((np.searchsorted(first, at, side="right") - 1).tolist(), at.tolist(), strict=True):
+            self._ends[nodes[index]].append(page - int(first[index]))
+        for node in reversed(nodes):
+            if self._leads(node) and node.parent in self._below:
+                self._below[node.parent] += 1
+        self._rank(nodes)
+        for node in nodes:
+            self._file(node)
+
+    def next(self, num_pages: int) -> tuple[TreeNode, int] | None:
+        """Give up snapshots until ``num_pages`` have been freed by that in all, or a leaf leads nowhere.
+
+        Returns: the leaf, and how many of its pages stay; None: enough is free, or nothing more may go."""
+        while self.num_freed < num_pages:
+            while self._dead:
+                leaf = heapq.heappop(self._dead)[-1]
+                if leaf in self._ends and self._is_dead(leaf):  # else it was filed twice
+                    return leaf, self._used(leaf)
+            if not self._least:
+                break
+            self._drop(heapq.heappop(self._least)[-1])
+        return None
+
+    def was_cut(self, head: TreeNode, tail: TreeNode) -> None:
+        """Take note that ``head`` is what stays of ``tail``."""
+        self._ends[head], self._below[head] = self._ends.pop(tail), 0
+        self._homes.update((int(head.pages[at]), head) for at in self._ends[head])
+
+    def has_left(self, parent: TreeNode) -> None:
+        """Take note that a child of ``parent`` that led nowhere has left the tree."""
+        if parent in self._ends:
+            self._file(parent)
+
+    def _rank(self, nodes: Sequence[TreeNode]) -> None:
+        """File the snapshots of ``nodes``."""
+        worth, reached = self._snapshots.worth(), dict[TreeNode | None, tuple[int, int]]()
+        for node in nodes:
+            # pages since the last snapshot above: all that are computed again, and those that nobody else needs
+            again, own = reached.get(node.parent, (0, 0))
+            own = own if node.parent in self._below and self._below[node.parent] == 1 else 0
+            ends, length, last = self._ends[node], len(node.pages), -1
+            kept_for = self._kept_for(node) if ends else ()
+            for at in ends:
+                again += at - last
+                freed = self._snapshots.snapshot_pages
+                if at == ends[-1] and not self._below[node] and not node.lock_ref:
+                    freed += own + length - 1 - last
+                page = int(node.pages[at])
+                self._homes[page] = node
+                saved = float(worth[page]) * again / max(freed, 1)
+                heapq.heappush(self._least, (kept_for, saved, next(self._tie), page))
+                again, own, last = 0, 0, at
+            reached[node] = again + length - 1 - last, 0 if node.lock_ref else own + length - 1 - last
+
+    def _leads(self, node: TreeNode) -> bool:
+        return bool(self._ends[node] or self._below[node])
+
+    def _used(self, leaf: TreeNode) -> int:
+        """Count the pages of ``leaf`` up to its last snapshot."""
+        return self._ends[leaf][-1] + 1 if self._ends[leaf] else 0
+
+    def _is_dead(self, node: TreeNode) -> bool:
+        return node.evictable and self._used(node) < len(node.pages)
+
+    def _file(self, node: TreeNode) -> None:
+        """File ``node`` if its last pages lead nowhere, and may go."""
+        if self._is_dead(node):
+            heapq.heappush(self._dead, (self._kept_for(node), node.last_access, next(self._tie), node))
+
+    def _drop(self, page: int) -> None:
+        node = self._homes[page]
+        self.num_freed += self._snapshots.give_up(page)
+        self._ends[node] = [at for at in self._ends[node] if node.pages[at] != page]
+        self._file(node)
+        while not self._leads(node) and node.parent in self._below:
+            node = node.parent
+            self._below[node] -= 1

@@ -354,7 +354,8 @@ class KvCache:
         """Assert every invariant of the pools, given all requests that hold something. O(pool)."""
         held = {id(req) for req in self._holders.values()}
         assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
-        audit(self._allocator, self.table, self.cache, self.store.quarantine, reqs)
+        of_parts = self._allocator.free_pages()[:0] if self._parts is None else self._parts.part_pages()
+        audit(self._allocator, self.table, self.cache, self.store.quarantine, reqs, of_parts=of_parts)
         if self._parts is not None:
             self._parts.check_parts(reqs, [self.table.view(_holding(req).row, 0, _holding(req).kv_len) for req in reqs])
         if self.store_tier is not None:

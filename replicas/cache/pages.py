@@ -61,7 +61,13 @@ class PageStore:
         if size.windows is not None:
             self.parts = WindowAllocator(size.num_pages, size.page_size, size.windows)
         elif size.num_snapshots and self.reuses_prefixes:
-            self.parts = SnapshotAllocator(size.num_pages, size.page_size, size.num_snapshots)
+            self.parts = SnapshotAllocator(
+                size.num_pages,
+                size.page_size,
+                num_snapshots=size.num_snapshots,
+                snapshot_pages=size.snapshot_pages,
+            )
+            self.parts.find_room = self._find_room
         if self._events is not None and self.parts is not None:
             self._events.parts = self.parts.record()
         self.allocator = self.parts or PagedTokenToKVPoolAllocator(size.num_pages, size.page_size)
@@ -77,9 +83,14 @@ class PageStore:
         return self.allocator.num_pages
 
     @property
+    def evictable_pages(self) -> int:
+        """Pages that can be evicted: of the tree, and of snapshots."""
+        return self.cache.evictable_pages + (0 if self.parts is None else self.parts.num_part_pages)
+
+    @property
     def held_pages(self) -> int:
         """Pages that are neither free nor evictable."""
-        return self.num_pages - self.allocator.num_free - self.cache.evictable_pages
+        return self.num_pages - self.allocator.num_free - self.evictable_pages
 
     @property
     def event_seq(self) -> int:
@@ -90,7 +101,7 @@ class PageStore:
         """Count the tokens in pages that are free or can be evicted; none where requests may see too many windows."""
         if self.parts is not None and self.parts.overbooked:
             return 0
-        return (self.allocator.num_free + self.cache.evictable_pages) * self.page_size
+        return (self.allocator.num_free + self.evictable_pages) * self.page_size
 
     def make_room(self, num_pages: int, needed_by: str, tenant: str = "") -> None:
         """Evict until ``num_pages`` are free; raises PagesExhausted, with nothing evicted, if that cannot be.
@@ -98,7 +109,7 @@ class PageStore:
         short = num_pages - self.allocator.num_free
         if short <= 0:
             return
-        if short > self.cache.evictable_pages:
+        if short > self.evictable_pages:
             self.alloc_failures += 1
             pool = self.stats()
             quarantined = f", {pool.quarantined_pages} in quarantine" if pool.quarantined_pages else ""
@@ -110,18 +121,27 @@ class PageStore:
             )
         if self._events is not None:
             self._events.needed_by = tenant
-        if self.parts is not None and self.radix is not None:
-            parts, worth = self.parts, self.parts.worth()
-            freed = self.radix.evict_least(
-                max(short, self.num_pages // BATCH), lambda node: parts.worth_of(node.pages, worth)
-            )
+        most, of_snapshots = max(short, self.num_pages // BATCH), 0
+        parts = self.parts
+        if self.radix is not None and isinstance(parts, SnapshotAllocator):
+            freed, of_snapshots = self.radix.evict_ends(most, parts)
+        elif self.radix is not None and isinstance(parts, WindowAllocator):
+            of_windows, worth = parts, parts.worth()
+            freed = self.radix.evict_least(most, lambda node: of_windows.worth_of(node.pages, worth))
         else:
             freed = self.cache.evict(short)
         if self._events is not None:
             self._events.needed_by = ""
-        assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"
+        assert len(freed) + of_snapshots >= short, f"{short} pages were evictable, {len(freed)} + {of_snapshots} came"
         self.allocator.free(freed)
         self.evicted_tokens += len(freed) * self.page_size
+
+    def _find_room(self, num_pages: int) -> bool:
+        """Make room for the pages of a snapshot, if that is possible."""
+        if num_pages > self.allocator.num_free + self.evictable_pages:
+            return False
+        self.make_room(num_pages, "a snapshot")
+        return True
 
     def flush(self) -> None:
         """Empty the prefix cache; nothing in it may be locked."""
@@ -169,7 +189,7 @@ class PageStore:
 
     def stats(self) -> PoolStats:
         """Count the pages by state (SPEC D14)."""
-        free, evictable, protected = self.allocator.num_free, self.cache.evictable_pages, self.cache.protected_pages
+        free, evictable, protected = self.allocator.num_free, self.evictable_pages, self.cache.protected_pages
         quarantined = self.quarantine.num_pages
         return PoolStats(
             page_size=self.page_size,
@@ -183,19 +203,22 @@ class PageStore:
 
     def groups(self) -> tuple[GroupStats, ...]:
         """Count what pages have by group."""
-        pools = {"full": (self.allocator, 0, self.evicted_tokens // self.page_size)}
-        if self.parts is not None:
-            pools[self.parts.kind] = (self.parts.parts, self.parts.num_holes, self.parts.evicted)
+        parts, held = self.parts, self.num_pages - self.allocator.num_free
+        found = {"full": (self.num_pages, held, 0, self.evicted_tokens // self.page_size)}
+        if parts is not None:
+            num_parts, most = parts.parts.num_pages - parts.parts.num_free, parts.parts.num_pages
+            found["full"] = (self.num_pages, held - parts.num_part_pages, *found["full"][2:])
+            found[parts.kind] = (most, num_parts, parts.num_holes, parts.evicted)
         return tuple(
             GroupStats(
                 group=group,
-                capacity_bytes=pool.num_pages * self.part_bytes.get(group, 0),
-                used_bytes=(pool.num_pages - pool.num_free) * self.part_bytes.get(group, 0),
-                num_parts=pool.num_pages - pool.num_free,
+                capacity_bytes=most * self.part_bytes.get(group, 0),
+                used_bytes=num_parts * self.part_bytes.get(group, 0),
+                num_parts=num_parts,
                 num_holes=num_holes,
                 num_evicted=num_evicted,
             )
-            for group, (pool, num_holes, num_evicted) in pools.items()
+            for group, (most, num_parts, num_holes, num_evicted) in found.items()
         )
 
     def count_lost(self, num_rows: int) -> None:

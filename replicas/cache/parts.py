@@ -2,7 +2,7 @@
 
 A page is the handle of its tokens: the table, the tree and all requests know pages alone. What some layers keep of
 these tokens is a *part* in a pool of its own: K and V of window layers, or the states behind the page's last
-token. A page without its part is a *hole*.
+token, which lie in pages of this pool. A page without its part is a *hole*.
 
 Owns:      which page has which part, what the parts are good for, and the log of what devices do with them.
 Never:     knows the tree, or when a request moves on: cache/kv.py says so.
@@ -12,7 +12,7 @@ Thread:    scheduler thread only.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -42,7 +42,7 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
 
     def __init__(self, num_pages: int, page_size: int, num_parts: int) -> None:
         super().__init__(num_pages, page_size)
-        self.parts = PagedTokenToKVPoolAllocator(num_parts, 1)
+        self.parts = PagedTokenToKVPoolAllocator(num_parts, 1)  # in the pool of parts, or their numbers alone
         self.evicted = 0  # parts that have gone while their pages stayed
         self._part = np.zeros(num_pages + 1, dtype=np.int32)  # by page; 0: a hole
         self._since = np.zeros(num_pages + 1, dtype=np.int64)  # by page: requests until its part was last gone on with
@@ -92,10 +92,8 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
     def left_at(self, req: Req, end: int, row: Slots) -> None:
         """Take note that ``req`` leaves its tokens [0, end) to the tree, to go on there later if it has not ended."""
 
-    def came(self, req: Req) -> Sequence[StateCopy]:
-        """Take note that another replica has run the tokens of ``req``, and sends what is behind the last of them.
-        Returns: what the device is to do first."""
-        raise NotImplementedError
+    def came(self, req: Req) -> None:
+        """Take note that another replica has run the tokens of ``req``, and sends what is behind the last of them."""
 
     def released(self, req: Req, row: Slots) -> None:
         """Take note that ``req`` holds nothing more."""
@@ -109,11 +107,6 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         found = self._worth.of(self._end, self._num_reqs - self._since) * self._luck
         return np.where(self._part > 0, found, 0.0)
 
-    def worth_of(self, pages: Pages, worth: npt.NDArray[np.float64]) -> float:
-        """Return what ``pages``, the end of what the tree has of a text, are worth by `worth`; 0 where no request can
-        go on behind the last of them, or behind any other."""
-        return float(worth[pages].max())
-
     def drain(self) -> Sequence[PartWrite | StateCopy]:
         """Return what the devices are to do before the next step."""
         raise NotImplementedError
@@ -123,13 +116,26 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         """Whether the requests in flight may need more parts than there are."""
         return False
 
+    @property
+    def num_part_pages(self) -> int:
+        """The pages in which parts lie: all may go."""
+        return 0
+
+    def part_pages(self) -> Pages:
+        """Return those pages. O(pool)."""
+        return np.empty(0, dtype=np.int32)
+
+    def has(self, pages: Pages) -> npt.NDArray[np.bool_]:
+        """Tell of each of ``pages`` whether it has its part."""
+        return self._part[pages] > 0
+
     def num_with_part(self, pages: Pages) -> int:
         return int(np.count_nonzero(self._part[pages]))
 
     @property
     def num_holes(self) -> int:
         """The held pages that have no part."""
-        return self.num_pages - self.num_free - (self.parts.num_pages - self.parts.num_free)
+        return self.num_pages - self.num_free - self.num_part_pages - (self.parts.num_pages - self.parts.num_free)
 
     def check_parts(self, reqs: Sequence[Req], rows: Sequence[Slots]) -> None:
         """Assert the invariant of the module's docstring; of the requests that hold pages, ``rows`` are their slots.
@@ -296,6 +302,8 @@ class WindowAllocator(PartAllocator):
         return [PartWrite(pages, self._part[pages])]
 
     def worth_of(self, pages: Pages, worth: npt.NDArray[np.float64]) -> float:
+        """Return what ``pages``, the end of what the tree has of a text, are worth by `worth`; 0 where no request can
+        go on behind the last of them."""
         return float(worth[pages[-1]])
 
     def check_parts(self, reqs: Sequence[Req], rows: Sequence[Slots]) -> None:
@@ -340,23 +348,39 @@ class WindowAllocator(PartAllocator):
 
 
 class SnapshotAllocator(PartAllocator):
-    """Of recurrent states: a part is a place of the state pool.
+    """Of recurrent states: a part is a snapshot, whose bytes lie in pages of the same pool, as many as it needs.
 
     A request computes its states in places of its own (memory/state_pool.py), which keep those behind the last whole
     page too. Where others may go on, these are copied to a part of that page: behind a prompt, an answer, a mark, and
     where K and V were found further than states, for the next one to pass by. A hit ends behind such a page, and its
     states are copied back.
 
-    Invariant: a copy that is ordered runs before the next step, in the order of the log; so a part that is given to
-               another page meanwhile is read before it is written.
+    Invariant: copies that are ordered run before the next step, in the order of the log, and before a page that one of
+               them reads or writes is given to another use.
     """
 
     kind, border_pages = "state", 1
 
-    def __init__(self, num_pages: int, page_size: int, num_snapshots: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, num_snapshots: int, snapshot_pages: int) -> None:
+        """``snapshot_pages``: that each takes; 0: pages have no bytes, and snapshots a memory of their own."""
         super().__init__(num_pages, page_size, num_snapshots)
+        self.snapshot_pages = snapshot_pages
+        self.find_room: Callable[[int], bool] = lambda num_pages: num_pages <= self.num_free  # set once, by PageStore
+        self.run: Callable[[Sequence[StateCopy]], None] = lambda copies: None  # now; set once, by who starts the engine
+        self._lies = np.arange(num_snapshots + 1, dtype=np.int32)[:, None]  # [n + 1, pages] by part
+        if snapshot_pages:
+            self._lies = np.zeros((num_snapshots + 1, snapshot_pages), dtype=np.int32)
+        self._copies = np.zeros(num_snapshots + 1, dtype=np.int64)  # by part: the number of the copy that fills it
         self._log: list[StateCopy] = []
         self._num_copies = 0
+
+    @property
+    def num_part_pages(self) -> int:
+        return self.snapshot_pages * (self.parts.num_pages - self.parts.num_free)
+
+    def part_pages(self) -> Pages:
+        held = self._part[self._part > 0]
+        return self._lies[held].ravel() if self.snapshot_pages else held[:0]
 
     def reach(self, pages: Pages) -> int:
         """Count the leading pages of a prefix up to the last one with a snapshot."""
@@ -369,7 +393,7 @@ class SnapshotAllocator(PartAllocator):
         req.holding.behind = Behind(seen_from=max(0, num_pages - 1), reused_len=reused_len, cut_at=cut_at)
         self._end_chunk(req, reused_len)
         if num_pages:
-            self._log_copy(req, int(pages[-1]), num_pages, from_snapshot=True)
+            self._log_copy(req, int(self._part[pages[-1]]), num_pages, from_snapshot=True)
 
     def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
         """Copy the states of ``req`` behind the tokens [0, end), its last whole page, if that is an end."""
@@ -386,10 +410,10 @@ class SnapshotAllocator(PartAllocator):
         if border and not self._part[self._pages(row, border - 1, border)].all():
             self._keep(req, border, row, End.ANSWER)
 
-    def came(self, req: Req) -> Sequence[StateCopy]:
+    def came(self, req: Req) -> None:
         assert req.holding is not None
         req.holding.behind = replace(req.holding.behind, computed_from=req.num_tokens)
-        return self.drain()  # copies that are ordered know the states that the row has had until now
+        self.run(self.drain())  # copies that are ordered know the states that the row has had until now
 
     def released(self, req: Req, row: Slots) -> None:
         """Drop the copy to ``req`` if it was to go on and did not."""
@@ -397,6 +421,12 @@ class SnapshotAllocator(PartAllocator):
         own = [copy for copy in self._log if copy.row == req.holding.row]
         if own and own[-1].from_snapshot:
             self._log.remove(own[-1])
+
+    def give_up(self, page: int) -> int:
+        """Give up the snapshot of ``page``. Returns: the pages that are free by that."""
+        self._give_up(np.array([page], dtype=np.int32))
+        self.evicted += 1
+        return self.snapshot_pages
 
     def _end_chunk(self, req: Req, start: int) -> None:
         """Let a chunk of the prompt of ``req`` end where states are kept next from ``start`` on: behind a branch,
@@ -411,32 +441,54 @@ class SnapshotAllocator(PartAllocator):
     def _within(self, req: Req) -> list[int]:
         """Return where states are kept inside the prompt of ``req``, in tokens: so that one that is the first to branch
         off computes half of what they share at most."""
-        if ROOM * self.parts.num_free <= self.parts.num_pages:
+        pool = self if self.snapshot_pages else self.parts
+        if ROOM * pool.num_free <= pool.num_pages:
             return []
         ends = (LEAST_WITHIN << k for k in range((req.prompt_len // LEAST_WITHIN).bit_length()))
         return [end // self.page_size * self.page_size for end in ends if end < req.prompt_len]
 
     def _keep(self, req: Req, border: int, row: Slots, kind: End) -> None:
+        """Keep the states of ``req`` behind page ``border``, if there is room: pages that others hold are theirs."""
         page = self._pages(row, border - 1, border)
         if not self._part[page[0]]:
             assert req.holding is not None
-            if border * self.page_size < req.holding.behind.computed_from:
+            if border * self.page_size < req.holding.behind.computed_from or not self.find_room(self.snapshot_pages):
                 return
             self._make_room(1)
-            self._part[page] = self.parts.alloc(1, rid=req.rid)
-            self._end[page] = 0
+            (part,) = self.parts.alloc(1, rid=req.rid)
+            if self.snapshot_pages:
+                self._lies[part] = self.alloc(self.snapshot_pages, rid=req.rid)
+            self._part[page], self._end[page] = part, 0
             self._touch(page)
-            self._log_copy(req, int(page[0]), border, from_snapshot=False)
+            self._log_copy(req, int(part), border, from_snapshot=False)
         self._note(page, End(max(kind, int(self._end[page[0]]))))
+
+    def _give_up(self, pages: Pages) -> None:
+        parts = self._part[pages]
+        parts = parts[parts > 0]
+        super()._give_up(pages)
+        if self.snapshot_pages and len(parts):
+            gone = set(self._copies[parts].tolist())
+            if any(copy.snapshot in gone for copy in self._log):
+                self.run(self.drain())
+            PagedTokenToKVPoolAllocator.free(self, self._lies[parts].ravel())
 
     def drain(self) -> list[StateCopy]:
         """Return the copies to make before the next step."""
         log, self._log = self._log, []
         return log
 
-    def _log_copy(self, req: Req, page: int, num_pages: int, *, from_snapshot: bool) -> None:
+    def _log_copy(self, req: Req, part: int, num_pages: int, *, from_snapshot: bool) -> None:
         assert req.holding is not None
-        snapshot, num_tokens = int(self._part[page]) - 1, num_pages * self.page_size
         self._num_copies += 1
-        row = req.holding.row
-        self._log.append(StateCopy(self._num_copies, row, snapshot, num_tokens, from_snapshot=from_snapshot))
+        if not from_snapshot:
+            self._copies[part] = self._num_copies
+        self._log.append(
+            StateCopy(
+                number=self._num_copies,
+                row=req.holding.row,
+                num_tokens=num_pages * self.page_size,
+                pages=self._lies[part].copy(),
+                snapshot=int(self._copies[part]),
+            )
+        )

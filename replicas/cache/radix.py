@@ -19,6 +19,7 @@ import numpy as np
 from kvtransfer.pages import Tier, page_keys
 from replicas.cache.audit import audit_tree
 from replicas.cache.base import Lock, MatchResult
+from replicas.cache.ends import Snapshots, Victims
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.node import NO_PAGES, TreeNode, first_page, key_before, walk
 from replicas.cache.retention import POLICY, EvictionQueue, Rank, Retention, TierOrder
@@ -218,6 +219,27 @@ class RadixCache:
             if parent is not None and parent.evictable:
                 heapq.heappush(leaves, ranked(parent))
         return np.concatenate(freed)
+
+    def evict_ends(self, num_pages: int, snapshots: Snapshots) -> tuple[Pages, int]:
+        """Free ``num_pages`` pages, or all if there are fewer: of snapshots, which are given up on the way, and the
+        ends of unlocked leaves behind which there is none (`Victims`), first those of what is kept for nobody
+        (`Retention.rank`). O(nodes + pool). Returns: ids of the leaves' freed pages, and how many snapshots freed."""
+        self.retention.expire()
+        freed, num_freed, now_s, order = [NO_PAGES], 0, self._clock(), self._queue.order
+        over = self.retention.over(order.held)
+        nodes = [node for node in self._nodes() if node.on_device]
+        victims = Victims(nodes, snapshots, lambda node: self.retention.rank(node, order, over)[:POLICY])
+        while (found := victims.next(num_pages - num_freed)) is not None:
+            leaf, used = found
+            if used:
+                victims.was_cut(self._split_node(leaf, used), leaf)
+            parent = leaf.parent
+            assert parent is not None
+            self.evicted_idle_s.add(now_s - leaf.used_s)
+            freed.append(self._give_up(leaf))
+            num_freed += len(freed[-1])
+            victims.has_left(parent)
+        return np.concatenate(freed), victims.num_freed
 
     def reset(self) -> Pages:
         """Empty the cache (SPEC E03); nothing may be locked. Returns: ids of all pages."""

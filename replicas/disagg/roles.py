@@ -77,7 +77,6 @@ from replicas.types import (
     HandOff,
     HandOffReport,
     PdLeg,
-    StateCopy,
     Tally,
     TallyCounts,
     TokenLogprob,
@@ -105,8 +104,8 @@ class StateCarrier(Protocol):
         """Copy the states of ``row`` behind ``num_tokens`` into ``pages``."""
         ...
 
-    def take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: PageIds) -> None:
-        """Make the copies ``first``; then let the states of ``row`` be those that ``pages`` carry."""
+    def take(self, row: int, num_tokens: int, pages: PageIds) -> None:
+        """Let the states of ``row`` be those that ``pages`` carry."""
         ...
 
 
@@ -538,9 +537,10 @@ class DecodeRole:
         """Copy the states of ``req`` out of the pages that carried them. Returns: why it has none."""
         if self._states is None:
             return None
-        parts = self._kv.store.parts
+        if self._kv.store.parts is not None:
+            self._kv.store.parts.came(req)
         try:
-            self._states.take(() if parts is None else parts.came(req), *_states_of(req, self._kv))
+            self._states.take(*_states_of(req, self._kv))
         except (Overloaded, RuntimeError) as error:
             return f"its recurrent states cannot be taken over: {error}"
         return None

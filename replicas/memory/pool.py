@@ -49,8 +49,7 @@ class MHATokenToKVPool:
         self.dtype = dtype
         self.device = torch.device(device)
         shape, stored = self.storage()
-        on_cpu = self.device.type == "cpu"
-        self.buffer = lazy_zeros(shape, stored) if on_cpu else torch.zeros(shape, dtype=stored, device=self.device)
+        self.buffer = zeros(shape, stored, self.device)
 
     def commit(self, most_s: float) -> int:
         """Have the system give a CPU pool its memory now, from its first page on, for at most ``most_s`` seconds: what
@@ -77,8 +76,12 @@ class MHATokenToKVPool:
 
     def page_rows(self) -> npt.NDArray[np.uint8]:
         """[num_pages + 1, page_bytes] the bytes of a CPU pool, shared."""
-        rows: npt.NDArray[np.uint8] = self.buffer.view(torch.uint8).numpy().reshape(self.num_pages + 1, -1)
+        rows: npt.NDArray[np.uint8] = self.bytes_of_pages().numpy()
         return rows
+
+    def bytes_of_pages(self) -> Tensor:
+        """[num_pages + 1, page_bytes] uint8: the pool's bytes, shared."""
+        return self.buffer.view(torch.uint8).view(self.num_pages + 1, -1)
 
     def get_key_buffer(self, layer: int) -> Tensor:
         """[num_pages + 1, K, page_size, D] strided view."""
@@ -188,6 +191,11 @@ def _madvise(address: int, num_bytes: int, advice: int) -> int:
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return int(madvise(address, num_bytes, advice))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make zeros on ``device``."""
+    return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 MIN_ROWS, MAX_ROWS = 2048, 4096  # of the ReqToTokenPool when max_running_requests is not given (SPEC A08)
 STATE_PLACES = 3  # of each state of a running request: read, written, behind its last page (memory/state_pool.py)
-SNAPSHOT_SHARE = 0.5  # of what states of running requests leave, for snapshots at most
-TEXT_TOKENS = 3584  # whose K and V there is room for beside each snapshot (docs/log/2026-11-29-reuse-of-parts.md)
+SNAPSHOT_END = 8  # bytes behind the states of a snapshot, that say which one it is (memory/state_pool.py)
 ROWS_PER_CONTEXT = 512  # rows for each request of full length that the pool holds
 LEAST_SHARE = 0.4  # of the pages, that have a part in the window pool (docs/log/2026-11-29-window-pools.md)
 WINDOWS_A_TEXT = 4  # kept of a text of full length: where its prompts and answers ended
@@ -61,7 +60,8 @@ class PoolSize:
     page_size: int  # tokens
     cell_bytes: int  # K and V of one token, all layers that have them in this pool, on this rank
     windows: WindowPool | None = None  # of the other layers; None: there are none
-    num_snapshots: int = 0  # of recurrent states, behind pages (cache/parts.py)
+    num_snapshots: int = 0  # of recurrent states, behind pages (cache/parts.py), that there can be at once
+    snapshot_pages: int = 0  # in which each lies; 0: pages have no bytes, and snapshots have a memory of their own
 
     @property
     def num_tokens(self) -> int:
@@ -210,8 +210,13 @@ def group_parts(config: EngineConfig, size: PoolSize) -> dict[str, int]:
     if size.windows is not None:
         found["window"] = config.num_kv_parts * size.page_size * size.windows.cell_bytes
     elif size.num_snapshots:
-        found["state"] = config.model.state_bytes(config.device)
+        found["state"] = size.snapshot_pages * found["full"] or snapshot_bytes(config)
     return found
+
+
+def snapshot_bytes(config: EngineConfig) -> int:
+    """Count the bytes of a snapshot of the model's recurrent states."""
+    return config.model.state_bytes(config.device) + SNAPSHOT_END
 
 
 def describe_parts(config: EngineConfig, *, apart: bool) -> str:
@@ -227,6 +232,10 @@ def describe_parts(config: EngineConfig, *, apart: bool) -> str:
             f"recurrent states of {num_rows} running requests, {each['state']:,} bytes each and {places} times, "
             f"take {_mib(taken)}"
         )
+    if "state" in each and config.cache.prefix_cache == "radix":
+        snapshot, page = snapshot_bytes(config), config.cache.page_size * each.get("token", 0)
+        lost = f" in {-(-snapshot // page):,} pages, of which {-snapshot % page:,} bytes are not used" if page else ""
+        said.append(f"a snapshot of a state takes {snapshot:,} bytes{lost}")
     return "; ".join(said)
 
 
@@ -311,25 +320,22 @@ def with_windows(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSiz
 
 
 def with_snapshots(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSize:
-    """Take from a pool what snapshots of recurrent states need: one for each TEXT_TOKENS, of half of ``kv_bytes`` at
-    most, and one for each page.
+    """Let snapshots of recurrent states lie in pages of a pool, or, where pages have no bytes, have all ``kv_bytes``.
 
     Raises: InvalidConfig where one and a page do not fit.
     """
-    model = config.model
-    if not model.states or config.cache.prefix_cache != "radix":
+    if not config.model.states or config.cache.prefix_cache != "radix":
         return size
-    each, page = model.state_bytes(config.device), size.page_size * size.cell_bytes
-    of_texts = kv_bytes // (each + TEXT_TOKENS * size.cell_bytes)
-    num_snapshots = max(1, min(of_texts, int(SNAPSHOT_SHARE * kv_bytes) // each, size.num_pages))
-    left = size.num_pages if not page else min(size.num_pages, (kv_bytes - num_snapshots * each) // page)
-    if num_snapshots * each > kv_bytes or left < 1:
+    each, page = snapshot_bytes(config), size.page_size * size.cell_bytes
+    num_pages = -(-each // page) if page else 0
+    most = size.num_pages // num_pages if page else min(size.num_pages, kv_bytes // each)
+    if most < 1 or size.num_pages <= num_pages:
         raise InvalidConfig(
             f"a snapshot of the model's recurrent state takes {_mib(each)}, a page of K and V {_mib(page)}, and "
-            f"{_mib(kv_bytes)} are left for both: lower scheduler.max_running_requests, give the replica more memory "
-            "(cache.device_memory_bytes), or set cache.prefix_cache: chunk"
+            f"{_mib(size.bytes or kv_bytes)} are left for both: lower scheduler.max_running_requests, give the replica "
+            "more memory (cache.device_memory_bytes, cache.max_total_tokens), or set cache.prefix_cache: chunk"
         )
-    return replace(size, num_pages=left, num_snapshots=min(num_snapshots, left))
+    return replace(size, num_snapshots=most, snapshot_pages=num_pages)
 
 
 def page_bytes(config: EngineConfig, size: PoolSize) -> int:

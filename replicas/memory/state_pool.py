@@ -1,7 +1,8 @@
 """The recurrent states of the requests that run, and snapshots of states for others.
 
-Owns:      the memory of states, and how many tokens the state in each place has seen: STATE_PLACES places for each row
-           of the request table, used in turn, one more for each token of a draft, and one for each snapshot.
+Owns:      the memory of the states of requests, and how many tokens the state in each place has seen: STATE_PLACES
+           places for each row of the request table, used in turn, and one more for each token of a draft. Snapshots
+           lie in pages of the KV pool (cache/parts.py): the states, one after the other, and the copy's number.
 Never:     computes a state (models/states.py has the module do it), or knows a request.
 Invariant: a step reads the state of exactly the tokens before its own, and none where there are none; without such a
            state it raises. It writes another place, so that the same step can run again (a step that failed,
@@ -20,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.memory.pool import lazy_zeros
-from replicas.memory.sizing import STATE_PLACES
+from replicas.memory.pool import zeros
+from replicas.memory.sizing import SNAPSHOT_END, STATE_PLACES
 from replicas.types import StateCopy
 
 
@@ -51,7 +52,7 @@ class _RowStep:
 
 
 class StatePool:
-    """One tensor [rows * places + snapshots, *shape] for each state of a text."""
+    """One tensor [rows * places, *shape] for each state of a text."""
 
     def __init__(
         self,
@@ -59,24 +60,20 @@ class StatePool:
         num_rows: int,
         device: torch.device,
         *,
-        num_snapshots: int = 0,
+        pages: Tensor | None = None,
         page_size: int = 0,
         places: int = STATE_PLACES,
     ) -> None:
-        """``page_size``: states behind whole pages are kept; 0: they are not, and there is no snapshot. ``places``: of
-        each row, STATE_PLACES and one for each token of a draft."""
-        self._num_rows, self._page_size, self._of_row = num_rows, page_size, places
-        places = places * num_rows + num_snapshots
-        self.tensors: list[Tensor] = [
-            lazy_zeros((places, *shape), dtype)
-            if device.type == "cpu"
-            else torch.zeros((places, *shape), dtype=dtype, device=device)
-            for shape, dtype in states
-        ]
-        self._seen = np.full(places, -1, dtype=np.int64)  # tokens that a place's state has seen
+        """``pages`` [n, page_bytes] uint8: in which snapshots lie. ``page_size``: states behind whole pages are kept;
+        0: they are not, and there is no snapshot. ``places``: of each row, STATE_PLACES and one for each token of a
+        draft."""
+        self._pages, self._page_size, self._of_row = pages, page_size, places
+        self.tensors = [zeros((places * num_rows, *shape), dtype, device) for shape, dtype in states]
+        self._seen = np.full(places * num_rows, -1, dtype=np.int64)  # tokens that a place's state has seen
         self._under_way: list[Segment] = []
         self._copied = 0  # the number of the last copy
 
+    @torch.inference_mode()
     def copy(self, orders: Sequence[StateCopy]) -> None:
         """Make the copies in their order.
 
@@ -87,17 +84,35 @@ class StatePool:
             if order.number <= self._copied:  # by the step that failed
                 continue
             self._copied = order.number
-            row, snapshot = self._of_row * order.row, self._of_row * self._num_rows + order.snapshot
+            assert self._pages is not None, "snapshots have no pages"
+            pages = torch.from_numpy(order.pages.astype(np.int64)).to(self._pages.device)
             if order.from_snapshot:
-                self._seen[row : row + self._of_row] = -1  # what was there is of another request
-                source, target = snapshot, row
-            else:
-                source, target = self._place(order.row, order.num_tokens), snapshot
-            held = int(self._seen[source])
-            self._seen[target] = -1
-            for tensor in self.tensors:
-                tensor[target] = tensor[source]
-            self._seen[target] = order.num_tokens if held == order.num_tokens else -1
+                held = self._pages[pages].flatten()
+                end = held[self._num_bytes : self._num_bytes + SNAPSHOT_END].clone().view(torch.int64)
+                self._forget(order.row)  # what was there is of another request
+                if int(end) == order.snapshot:
+                    self.write(order.row, order.num_tokens, held)
+                continue
+            place, number = self._place(order.row, order.num_tokens), np.array([order.number])
+            if self._seen[place] != order.num_tokens:
+                number[:] = 0
+            filled = torch.cat([*self._bytes(place), torch.from_numpy(number).to(pages.device).view(torch.uint8)])
+            room = len(pages) * self._pages.shape[1] - len(filled)
+            self._pages[pages] = torch.nn.functional.pad(filled, (0, room)).view(len(pages), -1)
+
+    @property
+    def _num_bytes(self) -> int:
+        """The bytes of a text's states."""
+        return sum(tensor[0].nbytes for tensor in self.tensors)
+
+    def _bytes(self, place: int) -> list[Tensor]:
+        return [tensor[place].flatten().view(torch.uint8) for tensor in self.tensors]
+
+    def _forget(self, row: int) -> int:
+        """Forget the states of ``row``. Returns: its first place."""
+        first = self._of_row * row
+        self._seen[first : first + self._of_row] = -1
+        return first
 
     def read(self, row: int, num_tokens: int) -> Tensor:
         """Copy the states of ``row`` behind ``num_tokens``, one after the other: [state_bytes] uint8. Raises:
@@ -105,12 +120,11 @@ class StatePool:
         place = self._place(row, num_tokens)
         if self._seen[place] != num_tokens:
             raise RuntimeError(f"row {row} has no states behind {num_tokens} tokens, which is a defect of Manta")
-        return torch.cat([tensor[place].flatten().view(torch.uint8) for tensor in self.tensors])
+        return torch.cat(self._bytes(place))
 
     def write(self, row: int, num_tokens: int, states: Tensor) -> None:
         """Undo `read`, from the first bytes of ``states`` [>= state_bytes]; ``row`` has no others then."""
-        first = self._of_row * row
-        self._seen[first : first + self._of_row] = -1
+        first = self._forget(row)
         for tensor in self.tensors:
             target = tensor[first]
             own, states = states[: target.nbytes].clone(), states[target.nbytes :]

@@ -102,10 +102,8 @@ class ServedStates:
         """Find the states of a step's requests. Raises: RuntimeError where one is not there."""
         kept = meta.snapshots
         if self.pool is None:
-            sizes = {}
-            if kept is not None:
-                sizes = {"num_snapshots": kept.num_snapshots, "page_size": kept.page_size, "places": kept.places}
-            self.pool = StatePool(self._kept, len(meta.table), self._device, **sizes)
+            of_rows = {} if kept is None else {"places": kept.places, "page_size": kept.page_size, "pages": kept.pages}
+            self.pool = StatePool(self._kept, len(meta.table), self._device, **of_rows)  # type: ignore[arg-type]
             for number in self._turned:  # in memory; those who read a state find it as a module keeps it
                 tensor = self.pool.tensors[number]
                 self.pool.tensors[number] = tensor.view(len(tensor), *tensor.shape[:0:-1]).transpose(1, 2)

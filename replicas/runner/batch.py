@@ -20,21 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta
+from replicas.attention.base import BatchMeta, SnapshotStep
 from replicas.attention.fence import Fence
 from replicas.errors import Overloaded
 from replicas.kernels import gpu
 from replicas.runner.pooling import StepPooling
 from replicas.runner.sampler import DeviceLogprobs, DevicePromptLogprobs
-from replicas.scheduler.plan import (
-    DecodePlan,
-    ExtendPlan,
-    SnapshotStep,
-    StepPlan,
-    StepResult,
-    TableWrite,
-    TableWrites,
-)
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan, StepResult, TableWrite, TableWrites
 from replicas.types import PartWrite, StateCopy
 
 ALIGNMENT = 64  # bytes

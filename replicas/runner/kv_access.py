@@ -8,6 +8,7 @@ Thread:    the runner's: engine thread on rank 0, the worker's main thread on th
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch
 from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
+from replicas.errors import Overloaded
 from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import model_identity
 from replicas.loading.panel_file import give_back_panels
@@ -27,6 +29,8 @@ from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.state_pool import StatePool
 from replicas.runner.batch import within_memory
 from replicas.types import StateCopy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,14 +115,23 @@ class CarriedStates:
     """A replicas.disagg.roles.StateCarrier: the recurrent states of a request as bytes of pages, on one rank."""
 
     def __init__(self, pool: MHATokenToKVPool, states: StatePool) -> None:
-        self._rows = pool.buffer.view(torch.uint8).view(len(pool.buffer), -1)  # [num_pages + 1, page_bytes], shared
+        self._rows = pool.bytes_of_pages()
         self._states = states
 
     def put(self, row: int, num_tokens: int, pages: Pages) -> None:
         within_memory(lambda: self._put(row, num_tokens, pages), self._does_not_fit)
 
-    def take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: Pages) -> None:
-        within_memory(lambda: self._take(first, row, num_tokens, pages), self._does_not_fit)
+    def take(self, row: int, num_tokens: int, pages: Pages) -> None:
+        within_memory(lambda: self._take(row, num_tokens, pages), self._does_not_fit)
+
+    def run(self, copies: Sequence[StateCopy]) -> None:
+        """Make copies to snapshots and from them. Of one that cannot be made, the step that needs it says so."""
+        for each in copies:
+            try:
+                within_memory(functools.partial(self._states.copy, [each]), self._does_not_fit)
+            except (Overloaded, RuntimeError) as error:
+                log.warning("recurrent states behind %d tokens are not copied: %s", each.num_tokens, error)
+        self._wait()
 
     @torch.inference_mode()
     def _put(self, row: int, num_tokens: int, pages: Pages) -> None:
@@ -129,8 +142,7 @@ class CarriedStates:
         self._wait()
 
     @torch.inference_mode()
-    def _take(self, first: Sequence[StateCopy], row: int, num_tokens: int, pages: Pages) -> None:
-        self._states.copy(first)
+    def _take(self, row: int, num_tokens: int, pages: Pages) -> None:
         self._states.write(row, num_tokens, self._rows[self._places(pages)].flatten())
         self._wait()
 

@@ -26,6 +26,7 @@ from replicas.attention.base import (
     ChoosingAttention,
     HeadTurn,
     RotatingAttention,
+    SnapshotStep,
 )
 from replicas.attention.choice import AttentionApart, make_attention
 from replicas.attention.page_lists import to_device
@@ -43,7 +44,7 @@ from replicas.loading.weights import load_weights, weight_bytes
 from replicas.memory import sizing
 from replicas.memory.allocator import ROW_SLACK, len_with_states
 from replicas.memory.kv_scales import checkpoint_scales
-from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.pool import MHATokenToKVPool, zeros
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
 from replicas.memory.state_pool import StatePool
 from replicas.models.llama import Llama
@@ -62,7 +63,6 @@ from replicas.scheduler.plan import (
     PendingStep,
     PrefixGroup,
     SampleRow,
-    SnapshotStep,
     StepPlan,
     StepResult,
     idle_decode,
@@ -335,9 +335,18 @@ class ModelRunner:
             apart = batches.WindowTable(rows, row_len, num_pages=size.num_pages, page_size=size.page_size)
         snapshots = None
         if config.model.states:
-            kept_behind = size.page_size if size.num_snapshots else 0
-            snapshots = SnapshotStep(size.num_snapshots, kept_behind, sizing.state_places(config.scheduler))
+            snapshots = SnapshotStep(places=sizing.state_places(config.scheduler))
+            if size.num_snapshots:
+                snapshots = replace(snapshots, page_size=size.page_size, pages=self._snapshot_pages())
         return batches.DeviceTable(rows, row_len, self.device, apart, snapshots)
+
+    def _snapshot_pages(self) -> Tensor:
+        """Return what snapshots of states lie in: the pool's pages, or a memory of their own."""
+        size = self.pool_size
+        if size.snapshot_pages:
+            return self.pool.bytes_of_pages()
+        shape = (size.num_snapshots + 1, sizing.snapshot_bytes(self._config))
+        return zeros(shape, torch.uint8, self.device)
 
     def _make_attention(self) -> tuple[AttentionBackend, AttentionChoice]:
         config = self._config

@@ -47,16 +47,6 @@ class TableWrite:
 TableWrites = tuple[TableWrite | PartWrite | StateCopy, ...]  # of parts first
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SnapshotStep:
-    """How a step keeps recurrent states (memory/state_pool.py), and those for others (cache/parts.py)."""
-
-    num_snapshots: int  # that there is room for
-    page_size: int  # states are kept behind whole pages; 0: they are not, and there is no snapshot
-    places: int  # of each row's states
-    copies: tuple[StateCopy, ...] = ()  # to make before the step
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtendRow:
     """One request's share of an extend step; positions are absolute."""

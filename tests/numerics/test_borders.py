@@ -6,7 +6,6 @@ Two replicas, quiet before each request, with pools too small for all texts: pag
 import random
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,12 +18,11 @@ from deployments.fleet.fleet import view_of
 from deployments.replica.served_engine import ServedEngine
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
-from replicas.memory import sizing
 from replicas.types import CacheMark
 from routing.router import Router
 from routing.types import Ending, RouteOutcome, RouteQuery
 from tests.harness import small_engine
-from tests.numerics.test_states import asked, finished, ids_of, saved_model
+from tests.numerics.test_states import asked, finished, ids_of, saved_model, snapshot_len
 from tests.numerics.test_transformers_models import save
 
 PAGE_SIZE = 4
@@ -33,8 +31,9 @@ STATES = ("qwen3_next", "lfm2")
 
 
 def engine_of(folder: Path) -> Engine:
+    tokens = 400 + 12 * snapshot_len(folder)
     return small_engine(
-        folder, page=PAGE_SIZE, tokens=400, chunk=16, running=4, context=128, record_events=True,
+        folder, page=PAGE_SIZE, tokens=tokens, chunk=16, running=4, context=128, record_events=True,
         implementation="transformers",
     )  # fmt: skip
 
@@ -104,15 +103,11 @@ def assert_counted(engine: Engine) -> None:
 
 @pytest.mark.parametrize("model_type", [*WINDOWS, *STATES])
 @pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_what_a_router_expects_is_what_is_reused(
-    model_type: str, num_requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_router_expects_is_what_is_reused(model_type: str, num_requests: int, tmp_path: Path) -> None:
     """Conversations behind common beginnings; some prompts are answered anew, some have a mark."""
     if model_type in WINDOWS:
         save(model_type, tmp_path, **WINDOWS[model_type])
     else:
-        whole = sizing.with_snapshots
-        monkeypatch.setattr(sizing, "with_snapshots", lambda *given: replace(whole(*given), num_snapshots=12))
         saved_model(model_type, tmp_path)
     draw, replicas = random.Random(1), Replicas(tmp_path)
     starts = [[draw.randrange(3, 190) for _ in range(length)] for length in (9, 21, 34)]

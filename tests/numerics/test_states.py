@@ -83,6 +83,13 @@ def engine_of(
     )  # fmt: skip
 
 
+def snapshot_len(folder: Path) -> int:
+    """Count the tokens whose K and V, in pages of 4, take as much as a snapshot of a text's states."""
+    model = load_model_config(str(folder))
+    page = 4 * model.kv_cell_bytes(tp=1, kv_dtype="float32")
+    return 4 * -(-(model.state_bytes("cpu") + sizing.SNAPSHOT_END) // page) if model.states else 0
+
+
 def asked(rid: str, prompt: Sequence[int], most: int, **more: Any) -> GenerateRequest:
     sampling = SamplingParams(max_new_tokens=most, temperature=0.0, ignore_eos=True)
     return GenerateRequest(rid=rid, token_ids=np.array(prompt, np.int32), sampling=sampling, **more)
@@ -128,7 +135,8 @@ def test_many_requests_at_once_get_the_ids_of_transformers(
     """Twenty of them, in chunks beside answers, on a pool that retracts some; some are aborted, one has three choices,
     and rows are used again by others."""
     folder, model = models(model_type)
-    engine = engine_of(folder, tokens=160 if model_type != SCAN else 2048, running=12, overlap=overlap)
+    tokens = max(160, snapshot_len(folder) + 8) if model_type != SCAN else 2048
+    engine = engine_of(folder, tokens=tokens, running=12, overlap=overlap)
     prompts, draw, deltas = some_prompts(20, 3), random.Random(4), list[TokenDelta]()
     try:
         assert engine.config.cache.prefix_cache == ("chunk" if overlap == "on" else "radix")
@@ -162,7 +170,8 @@ def test_a_rejected_draft_leaves_the_state_behind_the_tokens_that_came_true(
     """Each sixth token that is drafted is wrong. Twelve at once on a pool that retracts some; then each goes on behind
     what was kept of its answer."""
     (folder, model), prompts = models(model_type), some_prompts(12, 5)
-    engine = engine_of(folder, tokens=140 if model_type != SCAN else 2048, chunk=32, running=12, speculation="on")
+    tokens = max(140, snapshot_len(folder) + 8) if model_type != SCAN else 2048
+    engine = engine_of(folder, tokens=tokens, chunk=32, running=12, speculation="on")
     known = {(rid, 0): greedy(model, prompt, 30) for rid, prompt in prompts.items()}
     put_drafts(engine.scheduler, Told(engine, known, STATE_DRAFT))
     try:
@@ -371,7 +380,8 @@ def test_a_state_is_read_only_behind_the_tokens_that_it_has_seen() -> None:
 
 def test_the_tokens_of_a_draft_leave_a_state_each_and_those_that_were_wrong_are_forgotten() -> None:
     """Pages of 4, a row of five places for drafts of two. Behind 7 tokens two more are tried, past the page's end."""
-    pool = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), num_snapshots=1, page_size=4, places=5)
+    pages = torch.zeros(8, 8, dtype=torch.uint8)
+    pool = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), pages=pages, page_size=4, places=5)
     slots = torch.arange(1, 9)
 
     def step(bounds: list[int], seq_lens: list[int]) -> list[Segment]:
@@ -389,7 +399,8 @@ def test_the_tokens_of_a_draft_leave_a_state_each_and_those_that_were_wrong_are_
         assert len({each.write for each in tried}) == 3
     step([0, 1], [9])  # only the first came true
     assert 10 not in pool._seen
-    pool.copy([StateCopy(1, 0, 0, 8, from_snapshot=False), StateCopy(2, 1, 0, 8, from_snapshot=True)])
+    lie = np.array([5, 2], np.int32)
+    pool.copy([StateCopy(1, 0, 8, lie, snapshot=1), StateCopy(2, 1, 8, lie, snapshot=1)])
     assert pool.tensors[0][5] == 8
     with pytest.raises(RuntimeError, match="row 0 goes on behind 10 tokens"):
         step([0, 1], [11])
@@ -397,8 +408,9 @@ def test_the_tokens_of_a_draft_leave_a_state_each_and_those_that_were_wrong_are_
 
 def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_is_copied_to_others() -> None:
     """Pages of 4. What each place holds is the number of tokens that its state has seen."""
-    pool = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), num_snapshots=2, page_size=4)
-    slots = torch.arange(1, 9)
+    pages = torch.full((8, 8), 255, dtype=torch.uint8)  # of K and V before
+    pool = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), pages=pages, page_size=4)
+    slots, lie, lie_too = torch.arange(1, 9), np.array([5, 2], np.int32), np.array([1, 7], np.int32)
 
     def step(row: int, num_new: int, seq_len: int) -> None:
         parts = pool.begin([row], [0, num_new], [seq_len], slots)
@@ -412,15 +424,16 @@ def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_
     for seq_len in range(7, 23):
         step(0, 1, seq_len)
         border = seq_len // 4 * 4
-        kept = StateCopy(2 * seq_len, 0, 1, border, from_snapshot=False)
-        pool.copy([kept, StateCopy(2 * seq_len + 1, 1, 1, border, from_snapshot=True)])
-        assert pool.tensors[0][7] == border
+        kept = StateCopy(2 * seq_len, 0, border, lie, snapshot=2 * seq_len)
+        pool.copy([kept, StateCopy(2 * seq_len + 1, 1, border, lie, snapshot=2 * seq_len)])
+        assert pages[lie].flatten()[:4].view(torch.float32) == border
         step(1, 3, border + 3)
         pool.copy([kept])  # again, with a step that failed: the row has gone on, and nothing is copied
-        assert pool.tensors[0][7] == border
-    pool.copy([StateCopy(90, 0, 0, 16, from_snapshot=False)])  # is gone: the snapshot holds nothing
-    other = [StateCopy(91, 1, 0, 16, from_snapshot=True), StateCopy(92, 0, 1, 20, from_snapshot=True)]
+        assert pages[lie].flatten()[:4].view(torch.float32) == border
+    pool.copy([StateCopy(90, 0, 16, lie_too, snapshot=90)])  # is gone: the snapshot holds nothing
+    other = [StateCopy(91, 1, 16, lie_too, snapshot=90), StateCopy(92, 0, 20, lie, snapshot=44)]
     pool.copy(other)  # row 1 goes on from it, row 0 from another: it has what it wants
+    assert (pages[[0, 3, 4, 6]] == 255).all()
     step(0, 1, 21)
     with pytest.raises(RuntimeError, match=r"row 1 goes on behind 16 tokens, and its states are of \[-1, -1, -1\]"):
         step(1, 1, 17)
@@ -472,16 +485,16 @@ def test_forks_chains_and_a_shared_beginning_go_on_from_states_with_the_ids_of_t
 def test_conversations_go_on_from_snapshots_with_the_ids_of_transformers(
     models: Callable[[str], Saved], model_type: str, num_snapshots: int, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five of them, behind one start of 21 tokens, and snapshots for all, for their ends alone, or for some. ``least``:
-    of all prompts' tokens, what is cached."""
-    whole = sizing.with_snapshots
-
-    def with_some(*given: Any) -> sizing.PoolSize:
-        return replace(whole(*given), num_snapshots=num_snapshots)
-
-    monkeypatch.setattr(sizing, "with_snapshots", with_some)
+    """Five of them, behind one start of 21 tokens, and room beside their K and V for all snapshots, for those of their
+    ends alone, or for some. ``least``: of all prompts' tokens, what is cached."""
     folder, model = models(model_type)
-    engine, draw = engine_of(folder, chunk=16, running=6), random.Random(1)
+    if model_type == SCAN:
+        whole = sizing.with_snapshots
+        monkeypatch.setattr(
+            sizing, "with_snapshots", lambda *given: replace(whole(*given), num_snapshots=num_snapshots)
+        )
+    tokens = 640 + num_snapshots * snapshot_len(folder) if model_type != SCAN else 2048
+    engine, draw = engine_of(folder, tokens=tokens, chunk=16, running=6), random.Random(1)
     start, cached, total = [draw.randrange(3, 190) for _ in range(21)], 0, 0
     texts = [start + [draw.randrange(3, 190) for _ in range(draw.randint(1, 25))] for _ in range(5)]
     try:
@@ -509,11 +522,14 @@ def test_a_prefix_is_kept_or_the_start_refused_however_little_memory_is_left(mod
     hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 34)
     config, each = resolve(model, hardware, cache=CacheConfig(page_size=4)), model.state_bytes("cpu")
     cell = model.kv_cell_bytes(tp=1, kv_dtype=config.kv_dtype)
-    for left in (each + 4 * cell, 2 * each, 40 * each):
+    least = snapshot_len(models(DELTA_RULE)[0]) * cell
+    assert each + sizing.SNAPSHOT_END <= least < each + sizing.SNAPSHOT_END + 4 * cell
+    for left in (least + 4 * cell, 2 * each, 40 * each):
         size = sizing.with_snapshots(config, sizing.pool_size(left, cell, 4, None), left)
-        assert size.num_snapshots >= 1
-        assert size.num_snapshots * each + size.num_pages * 4 * cell <= left
-    for left in (each - 1, each + 4 * cell - 1):
+        assert size.num_pages == left // (4 * cell)
+        assert size.num_snapshots * size.snapshot_pages <= size.num_pages
+        assert size.snapshot_pages * 4 * cell == least
+    for left in (each - 1, least + 4 * cell - 1):
         with pytest.raises(InvalidConfig, match=r"lower scheduler\.max_running_requests"):
             sizing.with_snapshots(config, sizing.pool_size(left, cell, 4, None), left)
 

@@ -35,6 +35,7 @@ from tests.numerics.test_states import (
     finished,
     ids_of,
     saved_models,
+    snapshot_len,
 )
 
 
@@ -211,11 +212,14 @@ def test_each_choice_of_a_request_that_is_handed_over_is_that_of_transformers(
         assert_greedy(models(DELTA_RULE)[1], prompt, ids_of(told, "n", index))
 
 
-@pytest.mark.parametrize(("tokens", "why"), [((52, 2048), "no pages carry"), ((2048, 52), "the pool has no room")])
+@pytest.mark.parametrize(
+    ("is_small", "why"), [((True, False), "no pages carry"), ((False, True), "the pool has no room")]
+)
 def test_a_prompt_is_computed_where_no_pages_are_left_for_its_states(
-    models: Callable[[str], Saved], pairs: Callable[..., Pair], tokens: tuple[int, int], why: str
+    models: Callable[[str], Saved], pairs: Callable[..., Pair], is_small: tuple[bool, bool], why: str
 ) -> None:
-    """Of 13 pages a prompt of 40 tokens takes ten; its states want more than three."""
+    """A prompt of 40 tokens takes ten pages; its states want all but three."""
+    tokens = tuple(snapshot_len(models(DELTA_RULE)[0]) + 12 if small else 2048 for small in is_small)
     of, prompt = pairs(DELTA_RULE, tokens=tokens), list(range(30, 70))
     assert of.decode.kv.carried_len > 12
     assert of.prefill.transfer_address is not None

@@ -1,6 +1,7 @@
 """What is found again of texts whose layers do not all see everything: the bars of this, without a model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from replicas.cache.ends import End, Worth
 from replicas.memory.sizing import PoolSize
 from tests.reuse import BLOCK, LOADS, TRACE, Texts, chats, full, states, trace, windows
 
-SIZES = {"windows": windows(50_000), "states": states(64_000, num_snapshots=48)}
+SIZES = {"windows": windows(50_000), "states": states(136_000)}  # room for 48 snapshots beside 64,000 tokens
 both = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 
 
@@ -41,7 +42,7 @@ def test_chains_that_are_forked_and_asked_again_are_found_the_first_fork_too(siz
     texts.kv.check([])
 
 
-@pytest.mark.parametrize("size", [windows(51_200), states(54_000, num_snapshots=28)], ids=["windows", "states"])
+@pytest.mark.parametrize("size", [windows(51_200), states(96_000)], ids=["windows", "states"])
 def test_sessions_outlast_a_prompt_15_times_as_long(size: PoolSize) -> None:
     """Six, for all of which and the prompt there are pages; of window parts and of states there are fewer."""
     texts = Texts(size)
@@ -54,10 +55,31 @@ def test_sessions_outlast_a_prompt_15_times_as_long(size: PoolSize) -> None:
     texts.kv.check([])
 
 
+def test_the_snapshot_that_saves_least_for_its_pages_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two texts of one kind and age the longer one stays."""
+    monkeypatch.setattr(parts, "LUCK", 1.0)
+    texts = Texts(states(30_000))
+    store, snapshots = texts.kv.store, texts.kv.store.parts
+    assert store.radix is not None
+    assert isinstance(snapshots, parts.SnapshotAllocator)
+    asked = [texts.ask(texts.new(num_tokens), 50)[0] for num_tokens in (6000, 300)]
+    found = list[tuple[int, ...]]()
+    for num_free in range(store.allocator.num_free, store.num_pages + 1, 8):
+        store.make_room(num_free, "a test")
+        matches = [store.radix.match_prefix(ids, "", count_hit=False) for ids in asked]
+        reach = tuple(snapshots.reach(match.pages) for match in matches)
+        found += [reach] if reach not in found else []
+        texts.kv.check([])
+    longest = tuple(len(ids) // 16 for ids in asked)
+    assert found[0] == longest
+    assert (longest[0] - 4, 0) in found  # the four pages of its answer save less than the short one
+    assert found[-1] == (0, 0)
+
+
 def test_128_chats_with_states_for_half_of_their_ends_find_most_where_lru_loses_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    size = states(400_000, num_snapshots=128)
+    size = replace(states(592_000), num_snapshots=128)  # as if each were kept apart
     assert chats(size, num=128, turns=12, in_turn=False) >= 0.80
     monkeypatch.setattr(Worth, "of", lambda self, kinds, ages: 1 / (1 + ages))
     monkeypatch.setattr(parts, "LUCK", 1.0)
@@ -65,11 +87,11 @@ def test_128_chats_with_states_for_half_of_their_ends_find_most_where_lru_loses_
 
 
 def test_fifty_conversations_in_turn_on_a_quarter_of_their_room_do_not_all_lose() -> None:
-    """LRU loses each one right before it comes. Of states there are as many as a quarter of the conversations."""
+    """LRU loses each one right before it comes."""
     load, (num_tokens,) = LOADS["fifty"]
     assert load(full(num_tokens), True) < 0.05
     assert load(windows(num_tokens), True) > 0.5
-    assert load(states(num_tokens, num_snapshots=12), True) > 0.1
+    assert load(states(num_tokens), True) > 0.1
 
 
 @pytest.mark.slow
