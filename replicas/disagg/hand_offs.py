@@ -34,7 +34,7 @@ class HandOffs:
 
     def __init__(self, parts: HandOffParts) -> None:
         self._service = parts.service
-        self._tallies = parts.tallies
+        self.tallies = parts.tallies
         self._scheduler = parts.scheduler
         self._prefill = PrefillRole(parts)
         self._decode = DecodeRole(parts)
@@ -99,7 +99,7 @@ class HandOffs:
 
     def stats(self) -> TransferStats:
         """Return the statistics of the service; records the times of the writes that ended since the last call."""
-        self._tallies.writes(self._service.drain_write_times())
+        self.tallies.writes(self._service.drain_write_times())
         return self._service.stats()
 
     def close(self) -> None:

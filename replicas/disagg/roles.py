@@ -113,27 +113,24 @@ class HandOffTallies:
     """How the times of one engine's hand-offs and writes spread, in seconds. The engine thread writes."""
 
     def __init__(self) -> None:
-        self._grant_s, self._wait_s, self._post_s, self._wire_s = (Tally(SECONDS) for _ in range(4))
+        self._of = {name: Tally(SECONDS) for name in ("grant_s", "wait_s", "post_s", "wire_s")}
 
     def hand_off(self, report: HandOffReport, *, granted: bool) -> None:
         """Count the decode side of a hand-off that arrived or failed. One that failed before it was ``granted`` row and
         pages counts in ``grant_s``, with the time it waited, and not in ``wait_s``."""
-        self._grant_s.add(report.grant_s)
+        self._of["grant_s"].add(report.grant_s)
         if granted:
-            self._wait_s.add(report.wait_s)
+            self._of["wait_s"].add(report.wait_s)
 
     def writes(self, writes: Iterable[WriteTimes]) -> None:
         """Count the transfer library's own times of writes that succeeded."""
         for write in writes:
-            self._post_s.add(write.post_s)
-            self._wire_s.add(write.wire_s)
+            self._of["post_s"].add(write.post_s)
+            self._of["wire_s"].add(write.wire_s)
 
     def read(self) -> dict[str, TallyCounts]:
         """Return the fields of `EngineTallies`; any thread."""
-        return {
-            "grant_s": self._grant_s.read(), "wait_s": self._wait_s.read(), "post_s": self._post_s.read(),
-            "wire_s": self._wire_s.read(),
-        }  # fmt: skip
+        return {name: tally.read() for name, tally in self._of.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

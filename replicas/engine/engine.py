@@ -165,12 +165,11 @@ class Engine:
         self._observer = Observer(kv, executor.kv_bytes)
         self._service: TransferService | None = None
         self._hand_offs: HandOffs | None = None
-        self._hand_off_tallies = HandOffTallies()  # empty where the engine takes part in none
         if transfer is not None:
             self._service, terms = transfer
             parts = HandOffParts(
                 service=self._service, scheduler=self.scheduler, kv=kv, terms=terms, clock=clock,
-                vocab_size=config.model.vocab_size, observer=self._observer, tallies=self._hand_off_tallies,
+                vocab_size=config.model.vocab_size, observer=self._observer, tallies=HandOffTallies(),
                 states=executor.states,
             )  # fmt: skip
             self._hand_offs = HandOffs(parts)
@@ -486,8 +485,9 @@ class Engine:
 
     def tallies(self) -> EngineTallies:
         """Return the distributions since the start; any thread. Those of writes are as of the last `stats`."""
-        tallies = self.steps.tallies.read() | self._hand_off_tallies.read()
-        return EngineTallies(evicted_idle_s=self.kv.store.evicted_idle_s(), **tallies)
+        hand_offs = HandOffTallies() if self._hand_offs is None else self._hand_offs.tallies
+        idle_s = self.kv.store.evicted_idle_s()
+        return EngineTallies(evicted_idle_s=idle_s, **self.steps.tallies.read(), **hand_offs.read())
 
     def close(self) -> None:
         """Close the connections to peers and to the other ranks; the engine must not be used afterwards."""

@@ -42,6 +42,7 @@ QUIET = {
     "adapter_requests_total", "adapter_tokens_total",  # test_router_events.py
     "adapter_loads_total", "adapter_drops_total",  # test_replica_figures.py
     "router_batch_lines_total",  # test_batches.py
+    "router_fetches_total", "router_fetch_seconds_total", "router_fetched_tokens_total",  # test_router_events.py
     *(metric.name for metric in METRICS if metric.name.startswith("tier_")),  # test_replica_figures.py
     "inter_token_latency_seconds",  # a fake device makes all tokens before the router looks
 }  # fmt: skip

@@ -51,7 +51,8 @@ FLOORS: dict[str, set[str]] = {
     "replicas.kernels": set(),
     "replicas.layers": {"replicas.kernels", "replicas.errors", "replicas.config"},
     "replicas.attention": {
-        "replicas.scheduler.plan", "replicas.kernels", "replicas.memory", "replicas.errors", "replicas.config",
+        "replicas.scheduler.plan", "replicas.kernels", "replicas.memory", "replicas.types", "replicas.errors",
+        "replicas.config",
     },
     "replicas.resolve": {
         "replicas.attention.registry", "replicas.kernels.weight_formats", "replicas.config", "replicas.errors",

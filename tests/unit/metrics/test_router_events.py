@@ -18,8 +18,8 @@ from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
 from deployments.watch.metrics.router_metrics import RouterFigures
 from replicas.errors import Fault, InvalidRequest, MantaError
-from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, TokenDelta
-from routing.types import NoReplica, Role
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta
+from routing.types import NoReplica, PageFetch, Role
 from tests.scraped import Scraped
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
@@ -338,4 +338,16 @@ async def test_hand_offs_and_why_they_were_decided_are_counted(came: bool) -> No
     expected = {"ok": 1, "error": 0} if came else {"ok": 0, "error": 1}
     assert seen.values("router_hand_offs_total", "outcome") == expected
     assert seen.value("requests_total", endpoint="chat", outcome="ok") == 1
+    [record] = watched.house.dispatcher.routes.recent()
+    fetch = PageFetch(
+        donor_id="p0", end_tokens=32, num_tokens=32, num_bytes=1000, took_s=0.1, compute_s=1.0, within_s=1.0,
+        donor_ttft_s=2.0,
+    )  # fmt: skip
+    report = HandOffReport(transferred=came, num_bytes=500, grant_s=0.25, wait_s=0.5)  # half of what was expected
+    decision = dataclasses.replace(record.tries[0].decision, fetch=fetch)
+    watched.house.dispatcher.watch.tried(dataclasses.replace(record.tries[0], decision=decision, hand_off=report))
+    seen = await watched.scrape()
+    assert seen.values("router_fetches_total", "outcome") == expected
+    assert seen.value("router_fetch_seconds_total") == 0.75
+    assert seen.value("router_fetched_tokens_total") == (16 if came else 0)
     await watched.house.stop()
