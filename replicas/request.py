@@ -86,11 +86,20 @@ class Guide(Protocol):
         """The CPU seconds that its next mask is expected to take, which is not computed yet; else 0."""
         ...
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a thread computes its next mask, or will."""
+        ...
+
+    def drop(self) -> None:
+        """Compute no mask of it any more: its output is over."""
+        ...
+
     def words(self) -> npt.NDArray[np.int32] | None:
         """Return the mask of the next token, as `SampleRow.mask`."""
         ...
 
-    def begin_masks(self, others: Sequence[Self], *, apart: bool = False) -> None:
+    def begin_masks(self, others: Sequence[Self], *, apart: bool = False, first: bool = False) -> None:
         """Start to compute the masks of this output and of ``others`` while a step runs; ``apart``: over several steps,
         which go before them."""
         ...

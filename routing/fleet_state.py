@@ -112,7 +112,7 @@ class Feed:
     def apply_snapshot(self, snapshot: IndexSnapshot) -> bool:
         """Start over from ``snapshot`` and the events that came since. Return False if one of those is missing."""
         if self.seq is None or snapshot.seq >= self.seq:
-            self._begin(snapshot, self._left(MissCause.EVICTED))
+            self._begin(snapshot)  # most of its pages have not left
             self._index.stored(self._replica, pages_of(snapshot.store_keys), Tier.STORE)
             self._early = {seq: event for seq, event in self._early.items() if seq > snapshot.seq}
             self._drain()

@@ -33,14 +33,18 @@ from routing.types import Decision, TokenIds
 MOST_PAGES = 1 << 17  # that have left replicas: 14 MB
 MOST_TURNS = 1 << 13  # names of turns, of which each has up to two
 MOST_TURN_PAGES = 1 << 20  # in all turns: 8 MB
+MOST_MESSAGES = 1 << 18  # in all turns: 40 MB
 MOST_PREFIXES = 1 << 14
 MOST_PARTS = 1 << 13
 MOST_ROWS = 20_000  # of the table, by five minutes, tenant and cause
 MOST_BACK = 8  # messages from the end among which the last one of the turn before is looked for
 ROW_S = 300.0
 SYSTEM = ("system", "developer")  # roles
-LONG_TEXT = 1 << 14  # characters of a text in which time stamps are looked for
+# Characters of a text in which time stamps are looked for, of system texts and of others: a millisecond, 20 us
+LONG_TEXT, HEAD = 1 << 12, 64
+MOST_LOOKED_AT = 64  # pages, for how many of a prompt have left a replica
 _DEPTHS = (1, 4, 16, 64, 256, 1024)  # pages of the prefixes that are remembered with their names
+_DIGITS = re.compile(r"\d\d|day\b")
 _TIME = re.compile(
     r"\d{4}-\d\d?-\d\d?(?:[T ]\d\d?:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|[+-]\d\d:?\d\d))?)?"
     r"|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}|\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?[AaPp][Mm])?|\b1\d{9}(?:\d{3})?\b"
@@ -143,13 +147,17 @@ class Miss:
     @property
     def told(self) -> str:
         """The cause as a client may know it."""
-        told: str = (MissCause.NEVER if self.cause is MissCause.TENANT else self.cause).value
-        return told
+        others = self.cause in (MissCause.TENANT, MissCause.SALT, MissCause.ADAPTER)
+        return str((MissCause.NEVER if others else self.cause).value)
 
     def words(self, decision: Decision) -> str:
         """Say it in a sentence for operators."""
         by, costs = self.by, ""
-        parts = [] if by is None else [f" {decision.time_s - by.time_s:.1f} s before, on {by.replica_id}"]
+        parts = list[str]()
+        if by is not None:
+            before_s = decision.time_s - by.time_s
+            when = f" {before_s:.1f} s before," if before_s > 0 else ""  # else the router heard of it later
+            parts.append(f"{when} on {by.replica_id}")
         if by is not None and by.tier is not None:
             parts.append(f"from the {by.tier.value}")
         if by is not None and by.idle_s is not None:
@@ -221,16 +229,16 @@ class PromptHistory:
         self._clock = clock
         self._departure, self._holder = departure, holder
         self._turns: Book[int, _Turn] = Book(MOST_TURNS)  # by the hash of a name
-        self._num_turn_pages = 0
+        self._num_turn_pages = self._num_messages = 0
         self._spaces: Book[int, tuple[str, str, str]] = Book(MOST_PREFIXES)  # by prefix: the names of its last prompt
         self._timeless: Book[int, tuple[int, int]] = Book(MOST_PARTS)  # by the hash of a text: both its hashes
         self.misses = Misses(clock)
 
     def parts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> PromptParts:
-        """Hash the parts of a conversation; half a microsecond a part, and more for a text that is new."""
+        """Hash the parts of a conversation that was encoded; a microsecond a part, and more for one that is new."""
         known, hashed, roles = self._timeless.entries, [], []
         for message in messages:
-            role, content = message.get("role", ""), message.get("content")
+            role, content = str(message.get("role", "")), message.get("content")
             text = content if type(content) is str and len(message) == 2 else repr(message)
             roles.append(role)
             hashed.append(known.get(hash((role, text))) or self._hashed(role, text))
@@ -297,9 +305,11 @@ class PromptHistory:
             return of(MissCause.ELSEWHERE, best - cached, best_id)
         by = self._departure(_key_at(decision, at))
         if by is not None:
-            end = at + 1
-            while end < usable and self._departure(_key_at(decision, end)) is not None:
+            end, most = at + 1, min(at + MOST_LOOKED_AT, usable)
+            while end < most and self._departure(_key_at(decision, end)) is not None:
                 end += 1
+            if end == most < usable and self._departure(_key_at(decision, usable - 1)) is not None:
+                end = usable  # those between are taken to have gone too
             return of(by.cause, (end - at) * size, by=by)
         if holder := self._holder(_key_at(decision, at), decision):
             return of(MissCause.ELSEWHERE, size, holder)
@@ -328,7 +338,9 @@ class PromptHistory:
         exact = hash((role, text))
         pair = self._timeless.entries.get(exact)
         if pair is None:
-            pair = exact, hash((role, _TIME.sub("", text[:LONG_TEXT]), text[LONG_TEXT:]))
+            most = LONG_TEXT if role in SYSTEM else HEAD
+            head = text[:most]
+            pair = exact, hash((role, _TIME.sub("", head), text[most:])) if _DIGITS.search(head) else exact
             self._timeless.put(exact, pair)
         return pair
 
@@ -359,12 +371,19 @@ class PromptHistory:
         return turn, True
 
     def _remember(self, name: int, turn: _Turn) -> None:
-        before = self._turns.entries.pop(name, None)
-        self._num_turn_pages += len(turn.keys) - (0 if before is None else len(before.keys))
+        if (before := self._turns.entries.pop(name, None)) is not None:
+            self._count(before, -1)
         self._turns.entries[name] = turn
+        self._count(turn, 1)
         entries = self._turns.entries
-        while len(entries) > MOST_TURNS or (self._num_turn_pages > MOST_TURN_PAGES and len(entries) > 1):
-            self._num_turn_pages -= len(entries.popitem(last=False)[1].keys)
+        while len(entries) > MOST_TURNS or (
+            len(entries) > 1 and (self._num_turn_pages > MOST_TURN_PAGES or self._num_messages > MOST_MESSAGES)
+        ):
+            self._count(entries.popitem(last=False)[1], -1)
+
+    def _count(self, turn: _Turn, sign: int) -> None:
+        self._num_turn_pages += sign * len(turn.keys)
+        self._num_messages += sign * len(turn.parts.messages)
 
     def _prefixes(self, asked: Asked, *, behind: int) -> list[tuple[int, int]]:
         """Hash the prefixes of 1, 4, 16, ... pages, whatever they are cached under, of more than ``behind``, which are

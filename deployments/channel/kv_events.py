@@ -60,6 +60,7 @@ class KvEvents:
         self._context = self._zmq.Context()
         self._pub, self._router = self._context.socket(self._zmq.PUB), self._context.socket(self._zmq.ROUTER)
         self._pub.setsockopt(self._zmq.SNDHWM, MOST_UNSENT)
+        self._router.setsockopt(self._zmq.SNDHWM, 0)  # a replay is KEPT batches at most, of which none may be dropped
         self.endpoint, self.replay = self._bound(endpoint)
         self._kept = collections.deque[tuple[int, bytes]](maxlen=KEPT)
         self._num_batches = 0

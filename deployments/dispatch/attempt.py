@@ -292,11 +292,11 @@ class Attempt:
         if report is None:
             return
         self._noted.hand_off = report
-        self._noted.times.came_s = report.transfer_s if report.transferred else None
         if self._decision.fetch is not None:
             took_s = report.transfer_s if report.transferred else report.wait_s
             self._router.fetched(self._decision, report.num_bytes, took_s, failed=not report.transferred)
             return
+        self._noted.times.came_s = report.transfer_s if report.transferred else None
         if self._decision.prefill_id is not None:
             self._on_report(self._decision.prefill_id, report)
         if report.transferred:

@@ -162,9 +162,10 @@ async def prepare(request: Request, body: ChatRequest, name: str, *, most_tokens
     [masks] = masks_of(service, [body])
     use, options = tools_of(body), template_options(body)
     tools = () if use is None else [tool.body for tool in use.tools]
-    request.state.arrival.parts = service.dispatcher.prompts.parts(body.messages, tools)
     whole = await service.encode_chat(body.messages, use=use, **options)
     ids, limit = job.fit(whole, body.truncate_prompt_tokens, getattr(body, limit_name), most_tokens)
+    if len(ids) == len(whole):  # else its messages do not begin where those of the turn before do
+        request.state.arrival.parts = service.dispatcher.prompts.parts(body.messages, tools)
     has_parts, thought = use is not None or output.reasoning is not None, Thought()
     if has_parts:
         last_tokens = partial(_last_tokens, service, ids)

@@ -68,11 +68,14 @@ class GrammarCompiler:
         if core.is_error():
             raise InvalidRequest(f"the {constraint.kind} cannot be compiled: {core.get_error()}"[:1000])
         made = Matcher(core, vocabulary, after=constraint.after, opens=constraint.opens)
-        trial = Matcher(core.deep_copy(), vocabulary)
-        trial.fill(np.empty(vocabulary.num_words, np.int32))  # says what a mask costs, and whether there is any
+        for _ in range(2):  # the first fills llguidance's own caches: the second says what a mask costs
+            trial = Matcher(core.deep_copy(), vocabulary)
+            trial.fill(np.empty(vocabulary.num_words, np.int32))
+            if trial.error is not None:
+                break
         if trial.error is not None:
             raise InvalidRequest(f"the {constraint.kind} allows no token: {trial.error}"[:1000])
-        made.mask_s = trial.mask_s
+        made._mask_s = trial.mask_s
         if constraint.after and constraint.opens:
             continuing(vocabulary, constraint.opens.encode())  # a loop over the vocabulary, which no step waits for
         with self._lock:

@@ -8,9 +8,9 @@ Invariant: a token that the mask does not allow is refused, and nothing is allow
            are not in the tokenizer are never set.
 Thread:    one at a time. `begin_masks` gives matchers to another thread, until `words` has waited for it.
 
-Masks are computed on two threads: those of a step's rows beside the step, one after the other; those that would take
-longer than the step on a thread that other threads of this process go before, and their rows are in no step meanwhile
-(scheduler/rounds.py).
+Masks are computed on three threads: those of a step's rows beside the step, one after the other; those that would take
+longer than the step, of running and of waiting requests, on two threads that others of this process go before, and
+their rows are in no step meanwhile (scheduler/rounds.py).
 
 A constraint with ``after`` begins behind the first occurrence of that text in the bytes of the output: before, all
 tokens are allowed but those that end the output, unless the grammar takes an empty text. The token in which the text
@@ -77,15 +77,16 @@ class Matcher:
         self._unread: LLMatcher | None = None  # the grammar at its beginning, while some of ``opens`` has come
         self._begun = not self._after or bool(opens)
         self._filling: tuple[Future[Words], int] | None = None  # the masks of a step, and which of them is this one's
+        self._is_apart = False  # ``_filling`` is of this one alone
         self._refused: str | None = None
-        self.mask_s = 0.0  # CPU seconds of its last mask; of none yet, of the first one of its grammar
+        self._mask_s = 0.0
 
     def copy(self, stop_ids: frozenset[int] = frozenset()) -> "Matcher":
         """Return a matcher in the same place for another output, which ``stop_ids`` end too."""
         made = Matcher(self._core.deep_copy(), self._vocabulary, stop_ids=stop_ids)
         made._after, made._tail, made._begun, made._opens = self._after, self._tail, self._begun, self._opens
         made._unread = self._unread  # it is copied before it is used
-        made.mask_s = self.mask_s
+        made._mask_s = self._mask_s
         return made
 
     @property
@@ -164,6 +165,21 @@ class Matcher:
         self._finish(row)
 
     @property
+    def mask_s(self) -> float:
+        """The CPU seconds of its last mask; of none yet, of the first one of its grammar; 0 before that begins."""
+        return self._mask_s if self._begun else 0.0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a thread computes its mask, or will."""
+        return self._filling is not None and not self._filling[0].done()
+
+    def drop(self) -> None:
+        """Compute no mask of it any more that no other's hangs on: its output is over."""
+        if self._filling is not None and self._is_apart:
+            self._filling[0].cancel()
+
+    @property
     def due_s(self) -> float:
         """The CPU seconds that the mask of the next token is expected to take; 0 where it is there, or needs none."""
         if self._filling is not None:  # until it is done, another thread has the matcher
@@ -174,7 +190,7 @@ class Matcher:
         """Let llguidance write the mask into ``row`` [ceil(V / 32)], without the GIL."""
         began_s = time.thread_time()
         self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.mask_s = time.thread_time() - began_s
+        self._mask_s = time.thread_time() - began_s
 
     def words(self) -> Words | None:
         """Return the mask of the next token, once it is computed; None where every token may come."""
@@ -235,14 +251,15 @@ class Matcher:
             if trial.try_consume_tokens(tokens) == len(tokens):
                 self._core = trial
 
-    def begin_masks(self, others: Sequence["Matcher"], *, apart: bool = False) -> None:
+    def begin_masks(self, others: Sequence["Matcher"], *, apart: bool = False, first: bool = False) -> None:
         """Start to compute the masks of this matcher and ``others``, on another thread and without the GIL; ``apart``:
-        on that of long ones."""
+        on that of long ones; ``first``: and of requests that wait."""
         ready = [each for each in (self, *others) if each._begun and each._filling is None and each._is_sound]
         if ready:
-            future = (_APART if apart else _BESIDE).submit(_fill_all, ready, self._vocabulary.num_words)
+            thread = (_FIRST if first else _APART) if apart else _BESIDE
+            future = thread.submit(_fill_all, ready, self._vocabulary.num_words)
             for row, each in enumerate(ready):
-                each._filling = future, row
+                each._filling, each._is_apart = (future, row), len(ready) == 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -276,3 +293,4 @@ def _go_behind() -> None:
 # one thread each, which starts with its first mask: the other cores run the model
 _BESIDE = ThreadPoolExecutor(1, thread_name_prefix="manta-masks")
 _APART = ThreadPoolExecutor(1, thread_name_prefix="manta-long-masks", initializer=_go_behind)
+_FIRST = ThreadPoolExecutor(1, thread_name_prefix="manta-first-masks", initializer=_go_behind)

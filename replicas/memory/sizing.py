@@ -328,7 +328,7 @@ def with_snapshots(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolS
         return size
     each, page = snapshot_bytes(config), size.page_size * size.cell_bytes
     num_pages = -(-each // page) if page else 0
-    most = size.num_pages // num_pages if page else min(size.num_pages, kv_bytes // each)
+    most = size.num_pages // num_pages if page else min(size.num_pages, kv_bytes // each - 1)
     if most < 1 or size.num_pages <= num_pages:
         raise InvalidConfig(
             f"a snapshot of the model's recurrent state takes {_mib(each)}, a page of K and V {_mib(page)}, and "

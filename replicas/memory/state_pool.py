@@ -85,11 +85,12 @@ class StatePool:
                 continue
             self._copied = order.number
             assert self._pages is not None, "snapshots have no pages"
+            if order.from_snapshot:
+                self._forget(order.row)  # what was there is of another request, whatever becomes of this copy
             pages = torch.from_numpy(order.pages.astype(np.int64)).to(self._pages.device)
             if order.from_snapshot:
                 held = self._pages[pages].flatten()
                 end = held[self._num_bytes : self._num_bytes + SNAPSHOT_END].clone().view(torch.int64)
-                self._forget(order.row)  # what was there is of another request
                 if int(end) == order.snapshot:
                     self.write(order.row, order.num_tokens, held)
                 continue

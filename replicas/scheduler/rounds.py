@@ -120,6 +120,9 @@ class _Store(Feature):
             self.kv.store_tier.forget(req)
 
 
+MOST_FIRST = 2  # masks of waiting requests that are computed at a time
+
+
 @dataclass(frozen=True, slots=True)
 class _Masks(Feature):
     """The masks of grammars: those of a step's rows take no longer than half a step. What would take longer is computed
@@ -133,7 +136,7 @@ class _Masks(Feature):
 
     def looks(self, now_s: float) -> None:
         for first in self._first:
-            first.begin_masks((), apart=True)
+            first.begin_masks((), apart=True, first=True)
         guides = [(at, req.guide) for at, req in enumerate(self.queues.decoding)]
         guided = [(each.due_s, at, each) for at, each in guides if each is not None]
         if guided or self.queues.paused:
@@ -143,7 +146,8 @@ class _Masks(Feature):
         """Pause those requests of ``guided``, the quickest first, whose masks would make the step longer."""
         left_s, paused, decoding = self._most_s, set[int](), self.queues.decoding
         for number, (due_s, at, guide) in enumerate(guided):
-            if due_s <= left_s or (number == 0 and len(guided) == len(decoding)):  # one goes on if nothing else runs
+            alone = number == 0 and len(guided) == len(decoding)  # one goes on if nothing else runs
+            if due_s <= left_s or (alone and not guide.is_pending):
                 left_s -= due_s
             else:
                 paused.add(at)
@@ -153,9 +157,14 @@ class _Masks(Feature):
 
     @property
     def _first(self) -> list[Guide]:
-        """Those of requests that wait for their first mask."""
+        """The next ones of requests that wait for their first mask: no more, since a request may wait for long."""
         waiting = self.queues.waiting if len(self.queues.waiting) else ()
-        return [guide for req in waiting if (guide := req.guide) is not None and guide.due_s > LONG_MASK_S]
+        guides = (guide for req in waiting if (guide := req.guide) is not None and guide.due_s > LONG_MASK_S)
+        return list(itertools.islice(guides, MOST_FIRST))
+
+    def ended(self, req: Req) -> None:
+        if req.guide is not None:
+            req.guide.drop()
 
     def needs_tokens(self, num_running: int) -> bool:
         queues = self.queues

@@ -10,6 +10,7 @@ import pytest
 
 from replicas.errors import InvalidRequest
 from replicas.grammar import compiler as compilers
+from replicas.grammar import matcher as matchers
 from replicas.grammar.compiler import GrammarCompiler
 from replicas.grammar.matcher import Matcher, Words
 from replicas.text.tokenizer import Tokenizer
@@ -277,3 +278,21 @@ def test_the_cache_gives_what_was_compiled_and_stays_within_its_bytes(monkeypatc
     monkeypatch.setattr(compilers, "CACHE_BYTES", 1)
     made.compile(wanted)
     assert made.cached(wanted) is not None  # one that is larger than all others may be is kept alone
+
+
+def test_a_mask_costs_nothing_before_its_grammar_begins_and_one_that_is_dropped_is_not_computed() -> None:
+    """Thinking is charged to nobody and keeps no step from the next."""
+    thinks = regex("[0-9]+", after="</think>")
+    assert feed(thinks, "some words")
+    assert (thinks.mask_s, thinks.due_s) == (0.0, 0.0)
+    assert feed(thinks, "</think>")
+    assert thinks.mask_s == thinks.due_s > 0
+    busy = threading.Event()
+    matchers._APART.submit(busy.wait)  # the thread does something else
+    thinks.begin_masks((), apart=True)
+    assert thinks.is_pending
+    thinks.drop()
+    busy.set()
+    assert not thinks.is_pending
+    assert thinks._filling is not None
+    assert thinks._filling[0].cancelled()

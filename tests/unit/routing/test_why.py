@@ -312,12 +312,16 @@ def test_a_turn_that_goes_on_unchanged_misses_nothing() -> None:
     assert len(fleet.router.prompts.misses.table(3600.0)) > 0, "first turns were never seen"
 
 
-def test_a_client_is_not_told_that_another_one_sent_the_same_prompt() -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"), [("owner", MissCause.TENANT), ("salt", MissCause.SALT), ("adapter", MissCause.ADAPTER)]
+)
+def test_a_client_is_not_told_that_another_one_sent_the_same_prompt(name: str, cause: MissCause) -> None:
+    """Salts separate users of one key, too."""
     fleet, words = Fleet("r0"), chat(2)
-    fleet.ask(words, owner="key1")
-    miss = fleet.ask(words, owner="key2")
+    fleet.ask(words, **{name: "one"})
+    miss = fleet.ask(words, **{name: "two"})
     assert miss is not None
-    assert (miss.cause, miss.told) == (MissCause.TENANT, "never_seen")
+    assert (miss.cause, miss.told) == (cause, "never_seen")
 
 
 def test_the_table_sums_up_by_tenant_and_cause_what_the_last_minutes_had() -> None:
@@ -336,7 +340,7 @@ def test_the_table_sums_up_by_tenant_and_cause_what_the_last_minutes_had() -> No
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in (("MOST_TURNS", 30), ("MOST_TURN_PAGES", 100), ("MOST_ROWS", 4)):
+    for name, most in (("MOST_TURNS", 30), ("MOST_TURN_PAGES", 100), ("MOST_MESSAGES", 40), ("MOST_ROWS", 4)):
         monkeypatch.setattr(f"routing.why.{name}", most)
     fleet = Fleet("r0")
     prompts = fleet.router.prompts
@@ -346,12 +350,13 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         fleet.clock.now_s += 100.0
         turns: list[_Turn] = list(prompts._turns.entries.values())
         assert sum(len(turn.keys) for turn in turns) == prompts._num_turn_pages <= 100
+        assert sum(len(turn.parts.messages) for turn in turns) == prompts._num_messages <= 40
         assert len(turns) <= 30
         assert max(len(prompts._spaces.entries), len(prompts._timeless.entries)) <= 20
         assert prompts.misses.num_rows <= 4 + 3  # a row is dropped with all of its five minutes
 
 
-def test_a_request_costs_ten_microseconds() -> None:
+def test_a_request_costs_microseconds() -> None:
     """Of 2,000 tokens and 12 messages, whose texts were seen but for the last; the parts' hashes are in it."""
     fleet, messages = Fleet("r0"), chat(6)
     ids = np.arange(2000, dtype=np.int32)
@@ -366,6 +371,27 @@ def test_a_request_costs_ten_microseconds() -> None:
     took = min(timeit.repeat(work, number=500, repeat=7, timer=time.thread_time)) / 500 * 1e6
     print(f"{took:.1f} us")
     assert took < 60.0, "room for a busy machine; measured: see the log"
+
+
+def test_a_thousand_new_messages_and_a_long_prompt_that_left_take_the_router_milliseconds() -> None:
+    """Stamped, so that each is looked through for times; and 6,250 pages that were evicted."""
+    prompts = PromptHistory(PAGE, time.monotonic, departure=lambda key: departed)
+    departed = Departure(cause=MissCause.EVICTED, replica_id="r0", time_s=0.0)
+    texts = (f"at 12:{number % 60:02d} on 2026-11-29 " + 400 * f"{number} 10:30 " for number in range(1000))
+    messages = [{"role": "user", "content": each} for each in texts]
+    ids = np.arange(100_000, dtype=np.int32)
+    fleet = Fleet("r0")
+    decision = fleet.router.choose(RouteQuery(rid="r", token_ids=ids))
+    began_s = time.thread_time()
+    parts = prompts.parts(messages)
+    parts_s, began_s = time.thread_time() - began_s, time.thread_time()
+    miss = prompts.judge(decision, 0, Asked(token_ids=ids, parts=parts))
+    judged_s = time.thread_time() - began_s
+    assert miss is not None
+    assert (miss.cause, miss.tokens) == (MissCause.EVICTED, (len(ids) - 1) // PAGE * PAGE)
+    print(f"{1e3 * parts_s:.1f} ms, {1e3 * judged_s:.1f} ms")
+    assert parts_s < 0.1, "600 before only the beginnings of messages were looked through"
+    assert judged_s < 0.01, "14 ms before only so many pages were looked at"
 
 
 def test_a_page_that_left_twice_is_told_as_it_left_last() -> None:

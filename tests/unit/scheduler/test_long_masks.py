@@ -1,5 +1,7 @@
 """Rows whose masks take longer than a step: in none until the mask is there."""
 
+import pytest
+
 from replicas.request import Req, ReqState
 from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.prefill import Refusal
@@ -21,6 +23,13 @@ class Slow:
     def due_s(self) -> float:
         return 0.0 if self.is_there else self.mask_s
 
+    @property
+    def is_pending(self) -> bool:
+        return self.begun and not self.is_there
+
+    def drop(self) -> None:
+        self.begun = False
+
     def consume(self, token_id: int) -> bool:
         self.is_there = self.begun = False
         return True
@@ -31,7 +40,7 @@ class Slow:
     def words(self) -> None:
         assert self.is_there, "a step waited for it"
 
-    def begin_masks(self, others: object, *, apart: bool = False) -> None:
+    def begin_masks(self, others: object, *, apart: bool = False, first: bool = False) -> None:
         self.begun |= apart
 
 
@@ -59,14 +68,35 @@ def test_a_row_whose_mask_takes_longer_than_a_step_is_in_none_until_it_is_there(
     assert (free.num_output, slow.num_output) == (8, 2)  # its third is not there
 
 
-def test_where_nothing_else_runs_a_step_waits_for_the_mask_of_one() -> None:
-    bench, free, _, _ = beside_one_that_is_free()
-    bench.step()
+@pytest.mark.parametrize("begun", [True, False])
+def test_where_nothing_else_runs_a_step_waits_for_a_mask_but_for_none_that_is_computed_apart(begun: bool) -> None:
+    """Such a mask may stand behind others: the engine's thread would wait for all of them."""
+    bench, free, slow, guide = beside_one_that_is_free()
+    if begun:
+        bench.step()
+    assert guide.begun is begun
     bench.scheduler.finish(free, Finish(reason=FinishReason.ABORT))
     bench.scheduler.look_again()
     plan = bench.scheduler.schedule()
-    assert plan is not None
-    assert plan.num_requests == 1
+    assert (plan is None) is begun
+    if begun:
+        guide.is_there = True
+        bench.step()
+        assert slow.num_output == 2
+
+
+def test_the_first_masks_of_two_that_wait_are_computed_at_a_time_and_of_none_that_has_ended() -> None:
+    """Else those of running requests, and of other tenants' prompts, stand behind a thousand of them."""
+    bench, guides = Bench(chunked_prefill_size=16), [Slow() for _ in range(5)]
+    waiting = [bench.submit([each, 1], max_new_tokens=2) for each in range(5)]
+    for req, guide in zip(waiting, guides, strict=True):
+        req.guide = guide
+    bench.step()
+    assert [guide.begun for guide in guides] == [True, True, False, False, False]
+    bench.scheduler.finish(waiting[0], Finish(reason=FinishReason.ABORT))
+    assert not guides[0].begun
+    bench.step()
+    assert [guide.begun for guide in guides[1:]] == [True, True, False, False]
 
 
 def test_a_prompt_waits_for_a_long_first_mask_and_others_pass_it() -> None:

@@ -56,6 +56,7 @@ class Forcing:
 
     error = None
     mask_s = due_s = 0.0
+    is_pending = False
 
     def consume(self, token_id: int) -> bool:
         return True
@@ -66,7 +67,10 @@ class Forcing:
     def words(self) -> None:
         return None
 
-    def begin_masks(self, others: object, *, apart: bool = False) -> None:
+    def drop(self) -> None:
+        pass
+
+    def begin_masks(self, others: object, *, apart: bool = False, first: bool = False) -> None:
         pass
 
 
