@@ -171,7 +171,7 @@ def test_a_rejected_draft_leaves_the_state_behind_the_tokens_that_came_true(
     what was kept of its answer."""
     (folder, model), prompts = models(model_type), some_prompts(12, 5)
     tokens = max(140, snapshot_len(folder) + 8) if model_type != SCAN else 2048
-    engine = engine_of(folder, tokens=tokens, chunk=32, running=12, speculation="on")
+    engine = engine_of(folder, tokens=tokens, chunk=32, running=12, drafts="on")
     known = {(rid, 0): greedy(model, prompt, 30) for rid, prompt in prompts.items()}
     put_drafts(engine.scheduler, Told(engine, known, STATE_DRAFT))
     try:
