@@ -464,7 +464,7 @@ def test_forks_chains_and_a_shared_beginning_go_on_from_states_with_the_ids_of_t
     Of those with 48 tokens in common the third finds them, the second what was kept within."""
     monkeypatch.setattr(parts, "LEAST_WITHIN", 16)
     folder, model = models(DELTA_RULE)
-    engine, draw, cached = engine_of(folder, chunk=128), random.Random(2), list[int]()
+    engine, draw, cached = engine_of(folder, tokens=8192, chunk=128), random.Random(2), list[int]()
     chain, start = ([draw.randrange(3, 190) for _ in range(length)] for length in (96, 48))
     fork = [*chain[:32], *(draw.randrange(3, 190) for _ in range(64))]
     others = [[*start, *(draw.randrange(3, 190) for _ in range(9))] for _ in range(3)]
