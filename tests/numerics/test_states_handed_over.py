@@ -121,7 +121,7 @@ def test_two_replicas_answer_as_transformers_turn_after_turn(
     """Five chats at once, of which two begin alike and one ends with a page. From the second turn on both sides reuse
     what they have: the decode side is sent the pages that it lacks, and those of the states."""
     _, model = models(model_type)
-    of, draw = pairs(model_type, chunk=chunk), random.Random(2)
+    of, draw = pairs(model_type, chunk=chunk, tokens=(8192, 8192)), random.Random(2)
     texts = [[draw.randrange(3, 190) for _ in range(length)] for length in (1, 8, 23, 37)]
     texts.append([*texts[3][:30], *range(50, 57)])
     carried_len = of.decode.kv.carried_len
