@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.pages import page_keys
 from routing.explain import explain, sentence
-from routing.fetch import ASSUMED_BYTES_PER_S, LinkRates
+from routing.fleet_state import ASSUMED_BYTES_PER_S, LinkRates
 from routing.pair import OVERHEAD_S
 from routing.router import Router
 from routing.types import (
