@@ -101,7 +101,7 @@ class Guide(Protocol):
 
     def begin_masks(self, others: Sequence[Self], *, apart: bool = False, first: bool = False) -> None:
         """Start to compute the masks of this output and of ``others`` while a step runs; ``apart``: over several steps,
-        which go before them."""
+        which go before them; ``first``: of a request that waits."""
         ...
 
 

@@ -236,12 +236,12 @@ class PromptHistory:
 
     def parts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> PromptParts:
         """Hash the parts of a conversation that was encoded; a microsecond a part, and more for one that is new."""
-        known, hashed, roles = self._timeless.entries, [], []
+        hashed, roles = [], []
         for message in messages:
             role, content = str(message.get("role", "")), message.get("content")
             text = content if type(content) is str and len(message) == 2 else repr(message)
             roles.append(role)
-            hashed.append(known.get(hash((role, text))) or self._hashed(role, text))
+            hashed.append(self._hashed(role, text))
         told = [repr(tool) for tool in tools]
         return PromptParts(tuple([self._hashed("tool", each) for each in told]), tuple(hashed), tuple(roles))
 

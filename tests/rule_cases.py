@@ -178,7 +178,7 @@ CASES = (
     Case(alert="KeysFileFailed", series={f"manta_router_keys_file_failed{{{ROUTER}}}": "0 1 0x9"}, quiet_at="5m"),
     Case(alert="BatchesStalled", series={f"manta_router_batches_stalled{{{ROUTER}}}": "0 0 1x9"},
          quiet_at="1m", fires_at="3m", labels={"model": "m", "role": "router", "replica": "r1"},
-         summary="Router r1 of m cannot keep what lines of batches became: their batches wait."),
+         summary="Router r1 of m cannot keep what batch requests became: their batches wait."),
 )  # fmt: skip
 
 # recording rule -> series, minute, labels of what it records, value

@@ -56,6 +56,9 @@ DECISIONS = Row("Decisions", (
         "Prompt tokens per second that were computed although they, or most of them, could have been cached, by cause.",
         "changed, reordered, time_stamp: clients rewrite what they sent before; `manta why` says whose. evicted: the "
           "pool is too small. never_seen: new prompts.", shape=Shape.STACKED, needs=Needs.EVENT),
+    Panel("Requests that reused too little", rate("router_uncached_requests_total", "cause"), Unit.PER_S,
+        "Requests per second of which less was cached than could have been, by cause.",
+        "As for the tokens beside it.", shape=Shape.STACKED, needs=Needs.EVENT),
     Panel("Moved requests", rate("requests_moved_total", "reason"), Unit.PER_S,
         "Requests that waited and were taken back for a replica that begins them sooner, by reason.",
         "join: a replica came. behind, without end: replicas are slower than they report; see TTFT prediction error.",

@@ -121,6 +121,6 @@ BACKENDS: dict[str, Backend] = {
     "cpu": Backend(devices=("cpu",), make=_cpu, why_not=_why_not_cpu, kinds=ALL_KINDS, latent=True),
     "torch_native": Backend(
         devices=("cpu", "cuda"), make=_torch_native, kinds=ALL_KINDS | {"indexed"}, latent=True, automatic=("cpu",),
-    ),  # on a GPU a loop over requests, which only who asks for it gets
+    ),  # on a GPU it is a loop over requests, which `auto` never takes
     "double_sparse": Backend(devices=("cpu",), make=_double_sparse, labels=True, automatic=()),
 }  # fmt: skip

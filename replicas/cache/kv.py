@@ -76,7 +76,7 @@ class KvCache:
         self._allocator, self._radix, self._has_sessions = self.store.allocator, self.store.radix, cache.sessions
         self._parts = self.store.parts
         self._holders: dict[int, Req] = {}  # by row
-        self.store_tier: StoreTier | None = None  # set once, by who starts the engine
+        self.store_tier: StoreTier | None = None  # set once, when the engine starts
         self.window: int | None = None  # likewise: the most tokens that any layer sees; None: all
         self.longest_draft = LONGEST_DRAFT  # likewise: tokens of a request that a step tries at most
 

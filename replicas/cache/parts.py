@@ -366,7 +366,7 @@ class SnapshotAllocator(PartAllocator):
         super().__init__(num_pages, page_size, num_snapshots)
         self.snapshot_pages = snapshot_pages
         self.find_room: Callable[[int], bool] = lambda num_pages: num_pages <= self.num_free  # set once, by PageStore
-        self.run: Callable[[Sequence[StateCopy]], None] = lambda copies: None  # now; set once, by who starts the engine
+        self.run: Callable[[Sequence[StateCopy]], None] = lambda copies: None  # now; set once, when the engine starts
         self._lies = np.arange(num_snapshots + 1, dtype=np.int32)[:, None]  # [n + 1, pages] by part
         if snapshot_pages:
             self._lies = np.zeros((num_snapshots + 1, snapshot_pages), dtype=np.int32)

@@ -144,7 +144,7 @@ class HandOffParts:
     vocab_size: int
     clock: Callable[[], float]
     observer: Observer
-    tallies: "HandOffTallies"
+    tallies: HandOffTallies
     states: StateCarrier | None = None  # of a model that keeps them
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from replicas.config import MoEConfig
 from replicas.errors import InvalidConfig
-from replicas.kernels import elementwise, gpu
+from replicas.kernels import elementwise
 from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, weighted_sum
-from replicas.kernels.experts.routing import TINY, route
+from replicas.kernels.experts.routing import route
 from replicas.kernels.panels import Packs, Rows, make
 from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.layer import Layer, Piece, Put, Whole
@@ -43,8 +43,6 @@ def choose(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tens
     """
     chosen_by = route
     if logits.device.type != "cpu":
-        if gpu.kernels() is None:
-            return choose_by_pytorch(logits, bias, config)
         from replicas.kernels.experts import on_gpu
 
         chosen_by = on_gpu.route
@@ -59,22 +57,6 @@ def choose(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tens
         normalize=config.normalize,
         scaling=config.scaling,
     )
-
-
-def choose_by_pytorch(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Choose as `choose` does, on any device; the last bit of a score may depend on the number of rows."""
-    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
-    ranked = scores if bias is None else scores + bias
-    if config.top_groups < config.num_groups:
-        groups = ranked.view(len(ranked), config.num_groups, -1)  # [T, G, E / G]
-        best = groups.amax(dim=-1) if config.group_score == "max" else groups.topk(2, dim=-1).values.sum(dim=-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(config.top_groups, dim=-1).indices, True)
-        ranked = groups.masked_fill(~kept.unsqueeze(2), -torch.inf).flatten(1)
-    ids = ranked.topk(config.top_k, dim=-1).indices
-    weights = scores.gather(1, ids)
-    if config.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
-    return ids, weights * config.scaling
 
 
 class ExactLinear(Layer):

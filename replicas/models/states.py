@@ -104,7 +104,7 @@ class ServedStates:
         if self.pool is None:
             of_rows = {} if kept is None else {"places": kept.places, "page_size": kept.page_size, "pages": kept.pages}
             self.pool = StatePool(self._kept, len(meta.table), self._device, **of_rows)  # type: ignore[arg-type]
-            for number in self._turned:  # in memory; those who read a state find it as a module keeps it
+            for number in self._turned:  # in memory; a state is read as a module keeps it
                 tensor = self.pool.tensors[number]
                 self.pool.tensors[number] = tensor.view(len(tensor), *tensor.shape[:0:-1]).transpose(1, 2)
         if kept is not None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from replicas.config import MoEConfig
+from replicas.kernels.experts.routing import TINY
 from replicas.kernels.weight_formats import WeightFormat
-from replicas.layers.moe import MoE, choose, choose_by_pytorch
+from replicas.layers.moe import MoE, choose
 from replicas.layers.tp_group import TpGroup
 
 HIDDEN, INNER, EXPERTS = 64, 32, 8
@@ -146,7 +147,23 @@ def test_two_ranks_have_half_of_every_expert_and_their_parts_add_up() -> None:
     assert max(held) < 0.52 * whole[0]  # the router is whole on both
 
 
-BOTH = pytest.mark.parametrize("chosen", [choose, choose_by_pytorch])  # on a CPU, and elsewhere
+def choose_by_pytorch(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Choose as `choose` does, by PyTorch's operations: the reference."""
+    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
+    ranked = scores if bias is None else scores + bias
+    if config.top_groups < config.num_groups:
+        groups = ranked.view(len(ranked), config.num_groups, -1)  # [T, G, E / G]
+        best = groups.amax(dim=-1) if config.group_score == "max" else groups.topk(2, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(config.top_groups, dim=-1).indices, True)
+        ranked = groups.masked_fill(~kept.unsqueeze(2), -torch.inf).flatten(1)
+    ids = ranked.topk(config.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if config.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return ids, weights * config.scaling
+
+
+BOTH = pytest.mark.parametrize("chosen", [choose, choose_by_pytorch])
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -137,7 +137,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "RouterIndexStale": (counting(predicted=100, actual=50), 600, "Only 50 % of the reuse that the routers of tiny"),
     "BatchesStalled": (
         lambda second: [view("one", seen("a"), batches=[STALLED])], 10,
-        "Router one of tiny cannot keep what lines of batches became (router.batch_folder has no room on its disk)"),
+        "Router one of tiny cannot keep what batch requests became (router.batch_folder has no room on its disk)"),
     "RouterReportsOld": (replica(age_s=31.0), 15, "The newest report of replica 1 (a) is 31 s old."),
 }  # fmt: skip
 
