@@ -49,6 +49,8 @@ def _try(row: Json, roles: dict[str, str], at: int) -> Json:
             "drafted_tokens": 0, "accepted_tokens": 0,
         },
         "outcome": row["outcome"] if last else "error", "failure": failure, "moved": None,
+        "miss": {"cause": row["miss"], "tokens": 160, "cost_s": 160 / RATE,
+                 "words": f"160 tokens were computed ({160 / RATE:.3f} s): {best} holds them"},
     }  # fmt: skip
     if row["prefill"]:
         attempt |= _pair(row, [each["replica"] for each in candidates if each["role"] != "prefill"])
@@ -63,12 +65,12 @@ def _candidate(name: str, role: str, row: Json, index: int) -> Json:
     held = cached if index == 0 else min(prompt - 16, cached + 160) if index == 1 else less
     queued = int(300 * draw) if index == 0 else 9_000 + int(9_000 * draw) if index == 1 else 300 + int(4_000 * draw)
     terms = {
-        "queue_s": queued / RATE, "own_s": (prompt - held) / RATE, "load_s": 0.0, "adapter_s": 0.0, "step_s": 0.006,
-        "decode_s": 0.021, "pressure_s": 0.09 * draw if index > 3 else 0.0, "way_s": 0.003,
+        "queue_s": queued / RATE, "own_s": (prompt - held) / RATE, "load_s": 0.0, "fetch_s": 0.0, "adapter_s": 0.0,
+        "step_s": 0.006, "decode_s": 0.021, "pressure_s": 0.09 * draw if index > 3 else 0.0, "way_s": 0.003,
     }  # fmt: skip
     return {
         "replica": name, "role": role, "chosen": False, "cached_tokens": held, "device_tokens": held,
-        "host_tokens": 0, "store_tokens": 0, "num_requests": index + 1, "queued_tokens": queued,
+        "host_tokens": 0, "store_tokens": 0, "fetched_tokens": 0, "num_requests": index + 1, "queued_tokens": queued,
         "passed_tokens": 0, "gone_tokens": 0, "ended_by": "full", "free_tokens": 20_000,
         "own_tokens": prompt - held, "prefill_tokens_per_s": RATE, "ttft_s": sum(terms.values()), **terms,
         "behind_s": 0.05 * draw if index > 1 else 0.0, "pool_utilization": 0.17, "report_age_s": 0.08,

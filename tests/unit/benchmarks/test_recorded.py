@@ -157,11 +157,15 @@ def simulated(monkeypatch: pytest.MonkeyPatch, build: Build, *, rate: float, see
 def test_the_speed_of_a_fleet_is_found_in_its_recording_and_gives_its_times_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
-    """At 6 requests a second some wait."""
-    recording = written(tmp_path / "r.jsonl", *simulated(monkeypatch, BUILD, rate=rate, seed=0))
-    found = calibrate(recording)
+    """At 6 requests a second some wait. One recording of 180 requests is off by up to 6 %: a median of three is not."""
+    recordings = [
+        written(tmp_path / f"{seed}.jsonl", *simulated(monkeypatch, BUILD, rate=rate, seed=seed)) for seed in range(3)
+    ]
+    fits = [calibrate(each) for each in recordings]
     for name in ("base_s", "row_s", "prompt_token_s"):
-        assert getattr(found.step, name) == pytest.approx(getattr(STEP, name), rel=0.05), name
+        median = percentile([getattr(each.step, name) for each in fits], 50)
+        assert median == pytest.approx(getattr(STEP, name), rel=0.05), name
+    recording, found = recordings[0], fits[0]
     assert found.step.spread < 0.01
     assert found.way_s == pytest.approx(BUILD.way_s, rel=0.05)
     build = build_of(recording, found, queue=None)

@@ -22,7 +22,7 @@ KEYS = {
     "rid", "router", "time", "endpoint", "outcome", "finish", "caller", "session", "tenant", "replica", "prefill",
     "policy", "reason", "tries", "prompt_tokens",
     "output_tokens", "cached_tokens", "predicted_tokens", "best_tokens", "ttft_s", "itl_s", "last_s", "total_s",
-    "stages", "tries_at",
+    "stages", "tries_at", "miss",
 }  # fmt: skip
 
 

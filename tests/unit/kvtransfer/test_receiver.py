@@ -217,7 +217,7 @@ def test_every_page_that_comes_starts_the_wait_anew() -> None:
     case.room.expire(26.9)
     assert case.events == []
     case.room.expire(27.0)
-    assert case.events == [ReceiveFailed(room=1, reason="no page came for 9 s (it was transferring)")]
+    assert case.events == [ReceiveFailed(room=1, reason="no page came for 9 s (it was transferring)", num_bytes=300)]
 
 
 def test_a_peer_that_gives_up_with_nothing_on_its_way_drains_in_the_same_message() -> None:
