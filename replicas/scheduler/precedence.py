@@ -433,7 +433,7 @@ def _put_behind(order: Sequence[Req], tenants: Container[str]) -> list[Req]:
 
 
 class Throttle:
-    """What steps leave out for a light prompt: the last one that waits of a tenant that goes first.
+    """What steps leave out for the prompt of a tenant below its share: one that goes first, and has no other waiting.
 
     In the step in which it ends, running requests that wait it out make no token, and their part of the step is its
     own if it ends with that. Until THROTTLE_S after it began, prompts of those that do not go first have no more of a
@@ -443,7 +443,7 @@ class Throttle:
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
         self._steps: list[list[Req]] = [[]]  # whom they left out: those in a row that left some, and the one under way
-        self._began: dict[str, tuple[int, float]] = {}  # by tenant, of its last light prompt: tokens, when; newest last
+        self._began: dict[str, tuple[int, float]] = {}  # by tenant, of its last such prompt: tokens, when; newest last
 
     def end_step(self) -> list[Req]:
         """Begin another step. Returns: those that were left out of the one before."""
@@ -467,7 +467,7 @@ class Throttle:
 
     def began(self, req: Req, num_tokens: int, now_s: float) -> None:
         """Note that ``req`` begins, with ``num_tokens`` of its prompt to compute."""
-        if self._shares.several and self._is_light(req):
+        if self._shares.several and self._is_below_share(req):
             self._began = {tenant: each for tenant, each in self._began.items() if now_s - each[1] < THROTTLE_S}
             self._began.pop(req.asked.tenant, None)
             self._began[req.asked.tenant] = num_tokens, now_s
@@ -482,9 +482,9 @@ class Throttle:
     def _waiting_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
         if not self._shares.several or len(self._steps) > MOST_LEFT_OUT:
             return []
-        light = [req for req in ending if self._is_light(req)]
-        return [req for req in running if self._shares.waits_out(req, light)] if light else []
+        below = [req for req in ending if self._is_below_share(req)]
+        return [req for req in running if self._shares.waits_out(req, below)] if below else []
 
-    def _is_light(self, req: Req) -> bool:
+    def _is_below_share(self, req: Req) -> bool:
         shares = self._shares
         return not req.in_background and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
