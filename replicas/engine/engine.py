@@ -18,6 +18,7 @@ A leg of a hand-off goes to `HandOffs` (disagg/). Every step first takes the tra
 them while nothing runs.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -292,6 +293,10 @@ class Engine:
         place: Callable[[Req], None] | None = None,
     ) -> list[TokenDelta]:
         """Start the choices of an accepted request. Returns, and raises, as `accept`."""
+        refused = [
+            None if matcher is None else _or_end(each.req, functools.partial(self.grammars.guide, each.req, matcher))
+            for each in choices  # before they wait: a queue is told once whose masks are long
+        ]
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.submit(request, [choice.req for choice in choices])
         else:
@@ -300,12 +305,8 @@ class Engine:
         if request.rid not in self._open:  # else it waited for its grammar
             self._open.add(request.rid, choices)
         done = []
-        for choice in choices:
-            try:
-                refused = None if matcher is None else self.grammars.guide(choice.req, matcher)
-                finish = choice.replay() or refused
-            except BaseException as error:  # noqa: BLE001
-                finish = at_fault(choice.req, error)
+        for choice, refusal in zip(choices, refused, strict=True):
+            finish = _or_end(choice.req, choice.replay) or refusal
             if finish is not None:
                 done.append(self._end(choice, finish))
         self._settle()
@@ -564,3 +565,11 @@ class Engine:
     def _settle(self) -> None:
         if self._hand_offs is not None:
             self._hand_offs.settle()
+
+
+def _or_end(req: Req, act: Callable[[], Finish | None]) -> Finish | None:
+    """Return what ``act`` does, or the end of ``req`` by its own fault where that fails."""
+    try:
+        return act()
+    except BaseException as error:  # noqa: BLE001
+        return at_fault(req, error)

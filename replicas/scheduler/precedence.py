@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
-from replicas.request import Bound, Req, ReqQueue, ReqState
+from replicas.request import Bound, Guide, Req, ReqQueue, ReqState
 from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
 from replicas.types import TokenIds
 
@@ -125,6 +125,7 @@ class WaitingQueue(ReqQueue):
         super().__init__()
         self.step_times = StepTimes()
         self.late_len = 0  # uncached tokens, at the last look, of requests before which one goes that can be in time
+        self.long_masks: dict[Req, Guide] = {}  # of its requests with a grammar, until their next mask is there
         self.shares = TenantShares(rules.quantum)
         self._num_of_level = Counter[int]()  # of its requests, by the level of their class; none is 0
         self._rules = rules
@@ -141,6 +142,8 @@ class WaitingQueue(ReqQueue):
     def add(self, req: Req, *, mid_prompt_len: int = 0) -> None:
         """Add ``req``; ``mid_prompt_len``: the tokens still to compute of a prompt that has begun."""
         self._num_of_level[req.level] += 1
+        if req.guide is not None:
+            self.long_masks[req] = req.guide
         if req.in_background:
             super().add(req)
             return
@@ -158,6 +161,7 @@ class WaitingQueue(ReqQueue):
 
     def remove(self, req: Req) -> None:
         super().remove(req)
+        self.long_masks.pop(req, None)
         self._num_of_level[req.level] -= 1
         self._num_of_level += Counter()  # without what is 0
         if not req.in_background:

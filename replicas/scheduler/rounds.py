@@ -157,10 +157,16 @@ class _Masks(Feature):
 
     @property
     def _first(self) -> list[Guide]:
-        """The next ones of requests that wait for their first mask: no more, since a request may wait for long."""
-        waiting = self.queues.waiting if len(self.queues.waiting) else ()
-        guides = (guide for req in waiting if (guide := req.guide) is not None and guide.due_s > LONG_MASK_S)
-        return list(itertools.islice(guides, MOST_FIRST))
+        """The next ones of requests that wait for their first mask: no more, since a request may wait for long. A mask
+        of one that waits is long until it is there, so a request is looked at again only while it is one of these."""
+        long_masks, found = self.queues.waiting.long_masks, list[Guide]()
+        while len(found) < min(MOST_FIRST, len(long_masks)):
+            req, guide = next(itertools.islice(long_masks.items(), len(found), None))
+            if guide.due_s > LONG_MASK_S:
+                found.append(guide)
+            else:
+                del long_masks[req]
+        return found
 
     def ended(self, req: Req) -> None:
         if req.guide is not None:
@@ -189,7 +195,7 @@ FEATURES: dict[str, Callable[[Queues, KvCache], Feature]] = {
     "store": lambda queues, kv: _Store(kv),
 }
 
-Entry = tuple[float, int]  # of the heap: a deadline, and how many were added before
+Entry = tuple[float, str, int]  # of the heap: the deadline, id and index of a request
 
 
 class Deadlines:
@@ -199,13 +205,11 @@ class Deadlines:
         self._heap: list[Entry] = []
         self._open: dict[Req, Entry] = {}
         self._by_entry: dict[Entry, Req] = {}
-        self._num_added = 0
         self._starved_s: dict[Req, float] = {}  # when a head of a queue was first found without memory
 
     def add(self, req: Req) -> None:
         if (ends_by_s := req.ends_by_s) is not None:
-            self._num_added += 1
-            entry = self._open[req] = ends_by_s, self._num_added
+            entry = self._open[req] = ends_by_s, req.rid, req.index
             self._by_entry[entry] = req
             heapq.heappush(self._heap, entry)
 

@@ -44,6 +44,15 @@ class Slow:
         self.begun |= apart
 
 
+def submit(bench: Bench, prompt: list[int], guide: Slow, *, max_new_tokens: int) -> Req:
+    """A request that has its guide before it waits, as an engine gives it."""
+    req = bench.submit(prompt, max_new_tokens=max_new_tokens)
+    bench.scheduler.queues.waiting.remove(req)
+    req.guide = guide
+    bench.scheduler.queues.waiting.add(req)
+    return req
+
+
 def beside_one_that_is_free(**options: object) -> tuple[Bench, Req, Req, Slow]:
     """A request that runs, and one whose first mask was there and whose next one is not."""
     bench, guide = Bench(chunked_prefill_size=16, **options), Slow()
@@ -88,9 +97,7 @@ def test_where_nothing_else_runs_a_step_waits_for_a_mask_but_for_none_that_is_co
 def test_the_first_masks_of_two_that_wait_are_computed_at_a_time_and_of_none_that_has_ended() -> None:
     """Else those of running requests, and of other tenants' prompts, stand behind a thousand of them."""
     bench, guides = Bench(chunked_prefill_size=16), [Slow() for _ in range(5)]
-    waiting = [bench.submit([each, 1], max_new_tokens=2) for each in range(5)]
-    for req, guide in zip(waiting, guides, strict=True):
-        req.guide = guide
+    waiting = [submit(bench, [each, 1], guide, max_new_tokens=2) for each, guide in enumerate(guides)]
     bench.step()
     assert [guide.begun for guide in guides] == [True, True, False, False, False]
     bench.scheduler.finish(waiting[0], Finish(reason=FinishReason.ABORT))
@@ -99,10 +106,33 @@ def test_the_first_masks_of_two_that_wait_are_computed_at_a_time_and_of_none_tha
     assert [guide.begun for guide in guides[1:]] == [True, True, False, False]
 
 
+def test_a_step_looks_at_two_first_masks_however_many_wait_and_at_none_that_is_there() -> None:
+    class Counted(Slow):
+        looks = 0
+
+        @property
+        def due_s(self) -> float:
+            Counted.looks += 1
+            return super().due_s
+
+    bench = Bench(chunked_prefill_size=16, max_running=1)
+    bench.submit([1, 2], max_new_tokens=40)
+    bench.step()
+    guides = [Counted() for _ in range(100)]
+    for guide in guides:
+        submit(bench, [3, 4], guide, max_new_tokens=2)
+    masks = bench.scheduler.features["masks"]
+    for each in guides[:90]:
+        each.is_there = True
+    masks.looks(0.0)
+    assert (Counted.looks, [each.begun for each in guides].index(True)) == (92, 90)
+    masks.looks(0.0)
+    assert Counted.looks == 94
+
+
 def test_a_prompt_waits_for_a_long_first_mask_and_others_pass_it() -> None:
     bench, guide = Bench(chunked_prefill_size=16), Slow()
-    slow, free = bench.submit([4, 5, 6], max_new_tokens=2), bench.submit([1, 2, 3], max_new_tokens=40)
-    slow.guide = guide
+    slow, free = submit(bench, [4, 5, 6], guide, max_new_tokens=2), bench.submit([1, 2, 3], max_new_tokens=40)
     bench.step()
     assert (slow.state, guide.begun, free.num_output) == (ReqState.WAITING, True, 1)
     assert bench.scheduler.last.refusals[(slow.rid, 0)] is Refusal.MASK
