@@ -102,7 +102,7 @@ def assert_counted(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("model_type", [*WINDOWS, *STATES])
-@pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [60, pytest.param(150, marks=pytest.mark.slow)])
 def test_what_a_router_expects_is_what_is_reused(model_type: str, num_requests: int, tmp_path: Path) -> None:
     """Conversations behind common beginnings; some prompts are answered anew, some have a mark."""
     if model_type in WINDOWS:
