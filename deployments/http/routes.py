@@ -4,9 +4,10 @@ Never:     changes anything: a dry run sends nothing, and changes neither the in
            or ids.
 """
 
-from typing import Annotated, Any
+import math
+from typing import Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from deployments.dispatch.dispatcher import Dispatcher, query_of
@@ -25,6 +26,7 @@ from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import explain
 from routing.why import summed
 
+_LAST: dict[str, Any] = {"type": "number", "minimum": 1, "maximum": 86_400, "default": 3600}  # seconds
 # both show requests and prefixes of all callers
 router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
 
@@ -87,10 +89,23 @@ async def route(request: Request, rid: bodies.PathName) -> Response:
     return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
 
 
-@router.get("/uncached", **gives("Why prompts were not cached: requests, tokens, seconds, by tenant and cause"))
-async def uncached(request: Request, last: Annotated[float, Query(gt=0, le=86_400)] = 3600.0) -> Response:
-    """Sum up the causes of the last seconds, of all routers that answer, to five minutes."""
-    service = service_of(request)
+@router.get(
+    "/uncached",
+    openapi_extra={"parameters": [{"name": "last", "in": "query", "schema": _LAST}]},
+    **gives("Why prompts were not cached: requests, tokens, seconds, by tenant and cause", 400),
+)
+async def uncached(request: Request) -> Response:
+    """Sum up the causes of the ``last`` seconds, of all routers that answer, to five minutes.
+
+    Raises: InvalidRequest.
+    """
+    service, given = service_of(request), request.query_params.get("last", str(_LAST["default"]))
+    try:
+        last = float(given)
+    except ValueError:
+        last = math.nan
+    if not _LAST["minimum"] <= last <= _LAST["maximum"]:
+        raise InvalidRequest(f"last: must be 1 to {_LAST['maximum']:,} seconds, got {given[:64]!r}", param="last")
     own = {service.dispatcher.router_id: service.dispatcher.prompts.misses.table(last)}
     tables = {**await service.peers.misses(last), **own}
     return JSONResponse({"last_s": last, "routers": sorted(tables), "causes": summed(tables.values())})
