@@ -260,10 +260,12 @@ def test_a_chat_waits_for_no_line_of_a_batch_whose_adapter_is_in_its_place(
     assert {rid: answer.ids for rid, answer in answers.items()} == {rid: each.ids for rid, each in expected.items()}
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes", "tp"),
+    [(torch.float32, 4, 1), (torch.bfloat16, 2, 1), pytest.param(torch.bfloat16, 2, 3, marks=pytest.mark.slow)],
+)
 def test_what_an_adapter_takes_is_counted_as_the_kernels_have_it_on_all_ranks(
-    tmp_path: Path, tp: int, dtype: torch.dtype, num_bytes: int
+    tmp_path: Path, dtype: torch.dtype, num_bytes: int, tp: int
 ) -> None:
     """A rank of 4 lies in panels of 16. Each rank has its columns of A, and all of B."""
     ref = make_adapter(tmp_path / "a", Path(short_model()), rank=4, targets=("o_proj",), dtype=dtype)

@@ -140,11 +140,10 @@ def test_a_hand_off_of_a_request_with_an_adapter(processes: Processes, tmp_path:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("transport", ["cma", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_two_processes_hand_recurrent_states_over_with_the_ids_of_transformers(tmp_path: Path, transport: str) -> None:
+def test_two_processes_hand_recurrent_states_over_with_the_ids_of_transformers(tmp_path: Path) -> None:
     """Prompts of whole pages and others, in one chunk and several, a beginning that the decode side has."""
     model = saved_model("qwen3_next", tmp_path)
-    settings = ProcessSettings(model=str(tmp_path), page=16, chunk=32, transport=transport, heartbeat_misses=20)
+    settings = ProcessSettings(model=str(tmp_path), page=16, chunk=32, transport="cma", heartbeat_misses=20)
     prefill, decode = EngineProcess(settings), EngineProcess(settings)
     try:
         for length in (1, 32, 50, 100):

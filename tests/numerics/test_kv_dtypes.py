@@ -31,7 +31,6 @@ def exact() -> Iterator[float]:
     ("kv_dtype", "percent"),
     [
         ("int8", 1.0),
-        pytest.param("bfloat16", 0.2, marks=pytest.mark.slow),
         pytest.param("fp8", 3.0, marks=pytest.mark.slow),
         pytest.param("fp8_e5m2", 6.0, marks=pytest.mark.slow),
     ],

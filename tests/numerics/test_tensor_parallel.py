@@ -1,6 +1,5 @@
 """A model split over ranks, each a process, says what one rank says."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -28,23 +27,18 @@ def answer(tp: TpGroup, configs: list[ModelConfig], prompts: list[list[int]], nu
     return answers
 
 
-def check_two_ranks(kinds: Iterable[str], folder: Path, *others: ModelConfig) -> None:
-    """Two ranks make the logits and tokens of one, for each of tiny's ``kinds`` and the ``others``."""
-    configs = [*others]
-    for kind in kinds:
-        tiny.save(kind, folder / kind)
-        configs.append(load_model_config(str(folder / kind)))
-    wanted = answer(TpGroup(device="cpu"), configs, tiny.PROMPTS, 24)
-    for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=folder / "meet"):
-        assert_same(ours, wanted)
-
-
 @pytest.mark.slow
 def test_two_ranks_agree_with_one_for_every_family(tmp_path: Path) -> None:
     """KV heads split in two, or one head on both ranks; vocabulary of 101 padded to 2 x 51. Of gpt-oss as published
-    too, whose experts have two blocks of 32 inputs on each rank."""
+    too, whose experts have two blocks of 32 inputs on each rank. Of DeepSeek the latent vector is on both ranks."""
     quantised.save_gpt_oss(tmp_path / "published")
-    check_two_ranks(sorted(tiny.CONFIGS), tmp_path, load_model_config(str(tmp_path / "published")))
+    configs = [load_model_config(str(tmp_path / "published"))]
+    for kind in (*sorted(tiny.CONFIGS), "v2", "v3-halves"):
+        tiny.save(kind, tmp_path / kind)
+        configs.append(load_model_config(str(tmp_path / kind)))
+    wanted = answer(TpGroup(device="cpu"), configs, tiny.PROMPTS, 24)
+    for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=tmp_path / "meet"):
+        assert_same(ours, wanted)
 
 
 @pytest.mark.slow
