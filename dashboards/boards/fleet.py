@@ -125,9 +125,8 @@ LATENCY = Row("Latency and outcomes", (
     Panel("TTFT distribution", heatmap("time_to_first_token_seconds"), Unit.SECONDS,
         "Number of requests by time to first token; two bands are cache hits and misses.",
         "When the upper band grows, prefixes are lost: see the evictions on the KV pool board.", shape=Shape.HEATMAP),
-    Panel("Mean time per stage before decode",
-        mean("request_stage_duration_seconds", "stage", stage="!decode"), Unit.SECONDS,
-        "Mean time of a finished request in each stage before its answer begins.",
+    Panel("Mean time per stage", mean("request_stage_duration_seconds", "stage"), Unit.SECONDS,
+        "Mean time of a finished request in each stage; the stages add up to the whole. Decode is the answer itself.",
         "Queue: too few replicas (with prefill replicas: of decode if grant among Hand-off phases is long, else of "
           "prefill). Prefill: long prompts or few hits. Transfer: see the routing board. Route: the router's process "
           "has too little CPU.", shape=Shape.STACKED),
@@ -157,9 +156,6 @@ TRAFFIC = Row("Traffic", (
     Panel("Busy share", rate("scheduler_busy_seconds_total", "replica", "phase"), Unit.RATIO,
         "Share of time that each replica spends in forward steps, by phase.",
         "Near 100 % everywhere: more replicas. Low with full queues: the pool is the limit; see the KV pool board."),
-    Panel("Mean time per stage", mean("request_stage_duration_seconds", "stage"), Unit.SECONDS,
-        "Mean time of a finished request in each stage; the stages add up to the whole.",
-        "Work on the widest band. Decode is the answer itself and usually the widest.", shape=Shape.STACKED),
     Panel("Time per output token (TPOT)", quantiles("time_per_output_token_seconds"), Unit.SECONDS,
         "Mean gap between the tokens of one answer, for answers that ended well.",
         "Near ITL: gaps are even. Well below ITL's p99: single long gaps, by long prompts or retractions."),

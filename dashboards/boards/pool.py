@@ -1,6 +1,6 @@
 """The board of the KV pools and their prefix caches: what fills them, what is reused, what is lost."""
 
-from dashboards.board import Board, Needs, Panel, Row, Shape, Thresholds, Unit, gauge, heatmap, quantiles, rate, ratio
+from dashboards.board import Board, Needs, Panel, Row, Shape, Thresholds, Unit, gauge, quantiles, rate, ratio
 from dashboards.boards.fleet import EVENTS, POOL_LIMITS
 
 BY_REPLICA = ("role", "replica")
@@ -80,10 +80,6 @@ LOST = Row("Evictions and retractions", (
         "Time since the last use of nodes that were evicted for room.",
         "Shorter than the pause between two turns of a chat: prefixes are lost that would be reused; enlarge pools.",
         needs=Needs.EVENT),
-    Panel("Idle time of evicted nodes, distribution", heatmap("cache_evicted_idle_seconds"), Unit.SECONDS,
-        "Number of evicted nodes by time since their last use.",
-        "Weight at the bottom: the cache thrashes; enlarge pools or add replicas.",
-        shape=Shape.HEATMAP, needs=Needs.EVENT),
     Panel("Retractions and failed allocations", {
         "{{replica}} retracted": rate("scheduler_retractions_total", "replica"),
         "{{replica}} failed": rate("kv_pool_alloc_failures_total", "replica"),
