@@ -51,8 +51,8 @@ SHOWN = ("ray", "torch", "transformers", "nixl")  # versions that have a line ev
 PROCESS_BYTES = 1 << 30  # of a replica beside its weights: Python, torch, Ray, a small KV pool
 SMALL_SHM_BYTES = 1 << 30  # with less, Ray's object store is in /tmp
 ASKED_S = 10.0  # for nvidia-smi
-MEASURED_S = 120.0  # for products: a second, but where kernels are compiled first
-MEASURE = "import json; from replicas.loading import product_choice as p; print(json.dumps(p.instructions_told()))"
+TOLD_S = 60.0  # for products: the seconds that an import of torch takes
+TELL = "import json; from replicas.loading import product_choice as p; print(json.dumps(p.instructions_told()))"
 TIME_ERROR = 5  # of adjtimex: the clock is not synchronised
 DAY_S = 86400.0
 GIB = float(1 << 30)
@@ -169,10 +169,10 @@ def clock(time_s: float, newest_file_s: float, *, is_synchronised: bool) -> Find
 
 
 def products(told: dict[str, str], problem: str) -> Iterator[Finding]:
-    """``told``: how this CPU multiplies, by the format of weights; ``problem``: why that could not be measured."""
+    """``told``: how this CPU multiplies, by the format of weights; ``problem``: why that could not be told."""
     if problem:
         advice = "a replica on the CPU would fail likewise: see the lines on versions below"
-        yield Finding("products", f"cannot be measured: {problem}", Level.WARNING, advice)
+        yield Finding("products", f"cannot be told: {problem}", Level.WARNING, advice)
     for format_, text in told.items():
         yield Finding(format_, text)
 
@@ -306,10 +306,10 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 
 
 def _products() -> tuple[dict[str, str], str]:
-    """Measure products in a process of its own: how this CPU multiplies, and why that failed."""
-    command = [sys.executable, "-c", MEASURE]
+    """Ask a process of its own how this CPU multiplies. Returns: that, and why it failed."""
+    command = [sys.executable, "-c", TELL]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MEASURED_S, check=True, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOLD_S, check=True, cwd=ROOT)
         return dict(json.loads(done.stdout.splitlines()[-1])), ""
     except subprocess.CalledProcessError as error:
         return {}, (error.stderr.strip() or str(error)).splitlines()[-1]

@@ -1,45 +1,17 @@
-"""Says how an engine's products are computed on this CPU, and measures what they gain by the weights' format.
+"""Says how an engine's products are computed on this CPU: for the log, `/get_server_info` and `manta doctor`.
 
-Owns:      the measurement (about a second) of products by fp32 weights and by others, and its record on disk, for the
-           default dtype and `manta doctor`.
 Never:     chooses a format or a kernel: layers/linear.py does, by the kind of CPU alone.
 Thread:    any.
-
-Times are CPU time of one thread: other load during an engine's start must not decide its speed from then on (by wall
-time on two threads, a kernel that was twice as fast lost one in eight tries on a busy machine). Load also takes
-caches and bandwidth, and CPU time shows that: rates on which two halves of the rounds do not agree are used, not kept.
 """
 
-import hashlib
-import itertools
-import json
-import logging
-import math
-import os
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from replicas import kernels
 from replicas.config import DType, EngineConfig, ModelConfig
 from replicas.kernels import bf16, bf16_tiles
 from replicas.kernels.bf16_tiles import WAYS, Way
 from replicas.kernels.int8_tiles import cpu_has_vnni
-from replicas.kernels.simd import compiled_for, instruction_set
+from replicas.kernels.simd import instruction_set
 from replicas.kernels.weight_formats import WeightFormat
-from replicas.layers.linear import Matmul
-
-log = logging.getLogger(__name__)
-
-Work = Callable[[Tensor], Any]
-Measured = tuple[dict[int, float], bool]  # by rows of a step, times as fast; and whether repeats agree
-SHAPE, ROWS = (2048, 2048), (1, 8, 32, 256)  # of what is measured: fp32 weights of 16 MB, which no L2 holds
-AGREE = 1.15  # repeats differ by less, else a measurement is not kept
-ROUNDS, TRIES = 4, 2  # of a measurement: the quickest run of all counts
 
 
 def describe_products(config: EngineConfig) -> tuple[bool, str]:
@@ -61,56 +33,22 @@ def describe_products(config: EngineConfig) -> tuple[bool, str]:
     return config.rounds or _bf16_way(model) is not None, f"{how}{order}"
 
 
-def gains(format_: WeightFormat, dtype: DType = "float32") -> dict[int, float]:
-    """Tell how many times as fast as by fp32 weights a product by weights in ``format_`` is on this CPU, by rows, in a
-    model of ``dtype``: from disk, else measured, and kept if it can be relied on."""
-    key = {"format": format_, "dtype": dtype, **_machine()}
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / f"products-{name}.json"
-    try:
-        return {int(rows): float(times) for rows, times in json.loads(file.read_text())["gains"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    started_s, (found, agree) = time.monotonic(), _measure(format_, dtype)
-    log.info("products by %s in %s measured in %.1f s, times as fast as by float32, by rows: %s",
-             format_, dtype, time.monotonic() - started_s, found)  # fmt: skip
-    if not agree:
-        log.info("other work disturbed the measurement: the next start makes it again")
-        return found
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({"key": key, "gains": found}))
-        written.replace(file)  # two engines that start together each write the whole
-    except OSError as error:
-        log.info("products are measured at every start: %s", error)
-    return found
-
-
-def describe_gains(format_: WeightFormat, dtype: DType = "float32") -> str:
-    """Say `gains` in words."""
-    by_rows = gains(format_, dtype)
-    ends = {rows: f"{rows} token{'s' * (rows != 1)}" for rows in (min(by_rows), max(by_rows))}
-    return ", ".join(f"{by_rows[rows]:.2g} times float32 for {told}" for rows, told in ends.items())
-
-
 def default_told(dtype: DType) -> str | None:
     """Say why a model has ``dtype`` on this CPU where none is set; None: that goes without saying."""
-    return f"the checkpoint's, which this CPU multiplies: {describe_gains('bfloat16')}" if dtype == "bfloat16" else None
+    return "the checkpoint's, which this CPU multiplies" if dtype == "bfloat16" else None
 
 
 def instructions_told() -> dict[str, str]:
-    """Say by what this CPU multiplies weights of each format, and what that gains: lines of `manta doctor`."""
+    """Say by what this CPU multiplies weights of each format: lines of `manta doctor`."""
     way, widened = bf16_tiles.way(), "widened for fp32 arithmetic"
     how: dict[WeightFormat, str] = {
         "bfloat16": widened if way is None else f"by {WAYS[way]}",
         "int8": "as bytes, by VNNI" if cpu_has_vnni() else widened,
         "q4_1": widened,
     }
-    told = {"float32": f"multiply-adds of {instruction_set()}"}
-    told |= {str(name): f"{text}: {describe_gains(name)}" for name, text in how.items()}
+    told = {"float32": f"multiply-adds of {instruction_set()}", **{str(name): text for name, text in how.items()}}
     if way is not None and bf16.serves("q4_1", torch.bfloat16):
-        told["q4_1 in bfloat16"] = f"by {WAYS[way]}: {describe_gains('q4_1', 'bfloat16')}"
+        told["q4_1 in bfloat16"] = f"by {WAYS[way]}"
     return told
 
 
@@ -131,52 +69,3 @@ def _arithmetic(model: ModelConfig) -> str:
         return how + kept
     widened = model.moe is not None and not bf16.serves(model.weight_format, torch.bfloat16, grouped=True)
     return f"{how}, experts' widened" if widened else how
-
-
-def _measure(format_: WeightFormat, dtype: DType) -> Measured:
-    """Compare our product by fp32 weights with that by weights in ``format_``, in a model of ``dtype``."""
-    weight, own, other = torch.full(SHAPE, 0.5), Matmul(), Matmul(format_)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the size of a team
-    try:
-        own.prepare(lambda: weight, None)
-        other.prepare(lambda: weight, None, dtype=getattr(torch, dtype))
-        return compare((own, other), [torch.ones(rows, SHAPE[1]) for rows in ROWS])
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def compare(works: tuple[Work, Work], xs: Sequence[Tensor], clock: Callable[[], float] = time.thread_time) -> Measured:
-    """Measure how many times as fast the second of ``works`` is, for each x [rows, ..], by the quickest of several
-    runs. Each round runs everything, so one disturbed moment does not decide. Repeats agree if the quickest of every
-    other round is about the quickest of all."""
-    least_s = [([math.inf, math.inf], [math.inf, math.inf]) for _ in xs]  # of each work, by halves of the rounds
-    for number, (x, by_work) in itertools.product(range(ROUNDS), zip(xs, least_s, strict=True)):
-        for work, halves in zip(works, by_work, strict=True):
-            for _ in range(TRIES):
-                started_s = clock()
-                work(x)
-                halves[number % 2] = min(halves[number % 2], clock() - started_s)
-    found = {len(x): round(min(own) / max(min(other), 1e-9), 2) for x, (own, other) in zip(xs, least_s, strict=True)}
-    return found, all(max(halves) < AGREE * min(halves) for by_work in least_s for halves in by_work)
-
-
-def _machine() -> dict[str, object]:
-    """Describe what a measurement is valid for: the CPU, the instructions that kernels may use, and their sources."""
-    sources = sorted(Path(kernels.__path__[0]).glob("*.py"))
-    return {
-        "cpu": _cpu_model(),
-        "numba": compiled_for(),
-        "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16],
-        "measured": (SHAPE, ROWS),
-    }
-
-
-def _cpu_model() -> list[str]:
-    """Read the lines of /proc/cpuinfo that name the first CPU; none without that file."""
-    names = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size")
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return []
-    return [" ".join(line.split()) for line in first.splitlines() if line.split(":")[0].strip() in names]
