@@ -7,7 +7,7 @@ Invariant: a batch's number grows by one. What a subscriber has applied in full 
            after events that were lost here, a batch clears everything and tells the whole content.
 Thread:    one at a time for `publish`; replays have a thread of their own.
 
-    batch   topic "", number (8 bytes, big endian), msgpack [seconds since 1970, [event, ...], 0]
+    batch   topic, number (8 bytes, big endian), msgpack [seconds since 1970, [event, ...], 0]
     event   ["BlockStored", hashes, hash before them, token ids, block size, null, medium, adapter, extra_keys]
             ["BlockRemoved", hashes, medium]   ["AllBlocksCleared"]
     replay  number (DEALER, behind an empty part) -> each batch from it on, number and body, then number -1; where the
@@ -47,7 +47,8 @@ class KvEvents:
     """The publisher of one replica."""
 
     def __init__(self, endpoint: str) -> None:
-        """``endpoint``: tcp://HOST:PORT; replays are at the next port. Where these are taken, the next two are tried.
+        """``endpoint``: tcp://HOST:PORT, or tcp://HOST:PORT/TOPIC; replays are at the next port. Where these are taken,
+        the next two are tried.
 
         Raises: InvalidConfig.
         """
@@ -55,16 +56,22 @@ class KvEvents:
             self._zmq = importlib.import_module("zmq")
         except ImportError as error:
             raise InvalidConfig(f"{KV_EVENTS_VARIABLE} needs pyzmq: pip install -e '.[events]'") from error
-        if re.fullmatch(r"tcp://[^:/]+:\d{1,5}", endpoint) is None:
-            raise InvalidConfig(f"{KV_EVENTS_VARIABLE} = {endpoint[:64]!r}: must be tcp://HOST:PORT, such as tcp://*:5557")
+        found = re.fullmatch(r"(tcp://[^:/]+:\d{1,5})(?:/(.*))?", endpoint)
+        if found is None:
+            raise InvalidConfig(
+                f"{KV_EVENTS_VARIABLE} = {endpoint[:64]!r}: must be tcp://HOST:PORT or tcp://HOST:PORT/TOPIC, such as "
+                "tcp://*:5557"
+            )
+        self._topic = (found[2] or "").encode()
         self._context = self._zmq.Context()
         self._pub, self._router = self._context.socket(self._zmq.PUB), self._context.socket(self._zmq.ROUTER)
         self._pub.setsockopt(self._zmq.SNDHWM, MOST_UNSENT)
         self._router.setsockopt(self._zmq.SNDHWM, 0)  # a replay is KEPT batches at most, of which none may be dropped
-        self.endpoint, self.replay = self._bound(endpoint)
+        self.endpoint, self.replay = self._bound(found[1])
         self._kept = collections.deque[tuple[int, bytes]](maxlen=KEPT)
         self._num_batches = 0
         self._seq = 0  # of the last cache event
+        self._behind = False  # what was published is not all that happened
         self._has_host = False
         self._encoder = msgspec.msgpack.Encoder()
         self._going = True
@@ -75,18 +82,20 @@ class KvEvents:
     def publish(self, events: Sequence[CacheEvent]) -> bool:
         """Publish ``events``. Returns: False where one before them is missing: `start_over` then."""
         new = [event for event in events if event.seq > self._seq]
-        if not new:
-            return True
-        if new[0].seq != self._seq + 1:
+        self._behind = self._behind or (bool(new) and new[0].seq != self._seq + 1)
+        if self._behind:
             return False
-        self._seq = new[-1].seq
-        self._send([each for event in new for each in self._told(event)])
+        if new:
+            self._behind = True
+            self._send([each for event in new for each in self._told(event)])
+            self._behind, self._seq = False, new[-1].seq
         return True
 
     def start_over(self, snapshot: CacheSnapshot) -> None:
         """Publish the whole content of the cache, in the place of what was published before."""
-        self._seq = snapshot.seq
+        self._behind = True
         self._send([["AllBlocksCleared"], *(each for event in snapshot.stored for each in self._told(event))])
+        self._behind, self._seq = False, snapshot.seq
 
     def close(self) -> None:
         self._going = False
@@ -119,7 +128,8 @@ class KvEvents:
         body, number = self._encoder.encode([time.time(), told, 0]), self._num_batches
         self._num_batches += 1
         self._kept.append((number, body))
-        self._pub.send_multipart((b"", number.to_bytes(8, "big"), body), self._zmq.NOBLOCK)  # PUB drops, never waits
+        parts = self._topic, number.to_bytes(8, "big"), body
+        self._pub.send_multipart(parts, self._zmq.NOBLOCK)  # PUB drops, never waits
 
     def _replay_forever(self) -> None:
         while self._going:

@@ -47,7 +47,7 @@ from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.config import CacheConfig
-from replicas.engine.engine import Engine
+from replicas.engine.engine import CacheEvents, Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.memory.sizing import page_bytes, part_bytes
@@ -63,6 +63,7 @@ STATS_S = 1.0  # how long a report waits for the step that runs
 START_S = 5.0  # how long a lease waits for its request: the two travel apart
 MOST_OUTPUTS, MOST_OUTPUT_IDS = 256, 1 << 20  # that are remembered of requests, all together
 REMEMBERED_S = 60.0  # and for how long
+PUBLISH_AGAIN_S = 5.0  # after cache events could not be published to others
 ACTIVITY_S = 10.0  # from one line about what a replica does to the next; none while it does nothing
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
 
@@ -132,6 +133,7 @@ class ServedEngine:
         """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine, as is
         ``kv_events``: what else hears of its cache."""
         self._kv_events = kv_events
+        self._publish_again_s = 0.0
         self.loop = loop
         self.replica_id = replica_id
         self._role = role
@@ -428,10 +430,21 @@ class ServedEngine:
             frames = encode(CacheChanges.of(events)) + encode(self._report(stats))  # without events: nothing changed
             for client in list(self._clients.values()):
                 client.report(frames)
-            if self._kv_events is not None and not self._kv_events.publish(events):
-                self._kv_events.start_over(await self.loop.run_on_engine(lambda engine: engine.cache_snapshot()))
+            if self._kv_events is not None:
+                await self._publish(self._kv_events, events)
             self._outputs.drop_old()
             await asyncio.sleep(self._report_period_s)
+
+    async def _publish(self, to: KvEvents, events: CacheEvents) -> None:
+        """Tell subscribers of ``events``. What fails is told anew, later: routers and steps do not wait for it."""
+        if time.monotonic() < self._publish_again_s:
+            return
+        try:
+            if not to.publish(events):
+                to.start_over(await self.loop.run_on_engine(lambda engine: engine.cache_snapshot()))
+        except Exception:  # the edge: reports to routers go on
+            log.exception("cache events could not be published; all of the cache is, in %g s", PUBLISH_AGAIN_S)
+            self._publish_again_s = time.monotonic() + PUBLISH_AGAIN_S
 
     def _report(self, stats: EngineStats) -> ReplicaReport:
         error = self.loop.fault

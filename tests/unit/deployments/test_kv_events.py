@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from deployments.channel.kv_events import LAST, KvEvents
+from deployments.replica import served_engine
+from deployments.replica.served_engine import ServedEngine
 from kvtransfer.pages import Tier
 from replicas.cache.events import EventLog, PagesStored
 from replicas.cache.radix import RadixCache
+from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
+from tests.harness import fake_engine
+from tests.unit.deployments.in_process import House
+from tests.unit.deployments.sample_values import ask as asked
+from tests.waiting import until_async
 
 zmq = pytest.importorskip("zmq")
 PAGE = 4
@@ -22,14 +29,15 @@ PAGE = 4
 class Subscriber:
     """The blocks of one publisher by medium, as its messages tell them, in the form of vLLM's example."""
 
-    def __init__(self, events: KvEvents, *, most: int = 0) -> None:
+    def __init__(self, events: KvEvents, *, most: int = 0, topic: bytes = b"") -> None:
+        self.topic = topic
         self.context = zmq.Context()
         self.sub, self.ask = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
         if most:
             self.sub.setsockopt(zmq.RCVHWM, most)
         self.sub.connect(events.endpoint)
         self.ask.connect(events.replay)
-        self.sub.subscribe(b"")
+        self.sub.subscribe(topic)
         self.next, self.blocks, self.gaps = 0, dict[int, set[str]](), 0
         self.parents: dict[int, int | None] = {}
         self.extra: dict[int, Any] = {}
@@ -37,7 +45,7 @@ class Subscriber:
     def read(self, within_ms: int = 500) -> None:
         while self.sub.poll(within_ms):
             topic, number, body = self.sub.recv_multipart()
-            assert topic == b""
+            assert topic == self.topic
             self.take(struct.unpack(">Q", number)[0], body)
 
     def take(self, number: int, body: bytes) -> None:
@@ -173,6 +181,43 @@ def test_a_subscriber_that_does_not_read_delays_nobody_and_sees_its_gap(
     assert slow.gaps == 1
     assert slow.next == 40_000 // 16 - 1
     slow.close()
+
+
+async def test_a_served_replica_tells_its_cache_and_a_publisher_that_fails_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch cannot be sent, nor the next one, which tells the whole cache; its router hears as ever."""
+    monkeypatch.setattr(served_engine, "PUBLISH_AGAIN_S", 0.0)
+    events = KvEvents("tcp://127.0.0.1:0/kv@here@model")
+    fails, send = [True, True], events._send
+
+    def sends(told: list[list[Any]]) -> None:
+        if fails:
+            fails.pop()
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+        send(told)
+
+    monkeypatch.setattr(events, "_send", sends)
+    engine, _ = fake_engine(record_events=True)
+    loop = EngineLoop(engine)
+    loop.start()
+    served = ServedEngine(loop, replica_id="r0", node_id="here", report_period_s=0.01, kv_events=events)
+    subscriber = Subscriber(events, topic=b"kv@here@model")
+    async with House() as house:
+        await house.ready(served)
+        for n in range(100):
+            request = asked(rid=f"a{n}", num_tokens=20, max_new_tokens=1)
+            [delta async for delta in house.dispatcher.stream(request)]
+            if subscriber.sub.poll(20):
+                break
+        await until_async(lambda: not fails and events._seq == engine.cache_snapshot().seq > 0)
+        assert house.router.applied("r0") == events._seq
+        subscriber.replay(0)
+        subscriber.read(0)
+        await served.stop()
+    assert subscriber.blocks.keys() == {int(key) for stored in engine.cache_snapshot().stored for key in stored.keys}
+    assert subscriber.blocks
+    subscriber.close()
 
 
 def test_ports_that_are_taken_are_passed_over_and_what_nobody_can_bind_is_refused() -> None:
