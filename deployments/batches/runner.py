@@ -1,4 +1,4 @@
-"""Runs the batches that a router holds: each line as if a client had sent it, but in the gaps that others leave.
+"""Runs the batches that a router holds: each line as if a client had sent it, when replicas have room.
 
 Owns:      which lines of its batches run, and at which replica each begins.
 Never:     keeps a body: a line is read from its file when it begins, its entry goes to the store within KEEP_S. Where

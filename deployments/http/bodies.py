@@ -197,8 +197,8 @@ _ABOUT_TOOL = {
 }
 Conversation = Annotated[Items[Annotated[Object, WithJsonSchema(_MESSAGE)]], shown(minItems=1)]
 CONVERSATION = (
-    "The conversation. Roles: OpenAI's, and those that the chat template names; `developer` becomes `system` where the "
-    "template does not know it."
+    "The conversation. Roles: OpenAI's, and the chat template's own; `developer` becomes `system` where the template "
+    "does not know it."
 )
 Tool = Annotated[Object, WithJsonSchema(shape({"type": FUNCTION}, function=shape(_ABOUT_TOOL, name=TOOL_NAME)))]
 Tools = Annotated[Items[Tool], shown(maxItems=MAX_TOOLS)]

@@ -232,7 +232,7 @@ async def delete_file(request: Request, file_id: PathName) -> Response:
 
 @router.post("/v1/batches", **gives("OpenAI's `batch`", 400, 404, 408, 413, 415, 429, 499, 503, 507))
 async def create_batch(request: Request, body: BatchRequest) -> Response:
-    """Run the requests of a file in the gaps that others leave."""
+    """Run the requests of a file when replicas have room."""
     store, owner = _store(request), caller_of(request).name
     if body.endpoint not in ENDPOINTS:
         raise InvalidRequest(f"endpoint: must be one of {', '.join(ENDPOINTS)}", param="endpoint")
