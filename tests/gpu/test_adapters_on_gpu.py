@@ -25,7 +25,7 @@ from replicas.types import AdapterRef
 from tests.adapters import TARGETS, make_adapter
 from tests.gpu import fake_cuda
 from tests.gpu.device_steps import DEVICE
-from tests.gpu.test_gpu_engine import NUM_NEW, SMALL, ask, model, start
+from tests.gpu.test_gpu_engine import SMALL, ask, model, start
 from tests.gpu.triton_or_skip import triton_paged
 from tests.numerics import tiny
 
@@ -109,7 +109,7 @@ def test_each_row_has_what_its_adapter_adds(rows: int, dtype: torch.dtype, allow
         assert torch.equal(made[2], out[2]), "a row without an adapter was touched"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *[torch.bfloat16] * (DEVICE == "cuda")])
+@pytest.mark.parametrize("dtype", [torch.float32, *[torch.float16, torch.bfloat16] * (DEVICE == "cuda")])
 @pytest.mark.usefixtures("interpreted")
 def test_the_bits_of_a_row_do_not_depend_on_its_company(dtype: torch.dtype) -> None:
     """Alone; among rows of its adapter, of others, and of none; in a graph's step; in a step that is not split."""
@@ -191,6 +191,7 @@ def test_a_replica_without_triton_leaves_an_adapter_to_others(
 
 
 PROMPT = list(range(70, 95))
+NUM_NEW = 6 if DEVICE == "cuda" else 3  # two decode steps: each takes seconds where kernels are interpreted
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def told(engine: Engine, refs: Sequence[AdapterRef | None]) -> list[list[int]]:
     """The ids that requests with these adapters are answered, all at once."""
     made: list[list[int]] = [[] for _ in refs]
     for i, ref in enumerate(refs):
-        assert engine.submit(replace(ask(str(i), PROMPT), adapter=ref)) == []
+        assert engine.submit(replace(ask(str(i), PROMPT, max_new_tokens=NUM_NEW), adapter=ref)) == []
     while engine.open_rids:
         for delta in engine.step():
             made[int(delta.rid)] += delta.token_ids
@@ -239,9 +240,10 @@ def test_requests_of_three_adapters_and_of_none_answer_as_the_merged_models_from
     """In fp32, in one batch. Decode steps with adapters are replayed, wait for nothing, and compile nothing."""
     wanted = [merged_ids(folder, ref) for ref in adapters]
     assert len({tuple(ids) for ids in wanted}) == 4
-    without = start(str(folder), dtype="float32", cuda_graphs=False, adapters=AdapterLimits(max_rank=20))
-    assert told(without, adapters) == wanted
-    without.close()
+    if gpu is None:  # interpreted, one adapter is answered so (test_an_adapter_for_which_the_gpu_has_no_memory...)
+        without = start(str(folder), dtype="float32", cuda_graphs=False, adapters=AdapterLimits(max_rank=20))
+        assert told(without, adapters) == wanted
+        without.close()
     engine = start(str(folder), dtype="float32", adapters=AdapterLimits(max_rank=20))
     compiled = set(gpu.programs) if gpu is not None else set()
     launch, plans, waits, replayed = engine.steps.launch, list[DecodePlan](), list[str](), list[bool]()
@@ -282,7 +284,7 @@ def test_adapters_come_and_go_while_graphs_stay(
     _, first, _, last = adapters
     wanted = {ref: merged_ids(folder, ref) for ref in (None, first, last)}
     limits = AdapterLimits(max_rank=20)
-    engine = start(str(folder), dtype="float32", adapters=limits)
+    engine = start(str(folder), dtype="float32", adapters=limits, scheduler={"max_running_requests": 1})
     runner = engine.steps.launch.__self__.runner  # type: ignore[attr-defined]
     assert told(engine, [first]) == [wanted[first]]
     stats = engine.stats().adapters
