@@ -1,4 +1,4 @@
-"""A model split over ranks, each a process, says what one rank says."""
+"""A model split over ranks, each a process, says what one rank says. Three ranks of SmolLM2: test_same_answer.py."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import weight_bytes
 from tests.numerics import quantised, tiny
-from tests.numerics.paged import SMOLLM2, PagedModel, assert_close_in_range
+from tests.numerics.paged import PagedModel, assert_close_in_range
 from tests.numerics.ranks import run_ranks
 
 Answer = tuple[list[Tensor], list[list[int]], int]  # prompt logits, greedy ids, bytes of weights
@@ -41,25 +41,14 @@ def test_two_ranks_agree_with_one_for_every_family(tmp_path: Path) -> None:
         assert_same(ours, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.model
-def test_three_ranks_agree_with_one_for_smollm2(tmp_path: Path) -> None:
-    """9 query heads and 3 KV heads: a KV head each; weights 1.04 thirds each, since norms lie on every rank."""
-    config = load_model_config(str(SMOLLM2))
-    prompts = [[504, 2365, 6354, 16438], [19556, 905]]  # "The quick brown fox", "Hello world"
-    wanted = answer(TpGroup(device="cpu"), [config], prompts, 12)
-    for ours in run_ranks(3, answer, [config], prompts, 12, meet=tmp_path / "meet"):
-        assert_same(ours, wanted)
-        assert ours[0][2] < 0.34 * wanted[0][2]
-
-
 def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"9 \(query heads\) cannot be split evenly over 2"):
         QKVParallelLinear(num_heads=9, num_kv_heads=3, head_dim=64, tp=TpGroup(0, 2, device="cpu"), bias=False)
 
 
 def assert_same(ours: list[Answer], wanted: list[Answer]) -> None:
-    for (logits, ids, _), (logits_1, ids_1, _) in zip(ours, wanted, strict=True):
+    for (logits, ids, num_bytes), (logits_1, ids_1, num_bytes_1) in zip(ours, wanted, strict=True):
+        assert num_bytes < 0.6 * num_bytes_1  # norms lie on every rank, and what makes a latent vector
         for mine, its in zip(logits, logits_1, strict=True):
             assert_close_in_range(mine, its, 1e-4)
         assert ids == ids_1
