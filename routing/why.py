@@ -44,11 +44,12 @@ SYSTEM = ("system", "developer")  # roles
 LONG_TEXT, HEAD = 1 << 12, 64
 MOST_LOOKED_AT = 64  # pages, for how many of a prompt have left a replica
 _DEPTHS = (1, 4, 16, 64, 256, 1024)  # pages of the prefixes that are remembered with their names
-_DIGITS = re.compile(r"\d\d|day\b")
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d"
+_DIGITS = re.compile(rf"\d(?:[-/.:]\d|\d{{8}})|day\b|{_MONTH}")  # what `_TIME` finds has one of these
 _TIME = re.compile(
     r"\d{4}-\d\d?-\d\d?(?:[T ]\d\d?:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|[+-]\d\d:?\d\d))?)?"
     r"|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}|\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?[AaPp][Mm])?|\b1\d{9}(?:\d{3})?\b"
-    r"|\b(?:\d{1,2} )?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* \d{1,4}(?:,? \d{4})?"
+    rf"|\b(?:\d{{1,2}} )?{_MONTH}\d{{0,3}}(?:,? \d{{4}})?"
     r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
 )
 
@@ -236,12 +237,12 @@ class PromptHistory:
 
     def parts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> PromptParts:
         """Hash the parts of a conversation that was encoded; a microsecond a part, and more for one that is new."""
-        hashed, roles = [], []
+        hashed, roles, known = [], [], self._timeless.entries
         for message in messages:
             role, content = str(message.get("role", "")), message.get("content")
             text = content if type(content) is str and len(message) == 2 else repr(message)
             roles.append(role)
-            hashed.append(self._hashed(role, text))
+            hashed.append(known.get(hash((role, text))) or self._hashed(role, text))
         told = [repr(tool) for tool in tools]
         return PromptParts(tuple([self._hashed("tool", each) for each in told]), tuple(hashed), tuple(roles))
 
@@ -287,7 +288,9 @@ class PromptHistory:
         usable, at = (decision.num_tokens - 1) // size, cached // size
         parts = asked.parts
         assert parts is not None
-        same = turn is not None and not is_frame and _differs(turn.parts, parts) is None
+
+        def same() -> bool:
+            return turn is not None and not is_frame and _differs(turn.parts, parts) is None
 
         def of(cause: MissCause, tokens: int, what: str = "", by: Departure | None = None) -> Miss:
             rate = decision.prefill_tokens_per_s
@@ -295,7 +298,7 @@ class PromptHistory:
             return Miss(cause=cause, at=cached, tokens=tokens, cost_s=cost_s, tenant=asked.tenant, what=what, by=by)
 
         if not usable:
-            return of(MissCause.PAGE if same else MissCause.NEVER, decision.num_tokens)
+            return of(MissCause.PAGE if same() else MissCause.NEVER, decision.num_tokens)
         if at >= usable:
             return None
         best_id, best = decision.best_overlap
@@ -323,7 +326,7 @@ class PromptHistory:
                 if at < shared:
                     was_there = turn.time_s < decision.time_s
                     return of(MissCause.EVICTED if was_there else MissCause.NEVER, (shared - at) * size)
-                return of(MissCause.PAGE, turn.num_tokens) if same and not len(turn.keys) else None
+                return of(MissCause.PAGE, turn.num_tokens) if not len(turn.keys) and same() else None
         space = asked.space
         for depth, prefix in reversed(prefixes):
             other = self._spaces.entries.get(prefix)
@@ -388,10 +391,12 @@ class PromptHistory:
     def _prefixes(self, asked: Asked, *, behind: int) -> list[tuple[int, int]]:
         """Hash the prefixes of 1, 4, 16, ... pages, whatever they are cached under, of more than ``behind``, which are
         known: pages, hash."""
-        data = np.ascontiguousarray(asked.token_ids, dtype=np.int32).data.cast("B")
         num, page_bytes, digest = len(asked.token_ids), 4 * self._page_size, xxhash.xxh3_64_intdigest
-        return [(pages, digest(data[: pages * page_bytes]))
-                for pages in _DEPTHS if behind < pages and pages * self._page_size < num]  # fmt: skip
+        depths = [pages for pages in _DEPTHS if behind < pages and pages * self._page_size < num]
+        if not depths:
+            return []
+        data = np.ascontiguousarray(asked.token_ids, dtype=np.int32).data.cast("B")
+        return [(pages, digest(data[: pages * page_bytes])) for pages in depths]
 
 
 def _key_at(decision: Decision, page: int) -> int:
