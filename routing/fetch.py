@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from routing.types import Floats, Ints, LoadEstimate, PageFetch
 
@@ -29,6 +30,7 @@ GAIN_S = 0.005
 MOST_DONORS = 4  # that are compared: those with most of the prompt, of equals those that were asked for least
 LATE = 1.5  # times as long as expected, or as the queue, is too late; but not within
 LEAST_WITHIN_S = 0.5  # that a fetch may take in any case
+TRIED = 0.25  # as may this part of what computing takes
 
 
 class BytesAsked:
@@ -82,8 +84,8 @@ class Fetches:
     others_s: Floats  # what it costs the donor's requests
     compute_s: Floats  # to compute those tokens, or load them
 
-    def without(self, at: int) -> "Fetches":
-        """Return these, but none for candidate ``at``."""
+    def without(self, at: npt.NDArray[np.bool_]) -> "Fetches":
+        """Return these, but none for the candidates ``at``."""
         tokens, took_s, others_s = self.tokens.copy(), self.took_s.copy(), self.others_s.copy()
         tokens[at], took_s[at], others_s[at] = 0, 0.0, 0.0
         return replace(self, tokens=tokens, took_s=took_s, others_s=others_s)

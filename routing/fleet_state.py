@@ -225,17 +225,24 @@ class FleetState:
         *,
         max_new_tokens: int,
         waits: Sequence[RouteLeg] = (),
+        tries: int | None = None,
     ) -> Candidates:
         """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``.
 
-        Args: waits: its open legs, if it was sent before and waits: where they are it would keep its place.
+        Args: waits: its open legs, if it was sent before and waits: where they are it would keep its place. tries: the
+              only one that may fetch, to find out whether links that were slow are quicker by now.
         """
         reach = self._index.reach(usable, eligible.columns)
         load = self.load.estimate(eligible, now_s, before=[leg.number for leg in waits])
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
-        if self._fetches and not query.one_replica and (donors := self._donors(reach, held, load, eligible, usable)):
-            held = replace(held, fetches=self._fetch(donors, held, load, eligible, num_tokens))
+        if self._fetches and not query.one_replica and (
+            donors := self._donors(reach, held, load, eligible, usable, hopes=tries is not None)
+        ):  # fmt: skip
+            fetches = self._fetch(donors, held, load, eligible, num_tokens)
+            held = replace(
+                held, fetches=fetches if tries is None else fetches.without(np.arange(len(held.device)) != tries)
+            )
         for leg in waits:  # the index expects that all of its prompt will be there: by itself
             at = eligible.columns == self.load.column(leg.replica_id)
             held.device[at] = np.minimum(held.device[at], leg.overlap_tokens)
@@ -251,8 +258,9 @@ class FleetState:
         )  # fmt: skip
 
     def _donors(
-        self, reach: Reach, held: HeldTokens, load: LoadEstimate[Floats], eligible: Eligible, usable: Pages
-    ) -> Donors | None:
+        self, reach: Reach, held: HeldTokens, load: LoadEstimate[Floats], eligible: Eligible, usable: Pages,
+        *, hopes: bool,
+    ) -> Donors | None:  # fmt: skip
         """Return the replicas that have more of a prompt than another one; None if there is none."""
         if self.links.unsure and self.asked.of:
             return None
@@ -278,7 +286,7 @@ class FleetState:
             host_s_per_token=eligible.loading[0, at],
             wait_s=rest_s[at] / 2,
             num_running=np.maximum(load.num_requests - load.num_waiting, 0.0)[at],
-            bytes_per_s=self.links.rates(ids, [view.replica_id for view in views]),
+            bytes_per_s=self.links.rates(ids, [view.replica_id for view in views], hopes=hopes),
             asked_bytes=np.maximum(asked[:, None], asked[at]),
         )
 
@@ -515,10 +523,11 @@ class LinkRates:
         if late and num_bytes < TELLING_BYTES:
             self._note(pair, TELLING_BYTES / after_s)
 
-    def rates(self, donors: Sequence[str], receivers: Sequence[str]) -> Floats:
-        """Return [receivers, donors] bytes/s; 0 for a pair that is left alone."""
+    def rates(self, donors: Sequence[str], receivers: Sequence[str], *, hopes: bool = False) -> Floats:
+        """Return [receivers, donors] bytes/s; 0 for a pair that is left alone. ``hopes``: as quick as they may be by
+        now, rather than as measured."""
         now_s = self._clock()
-        hope = 2.0 ** min((now_s - self._last_s) / DOUBLED_S, 10.0) if self._rates else 1.0
+        hope = 2.0 ** min((now_s - self._last_s) / DOUBLED_S, 10.0) if hopes and self._rates else 1.0
         most = max(ASSUMED_BYTES_PER_S, max(self._rates, default=0.0))
         found = np.full((len(receivers), len(donors)), min(hope * self.bytes_per_s, most))
         if self._of or self._held:

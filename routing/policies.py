@@ -30,7 +30,7 @@ from typing import overload
 
 import numpy as np
 
-from routing.fetch import LATE, LEAST_WITHIN_S, Fetches
+from routing.fetch import LATE, LEAST_WITHIN_S, TRIED, Fetches
 from routing.index import Reach
 from routing.types import Candidate, Floats, Ints, LoadEstimate, PageFetch, Reason, ReplicaView, RouteQuery, Terms
 
@@ -102,7 +102,9 @@ class Candidates(MadeWhenAsked):
             num_bytes=int(of.num_bytes[index]),
             took_s=float(of.took_s[index]),
             compute_s=compute_s,
-            within_s=max(LEAST_WITHIN_S, LATE * float(of.took_s[index]), float(terms.queue_s[index])),
+            within_s=max(
+                LEAST_WITHIN_S, TRIED * compute_s, LATE * float(of.took_s[index]), float(terms.queue_s[index])
+            ),
             donor_ttft_s=next(donor_ttft_s, float("inf")),
         )
 

@@ -15,6 +15,7 @@ Thread:    one event loop; no call blocks.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -295,12 +296,16 @@ class Router:
         if self._fleet.apart:
             turn = self._turn(query, again)
             return self._decide_pair(query, eligible, keys, usable, waits, turn, now_s=now_s, dry_run=dry_run), pages
-        candidates = self._fleet.candidates(
-            query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits
+        look = partial(
+            self._fleet.candidates, query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits
         )
-        overlap_tokens = candidates.overlap_tokens
+        candidates = look()
         turn = self._turn(query, again)
         choice = self._policy(query, candidates, turn)
+        stale = self.link.measured and self.link.unsure
+        if stale and candidates.fetches is not None and candidates.fetch(choice.index) is None:
+            candidates = look(tries=choice.index)  # where it goes anyway: a hope that is wrong changes no choice
+        overlap_tokens = candidates.overlap_tokens
         compared = range(len(views)) if choice.compared is None else choice.compared
         best, terms = int(overlap_tokens.argmax()), candidates.terms
         decision = Decision(

@@ -139,9 +139,27 @@ def test_a_link_that_was_slow_is_believed_to_be_quicker_as_time_passes() -> None
     assert not links.unsure
     assert links.rates(["a"], ["b", "c"]).tolist() == [[MB], [MB]]
     now_s[0] = 30.0
-    assert links.rates(["a"], ["b"])[0, 0] == 4 * MB
+    assert links.unsure
+    assert links.rates(["a"], ["b"])[0, 0] == MB
+    assert links.rates(["a"], ["b"], hopes=True)[0, 0] == 4 * MB
     now_s[0] = 1_000.0
-    assert links.rates(["a"], ["b"])[0, 0] == ASSUMED_BYTES_PER_S
+    assert links.rates(["a"], ["b"], hopes=True)[0, 0] == ASSUMED_BYTES_PER_S
+
+
+@pytest.mark.parametrize(("queued", "goes_to", "fetches"), [(3_000, "b", True), (500, "a", False)])
+def test_whether_a_slow_link_is_quicker_by_now_is_tried_where_the_request_goes_anyway(
+    queued: int, goes_to: str, fetches: bool
+) -> None:
+    """121 MB took 24 s. After 60 s they may take 0.17, and "b" would begin soonest in both cases."""
+    f = Fixture(queued=queued)
+    f.router.link.record(100 * MB, 20.0, ("a", "b"))
+    assert f.choose().fetch is None
+    f = Fixture(queued=queued)
+    f.router.link.record(100 * MB, 20.0, ("a", "b"))
+    f.now_s += 60.0
+    f.router.update([replace(view, time_s=f.now_s) for view in (f.a, f.b)])
+    decision = f.choose()
+    assert (decision.replica_id, decision.fetch is not None) == (goes_to, fetches)
 
 
 def test_a_fetch_that_was_late_says_how_slow_the_link_is() -> None:
