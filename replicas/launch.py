@@ -248,9 +248,10 @@ def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCop
 
 
 def _page_home(config: EngineConfig, kv: KvCache, host: HostKVCache | None) -> TieredPageHome | None:
-    """Make the home of pages that move between replicas; None without a host tier, or where ranks share KV heads."""
+    """Make the home of pages that move between replicas; None without a host tier, where ranks share KV heads, or
+    where a request needs recurrent states beside pages, which do not move."""
     tiers = kv.store.tiers
-    if host is None or tiers is None or config.model.num_kv_heads % config.num_kv_parts:
+    if host is None or tiers is None or config.model.num_kv_heads % config.num_kv_parts or config.model.states:
         return None
     identity = model_identity(config.model.path, config.model.quantization)
     return TieredPageHome(tiers, host, kv_layout(config, identity))

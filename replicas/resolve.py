@@ -125,10 +125,15 @@ def _state_problems(model: ModelConfig, cache: CacheConfig) -> Iterator[str]:
     """List what a model that keeps a recurrent state cannot do yet."""
     if not model.states:
         return
-    if cache.host_memory_bytes:
+    if cache.host_memory_bytes and not model.num_layers:
         yield (
-            f"cache.host_memory_bytes with {model.architecture}, which keeps a recurrent state: pages of its K and V "
-            "are of no use without it; leave it out"
+            f"cache.host_memory_bytes with {model.architecture}, which keeps recurrent states alone: the host tier has "
+            "pages of K and V, in which states lie beside them; leave it out"
+        )
+    if cache.store is not None:
+        yield (
+            f"cache.store with {model.architecture}, which keeps a recurrent state: a store keeps K and V alone, which "
+            "are of no use without it; leave it out, and set cache.host_memory_bytes"
         )
 
 

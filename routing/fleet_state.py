@@ -142,8 +142,8 @@ class Feed:
                 case KeysRemoved(keys=keys, tier=tier, idle_s=idle_s, tenant=tenant):
                     how = self._left(MissCause.EVICTED, tier=tier, idle_s=idle_s, tenant=tenant)
                     self._index.removed(self._replica, pages_of(keys), tier, how)
-                case KeysParted(keys=keys, there=there):
-                    self._index.parted(self._replica, pages_of(keys), there=there)
+                case KeysParted(keys=keys, there=there, tier=tier):
+                    self._index.parted(self._replica, pages_of(keys), there=there, tier=tier)
                 case _:  # nothing was running there: the pages that open decisions expect are still to come
                     self._begin(IndexSnapshot(seq, NO_KEYS), self._left(MissCause.RESTARTED))
 

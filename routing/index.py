@@ -218,11 +218,11 @@ class Reach:
     device: Ints
     own: Ints  # on its device or its host
     store: Ints  # with what it could read from its store
-    kept: Ints  # on its device, whether it could go on behind them or not
+    kept: Ints  # on its device or its host, whether it could go on behind them or not
 
 
 class Borders:
-    """Behind which pages of one replica's device a request can go on: those whose last pages all have a part.
+    """Behind which pages of one replica a request can go on: those whose last pages all have a part.
 
     Events tell of parts (replicas/cache/parts.py). A page that is only expected will have one, or, with ``at_ends``, if
     it ends what a decision expects: a state is kept there alone.
@@ -230,17 +230,21 @@ class Borders:
 
     def __init__(self, num_pages: int, *, at_ends: bool) -> None:
         """``num_pages``: the last ones before a border, whose parts are needed."""
-        self.parts: set[int] = set()
+        self.parts: set[int] = set()  # on its device
+        self.host_parts: set[int] = set()
         self._num_pages, self._at_ends = num_pages, at_ends
 
-    def last(self, pages: Pages, depth: int, expected: Expected) -> int:
-        """Return how many of the first ``depth`` of ``pages``, which the device has or is ``expected`` to have, are
-        before its last border."""
+    def last(self, pages: Pages, depth: int, expected: Expected, *, with_host: bool = False) -> int:
+        """Return how many of the first ``depth`` of ``pages``, which the device has or is ``expected`` to have, or
+        ``with_host`` the host, are before its last border."""
         end = at = depth
         parts, some_expected = self.parts, expected.num_pages > 0
+        host_parts = self.host_parts if with_host else set[int]()
         while at and end - at < self._num_pages:
             at -= 1
-            if pages[at] not in parts and not (some_expected and self._will_have(pages[at], expected)):
+            if pages[at] in parts or pages[at] in host_parts:
+                continue
+            if not (some_expected and self._will_have(pages[at], expected)):
                 end = at
         return end
 
@@ -316,8 +320,11 @@ class TierIndex:
             device = own = self._at_borders(pages, replicas, kept)
         with_host = self._host_pages[replicas] > 0
         if with_host.any():
-            own = device.copy()
-            own[with_host] = np.maximum(device[with_host], self._own.overlap(pages, replicas[with_host]))
+            own, kept = device.copy(), kept.copy()
+            has = kept[with_host] = np.maximum(kept[with_host], self._own.overlap(pages, replicas[with_host]))
+            if self._borders:
+                has = self._at_borders(pages, replicas[with_host], has, with_host=True)
+            own[with_host] = np.maximum(device[with_host], has)
         store, stores = own, self._store_of[replicas]
         for number, held in enumerate(self._stores):
             of_it = stores == number
@@ -381,10 +388,11 @@ class TierIndex:
         if self._host_pages[replica]:
             self._own.removed(replica, pages)
 
-    def parted(self, replica: int, pages: Pages, *, there: bool) -> None:
-        """Note that ``pages`` of the replica's device have a part now, or none."""
+    def parted(self, replica: int, pages: Pages, *, there: bool, tier: Tier = Tier.DEVICE) -> None:
+        """Note that ``pages`` of the replica's device, or their copies on its host, have a part now, or none."""
         if (borders := self._borders.get(replica)) is not None:
-            (borders.parts.update if there else borders.parts.difference_update)(pages)
+            parts = borders.parts if tier is Tier.DEVICE else borders.host_parts
+            (parts.update if there else parts.difference_update)(pages)
 
     def replace(
         self, replica: int, snapshot: IndexSnapshot, *, keeps: Callable[[int], bool], how: Departure | None = None
@@ -396,6 +404,7 @@ class TierIndex:
             self._own.replace(replica, device + pages_of(snapshot.host_keys), how=how)
         if (borders := self._borders.get(replica)) is not None:
             borders.parts = set(pages_of(snapshot.part_keys))
+            borders.host_parts = set(pages_of(snapshot.host_part_keys))
 
     def check(self) -> None:
         """Raises AssertionError if the indexes do not add up, or a device page is in one of them alone."""
@@ -409,13 +418,17 @@ class TierIndex:
             assert num_device <= num_own[0], f"replica {replica}: more pages on its device than in all of its tiers"
             assert num_own[1] == 0
 
-    def _at_borders(self, pages: Pages, replicas: npt.NDArray[np.intp], held: Ints) -> Ints:
-        """Return [n] how far ``replicas`` can go on, which hold [n] of the first of ``pages``."""
+    def _at_borders(
+        self, pages: Pages, replicas: npt.NDArray[np.intp], held: Ints, *, with_host: bool = False
+    ) -> Ints:
+        """Return [n] how far ``replicas`` can go on, which hold [n] of the first of ``pages`` on their devices, or
+        ``with_host`` on their hosts too."""
         device = held.copy()
         for at in np.flatnonzero(held).tolist():
             replica = int(replicas[at])
             if (borders := self._borders.get(replica)) is not None:
-                device[at] = borders.last(pages, int(held[at]), self._device.expected(replica))
+                expected = self._device.expected(replica)
+                device[at] = borders.last(pages, int(held[at]), expected, with_host=with_host)
         return device
 
     def _add_to_store(self, replica: int, pages: Pages) -> None:

@@ -116,7 +116,7 @@ class HeldTokens:
     device: Ints
     host: Ints
     store: Ints
-    gone: Ints  # none of the others': K and V of the prompt on the device that it cannot go on behind
+    gone: Ints  # none of the others': K and V of the prompt in its own tiers that it cannot go on behind
     host_s: Floats
     store_s: Floats
     fetches: Fetches | None = None  # instead of what is in the store
@@ -131,7 +131,7 @@ def held_tokens(reach: Reach, load: LoadEstimate[Floats], loading: Floats, *, pa
     Args: loading: [3, n] seconds: a token from the host; a token from the store to the host; before the store's bytes.
     """
     device, none = reach.device * page_size, np.zeros(len(reach.device))
-    gone = (reach.kept - reach.device) * page_size
+    gone = (reach.kept - reach.own) * page_size
     if reach.store is reach.device:
         no_tokens = none.astype(np.int64)
         return HeldTokens(device=device, host=no_tokens, store=no_tokens, gone=gone, host_s=none, store_s=none)

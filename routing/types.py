@@ -146,11 +146,13 @@ class KeysCleared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysParted:
-    """These pages of a replica's device have a part now, or none any more (`ReplicaView.part`)."""
+    """These pages of a replica's device, or their copies on its host, have a part now, or none any more
+    (`ReplicaView.part`)."""
 
     seq: int
     keys: PageKeys  # [n]
     there: bool
+    tier: Tier = Tier.DEVICE
 
 
 IndexEvent = KeysStored | KeysRemoved | KeysCleared | KeysParted
@@ -165,6 +167,7 @@ class IndexSnapshot:
     host_keys: PageKeys = field(default_factory=lambda: NO_KEYS)  # on the host alone
     store_keys: PageKeys = field(default_factory=lambda: NO_KEYS)  # that it knows to be in its store; there may be more
     part_keys: PageKeys = field(default_factory=lambda: NO_KEYS)  # of those on the device, the ones that have a part
+    host_part_keys: PageKeys = field(default_factory=lambda: NO_KEYS)  # those whose copy on the host has one
 
 
 # One number of one replica, or an array of them, one element a replica: each quantity is defined once for both.

@@ -71,12 +71,20 @@ class ReplicaReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 # stored, host, store: these pages are now at best on the replica's device, its host; or in the store that it shares;
 # removed, dropped: in none of its own tiers, of which the device or the host was the last; missed: not in the store;
-# cleared: its own tiers are empty; parts, holes: these pages have a part now, or none (replicas/cache/parts.py)
-Kind = Literal["stored", "host", "store", "removed", "dropped", "missed", "cleared", "parts", "holes"]
+# cleared: its own tiers are empty; parts, holes: these pages have a part now, or none (replicas/cache/parts.py);
+# host_parts, host_holes: likewise of their copies on the host
+Kind = Literal[
+    "stored", "host", "store", "removed", "dropped", "missed", "cleared", "parts", "holes", "host_parts", "host_holes"
+]
 STORED: Mapping[Tier, Kind] = {Tier.DEVICE: "stored", Tier.HOST: "host", Tier.STORE: "store"}
 STORED_IN = {kind: tier for tier, kind in STORED.items()}
 REMOVED: Mapping[Tier, Kind] = {Tier.DEVICE: "removed", Tier.HOST: "dropped", Tier.STORE: "missed"}
 REMOVED_FROM = {kind: tier for tier, kind in REMOVED.items()}
+PARTED: Mapping[tuple[Tier, bool], Kind] = {
+    (Tier.DEVICE, True): "parts", (Tier.DEVICE, False): "holes",
+    (Tier.HOST, True): "host_parts", (Tier.HOST, False): "host_holes",
+}  # fmt: skip
+PARTED_IN = {kind: found for found, kind in PARTED.items()}
 
 
 NONE = memoryview(b"")  # of a tier that a message does not mention
@@ -114,6 +122,7 @@ class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     host: memoryview = NONE  # on the host alone
     store: memoryview = NONE  # known to be in the store
     parts: memoryview = NONE  # of those on the device, the ones that have a part
+    host_parts: memoryview = NONE  # those whose copy on the host has one
 
     @staticmethod
     def of(snapshot: CacheSnapshot) -> "CacheKeys":
@@ -122,14 +131,15 @@ class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
             of_tier[stored.tier].append(stored.keys)
         keys, host, store = (_bytes(np.concatenate(of_tier[tier])) or NONE for tier in Tier)
         return CacheKeys(
-            seq=snapshot.seq, keys=keys, host=host, store=store, parts=_bytes(snapshot.parts) or NONE
-        )
+            seq=snapshot.seq, keys=keys, host=host, store=store, parts=_bytes(snapshot.parts) or NONE,
+            host_parts=_bytes(snapshot.host_parts) or NONE,
+        )  # fmt: skip
 
     def snapshot(self) -> IndexSnapshot:
         """Raises: BadFrame."""
         return IndexSnapshot(
             seq=self.seq, keys=_keys(self.keys), host_keys=_keys(self.host), store_keys=_keys(self.store),
-            part_keys=_keys(self.parts),
+            part_keys=_keys(self.parts), host_part_keys=_keys(self.host_parts),
         )  # fmt: skip
 
 
@@ -237,7 +247,7 @@ def _change(event: CacheEvent) -> CacheChange:
     if isinstance(event, PagesStored):
         return CacheChange(STORED[event.tier], event.seq, _bytes(event.keys))
     if isinstance(event, PartsChanged):
-        return CacheChange("parts" if event.there else "holes", event.seq, _bytes(event.keys))
+        return CacheChange(PARTED[event.tier, event.there], event.seq, _bytes(event.keys))
     return CacheChange(REMOVED[event.tier], event.seq, _bytes(event.keys), event.idle_s, event.tenant)
 
 
@@ -246,8 +256,9 @@ def _event(change: CacheChange) -> IndexEvent:
         return KeysCleared(change.seq)
     if change.kind in STORED_IN:
         return KeysStored(change.seq, _keys(change.keys), STORED_IN[change.kind])
-    if change.kind in ("parts", "holes"):
-        return KeysParted(change.seq, _keys(change.keys), there=change.kind == "parts")
+    if change.kind in PARTED_IN:
+        tier, there = PARTED_IN[change.kind]
+        return KeysParted(change.seq, _keys(change.keys), there, tier)
     tier = REMOVED_FROM[change.kind]
     return KeysRemoved(change.seq, _keys(change.keys), tier, change.idle_s, change.tenant)
 

@@ -11,7 +11,7 @@ Source:    Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache"
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -154,14 +154,15 @@ class MakeHostQueue(Protocol):
 HOST_QUEUES: dict[str, MakeHostQueue] = {"arc": ArcQueue}
 
 
-def host_queue(policy: str, num_pages: int, *, retention: Retention, write: WritePolicy) -> TierQueue:
-    """Make the queue of a host tier of ``num_pages`` pages. Copies of what the device has go first, if ``write`` makes
-    them again when the device evicts it: then the two tiers hold most between them."""
+def host_queue(
+    policy: str, num_pages: int, *, retention: Retention, write: WritePolicy, spare: Callable[[TreeNode], bool]
+) -> TierQueue:
+    """Make the queue of a host tier of ``num_pages`` pages; what is ``spare`` goes first."""
     order = TierOrder(
         policy="lru" if policy in HOST_QUEUES else policy,
         pages=lambda node: node.host,
         can_go=lambda node: node.host_evictable,
-        spare=lambda node: node.on_device and write.rule.at_eviction,
+        spare=spare,
     )
     if policy in HOST_QUEUES:
         return HOST_QUEUES[policy](num_pages, retention=retention, order=order, gaps=write.gaps)

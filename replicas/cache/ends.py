@@ -13,6 +13,7 @@ import enum
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -96,14 +97,25 @@ def _of(ages: Ages) -> Ages:
     return np.minimum((np.log2(ages + 1) * PER_OCTAVE).astype(np.int64), NUM_AGES - 1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A snapshot of the recurrent states behind a page, on the device or the host."""
+
+    pages: Pages  # in which it lies there
+    number: int  # of the copy that made it, which stands behind the states (memory/state_pool.py)
+    kind: int  # an End
+    since: int  # requests until it was last gone on with
+
+
 class Snapshots(Protocol):
-    """What `Victims` asks of the snapshots of pages (cache/parts.py)."""
+    """What a tree asks of the snapshots of pages (cache/parts.py)."""
 
     snapshot_pages: int
 
     def has(self, pages: Pages) -> npt.NDArray[np.bool_]: ...
     def worth(self) -> npt.NDArray[np.float64]: ...
     def give_up(self, page: int) -> int: ...
+    def snapshot_of(self, page: int) -> Snapshot: ...
 
 
 class Victims:
@@ -115,11 +127,17 @@ class Victims:
     """
 
     def __init__(
-        self, nodes: Sequence[TreeNode], snapshots: Snapshots, kept_for: Callable[[TreeNode], tuple[int, ...]]
+        self,
+        nodes: Sequence[TreeNode],
+        snapshots: Snapshots,
+        kept_for: Callable[[TreeNode], tuple[int, ...]],
+        give_up: Callable[[TreeNode, int], int],
     ) -> None:
-        """``nodes``: of the tree on the device, parents first. ``kept_for``: by which they go, before that."""
+        """``nodes``: of the tree on the device, parents first. ``kept_for``: by which they go, before that.
+        ``give_up``: gives up the snapshot of a page of a node, and returns the pages that are free by that."""
         self.num_freed = 0  # pages, of snapshots
         self._snapshots, self._kept_for, self._tie = snapshots, kept_for, itertools.count()
+        self._give_up = give_up
         self._ends: dict[TreeNode, list[int]] = {node: [] for node in nodes}  # its pages with a snapshot, in order
         self._below = dict.fromkeys(nodes, 0)  # children with a snapshot in them or below
         self._homes: dict[int, TreeNode] = {}  # by page with a snapshot
@@ -198,7 +216,7 @@ class Victims:
 
     def _drop(self, page: int) -> None:
         node = self._homes[page]
-        self.num_freed += self._snapshots.give_up(page)
+        self.num_freed += self._give_up(node, page)
         self._ends[node] = [at for at in self._ends[node] if node.pages[at] != page]
         self._file(node)
         while not self._leads(node) and node.parent in self._below:

@@ -64,6 +64,7 @@ class PartsChanged:
     seq: int
     keys: PageKeys  # [n]
     there: bool
+    tier: Tier = Tier.DEVICE  # which has the part, or HOST
 
 
 CacheEvent = PagesStored | PagesRemoved | AllCleared | PartsChanged
@@ -76,6 +77,7 @@ class CacheSnapshot:
     seq: int
     stored: tuple[PagesStored, ...]
     parts: PageKeys = field(default_factory=lambda: NO_KEYS)  # those of the stored pages that have one
+    host_parts: PageKeys = field(default_factory=lambda: NO_KEYS)  # those whose copy on the host has one
 
 
 class PartLog:
@@ -87,6 +89,12 @@ class PartLog:
         self._keys = np.zeros(len(part), dtype=np.uint64)  # by page; 0: it is not cached
         self._told = np.zeros(len(part), dtype=np.uint64)  # by page: the key of which a part was told; 0: of none
         self._touched: list[Pages] = []
+        self._on_host: dict[PageKey, None] = {}  # as events have told it
+        self._host_changes: dict[PageKey, bool] = {}  # since
+
+    def on_host(self, key: PageKey, there: bool) -> None:
+        """Take note that the copy of a page on the host has a part now, or none."""
+        self._host_changes[key] = there
 
     def name(self, pages: Pages, keys: PageKeys) -> None:
         """Take note that ``pages`` are cached now, under ``keys``."""
@@ -116,6 +124,20 @@ class PartLog:
         changed = was != now
         return was[changed & (was > 0)], now[changed & (now > 0)]
 
+    def host_changes(self) -> tuple[PageKeys, PageKeys]:
+        """Return likewise the keys of what the host has."""
+        changes, self._host_changes = self._host_changes, {}
+        gone = [key for key, there in changes.items() if not there and key in self._on_host]
+        new = [key for key, there in changes.items() if there and key not in self._on_host]
+        for key in gone:
+            del self._on_host[key]
+        self._on_host.update(dict.fromkeys(new))
+        return np.array(gone, dtype=np.uint64), np.array(new, dtype=np.uint64)
+
+    def told_on_host(self) -> PageKeys:
+        """Return all keys of which a part on the host was told."""
+        return np.array(list(self._on_host), dtype=np.uint64)
+
     def told(self) -> PageKeys:
         """Return all keys of which a part was told. O(pool)."""
         return self._told[self._told > 0]
@@ -141,7 +163,7 @@ class EventLog:
         salt: str = "",
     ) -> None:
         """``pages``: [n] of the device, where they may have parts."""
-        if self.parts is not None and pages is not None:
+        if self.parts is not None and pages is not None and len(pages):
             self.parts.name(pages, keys)
         self.seq += 1
         self._events.append(
@@ -164,10 +186,11 @@ class EventLog:
         """Record which parts have come and gone since the last call."""
         if self.parts is None:
             return
-        for keys, there in zip(self.parts.changes(), (False, True), strict=True):
-            if len(keys):
-                self.seq += 1
-                self._events.append(PartsChanged(seq=self.seq, keys=keys, there=there))
+        for tier, changes in ((Tier.DEVICE, self.parts.changes()), (Tier.HOST, self.parts.host_changes())):
+            for keys, there in zip(changes, (False, True), strict=True):
+                if len(keys):
+                    self.seq += 1
+                    self._events.append(PartsChanged(seq=self.seq, keys=keys, there=there, tier=tier))
 
     def drain(self) -> tuple[CacheEvent, ...]:
         self.tell_parts()

@@ -1,18 +1,22 @@
 """The pages of the host tier: which are free, and which copies of them are under way or done.
 
-Owns:      the free list of the host pages.
+Owns:      the free list of the host pages, and which of them have a snapshot of recurrent states, in further ones.
 Never:     touches bytes (memory/host.py), or knows which node has a page (cache/tiers.py).
-Invariant: free + in the tree + coming + read by somebody after they left the tree == capacity.
+Invariant: free + in the tree + of snapshots + coming + read by somebody after they left the tree == capacity. A
+           snapshot goes with its page.
 Thread:    scheduler thread only.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.pages import PageKey
+from replicas.cache.ends import Snapshot
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 
 SMOOTHING = 0.2  # weight of the newest load in the measured rate
@@ -37,6 +41,9 @@ class HostPages:
         self._readers: Counter[int] = Counter()
         self._late: set[int] = set()  # freed while they were read
         self.coming = 0  # taken, on their way into the tree
+        self.told: Callable[[PageKey, bool], None] = lambda key, there: None  # of snapshots; set once, by PageStore
+        self._snapshots: dict[int, tuple[Snapshot, PageKey]] = {}  # by host page
+        self._leads = np.zeros(num_pages + 1, dtype=np.bool_)  # by host page: whether it has a snapshot
 
     @property
     def num_pages(self) -> int:
@@ -56,7 +63,30 @@ class HostPages:
         assert num_pages <= self.coming, f"{num_pages} host pages arrive, {self.coming} were to come"
         self.coming -= num_pages
 
+    def keep(self, page: int, snapshot: Snapshot, key: PageKey) -> None:
+        """Let ``page`` of the tree, that of ``key``, have a ``snapshot``, in taken pages."""
+        assert not self._leads[page], f"host page {page} has a snapshot"
+        self._snapshots[page], self._leads[page] = (snapshot, key), True
+        self.told(key, True)
+
+    def has_snapshot(self, pages: Pages) -> npt.NDArray[np.bool_]:
+        """Tell of each of ``pages`` whether it has a snapshot; 0 has none."""
+        return self._leads[pages]
+
+    def snapshot_of(self, page: int) -> Snapshot:
+        """Return the snapshot of ``page``."""
+        return self._snapshots[page][0]
+
+    def drop_snapshots(self, pages: Pages) -> None:
+        """Free the snapshots of ``pages``."""
+        for page in pages[self._leads[pages]].tolist():
+            snapshot, key = self._snapshots.pop(page)
+            self._leads[page] = False
+            self._allocator.free(snapshot.pages)
+            self.told(key, False)
+
     def free(self, pages: Pages) -> None:
+        self.drop_snapshots(pages)
         read = [page for page in pages.tolist() if page in self._readers] if self._readers else []
         self._late.update(read)
         self._allocator.free(np.setdiff1d(pages, np.array(read, dtype=np.int32)) if read else pages)
@@ -81,8 +111,14 @@ class HostPages:
         assert len(np.unique(in_tree)) == len(in_tree), "a host page is in the tree twice"
         assert not np.intersect1d(in_tree, free).size, "a host page of the tree is free"
         held = self.num_pages - len(free)
-        assert held == len(in_tree) + len(self._late) + self.coming, (
-            f"{held} host pages are held: {len(in_tree)} in the tree, {len(self._late)} read, {self.coming} coming"
+        lies = np.concatenate([in_tree, *(snapshot.pages for snapshot, _ in self._snapshots.values())])
+        assert len(np.unique(lies)) == len(lies), "a host page is of two snapshots, or in the tree"
+        assert not np.intersect1d(lies, free).size, "a host page of a snapshot is free"
+        assert np.array_equal(np.flatnonzero(self._leads), sorted(self._snapshots)), "snapshots are miscounted"
+        assert set(self._snapshots) <= set(in_tree.tolist()), "a snapshot has outlived its page"
+        assert held == len(lies) + len(self._late) + self.coming, (
+            f"{held} host pages are held: {len(in_tree)} in the tree, {len(lies) - len(in_tree)} of snapshots, "
+            f"{len(self._late)} read, {self.coming} coming"
         )
 
 

@@ -32,8 +32,10 @@ from replicas.cache.base import Lock
 from replicas.cache.host_pages import HostTier
 from replicas.cache.node import path_to
 from replicas.cache.pages import PageStore
+from replicas.cache.parts import SnapshotAllocator
 from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
+from replicas.cache.tiers import HiRadixCache
 from replicas.config import LONGEST_DRAFT, CacheConfig
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, ReqToTokenPool, Slots, len_with_states
@@ -129,6 +131,8 @@ class KvCache:
         if tiers is None or holding.prefix_len != holding.kv_len:
             return 0, 0
         ids = req.ids[: longest_reuse(req, whole=whole)]
+        if isinstance(self._parts, SnapshotAllocator) and not whole:
+            return self._load_states(req, ids, max_tokens, tiers, self._parts)
         match = tiers.match_prefix(ids, req.salt, count_hit=False)
         if match.host_len == 0 or match.prefix_len != holding.prefix_len or not tiers.worth_loading():
             return 0, 0
@@ -155,6 +159,54 @@ class KvCache:
             return num_loaded * ps, 0
         return num_loaded * ps, match.host_len - num_loaded * ps
 
+    def _load_states(
+        self, req: Req, ids: TokenIds, max_tokens: int, tiers: HiRadixCache, parts: SnapshotAllocator
+    ) -> tuple[int, int]:
+        """As `load`, up to the last page of ``ids`` whose snapshot is on the host: K and V before it that are not on
+        the device, by ``max_tokens`` at a time, and with the last of them the snapshot."""
+        holding, ps = _holding(req), self.page_size
+        hosts, devices = tiers.where(ids, req.salt, 0)
+        ends = np.flatnonzero(tiers.host.has_snapshot(hosts))
+        end, first = int(ends[-1]) + 1 if len(ends) else 0, holding.prefix_len // ps
+        num_tokens, num_loaded = (end - first) * ps, 0
+        num_pages = int(np.count_nonzero(devices[:end] == 0))
+        room = num_pages + parts.snapshot_pages
+        if end <= first or parts.has(devices[end - 1 : end]).any() or not tiers.worth_loading(room, num_tokens):
+            return 0, 0
+        most = min(num_pages, max_tokens // ps)
+        if max_tokens < ps:
+            return 0, num_tokens
+        match = tiers.match_prefix(ids[: end * ps], req.salt, count_hit=False)
+        assert match.host_node is not None
+        path, needed_by = tiers.inc_lock_ref(match.host_node), f"request {req.rid}"
+        try:
+            if room * ps > self.store.available_tokens():  # what it would go on with is locked now
+                return 0, 0
+            self.store.make_room(room, needed_by, req.asked.tenant)
+            if most:
+                num_loaded = len(self.store.load(match, most, needed_by, req.asked.tenant))
+            is_right = num_loaded == most
+            if is_right and most < num_pages:
+                return num_loaded * ps, num_tokens - num_loaded * ps
+            match = tiers.match_prefix(ids[: end * ps], req.salt, count_hit=False)
+            if is_right and self.store.load_snapshot(int(hosts[end - 1]), int(match.pages[-1])):
+                parts.released(req, self.table.view(holding.row, 0, holding.kv_len))
+                self.table.write(holding.row, 0, self._allocator.pages_to_slots(match.pages))
+                lock = tiers.inc_lock_ref(match.node)
+                tiers.dec_lock_ref(_lock(holding))
+                holding.lock, holding.prefix_len = lock, end * ps
+                holding.kv_len = req.computed_len = end * ps
+                parts.admitted(req, match.pages, cut_at=len(hosts) * ps if match.node.children else 0)
+        finally:
+            tiers.dec_lock_ref(path)
+        if not is_right:
+            tiers.drop_host(ids, req.salt, end - num_pages + num_loaded)
+        if holding.prefix_len < end * ps:
+            return 0, 0
+        if req.stamps.admitted_s is None:
+            req.cached = replace(req.cached, host=req.cached.host + num_tokens)
+        return num_tokens, 0
+
     def keeps(self, req: Req) -> bool:
         """Whether what is computed of ``req`` is found again when it is retracted."""
         return self.store.reuses_prefixes and longest_reuse(req) >= req.computed_len
@@ -166,7 +218,7 @@ class KvCache:
         """
         holding = _holding(req)
         kv_len = holding.kv_len
-        num_pages = self._num_pages(new_len) - self._num_pages(kv_len)
+        num_pages = _num_pages(new_len, self.page_size) - _num_pages(kv_len, self.page_size)
         self.store.make_room(num_pages, f"request {req.rid}", req.asked.tenant)
         last_slot = int(self.table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
         slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid)
@@ -212,7 +264,7 @@ class KvCache:
         """Take slots for ``num_tokens`` guesses at what follows the tokens that ``req`` has; `cut` takes back what did
         not come true. Returns: none of them where even eviction cannot make room."""
         kv_len = _holding(req).kv_len
-        num_pages = self._num_pages(kv_len + num_tokens) - self._num_pages(kv_len)
+        num_pages = _num_pages(kv_len + num_tokens, self.page_size) - _num_pages(kv_len, self.page_size)
         fits = num_pages * self.page_size <= self.store.available_tokens()
         return self.extend(req, kv_len + num_tokens) if fits else np.empty(0, dtype=np.int32)
 
@@ -227,7 +279,7 @@ class KvCache:
     def cut(self, req: Req) -> None:
         """Take back the slots of ``req`` behind its computed tokens."""
         holding = _holding(req)
-        first = self._num_pages(req.computed_len) * self.page_size
+        first = _num_pages(req.computed_len, self.page_size) * self.page_size
         if first < holding.kv_len:
             self._allocator.free(self._row_pages(holding.row, first, holding.kv_len))
         self.table.cut(holding.row, req.computed_len)
@@ -380,9 +432,6 @@ class KvCache:
         req.holding = None
         req.computed_len = 0
 
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
     def _row_pages(self, row: int, start: int, end: int) -> Pages:
         """Return the pages of positions [start, end) of ``row``; ``start`` begins a page."""
         return self.table.view(row, start, end)[:: self.page_size] // np.int32(self.page_size)
@@ -411,6 +460,10 @@ def _note_kept(req: Req, num_tokens: int) -> None:
     """Note what the cache has of ``req``, until its first token: what is told does not go by the steps that follow."""
     if not req.num_output:
         req.cached = replace(req.cached, kept=max(req.cached.kept, num_tokens))
+
+
+def _num_pages(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
 
 
 def _holding(req: Req) -> Holding:

@@ -17,7 +17,7 @@ from replicas.cache.host_pages import HostTier
 from replicas.cache.parts import PartAllocator, SnapshotAllocator, WindowAllocator
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import IDLE_S, RadixCache
-from replicas.cache.tiers import HiRadixCache
+from replicas.cache.tiers import HiRadixCache, HiRadixCacheOfStates
 from replicas.cache.tree_view import CacheTree, empty_tree
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
@@ -50,7 +50,8 @@ class PageStore:
         self._events = EventLog() if record_events and self.reuses_prefixes else None
         self.tiers: HiRadixCache | None = None
         if host is not None and self.reuses_prefixes:
-            self.tiers = HiRadixCache(self.page_size, host=host, policy=eviction, events=self._events, clock=clock)
+            tree = HiRadixCacheOfStates if size.windows is None and size.num_snapshots else HiRadixCache
+            self.tiers = tree(self.page_size, host=host, policy=eviction, events=self._events, clock=clock)
         self.radix = self.tiers or (
             RadixCache(self.page_size, policy=eviction, events=self._events, clock=clock)
             if self.reuses_prefixes
@@ -70,6 +71,8 @@ class PageStore:
             self.parts.find_room = self._find_room
         if self._events is not None and self.parts is not None:
             self._events.parts = self.parts.record()
+            if self.tiers is not None:
+                self.tiers.host.told = self._events.parts.on_host
         self.allocator = self.parts or PagedTokenToKVPoolAllocator(size.num_pages, size.page_size)
         self.quarantine = Quarantine()
         self.part_bytes: Mapping[str, int] = {}  # of a page in each group, all ranks (`sizing.group_parts`)
@@ -163,6 +166,19 @@ class PageStore:
         self.allocator.free(pages[num_loaded:])
         return pages[:num_loaded]
 
+    def load_snapshot(self, host_page: int, page: int) -> bool:
+        """Load the snapshot of ``host_page``, whose path is locked, and let ``page`` of the device have it. There is
+        room. Returns: whether it was right."""
+        assert isinstance(self.tiers, HiRadixCacheOfStates)
+        assert isinstance(self.parts, SnapshotAllocator)
+        pages = self.allocator.alloc(self.parts.snapshot_pages, rid="a snapshot")
+        snapshot = self.tiers.load_snapshot(host_page, pages)
+        if snapshot is None:
+            self.allocator.free(pages)
+            return False
+        self.parts.put(page, snapshot)
+        return True
+
     def lend(self, token_ids: TokenIds, salt: str, rid: str) -> tuple[Pages, Detained]:
         """Lock the longest prefix of ``token_ids`` [n] that is cached, so that a peer may read it. What is on the host
         is loaded first, as far as there is room.
@@ -242,7 +258,8 @@ class PageStore:
             return CacheSnapshot(seq=0, stored=())
         self._events.tell_parts()
         snapshot = self.radix.snapshot()
-        return snapshot if self._events.parts is None else replace(snapshot, parts=self._events.parts.told())
+        log = self._events.parts
+        return snapshot if log is None else replace(snapshot, parts=log.told(), host_parts=log.told_on_host())
 
     def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
         """Return the largest subtrees of the prefix cache; an empty tree without reuse."""

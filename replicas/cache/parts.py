@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from replicas.cache.ends import End, Worth
+from replicas.cache.ends import End, Snapshot, Worth
 from replicas.cache.events import PartLog
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, Slots
 from replicas.memory.sizing import SLACK, WindowPool
@@ -421,6 +421,20 @@ class SnapshotAllocator(PartAllocator):
         own = [copy for copy in self._log if copy.row == req.holding.row]
         if own and own[-1].from_snapshot:
             self._log.remove(own[-1])
+
+    def snapshot_of(self, page: int) -> Snapshot:
+        """Describe the snapshot of ``page``."""
+        part = self._part[page]
+        return Snapshot(
+            self._lies[part].copy(), int(self._copies[part]), int(self._end[page]), int(self._since[page])
+        )
+
+    def put(self, page: int, snapshot: Snapshot) -> None:
+        """Let ``page``, which has none, have a ``snapshot``: its pages are held, and hold it."""
+        (part,) = self.parts.alloc(1, rid="a snapshot")
+        self._lies[part], self._copies[part] = snapshot.pages, snapshot.number
+        self._part[page], self._end[page], self._since[page] = part, snapshot.kind, snapshot.since
+        self._touch(np.array([page], dtype=np.int32))
 
     def give_up(self, page: int) -> int:
         """Give up the snapshot of ``page``. Returns: the pages that are free by that."""

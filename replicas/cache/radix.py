@@ -228,7 +228,12 @@ class RadixCache:
         freed, num_freed, now_s, order = [NO_PAGES], 0, self._clock(), self._queue.order
         over = self.retention.over(order.held)
         nodes = [node for node in self._nodes() if node.on_device]
-        victims = Victims(nodes, snapshots, lambda node: self.retention.rank(node, order, over)[:POLICY])
+        victims = Victims(
+            nodes,
+            snapshots,
+            lambda node: self.retention.rank(node, order, over)[:POLICY],
+            lambda node, page: self._give_up_snapshot(node, page, snapshots),
+        )
         while (found := victims.next(num_pages - num_freed)) is not None:
             leaf, used = found
             if used:
@@ -391,6 +396,10 @@ class RadixCache:
         """Take an unlocked leaf of the device off it. Returns: the ids of its pages."""
         self._remove_leaf(leaf)
         return leaf.pages
+
+    def _give_up_snapshot(self, node: TreeNode, page: int, snapshots: Snapshots) -> int:
+        """Give up the snapshot of a page of ``node``. Returns: how many pages are free by that."""
+        return snapshots.give_up(page)
 
     def _remove_leaf(self, leaf: TreeNode) -> None:
         """Remove an unlocked leaf; its pages are the caller's."""

@@ -18,11 +18,14 @@ Pages of a victim that is not worth a copy are forgotten, and with them what han
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
 from replicas.cache.arc import host_queue
 from replicas.cache.base import MatchResult
+from replicas.cache.ends import Snapshot, Snapshots
 from replicas.cache.events import EventLog
 from replicas.cache.host_pages import HostPages, HostTier, TierCounters
 from replicas.cache.node import NO_PAGES, TreeNode, path_to, walk
@@ -40,6 +43,8 @@ GHOSTS_PER_PAGE = 4  # pages that have left, remembered for each host page
 class HiRadixCache(RadixCache):
     """A RadixCache whose evicted pages move to the host and are loaded from there."""
 
+    cuts: ClassVar[bool] = True  # a request can go on behind any page
+
     def __init__(
         self,
         page_size: int,
@@ -48,7 +53,10 @@ class HiRadixCache(RadixCache):
         policy: str = "lru",
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
+        spare: Callable[[TreeNode], bool] | None = None,
     ) -> None:
+        """``spare``: whether the host may lose a node for nothing; by default, as the device has it too and copies it
+        again when it evicts it. Then the two tiers hold most between them."""
         super().__init__(page_size, policy=policy, events=events, clock=clock)
         self._names_pages = True
         self.host = HostPages(host.num_pages)
@@ -58,7 +66,14 @@ class HiRadixCache(RadixCache):
         self.compute_s_per_token = 0.0  # by the engine's steps; 0 until measured
         self.copier = host.copier
         self._write = WritePolicy.make(host.write, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
-        self._host_queue = host_queue(host.eviction, host.num_pages, retention=self.retention, write=self._write)
+        again = self._write.rule.at_eviction
+        self._host_queue = host_queue(
+            host.eviction,
+            host.num_pages,
+            retention=self.retention,
+            write=self._write,
+            spare=spare or (lambda node: again and node.on_device),
+        )
         self.retention.queues.append(self._host_queue)
         self._dirty: deque[TreeNode] = deque()  # to be copied in idle time, oldest first; some are copied or gone
         # (node, device pages, host pages) whose bytes the call under way copies at its end
@@ -114,11 +129,11 @@ class HiRadixCache(RadixCache):
             at += node.num_pages
         return good
 
-    def worth_loading(self) -> bool:
-        """Whether pages are loaded from the host sooner than they are computed, as far as both have been measured. Now
-        and then they are loaded all the same, to measure again."""
-        compute_s = self.compute_s_per_token * self.page_size
-        if not 0 < compute_s < self.counters.load_s_per_page:
+    def worth_loading(self, num_pages: int = 1, num_tokens: int = 0) -> bool:
+        """Whether ``num_pages`` are loaded from the host sooner than ``num_tokens``, or a page's, are computed, as far
+        as both have been measured. Now and then they are loaded all the same, to measure again."""
+        compute_s = self.compute_s_per_token * (num_tokens or self.page_size)
+        if not 0 < compute_s < num_pages * self.counters.load_s_per_page:
             return True
         self.counters.slow_loads += 1
         return self.counters.slow_loads % MEASURE_EVERY == 0
@@ -315,7 +330,8 @@ class HiRadixCache(RadixCache):
         """Take an unlocked leaf of the device off it: to the host, or forget it."""
         pages, parent = leaf.pages, leaf.parent
         assert parent is not None
-        if not leaf.on_host and self._is_worth_copying(leaf):
+        # children are on the host, and nothing without it
+        if not leaf.on_host and (leaf.children or (self.cuts and self._is_worth_copying(leaf))):
             self._give_host_pages(leaf)
         if not leaf.on_host:
             self._remove_subtree(leaf)
@@ -330,13 +346,12 @@ class HiRadixCache(RadixCache):
         self.retention.file(parent)
         return pages
 
-    def _is_worth_copying(self, leaf: TreeNode) -> bool:
-        if leaf.children or self.retention.keeps(leaf):
-            return True  # they are on the host, and nothing without it; or it is kept for who comes back
-        victim = self._host_queue.peek() if self.host.num_free < leaf.num_pages else None
-        missed = victim is not None and not victim.on_device
+    def _is_worth_copying(self, node: TreeNode) -> bool:
+        """Tell whether ``node`` is worth its room on the host: it is kept for who comes back, or the policy says so."""
+        victim = self._host_queue.peek() if self.host.num_free < node.num_pages else None
+        missed = victim is not None and not self._host_queue.order.spare(victim)
         idle_s = self._clock() - victim.used_s if victim is not None and missed else None
-        return self._write.admits(hits=leaf.hit_count, victim_idle_s=idle_s)
+        return self.retention.keeps(node) or self._write.admits(hits=node.hit_count, victim_idle_s=idle_s)
 
     def _give_host_pages(self, node: TreeNode) -> None:
         """Give a node of the device its pages on the host, if they can be had; `_copy` fills them."""
@@ -380,7 +395,7 @@ class HiRadixCache(RadixCache):
             if spare(node):
                 self._host_queue.add(node)
                 return
-            if node.num_pages > short:
+            if node.num_pages > short and self.cuts:
                 self._split_node(node, node.num_pages - short)
             self.counters.evicted_pages += node.num_pages
             self._host_queue.left(node)
@@ -398,3 +413,71 @@ class HiRadixCache(RadixCache):
                 self._host_queue.left(node)
             self.host.free(node.host)
             self._remove_leaf(node)
+
+
+class HiRadixCacheOfStates(HiRadixCache):
+    """The same where a request goes on behind those pages alone that have a snapshot of recurrent states.
+
+    One that the device gives up is copied with the pages of its node; K and V that lead to no snapshot are not, and go
+    first on the host. It comes back into pages of the device by `load_snapshot`.
+    """
+
+    cuts = False
+
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        host: HostTier,
+        policy: str = "lru",
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(page_size, host=host, policy=policy, events=events, clock=clock, spare=self._leads_nowhere)
+
+    def evict_ends(self, num_pages: int, snapshots: Snapshots) -> tuple[Pages, int]:
+        """As `RadixCache.evict_ends`; what of that was worth it is on the host when this returns."""
+        freed = super().evict_ends(num_pages, snapshots)
+        self._copy()
+        return freed
+
+    def load_snapshot(self, host_page: int, pages: Pages) -> Snapshot | None:
+        """Load the snapshot of ``host_page``, whose path is locked, into device ``pages``. Returns: it as it lies
+        there; None: it was wrong, and has gone."""
+        held, started_s = self.host.snapshot_of(host_page), self._clock()
+        ok = self.copier.load(held.pages, pages)
+        load_s = self._clock() - started_s
+        self.counters.loaded(len(ok), load_s, num_wrong=int((~ok).sum()))
+        self.counters.saved_s -= load_s
+        if ok.all():
+            return replace(held, pages=pages)
+        self.host.drop_snapshots(np.array([host_page], dtype=np.int32))
+        return None
+
+    def _leads_nowhere(self, node: TreeNode) -> bool:
+        return not self.host.has_snapshot(node.host).any()
+
+    def _give_up_snapshot(self, node: TreeNode, page: int, snapshots: Snapshots) -> int:
+        """Give up the snapshot of a page on the device: to the host, with the pages of ``node``, or for good."""
+        (at,) = np.flatnonzero(node.pages == page).tolist()
+        has_copy = node.on_host and self.host.has_snapshot(node.host[at : at + 1]).all()
+        if not has_copy and (node.on_host or self._is_worth_copying(node)):
+            self._copy_snapshot(node, at, snapshots.snapshot_of(page))
+        return super()._give_up_snapshot(node, page, snapshots)
+
+    def _copy_snapshot(self, node: TreeNode, at: int, snapshot: Snapshot) -> None:
+        """Give the snapshot of page ``at`` of ``node`` pages on the host, and the node, if they can be had; `_copy`
+        fills them."""
+        num_pages = len(snapshot.pages) + (0 if node.on_host else node.num_pages)
+        if num_pages > self.host.num_pages - self.host.coming:
+            return
+        lock = self.inc_lock_ref(node)
+        self._room_on_host(num_pages)
+        if self.host.num_free >= num_pages:
+            if not node.on_host:
+                self._give_host_pages(node)
+            assert node.page_keys is not None
+            pages = self.host.take(len(snapshot.pages))
+            self.host.keep(int(node.host[at]), replace(snapshot, pages=pages), int(node.page_keys[at]))
+            self._copies.append((node, snapshot.pages, pages))
+        self.dec_lock_ref(lock)

@@ -29,6 +29,7 @@ from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
 from replicas.types import CacheMark, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
+from tests.harness import load_always, to_host
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_transformers_models import make, uncached
 from tests.told_speculation import Told, put_drafts
@@ -67,12 +68,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 def engine_of(
-    folder: Path, *, tokens: int = 2048, chunk: int = 7, running: int = 8, overlap: str = "auto", drafts: str = "auto"
+    folder: Path,
+    *,
+    tokens: int = 2048,
+    chunk: int = 7,
+    running: int = 8,
+    overlap: str = "auto",
+    drafts: str = "auto",
+    host_bytes: int = 0,
 ) -> Engine:
     return load_engine(
         EngineSettings(
             model=str(folder),
-            cache=CacheConfig(page_size=4, max_total_tokens=tokens),
+            cache=CacheConfig(
+                page_size=4, max_total_tokens=tokens, host_memory_bytes=host_bytes, write_policy="write_back"
+            ),
             scheduler=SchedulerConfig(
                 chunked_prefill_size=chunk, max_running_requests=running, new_token_ratio=0.1,
                 overlap=overlap, speculation=drafts,  # type: ignore[arg-type]
@@ -517,6 +527,41 @@ def test_conversations_go_on_from_snapshots_with_the_ids_of_transformers(
     assert cached > least * total
 
 
+@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION])
+def test_snapshots_that_left_the_pool_come_back_from_the_host_with_the_ids_of_transformers(
+    models: Callable[[str], Saved], model_type: str
+) -> None:
+    """Four conversations on a pool for one of them: each turn finds on the host all that whole pages allow. Where bits
+    flip in a snapshot, or in a page of K and V before it, that is computed."""
+    (folder, model), draw = models(model_type), random.Random(7)
+    each = snapshot_len(folder)
+    engine = engine_of(folder, tokens=100 + 2 * each, chunk=64, running=1, host_bytes=16 << 20)
+    tiers, texts = engine.kv.store.tiers, [[draw.randrange(3, 190) for _ in range(21)] for _ in range(4)]
+    assert tiers is not None
+    load_always(engine.kv)
+    try:
+        for turn in range(4):
+            for number, text in enumerate(texts):
+                rid = f"{turn} {number}"
+                if turn == 3:
+                    to_host(engine.kv)
+                    hosts, _ = tiers.where(np.array(text, np.int32), "", 0)
+                    leads = tiers.host.has_snapshot(hosts)
+                    wrong = tiers.host.snapshot_of(int(hosts[leads][-1])).pages if number % 2 else hosts[:1]
+                    tiers.copier.host.view[wrong] ^= 1  # type: ignore[attr-defined]
+                engine.submit(asked(rid, text, 9))
+                deltas = finished(engine)
+                engine.scheduler.check()
+                assert_greedy(model, text, ids_of(deltas, rid))
+                usage = deltas[-1].usage
+                kept = (len(text) - 4) // 4 * 4 if 0 < turn < 3 else 0  # of the answer's last token there is no state
+                assert (usage.cached_tokens, usage.host_tokens) == (kept, kept)
+                text += [*ids_of(deltas, rid), *(draw.randrange(3, 190) for _ in range(3))]
+        assert tiers.counters.wrong_pages >= 4
+    finally:
+        engine.close()
+
+
 def test_a_prefix_is_kept_or_the_start_refused_however_little_memory_is_left(models: Callable[[str], Saved]) -> None:
     model = load_model_config(str(models(DELTA_RULE)[0]))
     hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 34)
@@ -547,8 +592,10 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
     ahead = resolve(model, hardware, scheduler=SchedulerConfig(overlap="on"))
     assert ahead.cache.prefix_cache == "chunk"
     assert "keeps a recurrent state" in ahead.origin["cache.prefix_cache"]
-    with pytest.raises(InvalidConfig, match=r"cache\.host_memory_bytes with Qwen3Next"):
-        resolve(model, hardware, cache=CacheConfig(host_memory_bytes=1 << 20))
+    with pytest.raises(InvalidConfig, match=r"cache\.store with Qwen3Next"):
+        resolve(model, hardware, cache=CacheConfig(host_memory_bytes=1 << 20, store="file:///here"))
+    with pytest.raises(InvalidConfig, match=r"cache\.host_memory_bytes with Mamba"):
+        resolve(load_model_config(str(models(SCAN)[0])), hardware, cache=CacheConfig(host_memory_bytes=1 << 20))
 
 
 def test_states_take_half_of_what_the_weights_leave_and_are_not_served_beyond_the_memory(

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +43,14 @@ class FakeCopier:
 
     def __init__(self, test: "KvUnderLoad", page_size: int) -> None:
         self.test, self.page_size = test, page_size
-        self.host: dict[int, list[object]] = {}
+        self.host: dict[int, list[Any]] = {}
         self.wrong: set[int] = set()
+
+    @property
+    def content(self) -> Any:
+        """What slots hold: of pages in which snapshots may lie, their numbers."""
+        content = self.test.content
+        return content.slots.numpy() if isinstance(content, InPages) else content
 
     def slots(self, page: int) -> range:
         return range(page * self.page_size, (page + 1) * self.page_size)
@@ -51,14 +58,14 @@ class FakeCopier:
     def backup(self, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
         assert len(np.unique(host_pages)) == len(host_pages)
         for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
-            self.host[host] = [self.test.content[slot] for slot in self.slots(device)]
+            self.host[host] = [self.content[slot] for slot in self.slots(device)]
             self.wrong.discard(host)
 
     def load(self, host_pages: np.ndarray, device_pages: np.ndarray) -> np.ndarray:
         for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
-            good = host not in self.wrong
             for slot, held in zip(self.slots(device), self.host[host], strict=True):
-                self.test.content[slot] = held if good else ("wrong", ())
+                if host not in self.wrong:
+                    self.content[slot] = held
         return np.array([host not in self.wrong for host in host_pages.tolist()])
 
 
@@ -104,14 +111,14 @@ class KvUnderLoad(RuleBasedStateMachine):
         snapshot_pages: int = 0,
     ) -> None:
         """``reach``: tokens that window layers see, which have a pool of their own then. ``snapshot_pages``: else, of
-        each snapshot of the recurrent states that requests keep then. With either there is no host tier."""
+        each snapshot of the recurrent states that requests keep then. With windows there is no host tier."""
         self.reused = 0  # tokens
         self.reach, windows, self.states = reach, None, None
         if reach:
             host_pages, num_pages = 0, 2 * num_pages
             windows = window_pool(reach, page_size, num_pages)
         elif snapshot_pages:
-            host_pages, num_pages = 0, 2 * num_pages
+            host_pages, num_pages = 2 * host_pages, 2 * num_pages
             pages, self.texts = torch.zeros(num_pages + 1, page_size, dtype=torch.int64), [None]
             of_pages = {"pages": pages.view(torch.uint8), "page_size": page_size}
             self.states = StatePool([((1,), torch.int64)], ROWS + 1, torch.device("cpu"), **of_pages)
@@ -147,8 +154,9 @@ class KvUnderLoad(RuleBasedStateMachine):
         index.join(0, capacity=size.num_pages, host_pages=64, borders=borders)
         return Feed(index, 0, lambda number: False), index
 
-    def expected(self, prompt: list[int], salt: str) -> int:
-        """What a router expects to be reused, by the events so far; by a snapshot it expects the same."""
+    def expected(self, prompt: list[int], salt: str) -> tuple[int, int]:
+        """What a router expects to be reused of the device, and of the host too, by the events so far; by a snapshot it
+        expects the same."""
         changes, keys = decode(encode(CacheChanges.of(self.kv.store.drain_events()))[LENGTH.size :]), decode(
             encode(CacheKeys.of(self.kv.store.snapshot()))[LENGTH.size :]
         )  # fmt: skip
@@ -159,9 +167,9 @@ class KvUnderLoad(RuleBasedStateMachine):
         feed, index = self.router_side()
         assert feed.apply_snapshot(keys.snapshot())
         pages = pages_of(page_keys(np.array(prompt[:-1], dtype=np.int32), self.kv.page_size, salt))
-        (by_events,), (by_snapshot,) = (each.reach(pages, np.array([0])).device for each in (self.index, index))
-        assert by_events == by_snapshot
-        return int(by_events) * self.kv.page_size
+        by_events, by_snapshot = (each.reach(pages, np.array([0])) for each in (self.index, index))
+        assert (by_events.device, by_events.own) == (by_snapshot.device, by_snapshot.own)
+        return int(by_events.device[0]) * self.kv.page_size, int(by_events.own[0]) * self.kv.page_size
 
     def compute(self, req: Req, slots: np.ndarray) -> None:
         """What the device does: reads the prefix through its table, writes the new tokens' K/V."""
@@ -227,7 +235,7 @@ class KvUnderLoad(RuleBasedStateMachine):
 
     def start_request(self, prompt: list[int], salt: str, most: int) -> None:
         req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
-        expected = self.expected(prompt, salt)
+        expected, own = self.expected(prompt, salt)
         try:
             reused = self.kv.admit(req)
         except RowsExhausted:
@@ -242,14 +250,20 @@ class KvUnderLoad(RuleBasedStateMachine):
         self.held.append(req)
         tiers = self.kv.store.tiers
         host_len = tiers.match_prefix(req.ids[: len(prompt) - 1], salt).host_len if tiers is not None else 0
+        parts, page_size = self.kv.store.parts, self.kv.page_size
         wrong = bool(self.copier.wrong)
         try:
             loaded, left = self.kv.load(req, most)
         except PagesExhausted:
             return
-        assert loaded == min(host_len, most // self.kv.page_size * self.kv.page_size) or wrong
-        assert loaded + left == host_len or wrong
-        assert req.computed_len == reused + loaded
+        if isinstance(parts, SnapshotAllocator):
+            few = self.kv.store.available_tokens() < 2 * own + parts.snapshot_pages * page_size
+            assert loaded + left == own - reused or (loaded + left == 0 and (few or wrong))
+            assert req.computed_len == (reused if left else reused + loaded)
+        else:
+            assert loaded == min(host_len, most // page_size * page_size) or wrong
+            assert loaded + left == host_len == own - reused or wrong
+            assert req.computed_len == reused + loaded
         self.compute(req, np.empty(0, dtype=np.int32))  # what is loaded is what the row says
 
     @rule(

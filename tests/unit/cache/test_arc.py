@@ -16,7 +16,13 @@ class Tier:
         self.now_s = 0.0
         self.free = num_pages
         self.write = WritePolicy.make(write, ghost_capacity=100)
-        self.queue = host_queue(policy, num_pages, retention=Retention(lambda: self.now_s), write=self.write)
+        self.queue = host_queue(
+            policy,
+            num_pages,
+            retention=Retention(lambda: self.now_s),
+            write=self.write,
+            spare=lambda node: node.on_device and self.write.rule.at_eviction,
+        )
         self.nodes: dict[int, TreeNode] = {}
 
     def put(self, number: int, num_pages: int = 1, *, on_device: bool = False, hits: int = 0) -> None:
