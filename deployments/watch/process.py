@@ -1,4 +1,5 @@
-"""What can be seen of a process from outside, on its node: CPU and memory, the stacks of its threads, its log's end.
+"""What can be seen of a process from outside, on its node: CPU and memory, the stacks of its threads, its log's end;
+and what its garbage collector scans.
 
 Owns:      the memory file into which a process writes its stacks when it is sent SIGNAL; it ends with the process.
 Never:     needs the process's event loop, or Python's lock in it: a replica that hangs is read like any other.
@@ -6,12 +7,15 @@ Invariant: a process that has no such file is not sent the signal, which would e
 Thread:    `offer_stacks` the main thread; the others block, so call them on a thread or in a task.
 """
 
+import contextlib
 import faulthandler
 import fcntl
+import gc
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,17 @@ def offer_stacks() -> None:
     file = os.memfd_create(STACKS)  # stays open as long as the process
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # a reader empties it
     faulthandler.register(SIGNAL, file=file, all_threads=True)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage while the context imports modules, and never scan what stands afterwards: it stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def read_stacks(pid: int) -> str | None:

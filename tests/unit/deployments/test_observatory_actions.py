@@ -1,5 +1,6 @@
 """What the observatory shows of one replica and does with it, without Ray: to whom, and what it says."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -350,3 +351,14 @@ async def test_while_serve_does_not_answer_it_is_said_so() -> None:
 
 def test_ray_is_given_one_remote_function_however_often_a_replica_is_looked_at() -> None:
     assert remote(process.read_usage) is remote(process.read_usage)
+
+
+def test_what_was_imported_without_collections_is_scanned_by_none_afterwards() -> None:
+    frozen = gc.get_freeze_count()
+    with process.without_collections():
+        enabled = gc.isenabled()
+    try:
+        assert [enabled, gc.isenabled()] == [False, True]
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
