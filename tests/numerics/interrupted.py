@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtransfer.rooms import sending
 from kvtransfer.types import PdTicket, TransferStats
 from replicas.types import (
     EngineStats,
@@ -97,6 +98,19 @@ def decode_leg(
     ticket = PdTicket(room=room, generation=0, prefill=prefill.address)
     request = GenerateRequest(rid=rid, token_ids=prompt, sampling=sampling, cache_salt=rid)
     return replace(request, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket))
+
+
+def slow_copies() -> Callable[[], object]:
+    """A probe: a donor whose fetches take long, since it copies in a thousandth of its time."""
+    sending.FETCH_SHARE = 0.001
+    return lambda: None
+
+
+def fetch_of(donor: EngineProcess, computed: GenerateRequest, room: int) -> GenerateRequest:
+    """``computed``, with the whole pages of its prompt from ``donor``."""
+    end_len = len(computed.token_ids) // 16 * 16
+    ticket = PdTicket(room=room, generation=0, prefill=donor.address, end_len=end_len, within_s=WAIT_S)
+    return replace(computed, rid=f"{computed.rid} fetched", hand_off=HandOff(leg=PdLeg.FETCH, ticket=ticket))
 
 
 def prefill_leg(of: GenerateRequest) -> GenerateRequest:

@@ -1,4 +1,5 @@
-"""A process that is killed, hangs or aborts in the middle of a hand-off over NIXL, on either side (SPEC H19).
+"""A process that is killed, hangs or aborts in the middle of a hand-off over NIXL, on either side (SPEC H19), or of a
+fetch.
 
 Whoever is left answers rightly, keeps the pages in quarantine until the other has let go or is proven dead, and holds
 nothing afterwards.
@@ -9,15 +10,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from replicas.types import GenerateRequest
 from tests.engine_process import EngineProcess
 from tests.numerics.interrupted import (
+    LONG,
+    SAMPLING,
     STATES,
     Case,
     answer,
     decode_leg,
     engine,
+    fetch_of,
     ids,
     save_model,
+    slow_copies,
     transfer,
     transferred,
     until,
@@ -115,3 +121,39 @@ def test_a_decode_side_that_hangs_and_goes_on(decode: EngineProcess, sender: Eng
     case.check_answer()
     until_at_rest(sender)
     until_at_rest(decode)
+
+
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_donor_that_dies_or_hangs_in_a_fetch(decode: EngineProcess, model: str, what: signal.Signals) -> None:
+    """All is computed. One that goes on is fetched from again."""
+    donor = engine(model, probe=slow_copies)
+
+    def compute(rid: str, num_tokens: int) -> tuple[GenerateRequest, list[int]]:
+        request = GenerateRequest(rid=rid, token_ids=LONG[:num_tokens], sampling=SAMPLING, cache_salt=rid)
+        donor.submit(request)
+        return request, ids(donor.finish(rid))
+
+    try:
+        computed, expected = compute(f"{what}", 1600)
+        leg = fetch_of(donor, computed, 1000 + what)
+        decode.submit(leg)
+        until(lambda: transfer(donor).sent_pages > 0, "some pages came")
+        donor.signal(what)
+        told = decode.finish(leg.rid)
+        assert not transferred(told)
+        assert ids(told) == expected
+        if what is signal.SIGSTOP:
+            assert decode.pool().quarantined_pages == 100
+            donor.signal(signal.SIGCONT)
+            until_at_rest(donor)
+        until_at_rest(decode)
+        if what is signal.SIGSTOP:
+            computed, expected = compute("again", 100)
+            leg = fetch_of(donor, computed, 2000)
+            decode.submit(leg)
+            told = decode.finish(leg.rid)
+            assert transferred(told)
+            assert ids(told) == expected
+            until_at_rest(donor)
+    finally:
+        donor.close()
