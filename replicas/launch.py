@@ -266,6 +266,11 @@ def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
             f"hand-offs of {config.model.architecture}: it keeps recurrent states alone, and pages of K and V would "
             "carry them; serve it without hand-offs"
         )
+    if config.model.states and config.parallel.tp > 1:
+        raise InvalidConfig(
+            f"hand-offs of {config.model.architecture} with parallel.tp = {config.parallel.tp}: recurrent states are "
+            "handed over by one rank; set parallel.tp: 1, or serve it without hand-offs"
+        )
     try:
         identity = model_identity(config.model.path, config.model.quantization)
         return PortSpec(layout=kv_layout(config, identity), settings=settings)

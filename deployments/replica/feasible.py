@@ -30,6 +30,9 @@ from routing.types import Role
 KEEPS_STATES = (
     "mode: disaggregated hands states over with pages of K and V, and this model has none: set mode: unified"
 )
+RANKED_STATES = (
+    "mode: disaggregated hands the states of this model over by one rank: set parallel.tp: 1, or mode: unified"
+)
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
 
 
@@ -84,7 +87,10 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
         found[KEEPS_STATES] = None
     for role in roles_of(config) if model is not None else ():
         try:
-            most_pool_tokens(engine_of(config, role, available_bytes=available_bytes))
+            engine = engine_of(config, role, available_bytes=available_bytes)
+            most_pool_tokens(engine)
+            if engine.model.states and engine.hands_off and engine.parallel.tp > 1:
+                raise InvalidConfig(RANKED_STATES)
         except InvalidConfig as error:
             found.update(dict.fromkeys(_named(problem, config, role) for problem in error.problems))
     return list(found)

@@ -261,7 +261,8 @@ class Ranks:
     def carried_states(self) -> CarriedStates | None:
         """Give access to the recurrent states of requests as bytes of pages; None of a model that keeps none."""
         states = self.runner.states
-        return None if states is None else CarriedStates(self.runner.pool, states)
+        send = self._channel.send if self._channel is not None else _send_nothing
+        return None if states is None else CarriedStates(self.runner.pool, states, send)
 
     def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
         """Make one transfer port for each rank, in order. Call and use them on the transfer service's thread.

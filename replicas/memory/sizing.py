@@ -233,7 +233,7 @@ def describe_parts(config: EngineConfig, *, apart: bool) -> str:
             f"take {_mib(taken)}"
         )
     if "state" in each and config.cache.prefix_cache == "radix":
-        snapshot, page = snapshot_bytes(config), config.cache.page_size * each.get("token", 0)
+        snapshot, page = snapshot_bytes(config), config.cache.page_size * each.get("token", 0) // config.num_kv_parts
         lost = f" in {-(-snapshot // page):,} pages, of which {-snapshot % page:,} bytes are not used" if page else ""
         said.append(f"a snapshot of a state takes {snapshot:,} bytes{lost}")
     return "; ".join(said)

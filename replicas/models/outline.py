@@ -191,7 +191,7 @@ def _outlined(config: PreTrainedConfig) -> Outline:
         first_position=first_position(model),
         hidden_size=text_config(config).hidden_size,
         num_weights=num_weights,
-        tp_sizes=(1,) if states or index_dims or differ else _tp_sizes(model, heads),
+        tp_sizes=(1,) if index_dims or differ else _tp_sizes(model, heads, states),
         states=states,
         indexes=tuple(index_dims),
         index_dim=max(index_dims.values(), default=0),
@@ -321,16 +321,19 @@ def _require_kv(state: DynamicCache, kept: Set[str] = KEPT) -> None:
         raise _Refused(f"its layers keep a state that is no K and V ({', '.join(other)}), which pages cannot hold")
 
 
-def _tp_sizes(model: PreTrainedModel, heads: dict[str, int]) -> tuple[int, ...]:
+def _tp_sizes(model: PreTrainedModel, heads: dict[str, int], states: tuple[StateLayer, ...]) -> tuple[int, ...]:
     """Return the numbers of ranks that ``model``, which is left in parts, can be split over: the least of them is tried
-    out, and attention has to see the rank's share of the heads."""
+    out. Attention has to see the rank's share of the heads, and modules keep the same ``states``: all of them."""
     try:
         cut = math.gcd(heads["num_heads"], heads["num_kv_heads"], *widths(model))
         sizes = [size for size in range(1, cut + 1) if cut % size == 0]
         if len(sizes) > 1:
             ranks, calls = TpGroup(0, sizes[1], device="meta"), _Calls()
             shard(model, ranks)
-            _run(model, calls)
+            if states and _run_asked(model, DynamicCache(config=model.config), calls)[1] != states:
+                raise NoPlan("its plan cuts what a module keeps of a text")
+            if not states:
+                _run(model, calls)
             if _heads(calls)["num_kv_heads"] * ranks.size != heads["num_kv_heads"]:
                 raise NoPlan("its plan leaves attention whole")
     except (NoPlan, _Refused, RuntimeError, ValueError, TypeError) as error:

@@ -181,7 +181,8 @@ class TransformersModel:
 def _packed(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """Bring [1, heads, T, D] into [T, heads, size], heads in a row, filled with zeros."""
     x = x[0].transpose(0, 1).to(dtype)
-    return F.pad(x, (0, size - x.shape[2])) if x.shape[2] < size else x.contiguous()
+    x = F.pad(x, (0, size - x.shape[2])) if x.shape[2] < size else x.contiguous()
+    return x.flatten(1).view(len(x), x.shape[1], size)  # of one head, torch takes any stride between heads for right
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,9 @@ from replicas.memory.host import HostKVCache, HostMemory
 from replicas.ranks.port import PortSpec
 from replicas.ranks.remote_port import serve_port
 from replicas.runner.kv_access import (
+    CarriedStates,
     CopyPages,
+    CopyStates,
     GiveBack,
     KvOrder,
     ReadKv,
@@ -86,6 +88,9 @@ def run_worker(spec: WorkerSpec) -> None:
         if isinstance(message, CopyPages):
             assert host is not None, "this engine has no host tier"
             copy_pages(message, runner.pool, host, tp)
+        elif isinstance(message, CopyStates):
+            if runner.states is not None:
+                CarriedStates(runner.pool, runner.states).run(message.copies)
         elif isinstance(message, PrepareAdapter | PutAdapter | DropAdapter):
             adapters.run(message)
         elif isinstance(message, GiveBack):

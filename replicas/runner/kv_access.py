@@ -57,6 +57,13 @@ class CopyPages:
     to_host: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyStates:
+    """An order to every rank: make copies to snapshots of recurrent states and from them, before the next step."""
+
+    copies: Sequence[StateCopy]
+
+
 @dataclass(frozen=True, slots=True)
 class GiveBack:
     """An order to every rank: give memory back to the system (engine/occupation.py)."""
@@ -64,7 +71,7 @@ class GiveBack:
     parts: frozenset[str]  # kv_cache, weights
 
 
-KvOrder = ReadKv | WriteKv | CopyPages | GiveBack
+KvOrder = ReadKv | WriteKv | CopyPages | CopyStates | GiveBack
 
 
 def give_back_parts(order: GiveBack, pools: Sequence[MHATokenToKVPool]) -> None:
@@ -112,11 +119,15 @@ class RankedCopier:
 
 
 class CarriedStates:
-    """A replicas.disagg.roles.StateCarrier: the recurrent states of a request as bytes of pages, on one rank."""
+    """A replicas.disagg.roles.StateCarrier: the recurrent states of a request as bytes of pages, on one rank. ``send``
+    gives the other ranks the order for copies of snapshots, which all make."""
 
-    def __init__(self, pool: MHATokenToKVPool, states: StatePool) -> None:
+    def __init__(
+        self, pool: MHATokenToKVPool, states: StatePool, send: Callable[[KvOrder], None] = lambda order: None
+    ) -> None:
         self._rows = pool.bytes_of_pages()
         self._states = states
+        self._send = send
 
     def put(self, row: int, num_tokens: int, pages: Pages) -> None:
         within_memory(lambda: self._put(row, num_tokens, pages), self._does_not_fit)
@@ -126,6 +137,8 @@ class CarriedStates:
 
     def run(self, copies: Sequence[StateCopy]) -> None:
         """Make copies to snapshots and from them. Of one that cannot be made, the step that needs it says so."""
+        if copies:
+            self._send(CopyStates(copies))
         for each in copies:
             try:
                 within_memory(functools.partial(self._states.copy, [each]), self._does_not_fit)

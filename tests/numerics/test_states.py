@@ -16,11 +16,13 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from deployments.replica.feasible import RANKED_STATES, examined
+from kvtransfer.types import TransferSettings
 from replicas.cache import parts
-from replicas.config import STATE_DRAFT, CacheConfig, Hardware, SchedulerConfig
+from replicas.config import STATE_DRAFT, CacheConfig, Hardware, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
-from replicas.launch import EngineSettings, load_engine
+from replicas.launch import EngineSettings, load_engine, port_spec
 from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
 from replicas.memory.state_pool import Segment, StatePool
@@ -76,6 +78,7 @@ def engine_of(
     overlap: str = "auto",
     drafts: str = "auto",
     host_bytes: int = 0,
+    tp: int = 1,
 ) -> Engine:
     return load_engine(
         EngineSettings(
@@ -87,16 +90,17 @@ def engine_of(
                 chunked_prefill_size=chunk, max_running_requests=running, new_token_ratio=0.1,
                 overlap=overlap, speculation=drafts,  # type: ignore[arg-type]
             ),
+            parallel=ParallelConfig(tp=tp),
             num_threads=1,
             context_len=256,
         )
     )  # fmt: skip
 
 
-def snapshot_len(folder: Path) -> int:
-    """Count the tokens whose K and V, in pages of 4, take as much as a snapshot of a text's states."""
+def snapshot_len(folder: Path, tp: int = 1) -> int:
+    """Count the tokens whose K and V, in pages of 4, take as much on a rank as a snapshot of a text's states."""
     model = load_model_config(str(folder))
-    page = 4 * model.kv_cell_bytes(tp=1, kv_dtype="float32")
+    page = 4 * model.kv_cell_bytes(tp=tp, kv_dtype="float32")
     return 4 * -(-(model.state_bytes("cpu") + sizing.SNAPSHOT_END) // page) if model.states else 0
 
 
@@ -527,15 +531,21 @@ def test_conversations_go_on_from_snapshots_with_the_ids_of_transformers(
     assert cached > least * total
 
 
-@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION])
+@pytest.mark.parametrize(
+    ("model_type", "tp"),
+    [
+        *((each, 1) for each in (DELTA_RULE, STATE_SPACE, CONVOLUTION)),
+        *(pytest.param(each, 2, marks=pytest.mark.slow) for each in (DELTA_RULE, "qwen3_5_text")),
+    ],
+)
 def test_snapshots_that_left_the_pool_come_back_from_the_host_with_the_ids_of_transformers(
-    models: Callable[[str], Saved], model_type: str
+    models: Callable[[str], Saved], model_type: str, tp: int
 ) -> None:
     """Four conversations on a pool for one of them: each turn finds on the host all that whole pages allow. Where bits
     flip in a snapshot, or in a page of K and V before it, that is computed."""
     (folder, model), draw = models(model_type), random.Random(7)
-    each = snapshot_len(folder)
-    engine = engine_of(folder, tokens=100 + 2 * each, chunk=64, running=1, host_bytes=16 << 20)
+    each = snapshot_len(folder, tp)
+    engine = engine_of(folder, tokens=100 + 2 * each, chunk=64, running=1, host_bytes=16 << 20, tp=tp)
     tiers, texts = engine.kv.store.tiers, [[draw.randrange(3, 190) for _ in range(21)] for _ in range(4)]
     assert tiers is not None
     load_always(engine.kv)
@@ -596,6 +606,14 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
         resolve(model, hardware, cache=CacheConfig(host_memory_bytes=1 << 20, store="file:///here"))
     with pytest.raises(InvalidConfig, match=r"cache\.host_memory_bytes with Mamba"):
         resolve(load_model_config(str(models(SCAN)[0])), hardware, cache=CacheConfig(host_memory_bytes=1 << 20))
+    two = resolve(model, hardware, parallel=ParallelConfig(tp=2))
+    assert sizing.part_bytes(two, apart=False) == {"token": token, "state": each}
+    with pytest.raises(InvalidConfig, match=r"hand-offs of Qwen3Next.* with parallel\.tp = 2: recurrent states"):
+        port_spec(two, TransferSettings(host="", token=b""))
+    apart = {"model": {"path": str(models(DELTA_RULE)[0])}, "mode": "disaggregated", "parallel": {"tp": 2}}
+    assert examined(apart, available_bytes=1 << 34)[1] == [RANKED_STATES]
+    with pytest.raises(InvalidConfig, match=r"Bamba.* whose plan for it splits over \[1\] ranks"):
+        resolve(load_model_config(str(models(STATE_SPACE)[0])), hardware, parallel=ParallelConfig(tp=2))
 
 
 def test_states_take_half_of_what_the_weights_leave_and_are_not_served_beyond_the_memory(
