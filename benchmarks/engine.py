@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks import driver, harness
 from benchmarks.driver import TransformersPeer
+from benchmarks.families import family_rows
 from benchmarks.harness import Part, Row, Table
 from benchmarks.limits import FORMATS, Limits, ModelCost
 from replicas.config import CacheConfig
@@ -140,6 +141,7 @@ def _sized(rows: Callable[[str, int, Scale, int], list[Row]]) -> Callable[[argpa
 PARTS = {
     "speed": Part(about="decode and prefill, beside Transformers", measure=_sized(speed_rows)),
     "formats": Part(about="decode and prefill by the format of weights, beside float32", measure=_sized(format_rows)),
+    "families": Part(about="a recurrent model of Qwen3.5's shape, beside Transformers", measure=family_rows),
 }
 
 

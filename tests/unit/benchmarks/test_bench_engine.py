@@ -1,11 +1,13 @@
 """The engine's measurements on a tiny random model: every table is there and its counts are right."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3_5TextConfig
 
-from benchmarks import engine, limits
+from benchmarks import engine, families, limits
 from benchmarks.engine import Scale
 from benchmarks.harness import Row
 from benchmarks.limits import ModelCost
@@ -94,3 +96,22 @@ def test_prefill_of_one_token_is_its_products_and_one_score_a_head() -> None:
     assert cost.prefill_flops(1) == 2 * (cost.layer_params + cost.head_params) + 4 * 30 * 9 * 64
     # causal: token t attends to t + 1 tokens
     assert cost.prefill_flops(3) - cost.prefill_flops(2) == 2 * cost.layer_params + 4 * 30 * 9 * 64 * 3
+
+
+def test_a_recurrent_family_stands_beside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its ids, and the memory of a request: K and V in one layer of four, states in the others."""
+    small = Qwen3_5TextConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
+        vocab_size=families.VOCAB, tie_word_embeddings=True, max_position_embeddings=4096,
+    )  # fmt: skip
+    monkeypatch.setattr(families, "SHAPE", small)
+    monkeypatch.setattr(families, "CELLS", ((1, 8), (3, 8), (0, 40)))
+    rows = families.family_rows(Namespace(quick=False, rounds=1, threads=1, seed=0))
+    found = {(row.section, row.name): row for row in rows}
+    for batch in (1, 3):
+        assert found[f"decode, {batch} requests of 8 tokens", "Manta"].note == "1 of 1 runs with Transformers' ids"
+    assert found["prompt of 40 tokens", "Manta / Transformers"].value
+    of_states = 3 * 3 * 4 * (2 * 32 * 32 + 3 * 64 * 4)  # bytes: places, layers, fp32, sums and the last inputs
+    share = found["memory of a request of 32,768 tokens", "K, V and states"].share
+    assert share == pytest.approx(1 / 4 + of_states / (4 * 2 * 2 * 16 * 4 * 32_768))
