@@ -16,7 +16,8 @@ from replicas.memory.ram import available_ram
 
 log = logging.getLogger(__name__)
 
-FREED_S, LOOK_S = 30.0, 0.2  # how long the memory of a process that has ended may take to come back; between two looks
+FREED_S, STILL_S = 30.0, 5.0  # how long a dead process's memory may take to come back, and how long none of it may
+LOOK_S = 0.2  # between two looks at it
 
 
 def measure_hardware() -> Hardware:
@@ -43,17 +44,21 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def bytes_once_free(device: torch.device, wanted: int) -> tuple[int, int]:
-    """Count as `device_bytes`, as soon as ``wanted`` bytes are free; after FREED_S those that are.
+    """Count as `device_bytes`, as soon as ``wanted`` bytes are free; those that are when no more have come for STILL_S,
+    or after FREED_S.
 
     A GPU gives the memory of a process back some seconds after the process was killed: a replica that takes the place
-    of a dead one would find its share taken.
+    of a dead one would find its share taken. One beside a process that lives waits for nothing, so not for long.
     """
-    found, deadline_s = device_bytes(device), time.monotonic() + FREED_S
+    found, began_s = device_bytes(device), time.monotonic()
+    most, grew_s = found[0], began_s
     if found[0] < wanted <= found[1]:
         log.info("%s: waiting for the memory of another process, %.0f s at most", device, FREED_S)
-    while found[0] < wanted <= found[1] and time.monotonic() < deadline_s:
+    while found[0] < wanted <= found[1] and (now_s := time.monotonic()) < min(began_s + FREED_S, grew_s + STILL_S):
         time.sleep(LOOK_S)
         found = device_bytes(device)
+        if found[0] > most:
+            most, grew_s = found[0], now_s
     return found
 
 

@@ -24,6 +24,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from replicas.layers import tp_group
 
 CUDA = torch.device("cuda", 0)
 TOTAL_BYTES = 4 << 30
@@ -552,5 +555,48 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(gpu, "kernels", lambda: elementwise)
     monkeypatch.setattr(low_rank, "programs", lambda: adapters)
     monkeypatch.setattr(triton_paged, "PROGRAMS", 8)  # an interpreted program takes a millisecond
-    monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
     return FAKE
+
+
+class ThroughTheHost:
+    """Gloo's collectives over tensors of a device, copied to the host and back: NCCL refuses two ranks on one GPU."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+
+    def wait(self) -> None: ...
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> "ThroughTheHost":
+        on_host = [x.cpu() for x in tensors]
+        self._gloo.allreduce(on_host, *options).wait()
+        return self._back(tensors, on_host)
+
+    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor]) -> "ThroughTheHost":
+        on_host = [x.cpu() for x in parts[0]]
+        self._gloo.allgather([on_host], [tensors[0].cpu()]).wait()
+        return self._back(parts[0], on_host)
+
+    def gather(self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any) -> "ThroughTheHost":
+        on_host = [[x.cpu() for x in each] for each in parts]
+        self._gloo.gather(on_host, [tensors[0].cpu()], options).wait()
+        return self._back(parts[0], on_host[0]) if parts else self
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> "ThroughTheHost":
+        on_host = [x.cpu() for x in tensors]
+        self._gloo.broadcast(on_host, options).wait()
+        return self._back(tensors, on_host)
+
+    def _back(self, tensors: list[Tensor], on_host: list[Tensor]) -> "ThroughTheHost":
+        for x, y in zip(tensors, on_host, strict=True):
+            x.copy_(y)
+        return self
+
+
+_meet = tp_group._meet
+
+
+def meet_through_the_host(
+    rank: int, size: int, init_method: str, device: torch.device, timeout: timedelta
+) -> ThroughTheHost:
+    """What ranks have in the place of NCCL: each one's GPU is the same, or is not there."""
+    return ThroughTheHost(_meet(rank, size, init_method, torch.device("cpu"), timeout))

@@ -1,6 +1,6 @@
 """Pools and CUDA graphs of a runner: the bytes they take, and that a captured step answers as one that is not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,8 +177,29 @@ def test_a_pool_for_which_the_gpu_has_no_memory_says_what_to_lower(
         ModelRunner(engine_config(tmp_path, "cuda"), TpGroup(device="cuda"))
 
 
+@pytest.mark.parametrize(
+    ("free", "waited_s"),
+    [
+        pytest.param(lambda now_s: 60 + now_s // 4 * 10, 16, id="a little at a time"),
+        pytest.param(lambda now_s: min(80, 60 + now_s // 4 * 10), 8 + measured.STILL_S, id="a part of it"),
+        pytest.param(lambda now_s: 60 + now_s, measured.FREED_S, id="too slowly"),
+        pytest.param(lambda now_s: 60 - min(now_s, 9), measured.STILL_S, id="others take it"),
+    ],
+)
+def test_the_memory_of_a_dead_process_is_waited_for_while_it_comes_back(
+    free: Callable[[float], float], waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 bytes are wanted, and 60 free at first."""
+    now = [0.0]
+    monkeypatch.setattr(measured, "device_bytes", lambda device: (int(free(now[0])), 200))
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(measured, "time", clock)
+    assert measured.bytes_once_free(torch.device("cuda", 0), 100) == (int(free(now[0])), 200)
+    assert now[0] == pytest.approx(waited_s, abs=2.1 * measured.LOOK_S)
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_replica_waits_for_the_memory_of_a_dead_one_and_no_longer_than_its_deadline(
+def test_a_replica_waits_for_the_memory_of_a_dead_one_and_no_longer_than_that_comes_back(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
     """It takes 0.4 of the GPU, of which 0.3 is free at first; without it, a share of what is free."""
@@ -202,7 +223,7 @@ def test_a_replica_waits_for_the_memory_of_a_dead_one_and_no_longer_than_its_dea
     bytes_ = ModelRunner(config, TpGroup(device="cuda")).pool_size.bytes
     share = 0.4 if comes_back else 0.3 * 0.4
     assert bytes_ == pytest.approx(share * fake_cuda.TOTAL_BYTES, abs=256 << 20)
-    assert now[0] == pytest.approx(3.0 if comes_back else measured.FREED_S, abs=2 * measured.LOOK_S)
+    assert now[0] == pytest.approx(3.0 if comes_back else measured.STILL_S, abs=2 * measured.LOOK_S)
     assert len(looks) == pytest.approx(now[0] / measured.LOOK_S)
 
 

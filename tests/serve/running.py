@@ -79,12 +79,12 @@ class Running:
         import_path: str = "",
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
-        **changes: dict[str, Any],
+        **changes: Any,
     ) -> None:
         """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
         ``haproxy``: False has Serve's own proxy serve; ``admin_key``: what `info` and `states` show; ``import_path``:
         in the place of the first application's; ``python``: by another path;
-        ``environment``: beside ours; ``changes``: settings by group."""
+        ``environment``: beside ours; ``changes``: settings, by group where they have one."""
         self._haproxy, self._python = haproxy, python
         self._environment = environment or {}
         self._shown = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
@@ -102,7 +102,10 @@ class Running:
             self._said = "stop      Ctrl-C"  # a foreign application has no line to try
         args = config["applications"][0]["args"]
         for group, settings in changes.items():
-            args.setdefault(group, {}).update(settings)
+            if isinstance(settings, dict):
+                args.setdefault(group, {}).update(settings)
+            else:
+                args[group] = settings
         self.config = folder / "serve_config.yaml"
         self.config.write_text(yaml.safe_dump(config))
         self.log = folder / "serve.log"
