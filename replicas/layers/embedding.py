@@ -3,7 +3,7 @@
 Owns:      the vocabulary's slices: rank r holds ids [r * S, (r + 1) * S) with S = ceil(V / tp); rows above V are zero.
 Never:     copies a tied embedding on a GPU, or one whose numbers share scales: the head multiplies by the embedding's
            own. Else, on a CPU, the head has panels, and the embedding stays in the mapped checkpoint.
-Invariant: embeddings and logits are the same on all ranks.
+Invariant: embeddings are the same on all ranks; logits are rank 0's alone.
 
 Positions are in Hugging Face's layout: dimension i of a head turns together with i + D / 2. The angles of a step are
 made once and used by every layer; a table of all positions would be as large as a layer for a context of 128 K.
@@ -135,13 +135,14 @@ class ParallelLMHead(Layer):
         return 0 if shared else self.matmul.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute logits [S, V] fp32 of hidden states [S, hidden]."""
+        """Compute logits [S, V] fp32 of hidden states [S, hidden] on rank 0, which alone samples; the others get
+        [S, 0]. They are gathered in the dtype of the product."""
         if x.shape[0] == 0:
             return x.new_empty(0, self._vocab_size, dtype=torch.float32)
-        logits = self.matmul(x).float()
-        if self._tp.size == 1:
-            return logits
-        return self._tp.all_gather(logits)[:, : self._vocab_size]
+        logits = self._tp.gather(self.matmul(x))
+        if logits is None:
+            return x.new_empty(x.shape[0], 0, dtype=torch.float32)
+        return logits[:, : self._vocab_size].float()
 
 
 def _format_of(weight: Piece | None, format_: WeightFormat) -> WeightFormat:

@@ -76,6 +76,17 @@ class TpGroup:
             self._group.allgather([parts], [tensor]).wait()
         return torch.cat(parts, dim)
 
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """Join the ranks' tensors (all of one shape) along the last dimension on rank 0; None on the others."""
+        if self._group is None:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        with self._speaking_for("gather"):
+            self._group.gather([parts] if parts else [], [tensor.contiguous()], options).wait()
+        return torch.cat(parts, -1) if parts else None
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Copy rank 0's values into every rank's ``tensor``, in place; returns ``tensor``."""
         if self._group is not None:

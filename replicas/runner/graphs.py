@@ -77,7 +77,7 @@ class DecodeGraphs:
             tp.barrier()  # no rank records while another's collective waits for it
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._logits[:size].copy_(forward(batch))
+                self._logits[:size].copy_(forward(batch)[:, : self._logits.shape[1]])
             self._graphs[size, adapted] = graph
         capture_s = time.monotonic() - started_s
         log.info("CUDA graphs: %d for sizes up to %d in %.1f s", len(self._graphs), self.sizes[-1], capture_s)

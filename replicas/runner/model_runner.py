@@ -160,7 +160,7 @@ class ModelRunner:
         return has_any
 
     def forward(self, plan: StepPlan, *, warms: bool = False) -> tuple[Tensor, batches.DeviceBatch]:
-        """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch.
+        """Run a step. Returns: logits [S, V] fp32 of the wanted rows, [S, 0] on ranks above 0, and the batch.
         ``warms``: with the kernels of adapters on a GPU, though no row has one."""
         graph_rows = None if self._graphs is None else self._graphs.size_of(plan)
         adapted = self._begin_adapters(plan, graph_rows)
@@ -305,7 +305,7 @@ class ModelRunner:
             self.table,
             self._staging,
             max_rows=rows,
-            vocab_size=self._config.model.vocab_size,
+            vocab_size=0 if self.tp.rank else self._config.model.vocab_size,
         )
         begin: dict[bool, Callable[[int], None]] = {False: lambda size: None}
         if self._adapts_on_gpu:

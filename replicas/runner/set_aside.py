@@ -60,12 +60,12 @@ def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -
 
 
 def bytes_for_logits(config: EngineConfig, num_ranks: int) -> int:
-    """Return the bytes of the most rows of logits that a step has of prompts: in the model's dtype and in fp32, and
-    where ranks gather them their parts."""
+    """Return the bytes of the most rows of logits that a step has of prompts: in the model's dtype and in fp32, or
+    where ranks gather them their part, all parts, and these joined."""
     if config.device != "cuda":
         return 0
     itemsize: int = getattr(torch, config.model.dtype).itemsize
-    copies = itemsize + (torch.float32.itemsize if num_ranks == 1 else 3 * torch.float32.itemsize)
+    copies = max(itemsize + torch.float32.itemsize, 0 if num_ranks == 1 else 3 * itemsize)
     return min(LOGITS_CHUNK, config.chunked_prefill_size) * config.model.vocab_size * copies
 
 

@@ -58,12 +58,16 @@ class PagedModel:
         load_weights(self.model, config, tp, one_order=False, progress=lambda done, total: None)
         self.table = torch.zeros(num_rows, page_size * num_pages, dtype=torch.int32)
         self.lens = [0] * num_rows
+        self._tp, self._vocab_size = tp, config.vocab_size
         self._free = list(range(1, num_pages + 1))
         random.Random(7).shuffle(self._free)
 
     def run(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        """One step: new tokens of some rows. Returns each row's logits [its tokens, V]."""
+        """One step: new tokens of some rows. Returns each row's logits [its tokens, V], which ranks have of rank 0."""
         logits = self.model.forward(*self.pack(new))
+        if self._tp.size > 1:
+            mine = logits.contiguous() if self._tp.rank == 0 else logits.new_empty(len(logits), self._vocab_size)
+            logits = self._tp.broadcast(mine)
         return dict(zip(new, logits.split([len(ids) for ids in new.values()]), strict=True))
 
     def pack(self, new: Mapping[int, Sequence[int]]) -> tuple[Tensor, BatchMeta]:

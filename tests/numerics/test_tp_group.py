@@ -41,6 +41,17 @@ def test_all_gather_joins_in_rank_order_along_the_dimension(tmp_path: Path) -> N
     assert on_ranks(2, tmp_path / "meet", work) == [([[0, 1], [0, 1]], [[0], [0], [1], [1]])] * 2
 
 
+def test_gather_joins_on_rank_0_alone(tmp_path: Path) -> None:
+    """Of a part that does not lie in one piece too, and in the dtype that it has."""
+
+    def work(tp: TpGroup) -> tuple[torch.dtype, list[list[float]]] | None:
+        joined = tp.gather(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16).T + 10 * tp.rank)
+        return None if joined is None else (joined.dtype, joined.tolist())
+
+    wanted = torch.bfloat16, [[1, 3, 11, 13, 21, 23], [2, 4, 12, 14, 22, 24]]
+    assert on_ranks(3, tmp_path / "meet", work) == [wanted, None, None]
+
+
 def test_broadcast_gives_every_rank_what_rank_0_has(tmp_path: Path) -> None:
     def work(tp: TpGroup) -> list[int]:
         mine = torch.tensor([tp.rank + 5, tp.rank + 9])
@@ -105,6 +116,7 @@ def test_one_rank_needs_no_process_group() -> None:
     tp, tensor = TpGroup(device="cpu"), torch.ones(2)
     assert tp.all_reduce(tensor) is tensor
     assert tp.all_gather(tensor) is tensor
+    assert tp.gather(tensor) is tensor
     assert tp.broadcast(tensor) is tensor
     assert tp.min_int(7) == 7
     tp.barrier()

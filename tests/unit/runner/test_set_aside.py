@@ -60,6 +60,14 @@ def config(**changes: object) -> EngineConfig:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("dtype", "num_ranks", "copies"), [("bfloat16", 1, 6), ("bfloat16", 8, 6), ("float32", 8, 12)])
+def test_logits_are_set_aside_in_the_models_dtype_and_in_fp32(dtype: str, num_ranks: int, copies: int) -> None:
+    """512 rows. Of ranks, rank 0 has all parts and what they are joined to, before it makes fp32 of that."""
+    made = config()
+    made = replace(made, model=replace(made.model, dtype=dtype))
+    assert set_aside.bytes_for_logits(made, num_ranks) == 512 * 128_256 * copies
+
+
 def test_the_request_table_is_a_number_for_each_row_and_position() -> None:
     """(1,023 + 1) rows of 131,068 + 4 positions of 4 bytes are 512 MiB."""
     assert set_aside.bytes_for_table(config(), 1 << 36, 131_072) == 512 << 20
